@@ -1,0 +1,238 @@
+"""Wire protocol v1 between a trainer and a weight store: typed messages over ZMQ, no pickle.
+
+Transport: the trainer's DEALER talks to the store's ROUTER. A message is one msgpack frame holding one
+of the structs below (tag in field ``t``); a `Chunk` is followed by its payload frames in the same
+multipart message. Every request but `Chunk` and `Written` is answered exactly once, by the reply named
+here or by `Error`; both sides bound every wait. Integers on the wire are plain; bytes are little-endian.
+
+A push, step by step:
+
+ 1. [TRAINER] `Hello`: protocol number, run, token. [STORE] `Welcome`: limits, the live version, and the
+    arena's path and nonce.
+ 2. [TRAINER] opens the arena path. Same nonce at its head = same host: bytes go by shared memory.
+    Anything else, or ``transport="zmq"``: bytes go as `Chunk` frames.
+ 3. [TRAINER] `Begin`: the version, the in-flight policy and every part (name, dtype, shape, slice) that
+    this trainer rank holds. [STORE] plans part -> copies and answers `Placement` with a session, a lease
+    and the copies; or `Error` with every tensor that is wrong, and nothing is staged.
+    With ``world > 1`` every trainer rank sends its own `Begin`; the first opens the session, the others
+    join it, and the proof that every served byte is covered exactly once is made when the last joined.
+ 4. [TRAINER] moves each copy's bytes, in any order. Shared memory: written straight into the staged slot.
+    ZMQ: `Chunk` + payload, received straight into the staged slot. Either way `Written` follows with the
+    xxh3-64 digest of each finished copy, computed from the trainer's own memory.
+ 5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
+    lease; a lease that runs out aborts the session and says so.
+ 6. [TRAINER] `Seal`. [STORE] waits for its checks, then answers `Sealed` or an `Error` naming tensors.
+ 7. [TRAINER] `Commit`. [STORE] asks all ranks of all replicas to prepare. [ALL RANKS] build their views
+    of the staged slot and vote; [RANK 0] reports the vote.
+ 8. [STORE] all yes: `flip`. [ALL RANKS] flip at one tick boundary and hold their output. One no: abort.
+ 9. [STORE] all flipped: records the version (this write is the commit point), answers `Committed`, and
+    tells [ALL RANKS] to go on. A failed flip anywhere: everyone returns to the old slot; nothing was served.
+10. [TRAINER] `Abort` at any time before 9: nothing changed.
+
+`Commit` is idempotent by (run_id, version): `Begin` of the version that is already live in the same run
+answers `Committed` (same digests are not re-sent); a lower one answers `Error` ``stale_version``.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 64 << 20
+"""Largest msgpack frame either side reads; payload frames are capped by `Welcome.max_frame`."""
+
+InFlight = Literal["keep", "recompute", "abort", "wait"]
+"""What happens to running sequences at commit: keep their KV, re-prefill it, end them, or drain first."""
+
+ErrorCode = Literal[
+    "bad_message",
+    "unauthorized",
+    "unsupported",
+    "too_large",
+    "busy",
+    "stale_version",
+    "unknown_tensor",
+    "missing_tensor",
+    "duplicate_tensor",
+    "overlapping_tensor",
+    "shape_mismatch",
+    "dtype_mismatch",
+    "checksum_mismatch",
+    "base_mismatch",
+    "unknown_session",
+    "lease_expired",
+    "refused",
+    "not_ready",
+    "deadline",
+    "aborted",
+    "io",
+    "internal",
+]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+    """Base of everything on the wire."""
+
+
+class Hello(Message, tag="hello", frozen=True):
+    """[TRAINER] first message of a connection."""
+
+    run_id: str
+    protocol: int = PROTOCOL
+    token: str = ""
+    client: str = ""  # free text for logs: library, host, pid
+
+
+class Welcome(Message, tag="welcome", frozen=True):
+    """[STORE] answer to `Hello`."""
+
+    store_id: str  # changes when the store restarts
+    model: str
+    dtype: str  # served dtype
+    live_run: str
+    live_version: int | None  # None: nothing is live yet
+    arena_path: str
+    arena_nonce: bytes  # 16 bytes at the head of the arena file
+    max_frame: int  # bytes in one payload frame
+    lease_s: float
+    protocol: int = PROTOCOL
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One contiguous C-order buffer the trainer holds: a whole tensor, a box of it, or a flat range of it."""
+
+    name: str  # HF name
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...] = ()  # box: where it starts; () = the whole tensor
+    local_shape: tuple[int, ...] = ()  # box: its extent
+    flat: tuple[int, int] | None = None  # [start, stop) of the flattened tensor (ZeRO stage 3)
+
+
+class Begin(Message, tag="begin", frozen=True):
+    """[TRAINER] opens (or joins, world > 1) the session for one version."""
+
+    version: int
+    parts: list[Part]
+    in_flight: InFlight = "keep"
+    transport: Literal["shm", "zmq"] = "shm"
+    rank: int = 0
+    world: int = 1
+    base_version: int | None = None  # partial push: what is not sent is taken from this live version
+    force: bool = False  # allow a version that is not above the live one
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True):
+    """One N-d strided move from a part's buffer to the slot. Offsets and strides count elements."""
+
+    part: int  # index into Begin.parts
+    shape: tuple[int, ...]
+    src_offset: int
+    src_strides: tuple[int, ...]
+    dst_offset: int  # from the start of the slot, in elements of dst_dtype
+    dst_strides: tuple[int, ...]
+    dst_dtype: str  # differs from the part's: the publisher casts while it copies
+
+
+class Placement(Message, tag="placement", frozen=True):
+    """[STORE] answer to `Begin`: where the bytes go."""
+
+    session: str
+    lease_s: float
+    slot_offset: int  # bytes, from the start of the arena file
+    slot_bytes: int
+    copies: list[Copy]
+
+
+class Chunk(Message, tag="chunk", frozen=True):
+    """[TRAINER] payload frames follow: bytes of one copy, in its C order, already in dst_dtype."""
+
+    session: str
+    copy: int
+    offset: int  # bytes into the copy
+    sizes: list[int]  # bytes of each payload frame that follows
+
+
+class Written(Message, tag="written", frozen=True):
+    """[TRAINER] these copies are complete; digest is xxh3-64 over the copy's bytes in C order."""
+
+    session: str
+    digests: list[tuple[int, int]]  # (copy, xxh3_64)
+
+
+class Renew(Message, tag="renew", frozen=True):
+    """[TRAINER] keeps the lease while it still works."""
+
+    session: str
+
+
+class Renewed(Message, tag="renewed", frozen=True):
+    """[STORE] answer to `Renew`."""
+
+    session: str
+    lease_s: float
+    verified_bytes: int
+
+
+class Seal(Message, tag="seal", frozen=True):
+    """[TRAINER] this rank has sent everything."""
+
+    session: str
+    deadline_s: float = 60.0
+
+
+class Sealed(Message, tag="sealed", frozen=True):
+    """[STORE] every byte of the version has arrived and matches its digest."""
+
+    session: str
+    digest: str  # of the whole version: 16 hex digits
+
+
+class Commit(Message, tag="commit", frozen=True):
+    """[TRAINER] make the sealed version live everywhere, or nowhere."""
+
+    session: str
+    deadline_s: float = 60.0
+
+
+class Committed(Message, tag="committed", frozen=True):
+    """[STORE] the version is live on every rank of every replica."""
+
+    version: int
+    digest: str
+    replicas: int
+    seconds: dict[str, float]  # stage, seal, prepare, commit
+    stall_ms: dict[str, float]  # replica -> how long its loop stood still
+    already: bool = False  # it was live before this push
+
+
+class Abort(Message, tag="abort", frozen=True):
+    """[TRAINER] give the session up; nothing that is served changes."""
+
+    session: str
+    reason: str = ""
+
+
+class Aborted(Message, tag="aborted", frozen=True):
+    """[STORE] the session is gone."""
+
+    session: str
+
+
+class Error(Message, tag="error", frozen=True):
+    """[STORE] the request failed; what is served has not changed."""
+
+    code: ErrorCode
+    message: str
+    session: str = ""
+    tensors: list[str] = []
+    rank: str = ""  # "replica 1 rank 0" when a rank said no
+    retryable: bool = False
+
+
+Request = Hello | Begin | Chunk | Written | Renew | Seal | Commit | Abort
+Reply = Welcome | Placement | Renewed | Sealed | Committed | Aborted | Error
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

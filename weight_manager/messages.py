@@ -1,0 +1,198 @@
+"""Messages between the weight store and its own service: replicas (rank 0 of each) and the API.
+
+They travel over the store's second ROUTER, ``ipc://{run_dir}/store.sock``, which only processes of this
+service can open. Senders are named in each docstring. A replica keeps one DEALER; the API keeps one.
+
+Life of a replica, seen from the store:
+  `Register` -> (store waits until no commit is in flight) -> `Registered` with what is live -> the ranks
+  map it and verify it -> `Adopted`. From then on the replica votes in every commit:
+  `Prepare` -> `Prepared`; `Flip` -> `Flipped` (the replica now holds its output); then `Finalize` or
+  `Rollback`. `Beat` at least every `Registered.beat_s` says that its loop turns.
+The store watches the pids of all ranks (pidfd), so a dead replica leaves the vote at once; a silent one
+fails the vote by deadline and must register again. Should it wake after its slot was given away, the
+slot's write epoch in the arena header tells it so and it throws its step away (see arena.py).
+"""
+
+from typing import Any
+
+import msgspec
+
+from rollout_client.protocol import ErrorCode, InFlight
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+    """Base of the store's internal messages."""
+
+
+class Live(msgspec.Struct, frozen=True):
+    """The version being served. `epoch` counts commits and never repeats, whatever run or force said."""
+
+    run_id: str
+    version: int
+    epoch: int
+    slot: int
+    digest: str
+
+
+class Register(Message, tag="register", frozen=True):
+    """[RANK 0] after start: who we are. Sent again after a lost store."""
+
+    replica: int
+    pids: list[int]  # of every rank, rank order
+    layout_digest: str  # must equal the store's, or the reply is `Refused`
+
+
+class Registered(Message, tag="registered", frozen=True):
+    """[STORE] welcome; map `live` and answer `Adopted`."""
+
+    arena_path: str
+    live: Live | None  # None: nothing to serve yet; `Adopt` follows when there is
+    beat_s: float
+
+
+class Adopt(Message, tag="adopt", frozen=True):
+    """[STORE] map this version outside any push (first load, or a missed commit)."""
+
+    live: Live
+
+
+class Adopted(Message, tag="adopted", frozen=True):
+    """[RANK 0] every rank holds this version."""
+
+    epoch: int
+    ok: bool = True
+    rank: int = 0
+    error: str = ""
+
+
+class Beat(Message, tag="beat", frozen=True):
+    """[RANK 0] the loop turns; what every rank holds now (0 = nothing)."""
+
+    epoch: int
+
+
+class Prepare(Message, tag="prepare", frozen=True):
+    """[STORE] build views of a sealed slot and vote. With in_flight "wait" the vote comes once drained."""
+
+    session: str
+    live: Live  # what would become live
+    in_flight: InFlight
+    deadline_s: float
+
+
+class Prepared(Message, tag="prepared", frozen=True):
+    """[RANK 0] the vote of all ranks of this replica; rank and error name the first no."""
+
+    session: str
+    ok: bool = True
+    rank: int = 0
+    error: str = ""
+
+
+class Flip(Message, tag="flip", frozen=True):
+    """[STORE] flip at the next tick boundary, then hold the output."""
+
+    session: str
+
+
+class Flipped(Message, tag="flipped", frozen=True):
+    """[RANK 0] every rank flipped (output is now held), or the first that could not."""
+
+    session: str
+    ok: bool = True
+    rank: int = 0
+    error: str = ""
+
+
+class Finalize(Message, tag="finalize", frozen=True):
+    """[STORE] committed: release the output; the old slot may be written from now on."""
+
+    session: str
+
+
+class Finalized(Message, tag="finalized", frozen=True):
+    """[RANK 0] goes on; how long the loop stood still for this version."""
+
+    session: str
+    stall_ms: float
+
+
+class Rollback(Message, tag="rollback", frozen=True):
+    """[STORE] forget this session; serve what was live before (also undoes a mere `Prepare`)."""
+
+    session: str
+    reason: str
+
+
+class RolledBack(Message, tag="rolled_back", frozen=True):
+    """[RANK 0] serving what was live before the session."""
+
+    session: str
+
+
+class GetStatus(Message, tag="get_status", frozen=True):
+    """[API] -> `Status`. With subscribe, a `Status` also follows every change."""
+
+    call: str
+    subscribe: bool = False
+
+
+class Status(Message, tag="status", frozen=True):
+    """[STORE] everything the service says about weights; plain data, shown as it is by the API."""
+
+    call: str
+    live: Live | None
+    previous: Live | None
+    session: dict[str, Any] | None  # state, version, transport, bytes, verified bytes, lease left
+    replicas: dict[str, dict[str, Any]]  # replica -> epoch, ready, pids, last beat age
+    last_error: dict[str, Any] | None
+    last_push: dict[str, Any] | None
+    history: list[dict[str, Any]]  # newest last, capped
+    counters: dict[str, float]
+
+
+class LoadDisk(Message, tag="load_disk", frozen=True):
+    """[API] push a checkpoint directory as the next version through the same session."""
+
+    call: str
+    path: str
+    version: int | None = None  # None: live + 1
+    run_id: str | None = None  # None: the live run
+    in_flight: InFlight = "keep"
+    deadline_s: float = 180.0
+    force: bool = False
+
+
+class AbortSession(Message, tag="abort_session", frozen=True):
+    """[API] end the running push session, whoever holds it."""
+
+    call: str
+    reason: str = "aborted by an operator"
+
+
+class Result(Message, tag="result", frozen=True):
+    """[STORE] answer to an API call."""
+
+    call: str
+    ok: bool
+    code: ErrorCode | None = None
+    message: str = ""
+    tensors: list[str] = []
+    data: dict[str, Any] = {}
+
+
+class Refused(Message, tag="refused", frozen=True):
+    """[STORE] the message could not be honoured (bad bytes, wrong layout); says why. The sender goes on."""
+
+    message: str
+
+
+FromReplica = Register | Adopted | Beat | Prepared | Flipped | Finalized | RolledBack
+FromApi = GetStatus | LoadDisk | AbortSession
+ToReplica = Registered | Adopt | Prepare | Flip | Finalize | Rollback | Refused
+ToApi = Status | Result | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_incoming = msgspec.msgpack.Decoder(FromReplica | FromApi).decode
+decode_for_replica = msgspec.msgpack.Decoder(ToReplica).decode
+decode_for_api = msgspec.msgpack.Decoder(ToApi).decode

@@ -1,0 +1,1 @@
+"""One inference rank: event loop, signal group, process groups, scheduler, engine, models."""

@@ -1,0 +1,1 @@
+"""Engines: the contract, the Paddle one, and a deterministic fake for tests."""

@@ -1,0 +1,84 @@
+"""The engine's contract: forward passes over views of a weight slot. Everything else is not its business.
+
+The loop calls `forward` with the same `ForwardBatch` on every rank; rank 0 gets logits and samples, the
+others get None. An engine never sees versions, requests or sockets, so tests run the loop with a fake.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step over S ragged sequences with T tokens in all (decode rows and prefill chunks together).
+
+    token_ids, positions, slots: [T]. slots[t] = block * block_size + offset where token t's KV is written.
+    query_lens: [S] new tokens per sequence; sum = T. context_lens: [S] tokens including the new ones.
+    block_tables: [S, B] padded with 0. logits_rows: [L] rows of T whose logits are wanted.
+    block_copies: [C, 2] (from, to) KV blocks copied before the step (copy-on-write of shared prompts).
+    """
+
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    query_lens: Int32
+    context_lens: Int32
+    block_tables: Int32
+    logits_rows: Int32
+    block_copies: Int32
+
+    def pack(self) -> Int32:
+        """All arrays as one flat int32 array, for one broadcast to the other ranks."""
+        raise NotImplementedError
+
+    @staticmethod
+    def unpack(flat: Int32) -> "ForwardBatch":
+        """Inverse of `pack`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What the scheduler needs to know of an engine."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Engine(Protocol):
+    """One rank's model. Weights come as read-only numpy views of the slot (uint16 bits for bfloat16)."""
+
+    spec: EngineSpec
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """Everything that may fail or take time before a flip: names, shapes, tensors over the views.
+
+        Returns an opaque handle for `bind`. Raises ValueError naming the tensor. Serving goes on meanwhile.
+        """
+        ...
+
+    def bind(self, prepared: object | None) -> None:
+        """Flip to a prepared set of weights (None = hold none). Pointer swaps only; may not fail halfway."""
+        ...
+
+    def allocate_kv(self) -> None:
+        """Make the KV cache (idempotent)."""
+        ...
+
+    def release_kv(self) -> int:
+        """Free the KV cache; returns bytes freed (0 when it holds none)."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> Float32 | None:
+        """Logits [L, vocab_size] float32 on rank 0, None elsewhere. Writes the KV of all T tokens."""
+        ...

@@ -1,0 +1,199 @@
+"""Messages between the API and rank 0 of a replica, over ``ipc://{run_dir}/replica-{r}.sock``.
+
+The API's DEALER connects; rank 0's ROUTER binds. One multipart message = one msgpack frame. Rank 0
+handles them in arrival order: there is one inbox and so one order. Bad bytes are answered with
+`CallFailed` (call "") and counted; the loop goes on.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+PauseMode = Literal["abort", "wait", "keep", "recompute"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+Tag = Literal["weights", "kv_cache"]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+    """Base of everything on the replica's socket."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to continue one prompt. Validated by the API; the worker trusts the ranges given here."""
+
+    n: int = 1  # >= 1 sequences from one prefill
+    max_tokens: int | None = None  # >= 0; None: whatever fits the context
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # [0, 1)
+    repetition_penalty: float = 1.0  # > 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int = 0  # how many top alternatives beside the sampled token's own logprob
+    prompt_logprobs: int | None = None  # None = none; N = each prompt token's own and top N
+    sampling_mask: bool = False  # report the ids that top-k/top-p/min-p left open, per token
+
+
+class Generate(Message, tag="generate", frozen=True):
+    """[API] start a request; answered by `Chunks` until every sequence has a finish reason."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stream: bool = False  # False: one chunk per sequence, when it ends
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""
+
+
+class Abort(Message, tag="abort", frozen=True):
+    """[API] end requests by exact id, or all (None). Partial results come as ordinary final chunks."""
+
+    call: str
+    request_ids: list[str] | None = None
+
+
+class Pause(Message, tag="pause", frozen=True):
+    """[API] stop stepping. The lease resumes by itself after lease_s (0 = no lease) and says so."""
+
+    call: str
+    mode: PauseMode = "abort"
+    lease_s: float = 0.0
+    clear_cache: bool = True
+    deadline_s: float = 60.0  # mode wait: how long to drain
+
+
+class Resume(Message, tag="resume", frozen=True):
+    """[API] go on; idempotent, also a clean answer when nothing is paused."""
+
+    call: str
+
+
+class Clear(Message, tag="clear", frozen=True):
+    """[API] release parameters and/or KV on every rank; groups are shut down with the parameters."""
+
+    call: str
+    tags: tuple[Tag, ...] = ("weights", "kv_cache")
+
+
+class Reload(Message, tag="reload", frozen=True):
+    """[API] undo `Clear` for these tags: groups back, live version mapped, KV allocated."""
+
+    call: str
+    tags: tuple[Tag, ...] = ("weights", "kv_cache")
+
+
+class ResetPrefixCache(Message, tag="reset_prefix_cache", frozen=True):
+    """[API] forget every cached block that no running sequence holds."""
+
+    call: str
+
+
+class Verify(Message, tag="verify", frozen=True):
+    """[API] checksum what each rank holds -> Done.data {"rank": {"name": "16 hex digits"}}."""
+
+    call: str
+
+
+class GetStats(Message, tag="get_stats", frozen=True):
+    """[API] -> `Stats` now; also makes the sender a subscriber of `Stats` and `StateChanged`."""
+
+    call: str
+
+
+class Drain(Message, tag="drain", frozen=True):
+    """[SUPERVISOR] admit nothing more, finish or abort by the deadline, then exit 0."""
+
+    call: str
+    deadline_s: float = 30.0
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens [start, end) of a sequence were sampled under this version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one sequence. Lists run parallel to token_ids."""
+
+    request_id: str
+    index: int  # which of the n sequences
+    token_ids: list[int]
+    logprobs: list[float]  # finite; of the distribution sampled from
+    spans: list[Span]  # over the whole output so far, [0, n) without gaps; [v,0,0] when empty
+    top: list[list[tuple[int, float]]] = []  # per token: (id, logprob), best first
+    ranks: list[int] = []  # per token: rank of the sampled id, 1 = most likely (only with top)
+    masks: list[list[int]] = []  # per token: ids left open (sampling_mask)
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    error: str = ""
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    prompt_logprobs: list[list[tuple[int, float, int]]] | None = None  # per token after the first: (id, logprob, rank)
+
+
+class Chunks(Message, tag="chunks", frozen=True):
+    """[RANK 0] everything one tick produced for one API connection."""
+
+    items: list[Chunk]
+
+
+class Done(Message, tag="done", frozen=True):
+    """[RANK 0] a control call took effect on every rank."""
+
+    call: str
+    data: dict[str, Any] = {}
+
+
+class CallFailed(Message, tag="call_failed", frozen=True):
+    """[RANK 0] a control call did not take effect. code: conflict | timeout | bad_message | internal."""
+
+    call: str
+    code: Literal["conflict", "timeout", "bad_message", "internal"]
+    message: str
+    rank: int = 0
+
+
+class StateChanged(Message, tag="state_changed", frozen=True):
+    """[RANK 0] to subscribers: the worker's state or version moved."""
+
+    state: str
+    version: int | None
+    reason: str = ""
+
+
+class Stats(Message, tag="stats", frozen=True):
+    """[RANK 0] to subscribers, every second while busy and every 5 s while idle."""
+
+    call: str
+    replica: int
+    state: str  # worker.lifecycle.WorkerState value
+    pause_mode: PauseMode | None
+    version: int | None
+    epoch: int
+    running: int
+    waiting: int
+    held: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    block_size: int
+    counters: dict[str, float]  # monotonic: tokens, aborted, preempted, prefix hits/queries, steps, stalls ...
+    histograms: dict[str, list[float]]  # samples since the last Stats: step_s, stall_s, ttft_s, itl_s, staleness
+    ranks: list[dict[str, Any]] = []  # pid, rss_bytes per rank
+
+
+FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain
+ToApi = Chunks | Done | CallFailed | StateChanged | Stats
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_api = msgspec.msgpack.Decoder(FromApi).decode
+decode_to_api = msgspec.msgpack.Decoder(ToApi).decode
