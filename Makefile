@@ -1,0 +1,62 @@
+# One vocabulary of commands for people, hooks and CI. `make help` prints it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3))
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL := models/smollm2-135m-instruct
+# The downloads are large; a registry that hiccups once should not cost the whole set-up.
+PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
+
+.PHONY: help setup run model demo test check format bench image clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install everything (does nothing when it is up to date)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no python3 found; Python 3.11 or later is needed" >&2; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	for try in 1 2 3; do \
+	  if $(PIP_INSTALL) -e '.[serve,dev]'; then touch $@; exit 0; fi; \
+	  echo "pip failed (try $$try of 3)" >&2; sleep $$((try * 5)); \
+	done; exit 1
+
+model: $(MODEL)/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it to models/
+
+$(MODEL)/model.safetensors: | $(STAMP)
+	$(BIN)/python scripts/fetch_smollm2.py $(MODEL)
+
+run: $(STAMP) model ## serve SmolLM2 on http://127.0.0.1:8000
+	$(BIN)/paddle-rollout serve $(MODEL)
+
+demo: $(STAMP) ## train a policy against two live replicas; writes out/demo/
+	$(BIN)/python -m examples.grpo_paddle --out out/demo
+
+check: $(STAMP) ## ruff, mypy, import-linter, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/render_states.py --check
+
+test: check ## everything that must hold before a commit: check, then all tests
+	$(BIN)/python -m pytest
+
+format: $(STAMP) ## rewrite files the way `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python scripts/render_states.py
+
+bench: $(STAMP) ## run the benchmarks and write their results as JSON
+	$(BIN)/python -m benchmarks
+
+image: ## build the container image
+	docker build -t paddle-rollout .
+
+clean: ## remove what the other targets made, except models/
+	rm -rf $(VENV) out dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
