@@ -1,0 +1,1 @@
+"""Developer scripts: fetch the small real model, write test fixtures. Not part of the wheel."""
