@@ -16,11 +16,15 @@ A push, step by step:
     and the copies; or `Error` with every tensor that is wrong, and nothing is staged.
     With ``world > 1`` every trainer rank sends its own `Begin`; the first opens the session, the others
     join it, and the proof that every served byte is covered exactly once is made when the last joined.
- 4. [TRAINER] moves each copy's bytes, in any order. Shared memory: written straight into the staged slot.
-    ZMQ: `Chunk` + payload, received straight into the staged slot. Either way `Written` follows with the
-    xxh3-64 digest of each finished copy, computed from the trainer's own memory.
+ 4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
+    the slot's write epoch with the placement's (slot_lock.py), writes straight into the staged slot, and
+    lets the lock go after its last copy. ZMQ: `Chunk` + payload, received straight into the staged slot.
+    Either way `Written` follows with the xxh3-64 digest of each finished copy, computed from the
+    trainer's own memory.
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
-    lease; a lease that runs out aborts the session and says so.
+    lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
+    accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
+    `Seal` or `Commit`. Only bytes that cannot be read, or a frame over the cap, are answered at once.
  6. [TRAINER] `Seal`. [STORE] waits for its checks, then answers `Sealed` or an `Error` naming tensors.
  7. [TRAINER] `Commit`. [STORE] asks all ranks of all replicas to prepare. [ALL RANKS] build their views
     of the staged slot and vote; [RANK 0] reports the vote.
@@ -142,6 +146,7 @@ class Placement(Message, tag="placement", frozen=True):
     slot_offset: int  # bytes, from the start of the arena file
     slot_bytes: int
     copies: list[Copy]
+    write_epoch: int = 0  # of the slot's header entry while this session owns it
 
 
 class Chunk(Message, tag="chunk", frozen=True):
