@@ -21,8 +21,12 @@ class Parameter:
     """One served tensor.
 
     name: canonical HF name. shape: of the whole tensor, HF layout (Linear = [out, in]).
-    split: tensor-parallel axis, None = every rank reads the whole tensor.
-    heads: when set, axis `split` counts this many units (KV heads) that are replicated once tp exceeds them.
+    split: tensor-parallel axis, None = every rank reads the whole tensor. Pieces are as equal as they can be.
+    heads: when set, axis `split` counts this many units (KV heads); a unit is never cut while tp <= heads, and
+        once tp exceeds them (then a multiple of them) the ranks that share a unit each hold a copy of it.
+    group: query heads per unit. Set on what belongs to the query heads: once tp exceeds `heads`, the ranks
+        that share a unit divide its query heads instead of copying them.
+    even: every rank reads the whole tensor when tp does not divide the axis (vocabularies: equal logits pieces).
     aliases: other names of the same bytes (tied lm_head); a push may use any one of them.
     fused: name of the fused group it belongs to; members are placed in the order they are listed.
     """
@@ -31,6 +35,8 @@ class Parameter:
     shape: tuple[int, ...]
     split: int | None = None
     heads: int | None = None
+    group: int = 0
+    even: bool = False
     aliases: tuple[str, ...] = ()
     fused: str | None = None
 

@@ -1,0 +1,153 @@
+"""Where every rank's piece of every parameter lies in a slot: manifest -> layout -> views. Pure functions.
+
+A block is what one rank reads in one go: a parameter's piece, or the pieces of a fused group one after
+the other. Blocks lie in manifest order and rank order, each on a cache line of its own.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weight_manager.manifest import ALIGN, ITEMSIZE, Layout, Manifest, Parameter, Region
+
+PAGE = 4096
+EVERY_RANK = -1
+VIEW_DTYPE: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
+"""numpy dtype of a view; bfloat16 is shown as its bits."""
+
+Array = npt.NDArray[Any]
+Slot = bytearray | memoryview | Array
+
+
+def make_layout(manifest: Manifest, tp: int) -> Layout:
+    """Place every piece. Raises ValueError naming the parameter that cannot be split over `tp` ranks."""
+    if tp < 1:
+        raise ValueError(f"tp must be at least 1, got {tp}")
+    _check_names(manifest)
+    regions: list[Region] = []
+    end = 0
+    for members in _groups(manifest):
+        ranks = {tuple(_ranks(p, tp)) for p in members}
+        if len(ranks) != 1:
+            raise ValueError(f"{members[0].fused}: some members are split over ranks and some are not")
+        for rank in ranks.pop():
+            end = -(-end // ALIGN) * ALIGN
+            for p in members:
+                start, shape = piece(p, tp, rank)
+                regions.append(Region(p.name, rank, end, start, shape))
+                end += prod(shape) * ITEMSIZE[manifest.dtype]
+    slot_bytes = max(-(-end // PAGE), 1) * PAGE
+    digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((manifest, tp, regions, slot_bytes)))
+    return Layout(manifest, tp, tuple(regions), slot_bytes, digest)
+
+
+def piece(p: Parameter, tp: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, shape) of the box of `p` that `rank` of `tp` reads. Raises ValueError when it cannot be split."""
+    start, shape = [0] * len(p.shape), list(p.shape)
+    if rank != EVERY_RANK and p.split is not None:
+        low, high = _bounds(p, p.shape[p.split], tp, rank)
+        if low == high:
+            raise ValueError(f"{p.name}: axis {p.split} of {p.shape} is too short for {tp} ranks")
+        start[p.split], shape[p.split] = low, high - low
+    return tuple(start), tuple(shape)
+
+
+def _bounds(p: Parameter, size: int, tp: int, rank: int) -> tuple[int, int]:
+    if p.heads is None:
+        return size * rank // tp, size * (rank + 1) // tp
+    if size % p.heads:
+        raise ValueError(f"{p.name}: axis {p.split} of {p.shape} does not hold {p.heads} equal heads")
+    unit = size // p.heads
+    if tp <= p.heads:
+        return p.heads * rank // tp * unit, p.heads * (rank + 1) // tp * unit
+    if tp % p.heads:
+        raise ValueError(f"{p.name}: tp {tp} is above the {p.heads} KV heads and not a multiple of them")
+    sharers = tp // p.heads
+    head, turn = divmod(rank, sharers)
+    if not p.group:
+        return head * unit, (head + 1) * unit
+    if unit % p.group:
+        raise ValueError(f"{p.name}: axis {p.split} of {p.shape} does not hold {p.heads * p.group} equal query heads")
+    width = unit // p.group
+    return head * unit + p.group * turn // sharers * width, head * unit + p.group * (turn + 1) // sharers * width
+
+
+def _ranks(p: Parameter, tp: int) -> Sequence[int]:
+    if p.split is None or (p.even and p.shape[p.split] % tp):
+        return (EVERY_RANK,)
+    return range(tp)
+
+
+def _groups(manifest: Manifest) -> list[list[Parameter]]:
+    groups: dict[str, list[Parameter]] = {}
+    for p in manifest.parameters:
+        groups.setdefault(p.fused or p.name, []).append(p)
+    for name, members in groups.items():
+        if len({p.shape[1:] for p in members}) != 1:
+            raise ValueError(f"{name}: members differ beyond axis 0, they cannot be one matrix")
+    return list(groups.values())
+
+
+def _check_names(manifest: Manifest) -> None:
+    seen: set[str] = set()
+    fused = {p.fused for p in manifest.parameters if p.fused}
+    for p in manifest.parameters:
+        for name in (p.name, *p.aliases):
+            if name in seen or name in fused:
+                raise ValueError(f"{name} is in the manifest twice")
+            seen.add(name)
+
+
+def slot_array(layout: Layout, slot: Slot) -> Array:
+    """The whole slot as one flat array of the served dtype (bits for bfloat16), as writable as `slot` is."""
+    return np.frombuffer(slot, dtype=VIEW_DTYPE[layout.manifest.dtype], count=layout.slot_bytes // _itemsize(layout))
+
+
+def region_views(layout: Layout, slot: Slot) -> list[Array]:
+    """One flat view per region, in layout order."""
+    flat, size = slot_array(layout, slot), _itemsize(layout)
+    return [flat[r.offset // size : r.offset // size + prod(r.shape)] for r in layout.regions]
+
+
+def rank_views(layout: Layout, rank: int, slot: Slot) -> dict[str, Array]:
+    """Read-only contiguous views of what `rank` reads: every parameter, and every fused group as one array.
+
+    slot: buffer of `slot_bytes`. Keys are canonical names (no aliases) and group names; shapes are the
+    rank's own. float32, or uint16 bits of bfloat16.
+    """
+    flat, size = slot_array(layout, slot), _itemsize(layout)
+    flat.flags.writeable = False
+    parameters = {p.name: p for p in layout.manifest.parameters}
+    views: dict[str, Array] = {}
+    spans: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+    for r in layout.regions:
+        if r.rank not in (rank, EVERY_RANK):
+            continue
+        start, count = r.offset // size, prod(r.shape)
+        views[r.name] = flat[start : start + count].reshape(r.shape)
+        group = parameters[r.name].fused
+        if group is not None:
+            first, rows, _ = spans.get(group, (start, 0, ()))
+            spans[group] = first, rows + r.shape[0], r.shape[1:]
+    for group, (first, rows, tail) in spans.items():
+        views[group] = flat[first : first + rows * prod(tail)].reshape((rows, *tail))
+    return views
+
+
+def region_digests(layout: Layout, slot: Slot) -> list[int]:
+    """xxh3-64 of every region's bytes, in layout order."""
+    return [xxhash.xxh3_64_intdigest(view.data) for view in region_views(layout, slot)]
+
+
+def version_digest(layout: Layout, digests: Sequence[int]) -> str:
+    """Name of a whole version: 16 hex digits over the regions' digests. Does not depend on how it was sent."""
+    return xxhash.xxh3_64_hexdigest(layout.digest.encode() + np.array(digests, dtype="<u8").tobytes())
+
+
+def _itemsize(layout: Layout) -> int:
+    return ITEMSIZE[layout.manifest.dtype]
