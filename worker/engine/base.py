@@ -6,6 +6,7 @@ others get None. An engine never sees versions, requests or sockets, so tests ru
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +22,9 @@ class ForwardBatch:
 
     token_ids, positions, slots: [T]. slots[t] = block * block_size + offset where token t's KV is written.
     query_lens: [S] new tokens per sequence; sum = T. context_lens: [S] tokens including the new ones.
-    block_tables: [S, B] padded with 0. logits_rows: [L] rows of T whose logits are wanted.
-    block_copies: [C, 2] (from, to) KV blocks copied before the step (copy-on-write of shared prompts).
+    block_tables: [S, B] padded with 0. logits_rows: [L] rows of T whose logits are wanted, rising; L may be 0.
+    block_copies: [C, 2] (from, to) KV blocks copied before the step writes anything (copy-on-write of shared
+    prompts). No block is the target of two copies, and none is both a source and a target.
     """
 
     token_ids: Int32
@@ -35,13 +37,30 @@ class ForwardBatch:
     block_copies: Int32
 
     def pack(self) -> Int32:
-        """All arrays as one flat int32 array, for one broadcast to the other ranks."""
-        raise NotImplementedError
+        """All arrays as one flat int32 array, for one broadcast to the other ranks: [T, S, B, L, C], then the data."""
+        sizes = (*self.token_ids.shape, *self.block_tables.shape, *self.logits_rows.shape, self.block_copies.shape[0])
+        fields = (
+            self.token_ids,
+            self.positions,
+            self.slots,
+            self.query_lens,
+            self.context_lens,
+            self.block_tables.reshape(-1),
+            self.logits_rows,
+            self.block_copies.reshape(-1),
+        )
+        return np.concatenate((np.array(sizes, np.int32), *fields), dtype=np.int32)
 
     @staticmethod
     def unpack(flat: Int32) -> "ForwardBatch":
-        """Inverse of `pack`."""
-        raise NotImplementedError
+        """Inverse of `pack`; the fields are views of `flat`."""
+        tokens, sequences, blocks, rows, copies = (int(size) for size in flat[:5])
+        lengths = (tokens, tokens, tokens, sequences, sequences, sequences * blocks, rows, copies * 2)
+        ends = np.cumsum((5, *lengths))
+        parts = [flat[start:end] for start, end in pairwise(ends)]
+        parts[5] = parts[5].reshape(sequences, blocks)
+        parts[7] = parts[7].reshape(copies, 2)
+        return ForwardBatch(*parts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""A deterministic engine without a model: what comes out depends on the weights and on the tokens it was fed.
+
+The logits of a token are a pure function of (hash of the bound views, every token up to it). The tokens are
+read back from an emulated KV cache, one cell per slot, so a wrong slot, a stale block table, a missed copy or
+a prefix cache that outlived its weights gives other tokens than `replay` does. With ``kv_weights`` a cell also
+remembers the weights it was written under and cells of other weights change the logits, as in a real model:
+then only KV recomputed since the last flip replays.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from worker.engine.base import EngineSpec, Float32, ForwardBatch
+
+_EMPTY = -1
+
+
+def views_hash(views: Mapping[str, npt.NDArray[Any]]) -> int:
+    """64-bit digest of names, dtypes, shapes and bytes, whatever the order of the names."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(views):
+        view = views[name]
+        digest.update(f"{name}|{view.dtype}|{view.shape}|".encode())
+        digest.update(np.ascontiguousarray(view).tobytes())
+    return digest.intdigest()
+
+
+def fake_logits(weights: int, prefix: Sequence[int] | npt.NDArray[np.integer[Any]], vocab_size: int) -> Float32:
+    """Logits [vocab_size] of the token after `prefix` under weights whose `views_hash` is `weights`."""
+    cells = np.zeros((len(prefix), 3), np.int64)
+    cells[:, 0] = prefix
+    cells[:, 1] = np.arange(len(prefix))
+    return _logits(weights, cells, vocab_size)
+
+
+def replay(weights: int, prompt: Sequence[int], tokens: Sequence[int], vocab_size: int) -> list[int]:
+    """The greedy token at each output position, given the prompt and the tokens that came before it."""
+    known = [*prompt, *tokens]
+    return [
+        int(np.argmax(fake_logits(weights, known[: len(prompt) + done], vocab_size))) for done in range(len(tokens))
+    ]
+
+
+def _logits(weights: int, cells: npt.NDArray[np.int64], vocab_size: int) -> Float32:
+    seed = xxhash.xxh3_64_intdigest(cells.tobytes(), seed=weights & (2**64 - 1))
+    return 3.0 * np.random.Generator(np.random.PCG64(seed)).standard_normal(vocab_size, dtype=np.float32)
+
+
+class FakeEngine:
+    """`Engine` of one rank; rank 0 returns logits. step_s: seconds each forward sleeps, to stand for work.
+
+    names: when given, `prepare` refuses views whose names differ, as a model would.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        rank: int = 0,
+        step_s: float = 0.0,
+        names: frozenset[str] | None = None,
+        kv_weights: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.steps = 0
+        self._rank = rank
+        self._step_s = step_s
+        self._names = names
+        self._kv_weights = kv_weights
+        self._weights: int | None = None
+        self._kv: npt.NDArray[np.int64] | None = None  # [blocks * block_size, (token, position, weights)]
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """Hash the views. Raises ValueError naming a tensor that is missing or unknown."""
+        if self._names is not None:
+            for name in sorted(self._names ^ views.keys()):
+                raise ValueError(f"tensor {name} is {'missing' if name in self._names else 'unknown'}")
+        return views_hash(views)
+
+    def bind(self, prepared: object | None) -> None:
+        """Flip to a prepared hash."""
+        assert prepared is None or isinstance(prepared, int)
+        self._weights = prepared
+
+    def allocate_kv(self) -> None:
+        """Empty cells for every slot, unless they exist."""
+        if self._kv is None:
+            self._kv = np.full((self.spec.num_blocks * self.spec.block_size, 3), _EMPTY, np.int64)
+
+    def release_kv(self) -> int:
+        """Drop the cells."""
+        freed = 0 if self._kv is None else self._kv.nbytes
+        self._kv = None
+        return freed
+
+    def forward(self, batch: ForwardBatch) -> Float32 | None:
+        """Logits [L, vocab_size] on rank 0. Raises RuntimeError when it holds no weights or no KV."""
+        if self._weights is None or self._kv is None:
+            raise RuntimeError("forward without " + ("weights" if self._weights is None else "a KV cache"))
+        time.sleep(self._step_s)
+        self.steps += 1
+        size = self.spec.block_size
+        blocks = self._kv.reshape(-1, size, 3)
+        blocks[batch.block_copies[:, 1]] = blocks[batch.block_copies[:, 0]]
+        own = (self._weights >> 1) if self._kv_weights else 0
+        self._kv[batch.slots] = np.stack(
+            [batch.token_ids, batch.positions, np.full_like(batch.slots, own, np.int64)], 1
+        )
+        if self._rank:
+            return None
+        logits = np.empty((len(batch.logits_rows), self.spec.vocab_size), np.float32)
+        ends = np.cumsum(batch.query_lens)
+        for out, row in enumerate(batch.logits_rows):
+            sequence = int(np.searchsorted(ends, row, side="right"))
+            length = int(batch.context_lens[sequence] - (ends[sequence] - 1 - row))
+            positions = np.arange(length)
+            cells = self._kv[batch.block_tables[sequence, positions // size] * size + positions % size]
+            cells[:, 2] = np.where(cells[:, 2] == own, 0, cells[:, 2])
+            logits[out] = _logits(self._weights, cells, self.spec.vocab_size)
+        return logits
