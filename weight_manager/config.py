@@ -1,0 +1,143 @@
+"""Configuration of the weight store: one frozen model, read from the "store" part of run_dir/config.json.
+
+The environment is not read here; the `serve` command reads it once and writes the file.
+"""
+
+import ipaddress
+import json
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from weight_manager.errors import StartError
+from weight_manager.manifest import Dtype
+
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+def is_loopback(endpoint: str) -> bool:
+    """True if only this host can reach a ZMQ endpoint."""
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    host = urlsplit(endpoint).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class StoreConfig(BaseModel):
+    """Everything the store process is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """Of the service; part of the arena's file name, so two services on a host need two names."""
+
+    run_dir: Path
+    """Where the service's sockets live; the store binds run_dir/store.sock."""
+
+    state_dir: Path | None = None
+    """Where history and snapshots live; None = run_dir. Put it on a volume to survive a container."""
+
+    arena_dir: Path = Path("/dev/shm")  # noqa: S108  shared memory is the point
+    """A tmpfs that holds two whole versions."""
+
+    model: Path
+    """HF checkpoint directory: config.json, and the weights served as version 0."""
+
+    load_weights: bool = True
+    """False: serve nothing until the first push; the directory then needs config.json only."""
+
+    dtype: Dtype = "float32"
+    """Served dtype of all parameters."""
+
+    tp: int = Field(1, ge=1, le=64)
+    """Ranks of one replica; the layout depends on it."""
+
+    push_endpoint: str = "tcp://127.0.0.1:5600"
+    """Where trainers connect (ZMQ). Port * picks a free one; run_dir/push_endpoint tells which."""
+
+    token: str | None = Field(None, min_length=16, repr=False)
+    """Shared secret of trainers; required for any endpoint that other hosts can reach."""
+
+    max_frame: int = Field(64 << 20, ge=1 << 12, le=1 << 30)
+    """Bytes in one payload frame of a push over ZMQ."""
+
+    max_parts: int = Field(1 << 20, ge=1)
+    """Parts in one Begin."""
+
+    max_world: int = Field(4096, ge=1)
+    """Trainer ranks in one session."""
+
+    lease_s: Seconds = 10.0
+    """A trainer unheard for this long loses its session."""
+
+    beat_s: Seconds = 2.0
+    """How often a replica must say that its loop turns."""
+
+    silent_s: Seconds = 20.0
+    """A replica unheard for this long, outside a commit, must register again."""
+
+    max_deadline_s: Seconds = 600.0
+    """Cap on the deadline a trainer or operator may ask for."""
+
+    flip_s: Seconds = 10.0
+    """All ranks must have flipped by then. They flip between two engine steps."""
+
+    rollback_s: Seconds = 5.0
+    """A replica that has not rolled back by then must register again."""
+
+    finalize_s: Seconds = 2.0
+    """How long a commit's answer waits for the replicas' stall figures; the version is live already."""
+
+    verify_threads: int = Field(2, ge=1, le=64)
+    """Threads that check digests in the slot."""
+
+    disk_roots: tuple[Path, ...] = ()
+    """Checkpoints may be loaded by request from below these directories only (and from `model`)."""
+
+    snapshot: bool = False
+    """Write the live version to state_dir after each commit, in the background; the latest wins."""
+
+    history: int = Field(256, ge=2, le=100_000)
+    """Commits remembered."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the JSON lines on stderr."""
+
+    @field_validator("push_endpoint")
+    @classmethod
+    def _known_transport(cls, value: str) -> str:
+        if not value.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"push_endpoint {value!r} must start with tcp:// or ipc://, e.g. tcp://127.0.0.1:5600")
+        return value
+
+    @model_validator(mode="after")
+    def _closed_to_strangers(self) -> Self:
+        if self.token is None and not is_loopback(self.push_endpoint):
+            raise ValueError(
+                f"push_endpoint {self.push_endpoint} can be reached from other hosts: set a token of at least 16 "
+                "characters (the trainers pass the same one), or bind to tcp://127.0.0.1:PORT"
+            )
+        return self
+
+    @property
+    def state(self) -> Path:
+        """Where history and snapshots live."""
+        return self.state_dir or self.run_dir
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the "store" part of a service's config file. Raises StartError saying what to change."""
+        try:
+            return cls.model_validate(json.loads(path.read_bytes())["store"])
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'store'}: {e['msg']}" for e in error.errors())
+            raise StartError(f"{path}: {problems}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StartError(f'{path} is not a config file with a "store" part: {error!r}') from None
