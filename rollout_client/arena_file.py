@@ -1,0 +1,110 @@
+"""The arena file as anybody may open it: one header page, then the slots. Little-endian, u64 unless said.
+
+ byte 0    magic, 8 bytes                     byte 64 + 64 i    write epoch of slot i
+ byte 8    nonce, 16 bytes                    byte 72 + 64 i    1 = slot i has memory behind it
+ byte 24   bytes in a slot
+ byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
+
+The store moves a slot's write epoch before it lets anybody write there. A reader that remembers the
+epoch it saw when the slot became live knows, by reading it again after its work, whether the bytes it
+worked on stood still. `mmap` by hand: the resource tracker of multiprocessing.shared_memory unlinks
+segments that other processes still use.
+"""
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_client.errors import ArenaError
+
+MAGIC = b"PDLROLL1"
+NONCE_BYTES = 16
+HEADER_BYTES = 4096
+MAX_SLOTS = 8
+
+_FIXED = struct.Struct(f"<8s{NONCE_BYTES}sQQ")
+_EPOCH, _BACKED, _LINE = 8, 9, 8  # u64 words: first slot's entries, and from one slot to the next
+
+
+class ArenaFile:
+    """An open arena. Closing it leaves mappings alone that views still use; they go with the last view."""
+
+    def __init__(
+        self, path: str | Path, *, write: bool = False, write_header: bool = False, fd: int | None = None
+    ) -> None:
+        """fd: an open file to take over, also when this raises.
+
+        Raises ArenaError if `path` is no arena, OSError if it cannot be opened.
+        """
+        self.path = Path(path)
+        self.writable = write
+        self.fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC) if fd is None else fd
+        try:
+            self._header = self._map(0, HEADER_BYTES, write_header)
+            magic, self.nonce, self.slot_bytes, self.slots = _FIXED.unpack_from(self._header)
+            size = os.fstat(self.fd).st_size
+            if magic != MAGIC or not 0 < self.slots <= MAX_SLOTS or size < self.slot_offset(self.slots):
+                raise ArenaError(f"{path} is not an arena of this version")
+        except (ValueError, ArenaError) as error:  # ValueError: shorter than a header
+            os.close(self.fd)
+            raise ArenaError(f"{path} is not an arena of this version") from error
+        self._words: npt.NDArray[np.uint64] = np.frombuffer(self._header, dtype="<u8")
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def slot_offset(self, slot: int) -> int:
+        """Where the slot starts, bytes from the start of the file."""
+        return HEADER_BYTES + int(slot * self.slot_bytes)
+
+    def write_epoch(self, slot: int) -> int:
+        """How often the store has given this slot away for writing. One aligned load, never torn."""
+        return int(self._words[_EPOCH + _LINE * slot])
+
+    def backed(self, slot: int) -> bool:
+        """Whether the slot has memory; reading one without would silently allocate it."""
+        return bool(self._words[_BACKED + _LINE * slot])
+
+    def slot(self, slot: int) -> memoryview:
+        """The slot's bytes, prefaulted once and kept mapped; read-only unless the arena was opened to write."""
+        if slot not in self._maps:
+            if not 0 <= slot < self.slots or not self.backed(slot):
+                raise ArenaError(f"{self.path}: slot {slot} has no memory")
+            self._maps[slot] = self._map(self.slot_offset(slot), self.slot_bytes, self.writable)
+        return memoryview(self._maps[slot])
+
+    def close(self) -> None:
+        """Close the file and drop the mappings. Idempotent."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self._words = self._words.copy()
+        for mapping in (self._header, *self._maps.values()):
+            _close_unless_used(mapping)
+        self._maps.clear()
+
+    def __enter__(self) -> "ArenaFile":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def _map(self, offset: int, length: int, write: bool) -> mmap.mmap:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        return mmap.mmap(self.fd, length, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection, offset=offset)
+
+
+def fixed_header(nonce: bytes, slot_bytes: int, slots: int) -> bytes:
+    """The first bytes of a new arena."""
+    return _FIXED.pack(MAGIC, nonce, slot_bytes, slots)
+
+
+def _close_unless_used(mapping: mmap.mmap) -> None:
+    try:
+        mapping.close()
+    except BufferError:
+        return  # a view still reads it; the mapping lives exactly as long as the view

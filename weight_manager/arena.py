@@ -1,0 +1,179 @@
+"""The arena: persistent, prefaulted shared memory for whole versions. The store owns it, ranks read it.
+
+Two slots have memory from the start. A spare slot exists in the file but has none until `back` gives it
+some; it stands in while a trainer that lost its lease may still be writing into another slot. The owner
+holds an exclusive flock, so an arena whose lock is free belongs to nobody and is swept away; a store that
+restarts adopts its old arena instead, with the mappings of all ranks still good.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+from pathlib import Path
+
+from rollout_client import slot_lock
+from rollout_client.arena_file import HEADER_BYTES, MAX_SLOTS, NONCE_BYTES, ArenaFile, fixed_header
+from rollout_client.errors import ArenaError
+from weight_manager.errors import StartError
+
+_BACKED_WORD, _EPOCH_WORD, _SLOT_WORDS = 9, 8, 8
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_GIB = 1 << 30
+
+
+class ArenaReader(ArenaFile):
+    """A rank's view: mapped PROT_READ, so a stray in-place write is a crash and not a torn weight."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Opens `path` and maps every slot that has memory, so that no flip pays for page tables."""
+        super().__init__(path)
+        for slot in range(self.slots):
+            if self.backed(slot):
+                self.slot(slot)
+
+
+class Arena(ArenaFile):
+    """The owner's handle. Made by `create` or `adopt`; `slot(i)` is writable."""
+
+    def __init__(self, path: Path, fd: int | None = None) -> None:
+        super().__init__(path, write=True, write_header=True, fd=fd)
+        if not _lock(self.fd):
+            self.close()
+            raise ArenaError(f"{path} is in use by another store")
+
+    @classmethod
+    def create(
+        cls, directory: Path, name: str, slot_bytes: int, *, slots: int = 2, spare: int = 1, max_fraction: float = 0.95
+    ) -> "Arena":
+        """New arena ``paddle-rollout-<name>-<nonce>.arena`` with every page of `slots` slots in memory.
+
+        max_fraction: the most of the free space of `directory` that it may take.
+        Raises StartError if it does not fit, saying what to change.
+        """
+        assert 0 < slots + spare <= MAX_SLOTS
+        assert slot_bytes % HEADER_BYTES == 0
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        path = directory / f"paddle-rollout-{name}-{nonce.hex()}.arena"
+        backed = HEADER_BYTES + slots * slot_bytes
+        _check_space(directory, backed, max_fraction)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            locked = _lock(fd)  # at once: an unlocked arena is swept by whoever sees it
+            os.ftruncate(fd, HEADER_BYTES + (slots + spare) * slot_bytes)
+            os.posix_fallocate(fd, 0, backed)
+            os.pwrite(fd, fixed_header(nonce, slot_bytes, slots + spare), 0)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            if error.errno == errno.ENOSPC:
+                raise StartError(_no_space(directory, backed)) from error
+            raise
+        arena = cls(path, fd)
+        if not locked or not path.exists():
+            arena.close()
+            raise StartError(f"{path} was removed by another store of the same name while it was made")
+        for slot in range(slots):
+            arena._words[_BACKED_WORD + _SLOT_WORDS * slot] = 1
+            arena.slot(slot)
+        return arena
+
+    @classmethod
+    def adopt(cls, path: Path) -> "Arena":
+        """Take over the arena of a store that died. Raises ArenaError if it is none, or still owned."""
+        return cls(path)
+
+    def bump(self, slot: int) -> int:
+        """Move the write epoch: call before anybody may write into the slot. Returns the new epoch."""
+        self._words[_EPOCH_WORD + _SLOT_WORDS * slot] += 1
+        return self.write_epoch(slot)
+
+    def writers_gone(self, slot: int) -> bool:
+        """True if no trainer can still be writing into the slot through a mapping of its own."""
+        return slot_lock.is_free(self.fd, self.slot_offset(slot), self.slot_bytes)
+
+    def back(self, slot: int) -> None:
+        """Give the slot memory (idempotent). Raises ArenaError naming the space that is missing."""
+        if self.backed(slot):
+            return
+        try:
+            os.posix_fallocate(self.fd, self.slot_offset(slot), self.slot_bytes)
+        except OSError as error:
+            self._punch(slot)
+            if error.errno == errno.ENOSPC:
+                raise ArenaError(_no_space(self.path.parent, self.slot_bytes)) from error
+            raise
+        self._words[_BACKED_WORD + _SLOT_WORDS * slot] = 1
+        self.slot(slot)
+
+    def release(self, slot: int) -> None:
+        """Give the slot's memory back to the system. Nobody may read it any more."""
+        self._words[_BACKED_WORD + _SLOT_WORDS * slot] = 0
+        self._maps.pop(slot, None)
+        self._punch(slot)
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Let the arena go. unlink: also remove the file; processes that map it keep what they see."""
+        if unlink and self.fd >= 0:
+            self.path.unlink(missing_ok=True)
+        super().close()
+
+    def _punch(self, slot: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        args = (
+            ctypes.c_int(self.fd),
+            _PUNCH_HOLE,
+            ctypes.c_int64(self.slot_offset(slot)),
+            ctypes.c_int64(self.slot_bytes),
+        )
+        if libc.fallocate(*args) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot release slot {slot} of {self.path}")
+
+
+def sweep(directory: Path, name: str) -> list[Path]:
+    """Remove arenas of this service name that no store owns; returns them. Adopt first, then sweep."""
+    swept = []
+    pattern = re.compile(rf"paddle-rollout-{re.escape(name)}-[0-9a-f]{{{2 * NONCE_BYTES}}}\.arena")
+    for path in directory.iterdir():
+        if not pattern.fullmatch(path.name):
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or not ours to touch
+        try:
+            if _lock(fd):
+                path.unlink(missing_ok=True)
+                swept.append(path)
+        finally:
+            os.close(fd)
+    return swept
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_space(directory: Path, needed: int, max_fraction: float) -> None:
+    try:
+        stat = os.statvfs(directory)
+    except OSError as error:
+        raise StartError(f"arena_dir {directory} cannot be used: {error.strerror}") from error
+    if needed > stat.f_bavail * stat.f_frsize * max_fraction:
+        raise StartError(_no_space(directory, needed))
+
+
+def _no_space(directory: Path, needed: int) -> str:
+    stat = os.statvfs(directory)
+    free, total = (n * stat.f_frsize / _GIB for n in (stat.f_bavail, stat.f_blocks))
+    return (
+        f"the weight arena needs {needed / _GIB:.2f} GiB in {directory}, which has {free:.2f} GiB free of {total:.2f}. "
+        f"In a container give it more shared memory (docker run --shm-size, compose shm_size, a Kubernetes emptyDir "
+        f"with medium: Memory); elsewhere remount {directory} with a larger size or set arena_dir"
+    )
