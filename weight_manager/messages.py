@@ -25,7 +25,10 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 
 
 class Live(msgspec.Struct, frozen=True):
-    """The version being served. `epoch` counts commits and never repeats, whatever run or force said."""
+    """The version being served. `epoch` rises with each commit and never repeats, whatever run or force said.
+
+    run_id "" = loaded from a checkpoint at start (version 0), not pushed by anybody.
+    """
 
     run_id: str
     version: int
@@ -87,6 +90,7 @@ class Prepared(Message, tag="prepared", frozen=True):
     ok: bool = True
     rank: int = 0
     error: str = ""
+    tensors: list[str] = []  # that it is about
 
 
 class Flip(Message, tag="flip", frozen=True):
@@ -102,6 +106,7 @@ class Flipped(Message, tag="flipped", frozen=True):
     ok: bool = True
     rank: int = 0
     error: str = ""
+    tensors: list[str] = []  # that it is about
 
 
 class Finalize(Message, tag="finalize", frozen=True):

@@ -1,0 +1,64 @@
+"""A few threads for what would hold the store's loop: hashing, scattering, disk. Results come back to the loop.
+
+`fileno` becomes readable when results wait, so the loop sleeps in one poll for sockets, processes and these.
+"""
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Background:
+    """A thread pool whose callbacks run in the thread that calls `deliver`."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._finished: deque[Callable[[], None]] = deque()
+
+    def fileno(self) -> int:
+        """Readable while results wait."""
+        return self._wake
+
+    def submit(
+        self, work: Callable[[], T], done: Callable[[T], None], failed: Callable[[BaseException], None]
+    ) -> "Future[T]":
+        """Run `work` in a thread; `deliver` then calls `done` with its result, or `failed` with what it raised."""
+        future = self._pool.submit(work)
+        future.add_done_callback(lambda f: self._finish(f, done, failed))
+        return future
+
+    def wake(self) -> None:
+        """Make `fileno` readable; safe in a signal's callback and in any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def deliver(self) -> None:
+        """Run the callbacks of everything that finished."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._finished:
+            self._finished.popleft()()
+
+    def close(self) -> None:
+        """Drop what has not started and wait for what runs."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        os.close(self._wake)
+
+    def _finish(
+        self, future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        if future.cancelled():
+            error: BaseException | None = CancelledError()
+        else:
+            error = future.exception()
+        if error is None:
+            result = future.result()
+            self._finished.append(lambda: done(result))
+        else:
+            self._finished.append(lambda: failed(error))
+        self.wake()

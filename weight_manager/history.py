@@ -1,0 +1,137 @@
+"""What was made live, in order, kept on disk: the commit point of every push, and what a restart goes on from.
+
+One small JSON file, replaced atomically and synced before a commit is answered. It also says where the
+arena is, so that a restarted store can take it over, and reserves epochs ahead, so that an epoch shown to
+a replica in a commit that failed is not used again by the next life of the store.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weight_manager.errors import StartError
+from weight_manager.messages import Live
+
+FORMAT = 1
+RESERVE = 64
+"""Epochs reserved ahead with each write."""
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One commit."""
+
+    run_id: str
+    version: int
+    epoch: int
+    digest: str
+    time: float  # seconds since 1970
+    source: str  # "push", "disk", "snapshot"
+    client: str = ""
+    bytes: int = 0
+    replicas: int = 0
+    seconds: dict[str, float] = {}  # stage, seal, prepare, commit
+    stall_ms: dict[str, float] = {}  # replica -> ms, as far as reported
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The file."""
+
+    layout: str = ""  # digest of the layout the arena's slots follow
+    arena: str = ""  # path
+    live: Live | None = None
+    previous: Live | None = None
+    reserved: int = 1  # the next life of the store starts its epochs here
+    records: list[Record] = []  # oldest first
+    format: int = FORMAT
+
+
+class History:
+    """The log and what is live. Every change is on disk before the method returns; OSError changes nothing."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        """Reads `path` if it exists. Raises StartError when it is there and cannot be understood."""
+        self._path = path
+        self._keep = keep
+        self.saved = self._read()
+        self._next = self.saved.reserved
+
+    @property
+    def live(self) -> Live | None:
+        """The version being served."""
+        return self.saved.live
+
+    @property
+    def previous(self) -> Live | None:
+        """What was live before, while its slot still holds it."""
+        return self.saved.previous
+
+    def last(self, run_id: str) -> Record | None:
+        """The latest commit of a run, live or not."""
+        return next((r for r in reversed(self.saved.records) if r.run_id == run_id), None)
+
+    def next_epoch(self) -> int:
+        """A number no replica has seen. Burnt even if the commit then fails."""
+        if self._next >= self.saved.reserved:
+            self._write(self.saved)
+        self._next += 1
+        return self._next - 1
+
+    def moved(self, arena: Path, layout: str) -> None:
+        """A new arena: whatever the old one held is gone, nothing is live."""
+        self._write(msgspec.structs.replace(self.saved, arena=str(arena), layout=layout, live=None, previous=None))
+
+    def commit(self, live: Live, record: Record) -> None:
+        """Make `live` what is served: the commit point."""
+        records = [*self.saved.records, record][-self._keep :]
+        self._write(msgspec.structs.replace(self.saved, live=live, previous=self.saved.live, records=records))
+
+    def forget_previous(self) -> None:
+        """The previous version's slot is being given away; a crash from here on must not trust it."""
+        if self.saved.previous is not None:
+            self.saved = msgspec.structs.replace(self.saved, previous=None)
+
+    def amend(self, epoch: int, stall_ms: dict[str, float]) -> None:
+        """Add what replicas reported after the commit; reaches the disk with the next write."""
+        records = [msgspec.structs.replace(r, stall_ms=stall_ms) if r.epoch == epoch else r for r in self.saved.records]
+        self.saved = msgspec.structs.replace(self.saved, records=records)
+
+    def tail(self, count: int) -> list[dict[str, Any]]:
+        """The newest `count` records as plain data, newest last."""
+        return [msgspec.to_builtins(r) for r in self.saved.records[-count:]]
+
+    def _read(self) -> Saved:
+        try:
+            saved = msgspec.json.decode(self._path.read_bytes(), type=Saved)
+        except FileNotFoundError:
+            return Saved()
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StartError(f"{self._path} cannot be read ({error}); move it away to start without history") from error
+        if saved.format != FORMAT:
+            raise StartError(f"{self._path} has format {saved.format}, this version reads {FORMAT}; move it away")
+        return saved
+
+    def _write(self, saved: Saved) -> None:
+        saved = msgspec.structs.replace(saved, reserved=self._next + RESERVE)
+        write_atomically(self._path, msgspec.json.encode(saved))
+        self.saved = saved
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file as a whole: after a crash at any moment it holds the old bytes or the new ones."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
