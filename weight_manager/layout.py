@@ -97,6 +97,8 @@ def _check_names(manifest: Manifest) -> None:
     seen: set[str] = set()
     fused = {p.fused for p in manifest.parameters if p.fused}
     for p in manifest.parameters:
+        if not p.shape or min(p.shape) < 1:
+            raise ValueError(f"{p.name} has no elements to serve, its shape is {p.shape}")
         for name in (p.name, *p.aliases):
             if name in seen or name in fused:
                 raise ValueError(f"{name} is in the manifest twice")
