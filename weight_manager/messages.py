@@ -27,7 +27,9 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 class Live(msgspec.Struct, frozen=True):
     """The version being served. `epoch` rises with each commit and never repeats, whatever run or force said.
 
-    run_id "" = loaded from a checkpoint at start (version 0), not pushed by anybody.
+    run_id "" = loaded from a checkpoint at start (version 0), not pushed by anybody. digest: see
+    `layout.version_digest`. write_epoch: of the slot while it holds this version, so that a rank that maps it
+    late knows whether it was given away meanwhile; 0 = unknown.
     """
 
     run_id: str
@@ -35,6 +37,7 @@ class Live(msgspec.Struct, frozen=True):
     epoch: int
     slot: int
     digest: str
+    write_epoch: int = 0
 
 
 class Register(Message, tag="register", frozen=True):

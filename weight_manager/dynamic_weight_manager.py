@@ -1,0 +1,170 @@
+"""The rank's side of a weight change: which version this rank holds, and the two-phase move to the next.
+
+    adopt ----------------> live            start, reload, a missed commit: map, verify, bind at once
+    prepare -> flip -> finalize             a commit: views of the staged slot, pointer swap, forget the old
+                  \\-> rollback -> live      back to the old slot, still untouched and still prepared
+
+Everything that can fail or takes time is in `prepare` and `adopt`; `flip` and `rollback` swap pointers.
+The engine is anything with `prepare` and `bind` (worker/engine/base.py). One thread.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import xxhash
+
+from rollout_client.errors import ArenaError
+from weight_manager.arena import ArenaReader
+from weight_manager.errors import WeightManagerError
+from weight_manager.layout import rank_views, region_digests, version_digest
+from weight_manager.manifest import Layout
+from weight_manager.messages import Live
+
+Views = Mapping[str, npt.NDArray[Any]]
+
+
+class SupportsBind(Protocol):
+    """What is asked of an engine here."""
+
+    def prepare(self, views: Views) -> object:
+        """Everything that may fail before a flip; raises ValueError naming the tensor."""
+        ...
+
+    def bind(self, prepared: object | None) -> None:
+        """Pointer swaps only; None = hold no weights."""
+        ...
+
+
+class WeightsRefused(WeightManagerError):  # noqa: N818  the word of the protocol
+    """This rank cannot take the version; the message says why and names the tensor if one is to blame."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A version this rank can bind. write_epoch: of its slot when its bytes were known to be good."""
+
+    live: Live
+    reader: ArenaReader
+    write_epoch: int
+    views: Views
+    handle: object
+
+
+class DynamicWeightManager:
+    """Holds one rank's weights. After `clear_parameters` commits pass by without effect until a reload."""
+
+    def __init__(self, arena_path: str | Path, layout: Layout, rank: int, engine: SupportsBind) -> None:
+        """Maps the arena read-only. Raises ArenaError or OSError when it cannot."""
+        self.layout = layout
+        self.rank = rank
+        self._engine = engine
+        self._reader: ArenaReader | None = self._open(Path(arena_path))
+        self._path = Path(arena_path)
+        self._live: _Held | None = None
+        self._staged: _Held | None = None
+        self._previous: _Held | None = None
+        self._flipped = False
+        self._cleared = False
+
+    @property
+    def live(self) -> Live | None:
+        """What this rank computes with; None = it holds no weights."""
+        return self._live.live if self._live else None
+
+    @property
+    def cleared(self) -> bool:
+        """Parameters were released and not loaded again."""
+        return self._cleared
+
+    def use_arena(self, arena_path: str | Path) -> None:
+        """The store came back with another arena; what is live stays mapped until the next `adopt`."""
+        if Path(arena_path) != self._path:
+            self._reader, self._path = None if self._cleared else self._open(Path(arena_path)), Path(arena_path)
+
+    def adopt(self, live: Live) -> None:
+        """Map, verify against the version's digest, and bind at once. Raises WeightsRefused, then nothing changed."""
+        held = self._hold(live, verify=True)
+        self._engine.bind(held.handle)
+        self._live, self._staged, self._previous = held, None, None
+        self._flipped = self._cleared = False
+
+    def prepare(self, live: Live) -> None:
+        """Views of a sealed slot, ready to bind; serving goes on. Raises WeightsRefused."""
+        if not self._cleared:
+            self._staged = self._hold(live, verify=False)
+
+    def flip(self) -> None:
+        """Bind what was prepared; the old version stays at hand. Raises WeightsRefused if nothing is prepared."""
+        if self._cleared:
+            return
+        staged = self._staged
+        if staged is None:
+            raise WeightsRefused("asked to flip, but nothing is prepared")
+        self._engine.bind(staged.handle)
+        self._previous, self._live, self._staged, self._flipped = self._live, staged, None, True
+
+    def rollback(self) -> None:
+        """Back to what was live before `prepare`; idempotent."""
+        self._staged = None
+        if self._flipped:
+            self._engine.bind(self._previous.handle if self._previous else None)
+            self._live, self._previous, self._flipped = self._previous, None, False
+
+    def finalize(self) -> None:
+        """The flip is for good: let the old version go; idempotent."""
+        self._previous, self._flipped = None, False
+
+    def clear_parameters(self) -> int:
+        """Hold no weights and no mapping; returns the bytes let go (0 when already cleared)."""
+        released = sum(view.nbytes for view in self._parameters().values())
+        self._engine.bind(None)
+        self._live = self._staged = self._previous = None
+        self._flipped, self._cleared = False, True
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        return released
+
+    def update_parameters(self, live: Live) -> None:
+        """Undo `clear_parameters` with what is live by now. Raises WeightsRefused and stays cleared."""
+        self.adopt(live)
+
+    def verify(self) -> dict[str, str]:
+        """xxh3-64 (16 hex digits) of the bytes of every parameter this rank holds, by canonical name."""
+        return {name: xxhash.xxh3_64_hexdigest(view.data) for name, view in self._parameters().items()}
+
+    def fenced(self) -> bool:
+        """True if the store gave the live slot away: this rank slept through a commit, its step is void."""
+        held = self._live
+        return held is not None and held.reader.write_epoch(held.live.slot) != held.write_epoch
+
+    def _parameters(self) -> dict[str, npt.NDArray[Any]]:
+        views = self._live.views if self._live else {}
+        return {p.name: views[p.name] for p in self.layout.manifest.parameters if p.name in views}
+
+    def _hold(self, live: Live, *, verify: bool) -> _Held:
+        try:
+            if self._reader is None:
+                self._reader = self._open(self._path)
+            reader = self._reader
+            epoch = live.write_epoch or reader.write_epoch(live.slot)
+            slot = reader.slot(live.slot)
+            if verify and live.digest != version_digest(self.layout, region_digests(self.layout, slot)):
+                raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
+            views = rank_views(self.layout, self.rank, slot)
+            held = _Held(live, reader, epoch, views, self._engine.prepare(views))
+        except (ArenaError, OSError, ValueError) as error:
+            raise WeightsRefused(str(error)) from error
+        if reader.write_epoch(live.slot) != epoch:
+            raise WeightsRefused(f"slot {live.slot} was given away before version {live.version} could be mapped")
+        return held
+
+    def _open(self, path: Path) -> ArenaReader:
+        reader = ArenaReader(path)
+        if reader.slot_bytes != self.layout.slot_bytes:
+            reader.close()
+            raise ArenaError(f"{path}: slots of {reader.slot_bytes} bytes, this layout needs {self.layout.slot_bytes}")
+        return reader
