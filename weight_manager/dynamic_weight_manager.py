@@ -38,7 +38,7 @@ class SupportsBind(Protocol):
         ...
 
 
-class WeightsRefused(WeightManagerError):  # noqa: N818  the word of the protocol
+class WeightsRefused(WeightManagerError):
     """This rank cannot take the version; the message says why and names the tensor if one is to blame."""
 
 
@@ -91,10 +91,10 @@ class DynamicWeightManager:
         self._live, self._staged, self._previous = held, None, None
         self._flipped = self._cleared = False
 
-    def prepare(self, live: Live) -> None:
-        """Views of a sealed slot, ready to bind; serving goes on. Raises WeightsRefused."""
+    def prepare(self, live: Live, *, verify: bool = False) -> None:
+        """Views of a sealed slot, ready to bind; serving goes on. verify: against its digest. Raises WeightsRefused."""
         if not self._cleared:
-            self._staged = self._hold(live, verify=False)
+            self._staged = self._hold(live, verify=verify)
 
     def flip(self) -> None:
         """Bind what was prepared; the old version stays at hand. Raises WeightsRefused if nothing is prepared."""

@@ -43,7 +43,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class Generate(Message, tag="generate", frozen=True):
-    """[API] start a request; answered by `Chunks` until every sequence has a finish reason."""
+    """[API] start a request; answered by `Chunks` until every sequence has a finish reason.
+
+    A replica that cannot take it (draining, too many held, id in use) answers `CallFailed` with the request
+    id as call: nothing was begun, so it may be sent to another replica.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -169,6 +173,7 @@ class StateChanged(Message, tag="state_changed", frozen=True):
     state: str
     version: int | None
     reason: str = ""
+    draining: bool = False  # admits nothing more and will exit
 
 
 class Stats(Message, tag="stats", frozen=True):
@@ -188,7 +193,8 @@ class Stats(Message, tag="stats", frozen=True):
     block_size: int
     counters: dict[str, float]  # monotonic: tokens, aborted, preempted, prefix hits/queries, steps, stalls ...
     histograms: dict[str, list[float]]  # samples since the last Stats: step_s, stall_s, ttft_s, itl_s, staleness
-    ranks: list[dict[str, Any]] = []  # pid, rss_bytes per rank
+    ranks: list[dict[str, Any]] = []  # pid, rss_bytes, private_bytes (without shared slots) per rank
+    draining: bool = False  # admits nothing more and will exit
 
 
 FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain

@@ -1,0 +1,21 @@
+"""One rank: ``python -m worker --config run_dir/config.json --replica R --rank K``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Exit status: 0 after a drain, 1 for a configuration error, 71 when the ranks lost each other."""
+    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the service's config.json")
+    parser.add_argument("--replica", type=int, required=True, help="which replica this rank is of, from 0")
+    parser.add_argument("--rank", type=int, default=0, help="which rank of the replica, from 0")
+    arguments = parser.parse_args()
+    from worker.boot import run_rank  # noqa: PLC0415  --help does not wait for it
+
+    return run_rank(arguments.config, arguments.replica, arguments.rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

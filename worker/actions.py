@@ -1,0 +1,233 @@
+"""What one rank does when an order says so. The same code on every rank; nothing here talks to anyone.
+
+`start` begins an order's work and `settle` ends it once all ranks agreed how it went. What may take long
+(building views of a slot, allocating KV, checksums) runs in a thread between the two, so the loop keeps
+ticking and generating; what may not fail halfway (the flip itself) is a pointer swap in `start` or `settle`.
+"""
+
+import ctypes
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from weight_manager.messages import Live
+from worker.engine.base import Engine
+from worker.messages import Tag
+from worker.signals import Order, Phase, Signal
+
+log = logging.getLogger(__name__)
+
+PENDING, DONE, FAILED = 0, 1, 2
+"""How a rank's work stands, as its cell of the vote says it."""
+
+
+class Weights(Protocol):
+    """The rank's side of the weight manager: views of one arena's slots."""
+
+    @property
+    def live(self) -> Live | None:
+        """What is bound, None when nothing is."""
+        ...
+
+    def prepare(self, live: Live, *, verify: bool = False) -> None:
+        """Build views of a slot beside what is bound. Raises naming the tensor, or when its digest differs."""
+        ...
+
+    def flip(self) -> None:
+        """Bind what was prepared; what was bound before stays until finalize or rollback."""
+        ...
+
+    def finalize(self) -> None:
+        """Let go of what was bound before."""
+        ...
+
+    def rollback(self) -> None:
+        """Back to what was bound before, and forget what was prepared. Idempotent."""
+        ...
+
+    def clear_parameters(self) -> int:
+        """Release; returns bytes. Idempotent."""
+        ...
+
+    def verify(self) -> dict[str, str]:
+        """16 hex digits per parameter."""
+        ...
+
+    def fenced(self) -> bool:
+        """The store has begun to overwrite what is bound."""
+        ...
+
+
+class Groups(Protocol):
+    """The process groups this rank's collectives run on."""
+
+    def shutdown(self) -> list[str]:
+        """Shut what can be shut, in one order. Returns names; repeatable."""
+        ...
+
+    def restart(self) -> list[str]:
+        """Bring back what is shut, in the same order. Returns names; repeatable."""
+        ...
+
+
+class Work:
+    """The outcome of an order on this rank, filled in here or by a thread."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.state = PENDING
+        self.error = ""
+        self.tensors: list[str] = []
+        self.data: dict[str, object] = {}
+
+    def run(self, act: Callable[[], dict[str, object] | None]) -> None:
+        """Do it now. An exception is this rank's no, told to all at the next vote."""
+        try:
+            self.data = act() or {}
+        except Exception as error:
+            log.exception("%s %s failed", self.order.signal.name, self.order.phase.name)
+            self.error = f"{type(error).__name__}: {error}"
+            self.tensors = list(getattr(error, "tensors", ()))
+            self.state = FAILED
+        else:
+            self.state = DONE
+
+    def run_in_background(self, act: Callable[[], dict[str, object] | None]) -> None:
+        """Do it in a thread."""
+        threading.Thread(target=self.run, args=(act,), name="work", daemon=True).start()
+
+
+class Actions:
+    """One rank's hands. `work` is the order under way, None between orders."""
+
+    def __init__(self, engine: Engine, map_arena: Callable[[str], Weights], groups: Groups) -> None:
+        self.engine = engine
+        self.weights: Weights | None = None
+        self.released: frozenset[Tag] = frozenset()
+        self.work: Work | None = None
+        self._map_arena = map_arena
+        self._groups = groups
+        self._arena_path = ""
+        self._mapping: tuple[str, Weights] | None = None
+
+    @property
+    def live(self) -> Live | None:
+        """What this rank's engine is bound to."""
+        return self.weights.live if self.weights else None
+
+    def start(self, order: Order) -> None:
+        """Begin. FINALIZE, ROLLBACK and orders without work are over when this returns."""
+        match order.signal, order.phase:
+            case Signal.UPDATE, Phase.FINALIZE:
+                if self.weights and "weights" not in self.released:
+                    self.weights.finalize()
+            case Signal.UPDATE, Phase.ROLLBACK:
+                if self.weights and "weights" not in self.released:
+                    self.weights.rollback()
+            case Signal.RUN | Signal.PAUSE | Signal.STOP, _:
+                pass
+            case _:
+                assert self.work is None, "one order at a time"
+                self.work = Work(order)
+                self._begin(self.work, order)
+
+    def settle(self, ok: bool) -> Work:
+        """All ranks are through with `work`: keep its effect, or undo it on every rank."""
+        work = self.work
+        assert work is not None
+        self.work = None
+        match work.order.signal, work.order.phase:
+            case Signal.UPDATE, Phase.PREPARE | Phase.FLIP if not ok:
+                if self.weights and "weights" not in self.released:
+                    self.weights.rollback()
+            case Signal.CLEAR, Phase.RELEASE if ok:
+                self.released |= frozenset(work.order.tags)
+            case Signal.RELOAD, Phase.MAP:
+                self._settle_map(work.order, ok)
+        return work
+
+    def rebuild_kv(self) -> None:
+        """After a failed step the KV cache holds anything: make a new one."""
+        self.engine.release_kv()
+        self.engine.allocate_kv()
+
+    def _begin(self, work: Work, order: Order) -> None:
+        skip = "weights" in self.released
+        match order.signal, order.phase:
+            case Signal.UPDATE, Phase.PREPARE:
+                work.run_in_background(lambda: None if skip else self._prepare(order))
+            case Signal.UPDATE, Phase.FLIP:
+                work.run(lambda: None if skip else self._flip(order))
+            case Signal.CLEAR, Phase.RELEASE:
+                work.run(lambda: self._release(order))
+            case Signal.CLEAR, Phase.SHUT:
+                work.run(lambda: {"groups": self._groups.shutdown()})
+            case Signal.RELOAD, Phase.RESTART:
+                work.run(lambda: {"groups": self._groups.restart()})
+            case Signal.RELOAD, Phase.MAP:
+                work.run_in_background(lambda: self._map(order))
+            case Signal.VERIFY, _:
+                work.run_in_background(lambda: dict(self.weights.verify()) if self.weights and not skip else {})
+            case _:
+                raise AssertionError(f"no such order: {order}")
+
+    def _prepare(self, order: Order) -> None:
+        assert order.live is not None
+        if self.weights is None:
+            raise RuntimeError("no arena is mapped yet")
+        self.weights.prepare(order.live)
+
+    def _flip(self, order: Order) -> None:
+        if self.weights is None:
+            raise RuntimeError("no arena is mapped yet")
+        self.weights.flip()
+
+    def _release(self, order: Order) -> dict[str, object]:
+        freed: dict[str, object] = {}
+        if "kv_cache" in order.tags:
+            freed["kv_cache"] = self.engine.release_kv()
+        if "weights" in order.tags:
+            if self.weights and "weights" not in self.released:
+                self.weights.rollback()  # a version that was only prepared goes too
+            freed["weights"] = self.weights.clear_parameters() if self.weights else 0
+        give_back_to_system()
+        return freed
+
+    def _map(self, order: Order) -> None:
+        if "weights" in order.tags:
+            assert order.live is not None
+            weights = self.weights
+            if weights is None or order.arena_path != self._arena_path or "weights" in self.released:
+                weights = self._map_arena(order.arena_path)
+                self._mapping = (order.arena_path, weights)
+            weights.prepare(order.live, verify=True)
+        if "kv_cache" in order.tags:
+            self.engine.allocate_kv()
+
+    def _settle_map(self, order: Order, ok: bool) -> None:
+        mapping, self._mapping = self._mapping, None
+        if ok:
+            if mapping:
+                if self.weights:
+                    self.weights.clear_parameters()  # of an arena that the store has left
+                self._arena_path, self.weights = mapping
+            if "weights" in order.tags:
+                assert self.weights is not None
+                self.weights.flip()
+                self.weights.finalize()
+            self.released -= frozenset(order.tags)
+            return
+        if "weights" in order.tags and self.weights and not mapping:
+            self.weights.rollback()
+        if "kv_cache" in order.tags and "kv_cache" in self.released:
+            self.engine.release_kv()
+
+
+def give_back_to_system() -> None:
+    """Freed memory leaves the process now, not at the allocator's leisure: a trainer beside us needs it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,108 @@
+"""Which requests reach the scheduler, and who is owed an answer: held requests, owners, refusals."""
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+from worker.messages import CallFailed, Chunk, Generate, Span, ToApi
+from worker.scheduler import Scheduler
+
+Send = Callable[[bytes, ToApi], object]
+
+
+class Admission:
+    """Requests pass while `is_open()`; otherwise they are held in arrival order, or refused.
+
+    A refusal is a `CallFailed` whose call is the request id: nothing was begun, so it may go elsewhere.
+    """
+
+    def __init__(self, scheduler: Scheduler, send: Send, is_open: Callable[[], bool], max_held: int) -> None:
+        self.refusing = ""  # why everything new is refused; "" = it is not
+        self._scheduler = scheduler
+        self._send = send
+        self._is_open = is_open
+        self._max_held = max_held
+        self._held: deque[tuple[bytes, Generate]] = deque()
+        self._owed: dict[bytes, dict[str, int]] = {}  # origin -> request -> sequences without a finish
+        self._ended: list[tuple[bytes, list[Chunk]]] = []
+
+    @property
+    def held(self) -> int:
+        """Requests that wait outside the scheduler."""
+        return len(self._held)
+
+    def offer(self, origin: bytes, request: Generate, version: int) -> None:
+        """Admit, hold or refuse."""
+        if self.refusing:
+            self._refuse(origin, request, self.refusing)
+        elif request.request_id in self._owed.get(origin, ()):
+            self._refuse(origin, request, f"request id {request.request_id!r} is running")
+        elif not self._is_open() and len(self._held) >= self._max_held:
+            self._refuse(origin, request, f"{self._max_held} requests are held already")
+        else:
+            self._owed.setdefault(origin, {})[request.request_id] = request.sampling.n
+            self._held.append((origin, request))
+            self.flush()
+
+    def flush(self) -> None:
+        """Let through what is held, if the door is open."""
+        while self._held and self._is_open():
+            self._scheduler.add(*self._held.popleft())
+
+    def abort(self, ids: Collection[str] | None, version: int) -> int:
+        """End requests by exact id or all, held ones too. Returns how many."""
+        kept: deque[tuple[bytes, Generate]] = deque()
+        ended = 0
+        for origin, request in self._held:
+            if ids is None or request.request_id in ids:
+                self._ended.append((origin, _aborted(request, version)))
+                ended += 1
+            else:
+                kept.append((origin, request))
+        self._held = kept
+        return ended + self._scheduler.abort(ids)
+
+    def refuse_held(self, why: str) -> None:
+        """Send every held request away: it may go to another replica."""
+        while self._held:
+            origin, request = self._held.popleft()
+            self._owed[origin].pop(request.request_id, None)
+            self._refuse(origin, request, why)
+
+    def forget(self, origin: bytes, version: int) -> int:
+        """A connection is gone: end its requests. Returns how many it had."""
+        owed = self._owed.pop(origin, {})
+        if owed:
+            self.abort(owed.keys(), version)
+        return len(owed)
+
+    def take_outputs(self) -> dict[bytes, list[Chunk]]:
+        """Everything to be sent now, per connection that is still there."""
+        outputs = self._scheduler.take_outputs()
+        for origin, chunks in self._ended:
+            outputs.setdefault(origin, []).extend(chunks)
+        self._ended.clear()
+        for origin, chunks in outputs.items():
+            for chunk in chunks:
+                if chunk.finish is not None:
+                    self._settle(origin, chunk.request_id)
+        return {origin: chunks for origin, chunks in outputs.items() if chunks}
+
+    def _settle(self, origin: bytes, request_id: str) -> None:
+        owed = self._owed.get(origin)
+        if owed is None or request_id not in owed:
+            return
+        owed[request_id] -= 1
+        if owed[request_id] <= 0:
+            del owed[request_id]
+        if not owed:
+            del self._owed[origin]
+
+    def _refuse(self, origin: bytes, request: Generate, why: str) -> None:
+        self._send(origin, CallFailed(request.request_id, "conflict", why))
+
+
+def _aborted(request: Generate, version: int) -> list[Chunk]:
+    return [
+        Chunk(request.request_id, index, [], [], [Span(version, 0, 0)], finish="abort")
+        for index in range(request.sampling.n)
+    ]

@@ -1,0 +1,140 @@
+"""From a config file to a running loop: everything one rank is made of, in the order in which it is needed."""
+
+import json
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weight_manager import logs
+from weight_manager.dynamic_weight_manager import DynamicWeightManager
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout
+from weight_manager.manifest import Layout
+from worker.actions import Actions, Groups
+from worker.channel import Channel
+from worker.config import WorkerConfig, read_worker_config
+from worker.engine.base import Engine, EngineSpec
+from worker.event_loop import EventLoop
+from worker.leader import Leader
+from worker.scheduler import Scheduler
+from worker.signals import GroupDead, LocalSignals, Signals
+from worker.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+EXIT_GROUP_DEAD = 71
+"""The other ranks are gone, so this one cannot go on: the supervisor restarts the replica whole."""
+
+
+def run_rank(config_path: Path, replica: int, rank: int) -> int:
+    """Serve until told to stop; returns the exit status."""
+    config = read_worker_config(config_path)
+    logs.setup(f"replica {replica} rank {rank}", config.log_level)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the supervisor, which stops us in order
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, then tells us
+    channel = None
+    if rank == 0:
+        channel = Channel(config_path.parent, replica)  # bound before the slow imports: early messages wait in it
+        channel.on_sigterm()
+    try:
+        loop = build_loop(config, channel, replica, rank)
+        loop.run()
+    except GroupDead as error:
+        log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
+        return EXIT_GROUP_DEAD
+    finally:
+        if channel:
+            channel.close()
+    return 0
+
+
+def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank: int) -> EventLoop:
+    """The loop of one rank with everything it needs."""
+    hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
+    layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
+    world = _join(config, rank)
+    engine = _engine(config, hf_config, layout, world.tp_group, rank)
+    engine.allocate_kv()
+    actions = Actions(engine, lambda path: DynamicWeightManager(path, layout, rank, engine), world.groups)
+    leader = None
+    if channel:
+        scheduler = Scheduler(
+            engine.spec,
+            _tokenizer(config),
+            max_batch=config.max_batch,
+            max_tokens_per_step=config.max_tokens_per_step,
+            logprobs_mode=config.logprobs_mode,
+            prefix_caching=config.prefix_caching,
+        )
+        leader = Leader(
+            channel,
+            scheduler,
+            actions,
+            config,
+            replica=replica,
+            pids=world.pids,
+            layout_digest=layout.digest,
+        )
+    return EventLoop(world.signals, actions, leader)
+
+
+@dataclass(frozen=True)
+class _World:
+    """The ranks of this replica: how they agree, what their matrices' sums run on, which groups may be shut."""
+
+    signals: Signals
+    groups: Groups
+    tp_group: Any
+    pids: list[int]
+
+
+class _NoGroups:
+    """A replica of one rank made no group."""
+
+    def shutdown(self) -> list[str]:
+        return []
+
+    def restart(self) -> list[str]:
+        return []
+
+
+def _join(config: WorkerConfig, rank: int) -> _World:
+    if config.tp == 1:
+        return _World(LocalSignals(), _NoGroups(), None, [os.getpid()])
+    raise NotImplementedError
+
+
+def _engine(config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, tp_group: Any, rank: int) -> Engine:
+    if config.engine == "fake":
+        from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
+
+        return FakeEngine(
+            fake_spec(config, hf_config), rank=rank, step_s=config.fake.step_s, kv_weights=config.fake.kv_weights
+        )
+    from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
+
+    return PaddleEngine(config, layout.manifest, tp_group, rank)
+
+
+def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:
+    """Sizes of the fake engine, read from the same fields as a model's."""
+    eos = hf_config.get("eos_token_id")
+    length = config.max_model_len or int(hf_config.get("max_position_embeddings", 2048))
+    blocks = config.num_blocks or config.max_batch * -(-min(length, 1024) // config.block_size) + 1
+    return EngineSpec(
+        vocab_size=int(hf_config["vocab_size"]),
+        max_model_len=length,
+        block_size=config.block_size,
+        num_blocks=blocks,
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+    )
+
+
+def _tokenizer(config: WorkerConfig) -> Tokenizer | None:
+    if not (config.model_dir / "tokenizer.json").is_file():
+        return None  # ids in, ids out; stop strings are refused
+    return Tokenizer.load(config.model_dir)

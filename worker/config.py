@@ -1,0 +1,85 @@
+"""What one worker is told at start. One frozen model, read from ``config.json``'s ``worker`` object."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class FakeEngineConfig(BaseModel):
+    """A deterministic engine that stands in for the model, for tests of everything around it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step_s: float = Field(default=0.0, ge=0, le=10)
+    """Seconds every forward pass sleeps, to stand for work."""
+    kv_weights: bool = False
+    """KV written under other weights changes the logits, as in a real model."""
+
+
+class WorkerConfig(BaseModel):
+    """Every rank of every replica reads the same one. Sizes are tokens or blocks, times are seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_dir: Path
+    """Checkpoint directory in HF format: config.json and tokenizer files (weights come from the store)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Served dtype; must equal the store's."""
+    tp: int = Field(default=1, ge=1, le=64)
+    """Ranks that share one replica's matrices (tensor parallelism)."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """gpu needs a CUDA build of Paddle 3.x."""
+    engine: Literal["paddle", "fake"] = "paddle"
+    """fake serves no model; see `fake`."""
+    fake: FakeEngineConfig = FakeEngineConfig()
+    """Settings of the fake engine."""
+
+    threads: int | None = Field(default=None, ge=1, le=512)
+    """Compute threads of one rank; None = cores divided by the ranks on this host."""
+    ranks_on_host: int = Field(default=1, ge=1, le=4096)
+    """replicas x tp on this host, for `threads`."""
+    max_batch: int = Field(default=64, ge=1, le=4096)
+    """Sequences in one step."""
+    max_tokens_per_step: int = Field(default=1024, ge=16, le=1 << 20)
+    """Tokens in one step; longer prompts are prefilled in chunks."""
+    max_model_len: int | None = Field(default=None, ge=8, le=1 << 22)
+    """Tokens of prompt and output together; None = what the model's config says."""
+    block_size: int = Field(default=16, ge=1, le=256)
+    """Tokens in one KV block."""
+    num_blocks: int | None = Field(default=None, ge=2, le=1 << 24)
+    """KV blocks; None = max_batch sequences of up to 1024 tokens, and at least one of max_model_len."""
+    prefix_caching: bool = True
+    """Reuse KV of equal prompt prefixes computed under the same weights."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """processed: of the distribution sampled from. raw: before temperature and penalties."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the JSON lines on stderr."""
+    max_held: int = Field(default=4096, ge=0, le=1 << 20)
+    """Requests kept waiting while paused, cleared or starting; more are refused."""
+    when_cleared: Literal["hold", "refuse"] = "hold"
+    """What becomes of requests that arrive while parameters or KV are released."""
+    heartbeat_s: float = Field(default=4.0, gt=0, le=10)
+    """An idle tick of a tensor-parallel replica; Paddle's gloo gives a collective up after 30 s."""
+    hold_s: float = Field(default=10.0, gt=0, le=600)
+    """After a flip: how long to wait for the store's word before asking a (new) store what is live."""
+    unknown_s: float = Field(default=60.0, gt=0, le=3600)
+    """After a flip: how long to stand still without any store before going back to the version before it."""
+    drain_s: float = Field(default=10.0, ge=0, le=600)
+    """SIGTERM: how long running requests may take to finish before they are aborted."""
+    connect_s: float = Field(default=60.0, gt=0, le=600)
+    """How long the ranks of a replica may take to find each other."""
+    stats_busy_s: float = Field(default=1.0, gt=0, le=60)
+    """Between two `Stats` while requests run."""
+    stats_idle_s: float = Field(default=5.0, gt=0, le=60)
+    """Between two `Stats` while idle."""
+
+
+def read_worker_config(path: Path) -> WorkerConfig:
+    """The ``worker`` object of a service's config.json. Raises ValueError saying which field is wrong."""
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict) or "worker" not in document:
+        raise ValueError(f"{path} has no 'worker' object")
+    return WorkerConfig.model_validate(document["worker"])

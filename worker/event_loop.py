@@ -1,0 +1,144 @@
+"""The loop of one rank. All ranks run the same one; rank 0 has a leader, the others follow its orders.
+
+A tick reads: receive -> agree -> act -> schedule -> step -> reply. Weights change in `act` and nowhere else.
+"""
+
+import logging
+import os
+import threading
+import time
+
+from worker.actions import DONE, FAILED, Actions
+from worker.engine.base import ForwardBatch
+from worker.leader import Leader
+from worker.signals import Order, Signal, Signals
+from worker.verdict import Report, Verdict, judge
+
+log = logging.getLogger(__name__)
+
+_ALONE_S = 5.0
+"""How long a rank of several whose step failed waits for the others' word before it leaves."""
+
+
+class EventLoop:
+    """One rank: what it was told, what it does, and how its last step went."""
+
+    def __init__(self, signals: Signals, actions: Actions, leader: Leader | None) -> None:
+        assert (leader is not None) == (signals.rank == 0)
+        self.stopped = False
+        self._signals = signals
+        self._actions = actions
+        self._leader = leader
+        self._step_error = ""
+        self._alone: threading.Timer | None = None
+
+    def run(self) -> None:
+        """Until STOP. Raises GroupDead when the ranks lost each other."""
+        while not self.stopped:
+            self.tick()
+
+    def tick(self) -> None:
+        """One turn."""
+        self.receive()
+        order = self.agree()
+        if order is None:
+            self.reply()
+            return
+        self.act(order)
+        batch = self.schedule(order)
+        self.step(batch)
+        self.reply()
+
+    def receive(self) -> None:
+        """Rank 0: messages, or the time at which something is due."""
+        if self._leader:
+            self._leader.receive()
+
+    def agree(self) -> Order | None:
+        """This tick's order, the same on every rank, and the verdict on what went before it."""
+        order = self._leader.decide() if self._leader else None
+        if self._leader and order is None:
+            return None  # nothing to tell: the other ranks sleep on
+        order = self._signals.agree(order)
+        if order.vote:
+            self._judge()
+        return order
+
+    def act(self, order: Order) -> None:
+        """Begin what the order says."""
+        if order.signal is Signal.STOP:
+            self.stopped = True
+        self._actions.start(order)
+
+    def schedule(self, order: Order) -> ForwardBatch | None:
+        """The batch of this tick on every rank, if there is one."""
+        if not order.step:
+            return None
+        batch = self._leader.schedule() if self._leader else None
+        if self._signals.size == 1:
+            return batch
+        packed = self._signals.share(batch.pack() if batch else None)
+        if packed is None:
+            return None
+        return batch or ForwardBatch.unpack(packed)
+
+    def step(self, batch: ForwardBatch | None) -> None:
+        """One forward pass on every rank; rank 0 samples."""
+        if batch is None:
+            return
+        began = time.monotonic()
+        try:
+            logits = self._actions.engine.forward(batch)
+            if self._leader:
+                assert logits is not None
+                self._leader.stepped(logits, time.monotonic() - began)
+        except Exception as error:
+            log.exception("the step failed")
+            self._step_error = f"{type(error).__name__}: {error}"
+            if self._leader:
+                self._leader.step_raised()
+            self._leave_if_alone()
+
+    def reply(self) -> None:
+        """Rank 0: tokens, answers, statistics."""
+        if self._leader:
+            self._leader.reply()
+
+    def _judge(self) -> None:
+        """All ranks tell how their last step and their work stand, and draw the same conclusions."""
+        work = self._actions.work
+        votes = self._signals.vote((FAILED if self._step_error else DONE, work.state if work else DONE))
+        if self._alone:
+            self._alone.cancel()
+            self._alone = None
+        if any(step == FAILED for step, _ in votes):
+            verdict = judge(self._signals, [step for step, _ in votes], Report(self._step_error))
+            assert verdict is not None
+            self._recover(verdict)
+        if work is None:
+            return
+        verdict = judge(self._signals, [state for _, state in votes], Report(work.error, work.tensors, work.data))
+        if verdict is None:
+            return
+        self._actions.settle(verdict.ok)
+        if self._leader:
+            self._leader.settled(work.order, verdict)
+
+    def _recover(self, verdict: Verdict) -> None:
+        self._step_error = ""
+        if self._leader:
+            self._leader.step_failed(verdict)
+        self._actions.rebuild_kv()
+
+    def _leave_if_alone(self) -> None:
+        """The others may sit in a collective of the step that this rank left: they must see it gone, not wait."""
+        if self._signals.size > 1 and self._alone is None:
+            self._alone = threading.Timer(_ALONE_S, _leave)
+            self._alone.daemon = True
+            self._alone.start()
+
+
+def _leave() -> None:
+    log.critical("this rank's step failed and the other ranks' did not: leaving so that the replica restarts")
+    logging.shutdown()
+    os._exit(70)

@@ -1,0 +1,348 @@
+"""Rank 0: reads the inbox in its one order, decides each tick's order, and owes everyone their answer."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from worker import channel
+from worker.actions import Actions
+from worker.admission import Admission
+from worker.calls import Calls
+from worker.channel import Channel
+from worker.config import WorkerConfig
+from worker.engine.base import Float32, ForwardBatch
+from worker.lifecycle import Event, Lifecycle, WorkerState
+from worker.membership import Membership
+from worker.messages import (
+    Abort,
+    CallFailed,
+    Chunks,
+    Clear,
+    Done,
+    Drain,
+    Generate,
+    GetStats,
+    Pause,
+    Reload,
+    ResetPrefixCache,
+    Resume,
+    StateChanged,
+    Stats,
+    Verify,
+)
+from worker.pausing import Pausing
+from worker.scheduler import Scheduler
+from worker.signals import Order, Phase, Signal
+from worker.stats import Subscribers, memory_of
+from worker.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+_POLL_WORK_S = 0.002
+"""How often a rank's background work is asked for while nothing else happens."""
+_RETRY_S = 0.01
+"""Until the scheduler is asked again when it found nothing to run, whatever it counts."""
+
+
+class Leader:
+    """What only rank 0 does. The loop calls it; it calls nothing that any other rank has to take part in."""
+
+    def __init__(
+        self,
+        channel_: Channel,
+        scheduler: Scheduler,
+        actions: Actions,
+        config: WorkerConfig,
+        *,
+        replica: int,
+        pids: list[int],
+        layout_digest: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.step_s: list[float] = []
+        self.lifecycle = Lifecycle(self._on_change)
+        self._channel = channel_
+        self._scheduler = scheduler
+        self._actions = actions
+        self._config = config
+        self._replica = replica
+        self._pids = pids
+        self._clock = clock
+        send = channel_.send_api
+        self.membership = Membership(
+            replica,
+            pids,
+            layout_digest,
+            actions=actions,
+            lifecycle=self.lifecycle,
+            scheduler=scheduler,
+            send=channel_.send_store,
+            hold_s=config.hold_s,
+            unknown_s=config.unknown_s,
+            clock=clock,
+        )
+        self._admission = Admission(scheduler, send, self._is_open, config.max_held)
+        self.pausing = Pausing(self.lifecycle, scheduler, self._admission, send, clock)
+        self._calls = Calls(
+            actions=actions,
+            lifecycle=self.lifecycle,
+            membership=self.membership,
+            scheduler=scheduler,
+            send=send,
+            memory=lambda: memory_of(pids),
+        )
+        self._subscribers = Subscribers(send, config.stats_busy_s, config.stats_idle_s, clock)
+        self._drain: tuple[bytes | None, Drain, float] | None = None
+        self._next_heartbeat = clock() + config.heartbeat_s
+        self._announced_version: int | None = None
+        self._asker: Membership | Calls | None = None
+        self._unjudged_step = False
+        self._retry_at = 0.0
+
+    # receive
+
+    def receive(self) -> None:
+        """Wait for messages, or for the next moment at which something is due; take them in order."""
+        for incoming in self._channel.receive(self._timeout()):
+            match incoming:
+                case channel.FromApi(origin, message):
+                    self._take(origin, message)
+                case channel.FromStore(from_store):
+                    self.membership.take(from_store)
+                case channel.StoreUp():
+                    self.membership.register()
+                case channel.StoreDown():
+                    log.warning("the weight store is gone; serving goes on")
+                    self.membership.store_down()
+                case channel.OriginGone(origin):
+                    self._subscribers.remove(origin)
+                    self.counters["orphaned"] += self._admission.forget(origin, self._version)
+                case channel.Terminate():
+                    self._begin_drain(None, Drain("", self._config.drain_s))
+
+    def _timeout(self) -> float:
+        if self._can_step():
+            return 0.0
+        now = self._clock()
+        due = [self._next_heartbeat, self._subscribers.due]
+        due += [t for t in (self.membership.next_deadline, self.pausing.next_deadline) if t is not None]
+        due += [self._drain[2]] if self._drain else []
+        due += [now + _POLL_WORK_S] if self._actions.work or self._unjudged_step else []
+        due += [self._retry_at] if self._retry_at > now else []
+        return max(0.0, min(due) - now)
+
+    def _take(self, origin: bytes, message: object) -> None:
+        match message:
+            case Generate():
+                self.counters["requests"] += 1
+                self._generate(origin, message)
+            case Abort():
+                ended = self._admission.abort(message.request_ids, self._version)
+                self._channel.send_api(origin, Done(message.call, {"aborted": ended}))
+            case Pause():
+                self.pausing.pause(origin, message)
+            case Resume():
+                self.pausing.resume(origin, message)
+            case Clear() | Reload() | Verify():
+                self._calls.take(origin, message)
+            case ResetPrefixCache():
+                empty = self._scheduler.clear_cache(keep_running=True)
+                self._channel.send_api(origin, Done(message.call, {"empty": empty}))
+            case GetStats():
+                self._subscribers.add(origin)
+                self._channel.send_api(origin, self._stats(message.call))
+            case Drain():
+                self._begin_drain(origin, message)
+
+    def _generate(self, origin: bytes, message: Generate) -> None:
+        if self.lifecycle.state is WorkerState.CLEARED and self._config.when_cleared == "refuse":
+            text = "parameters or KV are released"
+            self._channel.send_api(origin, CallFailed(message.request_id, "conflict", text))
+        else:
+            self._admission.offer(origin, message, self._version)
+
+    # agree
+
+    def decide(self) -> Order | None:
+        """This tick's order; None = there is nothing to tell the ranks."""
+        self._advance()
+        order = self._next_order() if self._actions.work is None else None
+        vote = self._actions.work is not None or self._unjudged_step
+        step = self._can_step()
+        now = self._clock()
+        if order is None and not vote and not step and now < self._next_heartbeat:
+            return None
+        self._next_heartbeat = now + self._config.heartbeat_s
+        self._unjudged_step = False
+        if order is None:
+            order = Order(Signal.PAUSE if self.lifecycle.state is WorkerState.PAUSED else Signal.RUN)
+        return msgspec.structs.replace(order, vote=vote, step=step)
+
+    def _advance(self) -> None:
+        self.membership.advance()
+        self.pausing.advance()
+        self.pausing.reapply()
+        self._admission.flush()
+        if self._drain and self._clock() >= self._drain[2] and not self._scheduler.idle:
+            self.counters["aborted_by_drain"] += self._admission.abort(None, self._version)
+
+    def _next_order(self) -> Order | None:
+        if self._drain and self._scheduler.idle:
+            return self._finish_drain()
+        for asker in (self.membership, self._calls):
+            order = asker.next_order()
+            if order is not None:
+                self._asker = asker
+                return order
+        return None
+
+    def settled(self, order: Order, verdict: Verdict) -> None:
+        """All ranks are through with an order."""
+        assert self._asker is not None
+        self._asker.settled(order, verdict)
+        if verdict.ok and order.phase is Phase.MAP and order.live:
+            self.membership.beat()
+
+    # schedule, step
+
+    def schedule(self) -> ForwardBatch | None:
+        """The next batch, under what every rank is bound to."""
+        live = self.membership.serving
+        if not self._can_step() or live is None:
+            return None
+        assert live == self._actions.live, f"bound to {self._actions.live}, serving {live}"
+        batch = self._scheduler.schedule(live.version, live.epoch, admit=self._is_open() or self._drain is not None)
+        if batch is None:
+            self._retry_at = self._clock() + _RETRY_S
+        return batch
+
+    def stepped(self, logits: Float32, seconds: float) -> None:
+        """A step went through here; the other ranks say at the next tick whether it did there."""
+        self._unjudged_step = True
+        weights = self._actions.weights
+        if weights is not None and weights.fenced():
+            self.counters["fenced_steps"] += 1
+            self._scheduler.discard()
+            self.membership.lost_slot()
+            return
+        self._scheduler.apply(logits)
+        self.counters["steps"] += 1
+        self.step_s.append(seconds)
+
+    def step_raised(self) -> None:
+        """A step failed here; nothing of it is kept."""
+        self._unjudged_step = True
+
+    def step_failed(self, verdict: Verdict) -> None:
+        """All ranks know that a step failed on one of them: its sequences end, the worker goes on."""
+        self.counters["engine_errors"] += 1
+        text = f"the engine failed on rank {verdict.rank}: {verdict.error}"
+        ended = self._scheduler.fail_all(text, waiting=False)
+        self._scheduler.clear_cache(keep_running=False)
+        log.error("%s; %d requests ended", text, ended)
+
+    # reply
+
+    def reply(self) -> None:
+        """Send what the tick produced."""
+        for origin, chunks in self._admission.take_outputs().items():
+            self._channel.send_api(origin, Chunks(chunks))
+        if self._version_or_none != self._announced_version:
+            self._on_change(self.lifecycle.state, "")
+        busy = self._busy
+        self._subscribers.wait_at_most(busy)
+        if self._clock() >= self._subscribers.due:
+            self._subscribers.publish(self._stats(""), busy)
+
+    def close(self) -> None:
+        """Let the sockets go."""
+        self._channel.close()
+
+    @property
+    def _busy(self) -> bool:
+        return self.lifecycle.state is WorkerState.SERVING and not self._scheduler.idle
+
+    @property
+    def _version_or_none(self) -> int | None:
+        serving = self.membership.serving
+        return serving.version if serving and self._actions.live else None
+
+    @property
+    def _version(self) -> int:
+        return self._version_or_none or 0
+
+    def _is_open(self) -> bool:
+        return (
+            self.lifecycle.state is WorkerState.SERVING
+            and not self.pausing.waiting
+            and not self.membership.draining
+            and self._drain is None
+        )
+
+    def _can_step(self) -> bool:
+        if self.lifecycle.state is not WorkerState.SERVING or self.membership.holding:
+            return False
+        if self._clock() < self._retry_at:
+            return False
+        admit = self._is_open() or self._drain is not None
+        return self._scheduler.running > 0 or (admit and self._scheduler.waiting > 0)
+
+    def _begin_drain(self, origin: bytes | None, message: Drain) -> None:
+        if self._drain is None:
+            log.info("draining: at most %g s for %d running", message.deadline_s, self._scheduler.running)
+            self._admission.refusing = "this replica is draining"
+            self._admission.refuse_held(self._admission.refusing)
+            self._drain = (origin, message, self._clock() + message.deadline_s)
+            self._on_change(self.lifecycle.state, "draining")
+        elif origin is not None:
+            self._channel.send_api(origin, CallFailed(message.call, "conflict", "draining already"))
+
+    def _finish_drain(self) -> Order:
+        assert self._drain is not None
+        origin, message, _ = self._drain
+        self.reply()
+        if origin is not None:
+            self._channel.send_api(origin, Done(message.call))
+        self.lifecycle.apply(Event.STOP, "drained")
+        return Order(Signal.STOP)
+
+    def _on_change(self, state: WorkerState, reason: str) -> None:
+        self._announced_version = self._version_or_none
+        extra = {"replica": self._replica, "version": self._announced_version, "state": state.value}
+        log.info("%s%s", state.value, f": {reason}" if reason else "", extra=extra)
+        change = StateChanged(state.value, self._announced_version, reason, self._drain is not None)
+        self._subscribers.announce(change)
+
+    def _stats(self, call: str) -> Stats:
+        serving = self.membership.serving
+        counters = {
+            **self._scheduler.counters,
+            **{name: float(count) for name, count in self.counters.items()},
+            "bad_messages": float(self._channel.bad_messages),
+            "leases_expired": float(self.pausing.leases_expired),
+        }
+        samples = {**self._scheduler.drain_samples(), "step_s": self.step_s, "stall_s": self.membership.stalls}
+        self.step_s, self.membership.stalls = [], []
+        spec = self._actions.engine.spec
+        return Stats(
+            call=call,
+            replica=self._replica,
+            state=self.lifecycle.state.value,
+            pause_mode=self.pausing.mode,
+            version=self._version_or_none,
+            epoch=serving.epoch if serving else 0,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            held=self._admission.held,
+            kv_blocks_used=self._scheduler.blocks_used,
+            kv_blocks_total=spec.num_blocks,
+            block_size=spec.block_size,
+            counters=counters,
+            histograms=samples,
+            ranks=memory_of(self._pids),
+            draining=self._drain is not None,
+        )

@@ -1,0 +1,289 @@
+"""Rank 0's side of the weight store's protocol: registering, commits, and the truth after a lost store.
+
+`take` accepts messages in their order, `next_order` turns the first one that needs the ranks into an order
+when none is under way, `settled` reports an order's outcome. Between a flip that went well and the store's
+last word the loop holds: it neither serves the old version nor the new one. The word is bounded: past
+`hold_s` we register again, and `Registered.live` tells whether the commit happened; with no store at all
+for `unknown_s` we go back to the version before, under its own name, which the slot's write epoch guards.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollout_client.protocol import InFlight
+from weight_manager import messages as store
+from weight_manager.messages import Live
+from worker.actions import Actions
+from worker.lifecycle import Event, Lifecycle, WorkerState
+from worker.scheduler import Scheduler
+from worker.signals import Order, Phase, Signal
+from worker.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+_REGISTER_AGAIN_S = 2.0
+"""Between two tries of a registration that nobody answered."""
+
+
+@dataclass
+class Session:
+    """The commit that this replica takes part in."""
+
+    id: str
+    live: Live
+    in_flight: InFlight
+    deadline: float
+    asked: bool = False  # the ranks have been told to prepare
+    prepared: bool = False
+    flipped: bool = False
+    held_since: float = 0.0
+    asked_again: bool = False
+
+
+class Membership:
+    """One replica as the store knows it."""
+
+    def __init__(
+        self,
+        replica: int,
+        pids: list[int],
+        layout_digest: str,
+        *,
+        actions: Actions,
+        lifecycle: Lifecycle,
+        scheduler: Scheduler,
+        send: Callable[[store.FromReplica], bool],
+        hold_s: float,
+        unknown_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.known: Live | None = None  # what the store says is live
+        self.serving: Live | None = None  # what the ranks are bound to, as far as it is final
+        self.arena_path = ""
+        self.session: Session | None = None
+        self.stalls: list[float] = []  # seconds, since last taken
+        self.registered = False
+        self._me = store.Register(replica, pids, layout_digest)
+        self._actions = actions
+        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._send = send
+        self._hold_s = hold_s
+        self._unknown_s = unknown_s
+        self._clock = clock
+        self._queue: deque[store.ToReplica] = deque()
+        self._orders: deque[Order] = deque()
+        self._moved = False  # the store has another arena than the one we map
+        self._beat_s = 0.0
+        self._next_beat = 0.0
+        self._next_register: float | None = None
+
+    @property
+    def holding(self) -> bool:
+        """Flipped, and waiting for the store's last word: no step may run."""
+        return self.session is not None and self.session.flipped
+
+    @property
+    def draining(self) -> bool:
+        """A commit waits until nothing runs."""
+        return self.session is not None and self.session.in_flight == "wait" and not self.session.flipped
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `advance` has something to do at the latest."""
+        times = [self._next_register] if self._next_register is not None else []
+        if self.registered and self._beat_s:
+            times.append(self._next_beat)
+        if self.session and self.session.flipped:
+            limit = self._unknown_s if self.session.asked_again else self._hold_s
+            times.append(self.session.held_since + limit)
+        elif self.draining and self.session and not self.session.asked:
+            times.append(self.session.deadline)
+        return min(times, default=None)
+
+    def register(self) -> None:
+        """Say who we are; said again until it is answered."""
+        self.registered = False
+        self._next_register = self._clock() + _REGISTER_AGAIN_S
+        self._send(self._me)
+
+    def store_down(self) -> None:
+        """The connection broke. Nothing is registered any more; serving goes on."""
+        self.registered = False
+        self._next_register = None
+
+    def take(self, message: store.ToReplica) -> None:
+        """A message of the store, in order."""
+        self._queue.append(message)
+
+    def advance(self) -> None:
+        """Time passes: beats, repeated registrations, and the two limits of a hold."""
+        now = self._clock()
+        if self._next_register is not None and now >= self._next_register:
+            self.register()
+        if self.registered and self._beat_s and now >= self._next_beat:
+            self.beat()
+        session = self.session
+        if session is None:
+            return
+        if session.flipped and not session.asked_again and now >= session.held_since + self._hold_s:
+            log.warning("no word from the store %g s after the flip; asking what is live", self._hold_s)
+            session.asked_again = True
+            self.register()
+        elif session.flipped and now >= session.held_since + self._unknown_s and not self._orders:
+            log.error("no store for %g s after the flip; back to the version before", self._unknown_s)
+            self._undo(session)
+        elif self.draining and not session.asked and now >= session.deadline:
+            self.session = None
+            running = self._scheduler.running
+            self._send(store.Prepared(session.id, False, 0, f"{running} sequences still run at the deadline"))
+
+    def beat(self) -> None:
+        """Tell the store that the loop turns."""
+        self._next_beat = self._clock() + self._beat_s
+        live = self._actions.live
+        self._send(store.Beat(live.epoch if live else 0))
+
+    def next_order(self) -> Order | None:
+        """The next thing all ranks have to do for the store. Call only when no order is under way."""
+        while not self._orders and self._queue:
+            self._handle(self._queue.popleft())
+        session = self.session
+        if not self._orders and session and not session.asked and not (self.draining and self._scheduler.running):
+            session.asked = True
+            self._orders.append(Order(Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live))
+        return self._orders.popleft() if self._orders else None
+
+    def settled(self, order: Order, verdict: Verdict) -> None:
+        """Tell the store how an order of ours went."""
+        session = self.session
+        match order.signal, order.phase:
+            case Signal.RELOAD, _:
+                live = order.live
+                assert live is not None
+                if verdict.ok:
+                    self.mapped(live)
+                else:
+                    log.error("cannot map version %d: %s", live.version, verdict.error)
+                    self._next_register = self._clock() + _REGISTER_AGAIN_S
+                self._send(store.Adopted(live.epoch, verdict.ok, verdict.rank, verdict.error))
+            case Signal.UPDATE, Phase.PREPARE if session and session.id == order.session:
+                session.prepared = verdict.ok
+                if not verdict.ok:
+                    self.session = None
+                answer = store.Prepared(session.id, verdict.ok, verdict.rank, verdict.error, verdict.tensors)
+                self._send(answer)
+            case Signal.UPDATE, Phase.FLIP if session and session.id == order.session:
+                if not verdict.ok:
+                    self.session = None
+                self._send(store.Flipped(session.id, verdict.ok, verdict.rank, verdict.error, verdict.tensors))
+            case _:
+                pass
+
+    def mapped(self, live: Live) -> None:
+        """Every rank is bound to `live`, and the store says so too."""
+        self.known = self.serving = live
+        self._moved = False
+        self._lifecycle.apply(Event.MAPPED, f"version {live.version}")
+
+    def lost_slot(self) -> None:
+        """What we serve is being overwritten: the store went on without us. Ask it what is live."""
+        self._lifecycle.apply(Event.LOST, "the store gave our slot to another version while we stood still")
+        self.register()
+
+    def _handle(self, message: store.ToReplica) -> None:
+        match message:
+            case store.Registered():
+                self._on_registered(message)
+            case store.Adopt():
+                self._adopt(message.live)
+            case store.Prepare():
+                self._on_prepare(message)
+            case store.Flip():
+                self._on_flip(message)
+            case store.Finalize():
+                self._on_finalize(message)
+            case store.Rollback():
+                if self.session and self.session.id == message.session:
+                    log.warning("commit of version %d undone: %s", self.session.live.version, message.reason)
+                    self._undo(self.session)
+                self._send(store.RolledBack(message.session))
+            case store.Refused():
+                log.warning("the store refuses: %s", message.message)
+                if self._next_register is None:
+                    self._next_register = self._clock() + _REGISTER_AGAIN_S
+
+    def _on_registered(self, message: store.Registered) -> None:
+        self.registered = True
+        self._next_register = None
+        self._beat_s = message.beat_s
+        self._moved |= message.arena_path != self.arena_path
+        self.arena_path = message.arena_path
+        session = self.session
+        if session and message.live and session.flipped and message.live.epoch == session.live.epoch:
+            self._conclude(session)
+        elif session:
+            self._undo(session)
+        if message.live:  # after the order that ends the session, if there was one
+            self._queue.appendleft(store.Adopt(message.live))
+
+    def _adopt(self, live: Live) -> None:
+        """Map `live`, unless every rank holds it already or holds nothing on purpose."""
+        self.known = live
+        holds = self._actions.live
+        current = holds is not None and holds.epoch == live.epoch and not self._moved
+        if "weights" in self._actions.released or (current and self._lifecycle.state is not WorkerState.STARTING):
+            self._send(store.Adopted(live.epoch))
+        else:
+            self._orders.append(
+                Order(Signal.RELOAD, Phase.MAP, live=live, arena_path=self.arena_path, tags=("weights",))
+            )
+
+    def _on_prepare(self, message: store.Prepare) -> None:
+        text = ""
+        if self.session:
+            text = f"session {self.session.id} is not over"
+        elif (
+            message.in_flight == "wait" and self._scheduler.running and self._lifecycle.state is not WorkerState.SERVING
+        ):
+            text = f"{self._scheduler.running} sequences stand still ({self._lifecycle.state.value}) and cannot finish"
+        if text:
+            self._send(store.Prepared(message.session, False, 0, text))
+            return
+        deadline = self._clock() + message.deadline_s
+        self.session = Session(message.session, message.live, message.in_flight, deadline)
+
+    def _on_flip(self, message: store.Flip) -> None:
+        session = self.session
+        if session is None or session.id != message.session or not session.prepared:
+            self._send(store.Flipped(message.session, False, 0, "nothing is prepared for this session"))
+            return
+        session.flipped = True
+        session.held_since = self._clock()
+        self._orders.append(Order(Signal.UPDATE, Phase.FLIP, session=session.id, live=session.live))
+
+    def _on_finalize(self, message: store.Finalize) -> None:
+        if self.session and self.session.id == message.session and self.session.flipped:
+            stall = self._clock() - self.session.held_since
+            self._conclude(self.session)
+            self._send(store.Finalized(message.session, stall * 1000))
+        else:  # we had gone back: what is live is not what we serve
+            log.warning("a commit of session %s that we are not in; asking what is live", message.session)
+            self.register()
+
+    def _conclude(self, session: Session) -> None:
+        """The version is live everywhere."""
+        self._orders.append(Order(Signal.UPDATE, Phase.FINALIZE, session=session.id, live=session.live))
+        self.stalls.append(self._clock() - session.held_since)
+        self.session = None
+        self.known = session.live
+        if "weights" not in self._actions.released:
+            self._scheduler.on_update(session.in_flight, session.live.version, session.live.epoch)
+            self.mapped(session.live)
+
+    def _undo(self, session: Session) -> None:
+        """Serve what was live before the session."""
+        self._orders.append(Order(Signal.UPDATE, Phase.ROLLBACK, session=session.id))
+        self.session = None

@@ -1,0 +1,61 @@
+"""What a replica says about itself: counters, samples, memory per rank, and who wants to hear it."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from worker.admission import Send
+from worker.messages import StateChanged, Stats
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_of(pids: list[int]) -> list[dict[str, Any]]:
+    """pid, resident bytes and bytes of them that are nobody else's (no shared slots), per rank."""
+    ranks = []
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as file:
+                _, resident, shared, *_ = (int(field) * _PAGE for field in file.read().split())
+        except (OSError, ValueError):
+            resident = shared = 0
+        ranks.append({"pid": pid, "rss_bytes": resident, "private_bytes": resident - shared})
+    return ranks
+
+
+class Subscribers:
+    """Connections that asked for `Stats` once get them from then on, and every change of state."""
+
+    def __init__(self, send: Send, busy_s: float, idle_s: float, clock: Callable[[], float]) -> None:
+        self.due = clock()
+        self._send = send
+        self._busy_s = busy_s
+        self._idle_s = idle_s
+        self._clock = clock
+        self._origins: list[bytes] = []
+
+    def add(self, origin: bytes) -> None:
+        """From now on."""
+        if origin not in self._origins:
+            self._origins.append(origin)
+
+    def remove(self, origin: bytes) -> None:
+        """It is gone."""
+        if origin in self._origins:
+            self._origins.remove(origin)
+
+    def wait_at_most(self, busy: bool) -> None:
+        """Work has come: the long interval of an idle replica no longer holds."""
+        if busy:
+            self.due = min(self.due, self._clock() + self._busy_s)
+
+    def publish(self, stats: Stats, busy: bool) -> None:
+        """To everyone."""
+        self.due = self._clock() + (self._busy_s if busy else self._idle_s)
+        for origin in list(self._origins):
+            self._send(origin, stats)
+
+    def announce(self, change: StateChanged) -> None:
+        """To everyone."""
+        for origin in list(self._origins):
+            self._send(origin, change)
