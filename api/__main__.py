@@ -1,0 +1,47 @@
+"""``python -m api --config run_dir/config.json``: the HTTP process."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from api.app import create_app
+from api.config import ApiConfig
+from api.model import Model
+from api.process import die_with_parent, listen
+from api.service import Service
+from weight_manager.logs import setup
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; 0 = left on purpose."""
+    parser = argparse.ArgumentParser(prog="python -m api", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="config.json of the service")
+    args = parser.parse_args(argv)
+    die_with_parent()
+    try:
+        config = ApiConfig.read(args.config)
+        setup("api", config.log_level)
+        app = create_app(Service(config, Model.load(config)))
+        listener = listen(config)
+    except (OSError, ValueError) as error:
+        print(f"api: {error}", file=sys.stderr)
+        return 2
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(config.shutdown_s),
+            timeout_keep_alive=75,
+            server_header=False,
+        )
+    )
+    asyncio.run(server.serve(sockets=[listener]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""The ASGI application: a service, the routes over it, and what every request passes through."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+from api import replies
+from api.limits import BodyLimit
+from api.routes import health, rollout
+from api.service import Service
+
+DESCRIPTION = "Rollout workers with dynamic weight sync. Control routes need the admin token when one is set."
+
+
+def create_app(service: Service) -> FastAPI:
+    """An application over a service; its lifespan keeps the service running."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    app = FastAPI(
+        title="paddle-rollout",
+        description=DESCRIPTION,
+        version="1",
+        lifespan=lifespan,
+        strict_content_type=False,  # curl and some trainers name no type
+    )
+    app.state.service = service
+    for module in (rollout, health):
+        app.include_router(module.router)
+    replies.install(app)
+    app.add_middleware(BodyLimit, max_bytes=service.config.max_body_bytes)
+    return app

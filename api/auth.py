@@ -1,0 +1,59 @@
+"""Who may call what: a bearer token for data routes, another for control routes, both compared in constant time.
+
+Without tokens everything is open, which `ApiConfig` allows on loopback only; then requests that a browser
+sends for another site (an Origin that is not this server) are refused, since nothing else would stop them.
+The admin token opens data routes too. With only a data token, it opens control routes as well.
+"""
+
+import hmac
+import time
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from api.errors import Forbidden, Unauthorized
+from api.service import Service
+
+_data = HTTPBearer(auto_error=False, scheme_name="data token", description="Token of data routes.")
+_admin = HTTPBearer(auto_error=False, scheme_name="admin token", description="Token of control routes.")
+DataToken = Annotated[HTTPAuthorizationCredentials | None, Security(_data)]
+AdminToken = Annotated[HTTPAuthorizationCredentials | None, Security(_admin)]
+
+
+async def require_data(request: Request, given: DataToken) -> None:
+    """Dependency of data routes."""
+    service: Service = request.app.state.service
+    config = service.config
+    _check(request, given, [config.data_token, config.admin_token] if config.data_token else [])
+    if service.rate_limit is not None:
+        service.rate_limit.take(request.client.host if request.client else "", time.monotonic())
+
+
+async def require_admin(request: Request, given: AdminToken) -> None:
+    """Dependency of control routes."""
+    config = request.app.state.service.config
+    token = config.admin_token or config.data_token
+    _check(request, given, [token] if token else [], other=config.data_token)
+
+
+def _check(
+    request: Request, given: HTTPAuthorizationCredentials | None, tokens: list[str | None], other: str | None = None
+) -> None:
+    if not tokens:
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            raise Forbidden("requests of other sites are refused while no token is set")
+        return
+    if given is None:
+        raise Unauthorized("send a token: Authorization: Bearer <token>")
+    if any(_equal(given.credentials, token) for token in tokens if token):
+        return
+    if other and _equal(given.credentials, other):
+        raise Forbidden("this route needs the admin token")
+    raise Unauthorized("the token is not valid")
+
+
+def _equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())

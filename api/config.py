@@ -1,0 +1,245 @@
+"""Configuration of the API process, and of the whole service as `serve` composes it.
+
+The environment is read in one place, `ServeOptions`: every field has a variable PADDLE_ROLLOUT_<FIELD>,
+and any field of a part PADDLE_ROLLOUT_<PART>__<FIELD> (PADDLE_ROLLOUT_STORE__LEASE_S=30). Flags win over
+the environment. The processes themselves read only run_dir/config.json.
+"""
+
+import ipaddress
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from weight_manager.config import StoreConfig
+from worker.config import WorkerConfig
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this host can reach an HTTP server bound there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ApiConfig(BaseModel):
+    """Everything the API process is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "default"
+    """Of the service."""
+    host: str = "127.0.0.1"
+    """Address to bind; anything but loopback needs a data token."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 picks a free one; run_dir/http_port tells which."""
+    run_dir: Path
+    """Where the sockets of the service live."""
+    replicas: int = Field(default=1, ge=1, le=4096)
+    """How many replicas to route over: run_dir/replica-{r}.sock."""
+    model: Path
+    """HF checkpoint directory: config.json and tokenizer files."""
+    served_model_name: str = ""
+    """What /v1/models calls it; empty = the directory's name."""
+    max_model_len: int | None = Field(default=None, ge=8)
+    """Tokens of prompt and output together; None = what the model's config says."""
+    dtype: str = "float32"
+    """Served dtype, as the info routes report it."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks of a replica, as the info routes report it."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Of the worker, as the info routes report it."""
+    push_endpoint: str = "tcp://127.0.0.1:5600"
+    """Where trainers push, as the info routes report it."""
+
+    data_token: str | None = Field(default=None, min_length=8, repr=False)
+    """Bearer token of data routes; None = open (loopback only)."""
+    admin_token: str | None = Field(default=None, min_length=8, repr=False)
+    """Bearer token of control routes; None = the data token."""
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30)
+    """Longest request body; longer ones get 413."""
+    max_requests: int = Field(default=4096, ge=1, le=1 << 20)
+    """Prompts held or running at once; more get 429."""
+    requests_per_s: float = Field(default=0.0, ge=0)
+    """HTTP requests per second on data routes, per client address; 0 = no limit; more get 429."""
+    legacy_get: bool = True
+    """Allow GET on /clear_load_weight and /update_model_weight, as FastDeploy's clients send it."""
+    vllm_metrics: bool = False
+    """Also export the vllm: names of our metrics."""
+
+    silence_s: float = Field(default=20.0, gt=0, le=600)
+    """A replica unheard for this long is taken for dead."""
+    unready_hold_s: float = Field(default=120.0, gt=0)
+    """How long a request waits for a replica that is ready; then 503."""
+    paused_hold_s: float = Field(default=3600.0, gt=0)
+    """How long a request waits while the fleet is paused or cleared; then 503."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """Longest a request may take in all; then it ends with `abort` and what it has."""
+    control_timeout_s: float = Field(default=60.0, gt=0, le=600)
+    """Deadline of control verbs that name none."""
+    shutdown_s: float = Field(default=15.0, ge=0, le=600)
+    """SIGTERM: how long open requests may still take."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the JSON lines on stderr."""
+
+    @model_validator(mode="after")
+    def _closed_to_strangers(self) -> Self:
+        if self.data_token is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines: set data_token "
+                "(PADDLE_ROLLOUT_DATA_TOKEN or --data-token-file), or bind to 127.0.0.1"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model.name
+
+    @property
+    def replica_endpoints(self) -> dict[int, str]:
+        """Replica -> ZMQ endpoint of its rank 0."""
+        return {r: f"ipc://{self.run_dir}/replica-{r}.sock" for r in range(self.replicas)}
+
+    @property
+    def store_endpoint(self) -> str:
+        """ZMQ endpoint of the weight store."""
+        return f"ipc://{self.run_dir}/store.sock"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The "api" part of a service's config file. Raises ValueError saying what is wrong."""
+        document = json.loads(path.read_bytes())
+        if not isinstance(document, dict) or "api" not in document:
+            raise ValueError(f'{path} has no "api" part')
+        return cls.model_validate(document["api"])
+
+
+class ServeConfig(BaseModel):
+    """run_dir/config.json: one part per kind of process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: StoreConfig
+    worker: WorkerConfig
+    api: ApiConfig
+
+    def write(self) -> Path:
+        """Write run_dir/config.json, readable by this user only (it holds tokens); returns its path."""
+        path = self.api.run_dir / "config.json"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(self.model_dump_json(indent=2))
+        return path
+
+
+def default_run_dir(name: str) -> Path:
+    """Where a service of this name keeps its sockets, for this user."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"paddle-rollout-{os.getuid()}-{name}"
+
+
+class ServeOptions(BaseSettings):
+    """What a user may say, by flag or environment; `compose` spreads it over the parts."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="ignore", env_prefix="PADDLE_ROLLOUT_", env_nested_delimiter="__"
+    )
+
+    model: Path
+    """HF checkpoint directory."""
+    name: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """Of the service; two services on one host need two names."""
+    replicas: int = Field(default=1, ge=1, le=4096)
+    """Independent copies of the model."""
+    tp: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel ranks of one replica."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Served dtype."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where ranks compute."""
+    engine: Literal["paddle", "fake"] = "paddle"
+    """fake is for tests of the service around the model."""
+    host: str = "127.0.0.1"
+    """HTTP address."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """HTTP port."""
+    push_endpoint: str = "tcp://127.0.0.1:5600"
+    """Where trainers push weights (ZMQ)."""
+    run_dir: Path | None = None
+    """Sockets and config.json; None = below XDG_RUNTIME_DIR or the temporary directory."""
+    max_model_len: int | None = Field(default=None, ge=8)
+    """Tokens of prompt and output together; None = what the model's config says."""
+    served_model_name: str = ""
+    """What /v1/models calls it; empty = the directory's name."""
+    data_token: str | None = Field(default=None, repr=False)
+    """Bearer token of data routes."""
+    admin_token: str | None = Field(default=None, repr=False)
+    """Bearer token of control routes; None = the data token."""
+    push_token: str | None = Field(default=None, repr=False)
+    """Shared secret of trainers that push."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of every process."""
+    store: dict[str, Any] = {}
+    """Any other field of StoreConfig."""
+    worker: dict[str, Any] = {}
+    """Any other field of WorkerConfig."""
+    api: dict[str, Any] = {}
+    """Any other field of ApiConfig."""
+
+    @field_validator("model")
+    @classmethod
+    def _is_checkpoint(cls, value: Path) -> Path:
+        if not (value / "config.json").is_file():
+            raise ValueError(f"{value} is not an HF checkpoint directory: it has no config.json")
+        return value.resolve()
+
+
+def compose(options: ServeOptions) -> ServeConfig:
+    """Spread a user's options over the parts. Raises ValueError (pydantic's) naming part and field."""
+    run_dir = (options.run_dir or default_run_dir(options.name)).absolute()
+    store: dict[str, Any] = {
+        "name": options.name,
+        "run_dir": run_dir,
+        "model": options.model,
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "push_endpoint": options.push_endpoint,
+        "token": options.push_token,
+        "log_level": options.log_level,
+    }
+    worker: dict[str, Any] = {
+        "model_dir": options.model,
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "device": options.device,
+        "engine": options.engine,
+        "ranks_on_host": options.replicas * options.tp,
+        "max_model_len": options.max_model_len,
+    }
+    worker |= options.worker
+    api: dict[str, Any] = {
+        "name": options.name,
+        "host": options.host,
+        "port": options.port,
+        "run_dir": run_dir,
+        "replicas": options.replicas,
+        "model": options.model,
+        "served_model_name": options.served_model_name,
+        "max_model_len": worker["max_model_len"],
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "logprobs_mode": worker.get("logprobs_mode", "processed"),
+        "push_endpoint": options.push_endpoint,
+        "data_token": options.data_token,
+        "admin_token": options.admin_token,
+        "log_level": options.log_level,
+    }
+    return ServeConfig.model_validate({"store": store | options.store, "worker": worker, "api": api | options.api})

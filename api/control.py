@@ -1,0 +1,147 @@
+"""What operators and trainers ask of the whole fleet, one method per verb; dialects only map names.
+
+Each verb is sent to every connected replica in one go, so all of them see verbs in the same order, and is
+answered when all have answered. A replica that dies meanwhile does not fail the verb: what was asked is
+kept as the fleet's intent and given to it when it is back.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Literal
+
+from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut
+from api.link import LinkDown
+from api.replicas import Fleet, PauseIntent
+from worker.messages import (
+    Abort,
+    CallFailed,
+    Clear,
+    Done,
+    Pause,
+    PauseMode,
+    Reload,
+    ResetPrefixCache,
+    Resume,
+    Tag,
+    ToApi,
+    Verify,
+)
+
+MARGIN_S = 5.0
+"""How long past a verb's own deadline the API waits for the answer."""
+_FAILED: dict[str, type[ApiError]] = {
+    "conflict": Conflict,
+    "timeout": Conflict,
+    "bad_message": BadInput,
+    "internal": EngineFailed,
+}
+
+
+class Control:
+    """The verbs. Every one raises ApiError; Conflict means that the state does not allow it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.transition: Literal["clear", "reload"] | None = None
+
+    @property
+    def paused(self) -> bool:
+        """Whether new requests are held because somebody paused."""
+        return self._fleet.paused is not None
+
+    async def pause(
+        self, mode: PauseMode = "abort", *, lease_s: float = 0.0, clear_cache: bool = True, deadline_s: float = 60.0
+    ) -> None:
+        """Hold new requests and stop stepping everywhere, or nowhere.
+
+        A drain (mode wait) past deadline_s is undone and raises Conflict. lease_s > 0: resumes by itself.
+        """
+        fleet, now = self._fleet, asyncio.get_running_loop().time()
+        before = fleet.paused
+        intent = PauseIntent(mode, clear_cache, now + lease_s if lease_s > 0 else float("inf"))
+        fleet.paused = intent
+        try:
+            await self._ask_all(
+                lambda call: Pause(call, mode, lease_s, clear_cache, deadline_s), deadline_s=deadline_s + MARGIN_S
+            )
+        except ApiError:
+            if fleet.paused is intent:
+                fleet.paused = before
+                if before is None:
+                    await self.resume()
+            raise
+        if fleet.paused is not intent and fleet.paused is None:
+            raise Conflict("resumed while it was pausing")
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+        self._fleet.paused = None
+        await self._ask_all(Resume, deadline_s=30.0)
+        self._fleet.pump()
+
+    async def clear(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> int:
+        """Release parameters and/or KV on every rank; returns bytes released. Idempotent."""
+        replies = await self._move("clear", lambda call: Clear(call, tags), deadline_s)
+        self._fleet.cleared |= set(tags)
+        return sum(int(reply.data.get("bytes", 0)) for reply in replies.values())
+
+    async def reload(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> None:
+        """Undo `clear` for these tags. A pause that was in force stays in force. Idempotent."""
+        self._fleet.reloading = True  # replicas that serve again are right to
+        try:
+            await self._move("reload", lambda call: Reload(call, tags), deadline_s)
+            self._fleet.cleared -= set(tags)
+        finally:
+            self._fleet.reloading = False
+        self._fleet.pump()
+
+    async def abort(self, attempt_ids: list[str] | None = None) -> None:
+        """End running requests by the replicas' ids, or all of them; partial results reach their callers."""
+        await self._ask_all(lambda call: Abort(call, attempt_ids), deadline_s=30.0)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached blocks. Raises Conflict when a replica says that they are in use."""
+        await self._ask_all(ResetPrefixCache, deadline_s=30.0)
+
+    async def verify(self, *, deadline_s: float = 120.0) -> dict[int, dict[str, dict[str, str]]]:
+        """xxh3-64 of every parameter as each rank holds it: replica -> rank -> name -> 16 hex digits."""
+        replies = await self._ask_all(Verify, deadline_s=deadline_s)
+        return {index: reply.data for index, reply in replies.items()}
+
+    async def _move(
+        self, transition: Literal["clear", "reload"], build: Callable[[str], Any], deadline_s: float
+    ) -> dict[int, Done]:
+        if self.transition is not None:
+            raise Conflict(f"a {self.transition} is running", code=self.transition)
+        self.transition = transition
+        try:
+            return await self._ask_all(build, deadline_s=deadline_s)
+        finally:
+            self.transition = None
+
+    async def _ask_all(self, build: Callable[[str], Any], *, deadline_s: float) -> dict[int, Done]:
+        calls = {r.index: r.link.start_call(build) for r in self._fleet.replicas if r.link.up}
+        if not calls:
+            return {}
+        _, late = await asyncio.wait(calls.values(), timeout=deadline_s)
+        answers: dict[int, Done] = {}
+        failed: list[tuple[int, CallFailed]] = []
+        for index, call in calls.items():
+            if call in late:
+                call.cancel()
+                continue
+            try:
+                answer: ToApi = call.result()
+            except LinkDown:
+                continue  # it is gone; it will be told when it is back
+            if isinstance(answer, CallFailed):
+                failed.append((index, answer))
+            elif isinstance(answer, Done):
+                answers[index] = answer
+        if failed:
+            text = "; ".join(f"replica {index} rank {f.rank}: {f.message}" for index, f in failed)
+            raise _FAILED[failed[0][1].code](text, code=failed[0][1].code)
+        if late:
+            silent = ", ".join(str(index) for index, call in calls.items() if call in late)
+            raise TimedOut(f"no answer from replica {silent} within {deadline_s:.0f} s")
+        return answers

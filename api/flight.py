@@ -1,0 +1,171 @@
+"""One prompt on its way through a replica, and what has come back of it.
+
+A `Flight` outlives the replica that serves it: it is held while the fleet cannot take it, and starts over
+on another replica as long as nobody has seen a token of it. Several HTTP requests may watch one flight
+(a client that repeats a request id gets the first one's result).
+"""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+
+from api.errors import ApiError
+from worker.messages import Chunk, FinishReason, Generate, Span
+
+_ids = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sequence so far. Lists run parallel to token_ids; spans cover [0, len(token_ids))."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    masks: list[list[int]] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
+    cached_tokens: int = 0
+    prompt_logprobs: list[list[tuple[int, float, int]]] | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk's tokens and take over what it says of the whole."""
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.top += chunk.top
+        self.ranks += chunk.ranks
+        self.masks += chunk.masks
+        self.spans = chunk.spans
+        self.finish = chunk.finish
+        self.stop_reason = chunk.stop_reason
+        self.error = chunk.error
+        self.cached_tokens = chunk.cached_tokens or self.cached_tokens
+        self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
+
+
+Update = tuple["Flight", Chunk | None]
+"""What a watcher's queue carries: a chunk, or None once the flight has ended (or failed: see `error`)."""
+
+
+class Flight:
+    """See module. `request.request_id` is ours and unique; what clients call it stays in `Job`."""
+
+    def __init__(
+        self,
+        request: Generate,
+        *,
+        session: str = "",
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        deadline: float = float("inf"),
+    ) -> None:
+        self.request = request
+        self.session = session
+        self.min_version = min_version
+        self.max_staleness = max_staleness
+        self.deadline = deadline  # loop time until which it may wait for min_version
+        self.held_since = 0.0  # loop time since nobody could take it; 0 = it is running
+        self.started = 0.0
+        self.start_version: int | None = None  # live version when it was sent to the replica
+        self.attempt_id = ""  # the id the replica knows it by
+        self.samples = [Sample(i) for i in range(request.sampling.n)]
+        self.open = request.sampling.n
+        self.error: ApiError | None = None
+        self.done = asyncio.Event()
+        self._queues: list[asyncio.Queue[Update]] = []
+        self._streamed = False
+
+    @property
+    def sequences(self) -> int:
+        """How much it loads a replica."""
+        return self.request.sampling.n
+
+    @property
+    def token_count(self) -> int:
+        """Output tokens so far, all sequences."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    def new_attempt(self) -> Generate:
+        """The message for the next replica, under an id no other attempt ever had; forgets what came before."""
+        self.attempt_id = f"r{next(_ids)}"
+        self.samples = [Sample(i) for i in range(self.sequences)]
+        self.open = self.sequences
+        request = self.request
+        return Generate(
+            request_id=self.attempt_id,
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            stream=request.stream,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    def watch(self, queue: asyncio.Queue[Update]) -> None:
+        """Everything that came and will come goes to this queue, ending with None."""
+        for sample in self.samples:
+            if sample.token_ids or sample.finish:
+                queue.put_nowait((self, _replayed(sample)))
+                self._streamed = True
+        if self.done.is_set():
+            queue.put_nowait((self, None))
+        else:
+            self._queues.append(queue)
+
+    def add(self, chunk: Chunk) -> None:
+        """A chunk arrived from the replica."""
+        sample = self.samples[chunk.index]
+        if sample.finish is not None:
+            return
+        sample.add(chunk)
+        for queue in self._queues:
+            queue.put_nowait((self, chunk))
+            self._streamed = True
+        if chunk.finish is not None:
+            self.open -= 1
+            if self.open == 0:
+                self._end()
+
+    def can_restart(self) -> bool:
+        """Whether losing its replica can go unnoticed: nobody has seen a token."""
+        return not self._streamed
+
+    def end_aborted(self, version: int) -> None:
+        """End every open sequence with the partial result it has. version: for those without a token."""
+        for sample in self.samples:
+            if sample.finish is None:
+                spans = sample.spans or [Span(version, 0, 0)]
+                self.add(Chunk(self.request.request_id, sample.index, [], [], spans, finish="abort"))
+
+    def fail(self, error: ApiError) -> None:
+        """It never ran and never will."""
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.done.set()
+        for queue in self._queues:
+            queue.put_nowait((self, None))
+        self._queues.clear()
+
+
+def _replayed(sample: Sample) -> Chunk:
+    """All of a sample as one chunk, for a watcher that came late. Copies: the sample still grows."""
+    return Chunk(
+        request_id="",
+        index=sample.index,
+        token_ids=list(sample.token_ids),
+        logprobs=list(sample.logprobs),
+        spans=sample.spans,
+        top=list(sample.top),
+        ranks=list(sample.ranks),
+        masks=list(sample.masks),
+        finish=sample.finish,
+        stop_reason=sample.stop_reason,
+        error=sample.error,
+        cached_tokens=sample.cached_tokens,
+        prompt_logprobs=sample.prompt_logprobs,
+    )

@@ -1,0 +1,175 @@
+"""One operation behind every data route: prompts in, samples out, whole or chunk by chunk.
+
+A `Job` is what one HTTP request asked for: one flight per prompt. Clients that repeat a request id while
+the first still runs share its job, and it is ended when the last of them has gone away.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from api.errors import BadInput, Conflict, EngineFailed, TooMany
+from api.flight import Flight, Sample, Update
+from api.model import Model
+from api.replicas import Fleet
+from worker.messages import Chunk, Generate, SamplingParams
+
+MAX_SEQUENCES = 4096
+"""Prompts times n in one request."""
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a data route wants. prompts: token ids. Times are seconds."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    request_id: str = ""
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    session: str = ""
+    min_version: int | None = None
+    version_timeout_s: float = 60.0
+    max_staleness: int | None = None
+
+    def same_work(self, other: "Ask") -> bool:
+        """Whether both would sample the same (how it is delivered does not matter)."""
+        return (self.prompts, self.sampling, self.cache_salt) == (other.prompts, other.sampling, other.cache_salt)
+
+
+class Job:
+    """One request. Use as a context manager: leaving it early gives up the work unless others watch it."""
+
+    def __init__(self, service: "Generations", request_id: str, ask: Ask, flights: list[Flight]) -> None:
+        self.request_id = request_id
+        self.ask = ask
+        self.flights = flights
+        self._service = service
+        self._watchers = 0
+
+    def __enter__(self) -> "Job":
+        self._watchers += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._watchers -= 1
+        if self._watchers == 0:
+            self._service.close(self)
+
+    async def samples(self) -> list[list[Sample]]:
+        """All samples, per prompt. Raises what kept the request from running, EngineFailed if one died."""
+        for flight in self.flights:
+            await flight.done.wait()
+        for flight in self.flights:
+            if flight.error is not None:
+                raise flight.error
+            for sample in flight.samples:
+                if sample.finish == "error":
+                    raise EngineFailed(sample.error or "the engine gave no reason")
+        return [flight.samples for flight in self.flights]
+
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """(prompt index, chunk) as they come, interleaved. Raises as `samples`."""
+        queue: asyncio.Queue[Update] = asyncio.Queue()
+        index = {}
+        for i, flight in enumerate(self.flights):
+            index[flight] = i
+            flight.watch(queue)
+        landed = 0
+        while landed < len(self.flights):
+            flight, chunk = await queue.get()
+            if chunk is None:
+                landed += 1
+                if flight.error is not None:
+                    raise flight.error
+            elif chunk.finish == "error":
+                raise EngineFailed(chunk.error or "the engine gave no reason")
+            else:
+                yield index[flight], chunk
+
+
+class Generations:
+    """Checks requests, starts them, and finds them again by the id their client gave."""
+
+    def __init__(self, fleet: Fleet, model: Model, *, max_requests: int) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._max_requests = max_requests
+        self._jobs: dict[str, Job] = {}
+
+    def submit(self, ask: Ask) -> Job:
+        """Start a request, or join the running one of the same id. Raises BadInput, Conflict, TooMany."""
+        request_id = ask.request_id or f"req-{uuid.uuid4().hex}"
+        if (running := self._jobs.get(request_id)) is not None:
+            if not running.ask.same_work(ask):
+                raise Conflict(f"request id {request_id!r} is in use by a different request")
+            return running
+        self._check(ask)
+        if len(self._fleet.flights) + len(ask.prompts) > self._max_requests:
+            raise TooMany(f"{len(self._fleet.flights)} requests are held or running; the limit is {self._max_requests}")
+        deadline = asyncio.get_running_loop().time() + ask.version_timeout_s
+        flights = [
+            Flight(
+                Generate(request_id, ids, ask.sampling, ask.stream, ask.priority, ask.cache_salt),
+                session=ask.session,
+                min_version=ask.min_version,
+                max_staleness=ask.max_staleness,
+                deadline=deadline,
+            )
+            for ids in ask.prompts
+        ]
+        job = self._jobs[request_id] = Job(self, request_id, ask, flights)
+        for flight in flights:
+            self._fleet.submit(flight)
+        return job
+
+    def close(self, job: Job) -> None:
+        """Nobody watches this job any more."""
+        if self._jobs.get(job.request_id) is job:
+            del self._jobs[job.request_id]
+        for flight in job.flights:
+            self._fleet.cancel(flight)
+
+    def abort(self, request_ids: list[str] | None) -> int:
+        """End requests by exact client id, or all. Their callers get what there is. Returns how many were open."""
+        jobs = (
+            list(self._jobs.values())
+            if request_ids is None
+            else [self._jobs[i] for i in dict.fromkeys(request_ids) if i in self._jobs]
+        )
+        open_jobs = [job for job in jobs if not all(flight.done.is_set() for flight in job.flights)]
+        for job in open_jobs:
+            for flight in job.flights:
+                self._fleet.cancel(flight)
+        return len(open_jobs)
+
+    @property
+    def open(self) -> int:
+        """Requests in progress."""
+        return len(self._jobs)
+
+    def _check(self, ask: Ask) -> None:
+        model, sampling = self._model, ask.sampling
+        if not ask.prompts:
+            raise BadInput("no prompt: send at least one")
+        if len(ask.prompts) * sampling.n > MAX_SEQUENCES:
+            raise BadInput(f"{len(ask.prompts)} prompts x n={sampling.n} is over {MAX_SEQUENCES} sequences; split it")
+        for i, ids in enumerate(ask.prompts):
+            model.check_prompt(ids, f"prompt {i}" if len(ask.prompts) > 1 else "prompt")
+        model.check_ids(sampling.stop_token_ids, "stop_token_ids")
+        model.check_ids(list(sampling.logit_bias), "logit_bias")
+        if sampling.allowed_token_ids is not None:
+            if not sampling.allowed_token_ids:
+                raise BadInput("allowed_token_ids is empty: nothing could be sampled")
+            model.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
+        if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+            raise BadInput(f"min_tokens {sampling.min_tokens} is over max_tokens {sampling.max_tokens}")
+        if len(sampling.stop) > MAX_STOPS or any(not s or len(s) > MAX_STOP_CHARS for s in sampling.stop):
+            raise BadInput(f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+        if sampling.stop and model.tokenizer is None:
+            raise BadInput("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")

@@ -1,0 +1,167 @@
+"""One DEALER that stays connected to one process of this service: a replica's rank 0, or the store.
+
+A link is up between a completed ZMQ handshake and the first sign of death: the socket closing (seen at
+once through the socket monitor) or silence past a deadline (a stopped or wedged process). Each connection
+uses a fresh socket, so nothing from before a death is delivered after it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+
+class LinkDown(Exception):
+    """The process at the other end is gone, or was never there."""
+
+
+class Listener(Protocol[T_contra]):
+    """What a link tells its owner. All calls come from the event loop and must not block."""
+
+    def on_up(self) -> None:
+        """Connected: greet."""
+
+    def on_message(self, message: T_contra) -> None:
+        """Something arrived (answers to `call` too)."""
+
+    def on_quiet(self) -> None:
+        """Nothing was heard for a while: ask for a sign of life."""
+
+    def on_down(self, reason: str) -> None:
+        """Lost; whatever was asked will not be answered."""
+
+
+class Link(Generic[T]):
+    """See module. `run` keeps it going until cancelled."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        listener: Listener[T],
+        *,
+        encode: Callable[[Any], bytes],
+        decode: Callable[[bytes], T],
+        quiet_s: float,
+        silence_s: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self._listener = listener
+        self._encode = encode
+        self._decode = decode
+        self._quiet_s = quiet_s
+        self._silence_s = silence_s
+        self._socket: zmq.asyncio.Socket | None = None
+        self._calls: dict[str, asyncio.Future[T]] = {}
+        self._ids = itertools.count(1)
+        self._heard = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Whether a process is there."""
+        return self._socket is not None
+
+    def post(self, message: Any) -> None:
+        """Send without waiting; messages leave in the order of the calls. Raises LinkDown."""
+        if self._socket is None:
+            raise LinkDown(f"nothing listens on {self.endpoint}")
+        self._socket.send(self._encode(message))
+
+    def start_call(self, build: Callable[[str], Any]) -> asyncio.Future[T]:
+        """Send a message built around a fresh call id; the future is its answer or LinkDown."""
+        call = f"c{next(self._ids)}"
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        future.add_done_callback(lambda _: self._calls.pop(call, None))
+        try:
+            self.post(build(call))
+        except LinkDown as error:
+            future.set_exception(error)
+        return future
+
+    async def run(self) -> None:
+        """Connect, serve, reconnect, for ever."""
+        context = zmq.asyncio.Context.instance()
+        while True:
+            socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            monitor = socket.get_monitor_socket(_EVENTS)
+            socket.connect(self.endpoint)
+            reason = "closed"
+            try:
+                while (await recv_monitor_message(monitor))["event"] != zmq.Event.HANDSHAKE_SUCCEEDED:
+                    pass
+                self._socket = socket
+                self._heard = asyncio.get_running_loop().time()
+                self._listener.on_up()
+                reason = await self._serve(socket, monitor)
+            finally:
+                was_up, self._socket = self._socket is not None, None
+                socket.disable_monitor()
+                monitor.close(linger=0)
+                socket.close(linger=0)
+                for future in list(self._calls.values()):
+                    if not future.done():
+                        future.set_exception(LinkDown(f"{self.endpoint}: {reason}"))
+                if was_up:
+                    self._listener.on_down(reason)
+
+    async def _serve(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> str:
+        tasks = [
+            asyncio.create_task(self._receive(socket)),
+            asyncio.create_task(self._until_disconnected(monitor)),
+            asyncio.create_task(self._until_silent()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> str:
+        clock = asyncio.get_running_loop().time
+        while True:
+            frame = await socket.recv()
+            self._heard = clock()
+            try:
+                message = self._decode(frame)
+            except msgspec.DecodeError as error:
+                # Only a process of another build can do this; its next message may be good.
+                log.error("unreadable message from %s: %s", self.endpoint, error)
+                continue
+            call = getattr(message, "call", "")
+            if call and (future := self._calls.get(call)) is not None and not future.done():
+                future.set_result(message)
+            self._listener.on_message(message)
+
+    async def _until_disconnected(self, monitor: zmq.asyncio.Socket) -> str:
+        while (await recv_monitor_message(monitor))["event"] != zmq.Event.DISCONNECTED:
+            pass
+        return "the process is gone"
+
+    async def _until_silent(self) -> str:
+        clock = asyncio.get_running_loop().time
+        while True:
+            silent = clock() - self._heard
+            if silent >= self._silence_s:
+                return f"silent for {silent:.0f} s"
+            if silent >= self._quiet_s:
+                self._listener.on_quiet()
+            await asyncio.sleep(min(self._quiet_s, self._silence_s - silent) / 2 + 0.01)

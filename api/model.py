@@ -1,0 +1,84 @@
+"""What the API knows of the served checkpoint: its limits, and its tokenizer if it has one."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from api.config import ApiConfig
+from api.errors import BadInput
+from worker.tokenizer import Tokenizer
+
+INLINE_CHARS = 4096
+"""Texts longer than this are tokenised on a thread, so that the event loop keeps turning."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Limits are in tokens. tokenizer None: ids in, ids out only."""
+
+    name: str
+    path: Path
+    vocab_size: int
+    max_model_len: int
+    architecture: str
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def load(cls, config: ApiConfig) -> "Model":
+        """Read config.json and the tokenizer. Raises ValueError saying what the directory lacks."""
+        document: dict[str, Any] = json.loads((config.model / "config.json").read_bytes())
+        try:
+            tokenizer = Tokenizer.load(config.model)
+        except FileNotFoundError:
+            tokenizer = None
+        try:
+            vocab_size = int(document["vocab_size"])
+            context = int(document["max_position_embeddings"])
+        except KeyError as error:
+            raise ValueError(f"{config.model / 'config.json'} lacks {error}") from None
+        return cls(
+            name=config.model_name,
+            path=config.model,
+            vocab_size=vocab_size,
+            max_model_len=min(config.max_model_len or context, context),
+            architecture=str((document.get("architectures") or ["unknown"])[0]),
+            tokenizer=tokenizer,
+        )
+
+    @property
+    def text(self) -> Tokenizer:
+        """The tokenizer. Raises BadInput when the checkpoint has none."""
+        if self.tokenizer is None:
+            raise BadInput("this checkpoint has no tokenizer: send token ids, and expect token ids")
+        return self.tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises BadInput when it cannot be encoded."""
+        tokenizer = self.text
+        try:
+            if len(text) <= INLINE_CHARS:
+                return tokenizer.encode(text, add_special_tokens)
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        except UnicodeError as error:
+            raise BadInput(
+                f"the text is not valid Unicode: {error.reason if hasattr(error, 'reason') else error}"
+            ) from None
+
+    def check_ids(self, ids: list[int], what: str) -> None:
+        """Raises BadInput unless every id is in the vocabulary."""
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise BadInput(f"{what}: token id {wrong} is not in the vocabulary [0, {self.vocab_size})")
+
+    def check_prompt(self, ids: list[int], what: str = "prompt") -> None:
+        """Raises BadInput unless the model can continue this prompt by at least one token."""
+        if not ids:
+            raise BadInput(f"{what} is empty: send at least one token")
+        if len(ids) >= self.max_model_len:
+            raise BadInput(
+                f"{what} is too long: {len(ids)} tokens leave no room in the model's context of {self.max_model_len}",
+                code="context_length_exceeded",
+            )
+        self.check_ids(ids, what)

@@ -1,0 +1,231 @@
+"""Which replica serves what: readiness, least-loaded and sticky routing, held requests, lost replicas.
+
+Everything here runs on the event loop and never awaits, so a decision and its effect cannot be separated
+by another request. `Fleet.pump` is the one place where a flight is given to a replica; it runs whenever
+something that could let one go has changed.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from api.errors import Conflict, Unavailable
+from api.flight import Flight
+from api.link import LinkDown
+from api.replica import Replica
+from weight_manager.messages import Live
+from worker.messages import Clear, Pause, PauseMode, Resume, Stats, Tag
+
+log = logging.getLogger(__name__)
+
+STICKY_SESSIONS = 65536
+"""Sessions remembered for stickiness; the least recently used go first."""
+
+
+@dataclass
+class FleetSettings:
+    """Deadlines in seconds; see ApiConfig for what they mean to a user."""
+
+    quiet_s: float = 6.0
+    silence_s: float = 20.0
+    unready_hold_s: float = 120.0
+    paused_hold_s: float = 3600.0
+    request_timeout_s: float = 3600.0
+
+
+@dataclass
+class PauseIntent:
+    """The fleet is to be paused. lease_until: loop time, inf = until somebody resumes.
+
+    adopted: learned from a replica by a restarted API; the replicas hold its lease.
+    """
+
+    mode: PauseMode
+    clear_cache: bool = True
+    lease_until: float = float("inf")
+    since: float = field(default_factory=time.time)
+    adopted: bool = False
+
+
+class Fleet:
+    """All replicas, the requests that wait for them, and what operators asked of all of them."""
+
+    def __init__(self, endpoints: dict[int, str], settings: FleetSettings) -> None:
+        self.settings = settings
+        self.replicas = [
+            Replica(i, endpoint, self, quiet_s=settings.quiet_s, silence_s=settings.silence_s)
+            for i, endpoint in sorted(endpoints.items())
+        ]
+        self.held: deque[Flight] = deque()
+        self.flights: set[Flight] = set()
+        self.live: Live | None = None
+        self.paused: PauseIntent | None = None
+        self.cleared: set[Tag] = set()
+        self.reloading = False  # what is cleared is on its way back
+        self.retried = 0
+        self.lease_expiries = 0
+        self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
+        self.on_landed: Callable[[Flight], None] = lambda flight: None
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+
+    async def run(self) -> None:
+        """Keep every link going and every deadline kept, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for replica in self.replicas:
+                group.create_task(replica.link.run())
+            group.create_task(self._keep_time())
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(0.25 if self.held or self.paused else 1.0)
+            self.sweep(asyncio.get_running_loop().time())
+
+    # Requests
+
+    def submit(self, flight: Flight) -> None:
+        """Take a flight; it runs now or is held."""
+        flight.started = asyncio.get_running_loop().time()
+        self.flights.add(flight)
+        flight.held_since = flight.started
+        self.held.append(flight)
+        self.pump()
+
+    def hold_again(self, flight: Flight) -> None:
+        """Its replica died unseen: it is first in the line."""
+        self.retried += 1
+        flight.held_since = asyncio.get_running_loop().time()
+        flight.start_version = None
+        self.held.appendleft(flight)
+
+    def cancel(self, flight: Flight) -> None:
+        """End a flight: at once when it is held, otherwise as soon as its replica says so."""
+        if flight.done.is_set():
+            return
+        if flight in self.held:
+            self.held.remove(flight)
+            flight.end_aborted(self.live.version if self.live else 0)
+            self.landed(flight)
+            return
+        for replica in self.replicas:
+            replica.cancel(flight)
+
+    def heard(self, replica: Replica, stats: Stats) -> None:
+        """New statistics of a replica."""
+        self.on_stats(replica, stats)
+
+    def landed(self, flight: Flight) -> None:
+        """A flight ended, however it did."""
+        self.flights.discard(flight)
+        self.on_landed(flight)
+
+    def pump(self) -> None:
+        """Give every held flight that may run to a replica, in order."""
+        if self.paused is not None or not self.held:
+            return
+        waiting: list[Flight] = []
+        while self.held:
+            flight = self.held.popleft()
+            replica = self._choose(flight)
+            if replica is None:
+                waiting.append(flight)
+                continue
+            try:
+                replica.send(flight)
+            except LinkDown:
+                waiting.append(flight)
+                continue
+            flight.held_since = 0.0
+        self.held.extend(waiting)
+
+    def _choose(self, flight: Flight) -> Replica | None:
+        ready = [r for r in self.replicas if r.serves(self.live)]
+        if flight.min_version is not None:
+            ready = [r for r in ready if r.version is not None and r.version >= flight.min_version]
+        if not ready:
+            return None
+        if flight.session and (home := self._sessions.get(flight.session)) is not None:
+            for replica in ready:
+                if replica.index == home:
+                    self._sessions.move_to_end(flight.session)
+                    return replica
+        best = min(ready, key=lambda r: r.load)
+        if flight.session:
+            self._sessions[flight.session] = best.index
+            if len(self._sessions) > STICKY_SESSIONS:
+                self._sessions.popitem(last=False)
+        return best
+
+    # What changes around them
+
+    def set_live(self, live: Live | None) -> None:
+        """The store says what is live. Ends flights that have become staler than they allow."""
+        if live is None or live == self.live:
+            return
+        self.live = live
+        for flight in list(self.flights):
+            if flight.max_staleness is None or flight.start_version is None:
+                continue
+            if live.version - flight.start_version > flight.max_staleness:
+                self.cancel(flight)
+        self.changed()
+
+    def joined(self, replica: Replica, stats: Stats) -> None:
+        """First word of a replica: bring it to what was asked of the others, or learn that from it."""
+        now = asyncio.get_running_loop().time()
+        state = stats.state.lower()
+        if state == "paused" and self.paused is None:
+            self.paused = PauseIntent(mode=stats.pause_mode or "abort", adopted=True)
+        elif state == "cleared" and not self.cleared:
+            self.cleared = {"weights", "kv_cache"}
+        if self.paused is not None and state != "paused":
+            lease_s = 0.0 if self.paused.lease_until == float("inf") else max(0.1, self.paused.lease_until - now)
+            replica.link.post(Pause(call="late", mode=self.paused.mode, lease_s=lease_s))
+
+    def changed(self) -> None:
+        """Something moved: a pause a restarted API had learned may be over, and held flights may go."""
+        states = {replica.state for replica in self.replicas}
+        if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
+            self.paused = None
+        if self.cleared and not self.reloading:
+            for replica in self.replicas:
+                if replica.state == "serving" and replica.link.up:  # it came back after the others were cleared
+                    replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))
+        self.pump()
+
+    def sweep(self, now: float) -> None:
+        """Deadlines: the pause lease, held flights, running flights."""
+        if self.paused is not None and now >= self.paused.lease_until:
+            log.warning("the lease of pause (%s) ran out: going on", self.paused.mode)
+            self.paused = None
+            self.lease_expiries += 1
+            for replica in self.replicas:
+                if replica.link.up:
+                    replica.link.post(Resume(call="lease"))
+            self.pump()
+        for flight in [f for f in self.held if self._overdue(f, now)]:
+            self.held.remove(flight)
+            self.landed(flight)
+        for flight in [f for f in self.flights if now - f.started >= self.settings.request_timeout_s]:
+            flight.end_aborted(self.live.version if self.live else 0)
+            self.cancel(flight)
+            self.landed(flight)
+
+    def _overdue(self, flight: Flight, now: float) -> bool:
+        held_s = now - flight.held_since
+        if flight.min_version is not None and now >= flight.deadline:
+            current = self.live.version if self.live else None
+            flight.fail(Conflict(f"waited for weight version {flight.min_version}; live is {current}"))
+        elif self.paused is not None or self.cleared:
+            if held_s < self.settings.paused_hold_s:
+                return False
+            what = "paused" if self.paused else "cleared"
+            flight.fail(Unavailable(f"rollout is {what}; the request was held for {held_s:.0f} s and never ran"))
+        elif held_s >= self.settings.unready_hold_s:
+            why = "; ".join(f"replica {r.index} is {r.state}, {r.down_reason}" for r in self.replicas)
+            flight.fail(Unavailable(f"no replica is ready ({why}); the request never ran"))
+        else:
+            return False
+        return True

@@ -1,0 +1,90 @@
+"""Errors to HTTP replies, in one place: what a route raises is turned into a body here."""
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from api.errors import ApiError, BadInput, TooMany, Unauthorized, status_of
+from api.link import LinkDown
+
+log = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+MAX_PROBLEMS = 5
+"""Problems of one body that are listed."""
+
+
+class Json(Response):
+    """A JSON reply from plain data; much cheaper than validating thousands of our own numbers again."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Plain data or msgspec structs to bytes."""
+        return _encode(content)
+
+
+def error_body(status: int, message: str, kind: str, code: str, **more: Any) -> dict[str, Any]:
+    """The body of schemas.base.ErrorBody, and `message` at the top for clients that look there."""
+    return {"error": {"message": message, "type": kind, "code": code, "param": None, "tensors": []} | more}
+
+
+def error_response(error: ApiError) -> Response:
+    """The reply an error becomes."""
+    headers = {}
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, TooMany):
+        headers["retry-after"] = "1"
+    status = status_of(error)
+    body = error_body(status, error.message, type(error).__name__, error.code, tensors=error.tensors)
+    return Json(body, status, headers)
+
+
+def explain(error: RequestValidationError) -> str:
+    """What is wrong with a body, without repeating it: it may be huge, secret, or no valid text."""
+    problems = []
+    for problem in error.errors()[:MAX_PROBLEMS]:
+        where = ".".join(str(part) for part in problem["loc"] if part != "body")
+        problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
+    more = len(error.errors()) - MAX_PROBLEMS
+    return "; ".join(problems) + (f"; and {more} more" if more > 0 else "")
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers."""
+
+    @app.exception_handler(ApiError)
+    async def _ours(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(BadInput(explain(error)))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 400:
+            message = "the request body is not valid JSON in UTF-8"
+        body = error_body(error.status_code, message, "HTTPException", str(error.status_code))
+        return Json(body, error.status_code, dict(error.headers or {}))
+
+    @app.exception_handler(LinkDown)
+    async def _lost(request: Request, error: LinkDown) -> Response:
+        return Json(error_body(503, str(error), "Unavailable", "Unavailable"), 503)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> Response:
+        log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+        return Json(error_body(500, "internal error; the log has the details", "InternalError", "internal"), 500)

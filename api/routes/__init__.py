@@ -1,0 +1,1 @@
+"""Routes, one module per dialect: each maps names to the operations of control, generation and weights."""

@@ -1,0 +1,99 @@
+"""Health that tells the truth: /live (process), /health (some replica is usable), /ready (it serves what is live)."""
+
+import asyncio
+import time
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from api.errors import ApiError, Unavailable
+from api.generation import Ask
+from api.link import LinkDown
+from api.replica import UNREACHABLE
+from api.replies import Json
+from api.schemas.base import ERRORS
+from api.schemas.health import Alive, GenerateHealth, Health, ReplicaHealth
+from api.service import Service, Uses
+from worker.messages import GetStats, SamplingParams, Stats
+
+router = APIRouter(tags=["health"], responses=ERRORS)
+
+USABLE = {"serving", "paused", "cleared"}
+TOKEN_S = 1.0
+"""How long /health_generate waits for a token before it is content with a turning loop."""
+LOOP_S = 3.0
+
+
+@router.get("/live")
+async def live(service: Uses) -> Alive:
+    """The process answers."""
+    return Alive(uptime_s=time.time() - service.started)
+
+
+@router.get("/health", response_model=Health)
+async def health(service: Uses) -> Response:
+    """200 while some replica holds, or can bring back, its weights."""
+    state = describe(service)
+    return Json(state.model_dump(), 200 if any(r.state in USABLE for r in state.replicas) else 503)
+
+
+@router.get("/ready", response_model=Health)
+async def ready(service: Uses) -> Response:
+    """200 while some replica serves the live version. Paused counts: requests are accepted and held."""
+    state = describe(service)
+    return Json(state.model_dump(), 200 if state.ready else 503)
+
+
+@router.get("/health_generate")
+async def health_generate(service: Uses) -> GenerateHealth:
+    """Make one token; during pauses and updates, and when it takes long, see that every loop turns. Below 5 s."""
+    if service.control.paused or service.fleet.cleared or not describe(service).ready:
+        await _loops_turn(service)
+        return GenerateHealth(generated=False)
+    ask = Ask([[0]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), priority=-(1 << 31))
+    with service.generations.submit(ask) as job:
+        try:
+            await asyncio.wait_for(job.samples(), TOKEN_S)
+        except TimeoutError:
+            pass
+        else:
+            return GenerateHealth(generated=True)
+    await _loops_turn(service)
+    return GenerateHealth(generated=False)
+
+
+def describe(service: Service) -> Health:
+    """What the routes above say."""
+    live_version = service.fleet.live
+    replicas = [
+        ReplicaHealth(
+            replica=r.index,
+            state=r.state,
+            version=r.version,
+            ready=r.serves(live_version)
+            or (r.state == "paused" and (live_version is None or r.version == live_version.version)),
+            reason=r.down_reason if r.state == UNREACHABLE else "",
+        )
+        for r in service.fleet.replicas
+    ]
+    is_ready = any(r.ready for r in replicas)
+    return Health(
+        status="ok" if is_ready else "not ready",
+        ready=is_ready,
+        paused=service.control.paused,
+        weight_version=live_version.version if live_version else None,
+        store_connected=service.weights.link.up,
+        replicas=replicas,
+    )
+
+
+async def _loops_turn(service: Service) -> None:
+    calls = [r.link.start_call(GetStats) for r in service.fleet.replicas if r.link.up]
+    answers = []
+    if calls:
+        done, late = await asyncio.wait(calls, timeout=LOOP_S)
+        for call in late:
+            call.cancel()
+        answers = [call.result() for call in done if not isinstance(call.exception(), LinkDown | ApiError)]
+    if not any(isinstance(answer, Stats) for answer in answers):
+        raise Unavailable("no replica answers")

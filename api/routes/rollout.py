@@ -1,0 +1,255 @@
+"""The native routes, /v1/rollout/...: ids or text in; ids, text, logprobs and version spans out; and control."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from starlette.responses import Response
+
+from api.auth import require_admin, require_data
+from api.errors import BadInput
+from api.flight import Sample
+from api.generation import Ask, Job
+from api.model import Model
+from api.replies import Json
+from api.schemas import rollout as schema
+from api.schemas.base import ERRORS
+from api.service import Service, Uses
+from api.sse import DONE, EventStream, event, while_connected
+from api.text import StreamedText, TextOptions, final_text
+from worker.messages import Chunk
+
+router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
+SessionHeader = Annotated[str, Header(max_length=256)]
+data = [Depends(require_data)]
+admin = [Depends(require_admin)]
+
+
+@router.post("/generate", dependencies=data, response_model=schema.GenerateResponse)
+async def generate(
+    body: schema.GenerateRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
+) -> Response:
+    """Continue prompts. With `stream`, server-sent events of the same shape, ended by `data: [DONE]`."""
+    prompts = await _prompt_ids(body, service.model)
+    ask = Ask(
+        prompts=prompts,
+        sampling=body.sampling(),
+        request_id=body.request_id or "",
+        stream=body.stream,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        session=body.session or x_session_id,
+        min_version=body.min_weight_version,
+        version_timeout_s=body.version_timeout_s,
+        max_staleness=body.max_staleness,
+    )
+    options = TextOptions(body.skip_special_tokens, body.include_stop, tuple(ask.sampling.stop))
+    job = service.generations.submit(ask)
+    if body.stream:
+        return EventStream(_events(job, service.model, options))
+    with job:
+        samples = await while_connected(request.receive, job.samples())
+    outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
+    completion = sum(len(output["token_ids"]) for output in outputs)
+    prompt_tokens = sum(map(len, prompts))
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+    }
+    reply = {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": usage}
+    return Json(reply, headers={"x-weight-version": str(_newest(s.spans for p in samples for s in p))})
+
+
+@router.post("/pause", dependencies=admin)
+async def pause(service: Uses, body: schema.PauseRequest | None = None) -> schema.PauseState:
+    """Stop stepping on every replica; requests that arrive are held. A lease resumes by itself."""
+    body = body or schema.PauseRequest()
+    await service.control.pause(
+        body.mode, lease_s=body.lease_s, clear_cache=body.clear_cache, deadline_s=body.deadline_s
+    )
+    return _pause_state(service)
+
+
+@router.post("/resume", dependencies=admin)
+async def resume(service: Uses) -> schema.PauseState:
+    """Go on. Idempotent."""
+    await service.control.resume()
+    return _pause_state(service)
+
+
+@router.get("/pause", dependencies=data)
+async def pause_state(service: Uses) -> schema.PauseState:
+    """Whether and how the fleet is paused."""
+    return _pause_state(service)
+
+
+@router.post("/abort", dependencies=admin)
+async def abort(service: Uses, body: schema.AbortRequest | None = None) -> schema.AbortResponse:
+    """End requests by id, or all; each caller gets what its request has so far, with finish reason `abort`."""
+    return schema.AbortResponse(aborted=service.generations.abort(body.request_ids if body else None))
+
+
+@router.post("/memory/release", dependencies=admin)
+async def release(service: Uses, body: schema.MemoryRequest | None = None) -> schema.MemoryResponse:
+    """Release parameters and/or KV on every rank. Idempotent."""
+    released = await service.control.clear(tuple((body or schema.MemoryRequest()).tags))
+    return schema.MemoryResponse(released_bytes=released, cleared=sorted(service.fleet.cleared))
+
+
+@router.post("/memory/resume", dependencies=admin)
+async def bring_back(service: Uses, body: schema.MemoryRequest | None = None) -> schema.MemoryResponse:
+    """Bring back what was released, at the version that is live. Idempotent."""
+    await service.control.reload(tuple((body or schema.MemoryRequest()).tags))
+    return schema.MemoryResponse(cleared=sorted(service.fleet.cleared))
+
+
+@router.post("/prefix_cache/reset", dependencies=admin)
+async def reset_prefix_cache(service: Uses) -> schema.Ok:
+    """Forget cached prompt prefixes."""
+    await service.control.reset_prefix_cache()
+    return schema.Ok()
+
+
+@router.get("/weights", dependencies=data)
+async def weights(service: Uses) -> schema.WeightsResponse:
+    """What is live, what is on its way, who holds what, and what went wrong last."""
+    return _weights(service)
+
+
+@router.get("/weights/wait", dependencies=data)
+async def wait_for_version(
+    service: Uses, version: Annotated[schema.Version, Query()], timeout_s: Annotated[float, Query(gt=0, le=3600)] = 60.0
+) -> schema.WeightsResponse:
+    """Answer once this version or a later one is live; 409 after timeout_s."""
+    await service.weights.wait_for_version(version, timeout_s=timeout_s)
+    return _weights(service)
+
+
+@router.post("/weights/load", dependencies=admin)
+async def load(body: schema.LoadRequest, service: Uses) -> schema.LoadResponse:
+    """Make a checkpoint directory live, all or nothing; replies when every replica serves it."""
+    report = await service.weights.load(
+        body.path, version=body.version, in_flight=body.in_flight, deadline_s=body.deadline_s, force=body.force
+    )
+    live = service.weights.live
+    return schema.LoadResponse(version=report.get("version", live.version if live else None), report=report)
+
+
+@router.post("/weights/abort", dependencies=admin)
+async def abort_push(service: Uses, body: schema.WeightsAbortRequest | None = None) -> schema.Ok:
+    """End the push in progress, whoever holds it; what is served does not change."""
+    await service.weights.abort_session((body or schema.WeightsAbortRequest()).reason)
+    return schema.Ok()
+
+
+@router.post("/weights/verify", dependencies=admin)
+async def verify(service: Uses) -> schema.ChecksumsResponse:
+    """Checksum what every rank really holds."""
+    found = await service.control.verify()
+    return schema.ChecksumsResponse(replicas={str(replica): ranks for replica, ranks in found.items()})
+
+
+async def _prompt_ids(body: schema.GenerateRequest, model: Model) -> list[list[int]]:
+    if body.prompt is not None:
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        return [await model.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
+    ids: list[Any] = body.prompt_ids or []
+    if not ids:
+        raise BadInput("prompt_ids is empty: send at least one token")
+    return ids if isinstance(ids[0], list) else [ids]
+
+
+async def _events(job: Job, model: Model, options: TextOptions) -> AsyncGenerator[bytes, None]:
+    texts: dict[tuple[int, int], StreamedText] = {}
+    with job:
+        async for prompt_index, chunk in job.chunks():
+            text = None
+            if model.tokenizer is not None:
+                key = prompt_index, chunk.index
+                if key not in texts:
+                    texts[key] = StreamedText(model.tokenizer, options)
+                text = texts[key].push(chunk)
+            output = _output(prompt_index, chunk, text)
+            yield event({"request_id": job.request_id, "model": model.name, "outputs": [output]})
+        yield DONE
+
+
+def _whole(prompt_index: int, sample: Sample, model: Model, options: TextOptions) -> dict[str, Any]:
+    text = None
+    if model.tokenizer is not None:
+        text = final_text(model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, options)
+    return _output(prompt_index, sample, text)
+
+
+def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> dict[str, Any]:
+    """schemas.rollout.Output as plain data."""
+    output: dict[str, Any] = {
+        "prompt_index": prompt_index,
+        "index": part.index,
+        "token_ids": part.token_ids,
+        "text": text,
+        "logprobs": part.logprobs,
+        "finish_reason": part.finish,
+        "stop_reason": part.stop_reason,
+        "spans": [{"version": s.version, "start": s.start, "end": s.end} for s in part.spans],
+        "cached_tokens": part.cached_tokens,
+    }
+    if part.top:
+        output["top_logprobs"] = [[{"token_id": i, "logprob": p} for i, p in tops] for tops in part.top]
+        output["ranks"] = part.ranks
+    if part.masks:
+        output["sampling_masks"] = part.masks
+    if part.prompt_logprobs is not None:
+        output["prompt_logprobs"] = [
+            [{"token_id": i, "logprob": p, "rank": r} for i, p, r in tops] for tops in part.prompt_logprobs
+        ]
+    return output
+
+
+def _newest(spans: Any) -> int:
+    return max((span.version for of_sample in spans for span in of_sample), default=0)
+
+
+def _pause_state(service: Service) -> schema.PauseState:
+    paused, left = service.fleet.paused, None
+    if paused is not None and paused.lease_until != float("inf"):
+        left = max(0.0, paused.lease_until - asyncio.get_running_loop().time())
+    return schema.PauseState(
+        paused=paused is not None,
+        mode=paused.mode if paused else None,
+        lease_left_s=left,
+        held=len(service.fleet.held),
+    )
+
+
+def _weights(service: Service) -> schema.WeightsResponse:
+    status = service.weights.status
+    by_store = status.replicas if status else {}
+    return schema.WeightsResponse(
+        live=_version(status.live) if status else None,
+        previous=_version(status.previous) if status else None,
+        session=status.session if status else None,
+        replicas=[
+            schema.ReplicaWeights(
+                replica=r.index,
+                state=r.state,
+                version=r.version,
+                ready=r.serves(service.fleet.live),
+                running=r.load,
+                store=by_store.get(str(r.index)),
+            )
+            for r in service.fleet.replicas
+        ],
+        last_error=status.last_error if status else None,
+        last_push=status.last_push if status else None,
+        history=status.history if status else [],
+        store_connected=service.weights.link.up,
+    )
+
+
+def _version(live: Any) -> schema.LiveVersion | None:
+    if live is None:
+        return None
+    return schema.LiveVersion(run_id=live.run_id, version=live.version, epoch=live.epoch, digest=live.digest)

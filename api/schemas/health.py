@@ -1,0 +1,38 @@
+"""Bodies of the health routes."""
+
+from pydantic import BaseModel
+
+
+class ReplicaHealth(BaseModel):
+    """One replica."""
+
+    replica: int
+    state: str
+    version: int | None
+    ready: bool
+    reason: str = ""
+
+
+class Health(BaseModel):
+    """The service. ready: some replica serves what is live (or would, were it not paused)."""
+
+    status: str
+    ready: bool
+    paused: bool
+    weight_version: int | None
+    store_connected: bool
+    replicas: list[ReplicaHealth]
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    status: str = "ok"
+    uptime_s: float
+
+
+class GenerateHealth(BaseModel):
+    """generated: a token was made; false while paused, cleared or too busy, when only the loops were asked."""
+
+    status: str = "ok"
+    generated: bool

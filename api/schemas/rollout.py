@@ -1,0 +1,279 @@
+"""Bodies of the native routes, /v1/rollout/..."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from api.schemas.base import Finite, Ids, Strict, TokenId
+from worker.messages import FinishReason, PauseMode, SamplingParams
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+Version = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class GenerateRequest(Strict):
+    """Prompts and how to continue them. Exactly one of prompt and prompt_ids."""
+
+    prompt: str | list[str] | None = None
+    """Text, or several; needs a checkpoint with a tokenizer."""
+    prompt_ids: Ids | list[Ids] | None = None
+    """Token ids, or several lists of them; continued exactly as they are."""
+    add_special_tokens: bool = True
+    """For text prompts: let the tokenizer add its begin-of-text token."""
+    n: int = Field(default=1, ge=1, le=1024)
+    """Samples per prompt; the prompt is computed once."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """None: whatever fits the context."""
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: Finite = Field(default=1.0, ge=0, le=100)
+    """0 = greedy."""
+    top_p: Probability = 1.0
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    """0 or -1 = off."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
+    presence_penalty: Finite = Field(default=0.0, ge=-100, le=100)
+    frequency_penalty: Finite = Field(default=0.0, ge=-100, le=100)
+    logit_bias: dict[TokenId, Finite] = Field(default_factory=dict)
+    allowed_token_ids: Ids | None = None
+    seed: Seed | None = None
+    """The n samples of one prompt use streams derived from it."""
+    stop: list[str] | str = Field(default_factory=list)
+    stop_token_ids: Ids = Field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int = Field(default=0, ge=0, le=64)
+    """Top alternatives per token, beside the sampled token's own logprob, which always comes."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=64)
+    sampling_mask: bool = False
+    """Also report the ids that top-k, top-p and min-p left open, per token."""
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    """Keep the stop string or token in the text; the ids always have it."""
+    stream: bool = False
+    request_id: RequestId | None = None
+    """Repeating one that still runs joins it."""
+    session: str = Field(default="", max_length=256)
+    """Requests of one session prefer one replica; also the header X-Session-ID."""
+    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    """Lower runs first."""
+    cache_salt: str = Field(default="", max_length=256)
+    """Prompts share cached prefixes only under equal salts."""
+    min_weight_version: Version | None = None
+    """Wait until this version or a later one is live; 409 after version_timeout_s."""
+    version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    max_staleness: int | None = Field(default=None, ge=0)
+    """End with `abort` once the live version is further ahead of the one it started under."""
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.prompt_ids is None):
+            raise ValueError("send exactly one of prompt (text) and prompt_ids (token ids)")
+        return self
+
+    def sampling(self) -> SamplingParams:
+        """As the worker wants it."""
+        return SamplingParams(
+            n=self.n,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            seed=self.seed,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            sampling_mask=self.sampling_mask,
+        )
+
+
+class VersionSpan(Strict):
+    """Output tokens [start, end) were sampled under this version. Spans cover the whole output without gaps."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TokenLogprob(Strict):
+    """One alternative."""
+
+    token_id: int
+    logprob: float
+
+
+class PromptTokenLogprob(Strict):
+    """One candidate for a prompt token; rank 1 = most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class Output(Strict):
+    """One sample. Lists run parallel to token_ids."""
+
+    prompt_index: int
+    index: int
+    token_ids: list[int]
+    """Exactly what was sampled, the stop token included."""
+    text: str | None
+    """None when the checkpoint has no tokenizer."""
+    logprobs: list[float]
+    """Of the distribution sampled from; finite."""
+    finish_reason: FinishReason | None
+    """None only in streams, before the end."""
+    stop_reason: int | str | None = None
+    spans: list[VersionSpan]
+    top_logprobs: list[list[TokenLogprob]] | None = None
+    ranks: list[int] | None = None
+    sampling_masks: list[list[int]] | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[list[PromptTokenLogprob]] | None = None
+    """Per prompt token after the first: its own, then the top ones."""
+
+
+class Usage(Strict):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateResponse(Strict):
+    """All samples, prompt-major. In streams: the samples that moved, with only their new tokens."""
+
+    request_id: str
+    model: str
+    outputs: list[Output]
+    usage: Usage | None = None
+
+
+class PauseRequest(Strict):
+    """How to pause. All fields have defaults."""
+
+    mode: PauseMode = "abort"
+    """abort ends running requests with what they have; wait lets them finish; keep and recompute go on later."""
+    lease_s: float = Field(default=0.0, ge=0, le=86400)
+    """Resume by itself after this; 0 = only by /v1/rollout/resume."""
+    clear_cache: bool = True
+    deadline_s: float = Field(default=60.0, gt=0, le=3600)
+    """Mode wait: how long requests may take to finish; then nothing is paused and the reply is 409."""
+
+
+class PauseState(Strict):
+    """Whether and how the fleet is paused."""
+
+    paused: bool
+    mode: PauseMode | None = None
+    lease_left_s: float | None = None
+    held: int
+    """Requests that wait."""
+
+
+class AbortRequest(Strict):
+    """Which requests to end; None = all."""
+
+    request_ids: list[str] | None = None
+
+
+class AbortResponse(Strict):
+    """How many were open."""
+
+    aborted: int
+
+
+class LoadRequest(Strict):
+    """A checkpoint directory, below the configured roots, to make live."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    version: Version | None = None
+    """None: one above the live one."""
+    in_flight: Literal["keep", "recompute", "abort", "wait"] = "keep"
+    """What becomes of running sequences at the commit."""
+    deadline_s: float = Field(default=180.0, gt=0, le=3600)
+    force: bool = False
+    """Accept a version that is not above the live one."""
+
+
+class LoadResponse(Strict):
+    """The commit's report."""
+
+    version: int | None
+    report: dict[str, Any]
+
+
+class WeightsAbortRequest(Strict):
+    """Why."""
+
+    reason: str = Field(default="aborted by an operator", max_length=1024)
+
+
+class ReplicaWeights(Strict):
+    """One replica, as the store and the API see it."""
+
+    replica: int
+    state: str
+    version: int | None
+    ready: bool
+    running: int
+    store: dict[str, Any] | None = None
+    """Epoch, pids, last beat: the store's view."""
+
+
+class LiveVersion(Strict):
+    """What is being served. epoch counts commits and never repeats."""
+
+    run_id: str
+    version: int
+    epoch: int
+    digest: str
+
+
+class WeightsResponse(Strict):
+    """Everything about weights: live, on the way, per replica, last error, last push."""
+
+    live: LiveVersion | None
+    previous: LiveVersion | None
+    session: dict[str, Any] | None
+    replicas: list[ReplicaWeights]
+    last_error: dict[str, Any] | None
+    last_push: dict[str, Any] | None
+    history: list[dict[str, Any]]
+    store_connected: bool
+
+
+class MemoryRequest(Strict):
+    """What to release or bring back."""
+
+    tags: list[Literal["weights", "kv_cache"]] = Field(default=["weights", "kv_cache"], min_length=1)
+
+
+class MemoryResponse(Strict):
+    """Bytes released (0 when it was released before), and what is released now."""
+
+    released_bytes: int = 0
+    cleared: list[str]
+
+
+class ChecksumsResponse(Strict):
+    """xxh3-64 of every parameter as each rank holds it: replica -> rank -> name -> 16 hex digits."""
+
+    replicas: dict[str, dict[str, dict[str, str]]]
+
+
+class Ok(Strict):
+    """Done."""
+
+    ok: bool = True

@@ -1,0 +1,62 @@
+"""Everything one API process holds, put together once; routes get it as a dependency."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from api.config import ApiConfig
+from api.control import Control
+from api.generation import Generations
+from api.metrics import Metrics
+from api.model import Model
+from api.rate_limit import RateLimit
+from api.replicas import Fleet, FleetSettings
+from api.weights import Weights
+
+
+class Service:
+    """See module. `running` keeps its links and deadlines going."""
+
+    def __init__(self, config: ApiConfig, model: Model) -> None:
+        self.config = config
+        self.model = model
+        self.started = time.time()
+        self.fleet = Fleet(
+            config.replica_endpoints,
+            FleetSettings(
+                quiet_s=min(6.0, config.silence_s / 3),
+                silence_s=config.silence_s,
+                unready_hold_s=config.unready_hold_s,
+                paused_hold_s=config.paused_hold_s,
+                request_timeout_s=config.request_timeout_s,
+            ),
+        )
+        self.weights = Weights(config.store_endpoint, self.fleet)
+        self.control = Control(self.fleet)
+        self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
+        self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
+        self.metrics = Metrics(self.fleet, self.weights, aliases=config.vllm_metrics)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Links up, deadlines kept, for the time of the context."""
+        tasks = [asyncio.create_task(self.fleet.run()), asyncio.create_task(self.weights.link.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Uses = Annotated[Service, Depends(_service)]
+"""Annotate a route's parameter with it."""

@@ -1,0 +1,92 @@
+import asyncio
+import json
+from typing import Any
+
+from api.schemas.rollout import GenerateResponse
+from worker.messages import Generate
+
+URL = "/v1/rollout/generate"
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in body.strip().split("\n\n")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_ids_in_ids_out(client, replicas):
+    reply = await client.post(URL, json={"prompt_ids": [65, 66], "max_tokens": 3, "n": 2, "logprobs": 1})
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    GenerateResponse.model_validate(body)
+    assert [o["index"] for o in body["outputs"]] == [0, 1]
+    for output in body["outputs"]:
+        assert output["token_ids"] == [67, 68, 69]
+        assert output["text"] == "CDE"
+        assert output["finish_reason"] == "length"
+        assert output["spans"] == [{"version": 0, "start": 0, "end": 3}]
+        assert output["top_logprobs"][0][0] == {"token_id": 67, "logprob": -0.5}
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert reply.headers["x-weight-version"] == "0"
+
+
+async def test_several_text_prompts_are_answered_in_order(client):
+    body = (await client.post(URL, json={"prompt": ["A", "a"], "max_tokens": 2})).json()
+    assert [(o["prompt_index"], o["text"]) for o in body["outputs"]] == [(0, "BC"), (1, "bc")]
+
+
+async def test_a_request_without_streaming_asks_for_one_chunk(client, replicas):
+    await client.post(URL, json={"prompt": "A", "max_tokens": 2})
+    (message,) = [m for r in replicas for m in r.got(Generate)]
+    assert message.stream is False
+
+
+async def test_streamed_pieces_join_to_the_whole(client, replicas):
+    whole = (await client.post(URL, json={"prompt": "A", "max_tokens": 5})).json()["outputs"][0]
+    reply = await client.post(URL, json={"prompt": "A", "max_tokens": 5, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    parts = [part["outputs"][0] for part in events(reply.text)]
+    assert len(parts) == 5
+    assert [i for p in parts for i in p["token_ids"]] == whole["token_ids"]
+    assert "".join(p["text"] for p in parts) == whole["text"]
+    assert [p["finish_reason"] for p in parts] == [None] * 4 + ["length"]
+    assert parts[-1]["spans"] == whole["spans"]
+
+
+async def test_stop_string_is_cut_from_text_and_kept_in_ids(client, replicas):
+    for replica in replicas:
+        replica.script = list(b"xyENDEN") + list(b"D")
+        replica.finish, replica.stop_reason = "stop", "END"
+    for stream in (False, True):
+        reply = await client.post(URL, json={"prompt": "A", "stop": "END", "min_tokens": 6, "stream": stream})
+        parts = [p["outputs"][0] for p in events(reply.text)] if stream else reply.json()["outputs"]
+        assert "".join(p["text"] for p in parts) == "xyEND"
+        assert [i for p in parts for i in p["token_ids"]] == list(b"xyENDEND")
+
+
+async def test_a_client_that_goes_away_aborts_its_request(client, replicas, service, until):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    task = asyncio.create_task(client.post(URL, json={"prompt": "A", "max_tokens": 5}))
+    await until(lambda: any(r.running for r in replicas))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not any(r.running for r in replicas) and not service.fleet.flights)
+
+
+async def test_repeating_a_running_id_joins_it(client, replicas, until):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    body = {"prompt": "A", "max_tokens": 2, "request_id": "same"}
+    first = asyncio.create_task(client.post(URL, json=body))
+    await until(lambda: any(r.running for r in replicas))
+    second = asyncio.create_task(client.post(URL, json=body))
+    await asyncio.sleep(0.05)
+    other = await client.post(URL, json=body | {"prompt": "B"})
+    assert other.status_code == 409
+    for replica in replicas:
+        replica.gate.release()
+        replica.gate.release()
+    a, b = await asyncio.gather(first, second)
+    assert a.json() == b.json()
+    assert sum(len(r.got(Generate)) for r in replicas) == 1
