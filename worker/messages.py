@@ -137,12 +137,13 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     spans: list[Span]  # over the whole output so far, [0, n) without gaps; [v,0,0] when empty
     top: list[list[tuple[int, float]]] = []  # per token: (id, logprob), best first
     ranks: list[int] = []  # per token: rank of the sampled id, 1 = most likely (only with top)
-    masks: list[list[int]] = []  # per token: ids left open (sampling_mask)
+    masks: list[list[int]] = []  # per token: ids left open (sampling_mask); [] = nothing was cut
     finish: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it; None after the model's own EOS
     error: str = ""
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
-    prompt_logprobs: list[list[tuple[int, float, int]]] | None = None  # per token after the first: (id, logprob, rank)
+    # in the first chunk of index 0. Per token after the first: (id, logprob, rank), itself first, then the top N others
+    prompt_logprobs: list[list[tuple[int, float, int]]] | None = None
 
 
 class Chunks(Message, tag="chunks", frozen=True):

@@ -1,17 +1,35 @@
-"""Which sequences run in the next step, and what became of those that ran."""
+"""Requests in, steps out, tokens back: what the event loop knows of generation.
 
+Per tick the loop calls `schedule`, runs the engine, then `apply` (or `discard`), then `take_outputs`. Everything
+else may be called between ticks. Each token is stamped with the version given to the `schedule` whose step made its
+logits. One owner thread. Nothing a request contains makes a method raise: it ends with finish "error" instead.
+"""
+
+import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import Literal
 
 from rollout_client.protocol import InFlight
+from worker.batcher import Batcher
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
-from worker.messages import Chunk, Generate
+from worker.generation_metrics import GenerationMetrics
+from worker.intake import refusal
+from worker.kv_cache import KvCache, KvState
+from worker.logit_edits import LogitEdits
+from worker.messages import Chunk, FinishReason, Generate
+from worker.sampler import Draw, LogprobsMode, Pick, Sampler
+from worker.sequence import Request, Sequence
+from worker.step import Step, StepRow
+from worker.stopping import StopCheck, StopRules
 from worker.tokenizer import Tokenizer
 
 
 class Scheduler:
-    """Continuous batching over a paged KV cache. Owned by the loop; a bad request never raises."""
+    """Continuous batching over a paged KV cache.
+
+    max_batch: sequences in a step. max_tokens_per_step: decodes plus prefill chunks, >= max_batch. tokenizer: for
+    stop strings. clock: seconds.
+    """
 
     def __init__(
         self,
@@ -20,73 +38,259 @@ class Scheduler:
         *,
         max_batch: int,
         max_tokens_per_step: int,
-        logprobs_mode: Literal["processed", "raw"] = "processed",
+        logprobs_mode: LogprobsMode = "processed",
         prefix_caching: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        raise NotImplementedError
+        if max_tokens_per_step < max_batch:
+            raise ValueError(f"max_tokens_per_step ({max_tokens_per_step}) is below max_batch ({max_batch})")
+        self._spec = spec
+        self._context = min(spec.max_model_len, spec.num_blocks * spec.block_size)
+        self._tokenizer = tokenizer
+        self._max_batch = max_batch
+        self._max_tokens = max_tokens_per_step
+        self._clock = clock
+        self._metrics = GenerationMetrics()
+        self._kv = KvCache(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
+        self._batcher = Batcher(self._kv, max_batch, self._metrics)
+        self._sampler = Sampler(spec.vocab_size, logprobs_mode)
+        self._requests: dict[Request, None] = {}  # in order of arrival
+        self._empty: list[Request] = []
+        self._arrivals = 0
+        self._version = 0
+        self._step: Step | None = None
+        self._outputs: dict[bytes, list[Chunk]] = {}
 
     def add(self, origin: bytes, g: Generate) -> None:
         """Queue a request of the API connection `origin`."""
-        raise NotImplementedError
+        sampling, prompt = g.sampling, g.prompt_ids
+        room = self._context - len(prompt)
+        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        self._arrivals += 1
+        request = Request(
+            origin=origin,
+            request_id=g.request_id,
+            sampling=sampling,
+            stream=g.stream,
+            prompt_length=len(prompt),
+            order=(g.priority, self._arrivals),
+            arrived=self._clock(),
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            rules=StopRules(sampling, self._spec.eos_token_ids, max(0, limit)),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        )
+        self._metrics.counters["requests"] += 1
+        self._requests[request] = None
+        problem = refusal(g, self._spec, self._context, has_text=self._tokenizer is not None)
+        leader = self._sequence(request, 0, list(prompt), KvState(g.cache_salt), sound=not problem)
+        self._batcher.queue(leader)
+        if problem:
+            self._end_request(request, "error", problem)
+        elif limit <= 0 and not request.scoring:
+            self._empty.append(request)
 
     def abort(self, ids: Collection[str] | None) -> int:
         """End requests by exact id, or all (None); partial results come out as final chunks. Returns how many."""
-        raise NotImplementedError
+        self.discard()
+        chosen = [r for r in self._requests if ids is None or r.request_id in ids]
+        for request in chosen:
+            self._end_request(request, "abort")
+        return len(chosen)
 
     def schedule(self, version: int, epoch: int, *, admit: bool = True) -> ForwardBatch | None:
-        """The next step, to run under these weights; None = nothing to run. admit=False while draining."""
-        raise NotImplementedError
+        """The next step, to run under these weights; None = nothing to run.
+
+        admit=False lets in nobody who has not begun: for a drain, until `running` is 0.
+        """
+        assert self._step is None, "the last step was neither applied nor discarded"
+        self._version = version
+        self._kv.enter(epoch)
+        while admit and self._empty:  # they want no token and no score, only to know the version
+            request = self._empty.pop()
+            if request.live:
+                self._end_request(request, "length")
+        step = Step(version, self._max_tokens, self._max_batch)
+        self._batcher.fill(step, self._clock(), admit=admit)
+        if not step.rows:
+            return None
+        self._step = step
+        return step.batch(self._kv)
 
     def apply(self, logits: Float32) -> None:
         """Sample from logits [L, vocab] of the last scheduled step, advance, finish."""
-        raise NotImplementedError
+        step, self._step = self._step, None
+        assert step is not None, "no step is under way"
+        self._kv.settle()
+        picks: list[Pick] = []
+        drawing: list[Sequence] = []
+        at = 0
+        for row in step.rows:
+            sequence = row.sequence
+            self._kv.advance(sequence.kv, sequence.tokens, row.length)
+            scored = not row.scored or self._score(row, logits[at : at + row.scored])
+            at += row.wanted
+            if not scored:
+                self._end_request(sequence.request, "error", self._not_finite(step))
+            elif row.samples:
+                members = [sequence] if sequence.request.forked else self._fork(sequence)
+                drawing.extend(members)
+                picks.extend(member.pick(at - 1) for member in members)
+            elif row.reaches_end:
+                self._fork(sequence)
+                self._end_request(sequence.request, "length")
+        now = self._clock()
+        for sequence, draw in zip(drawing, self._sampler.sample(logits, picks), strict=True):
+            if sequence.running:  # a sibling's bad logits end it too
+                self._advance(sequence, draw, step, now)
 
     def discard(self) -> None:
-        """Throw the last scheduled step away; the next `schedule` does it again."""
-        raise NotImplementedError
+        """Throw the last scheduled step away, if one is under way; the next `schedule` does it again."""
+        if self._step is not None:
+            self._kv.undo()
+            self._metrics.counters["discarded_steps"] += 1
+            self._metrics.counters["wasted_tokens"] += self._step.tokens
+            self._step = None
 
     def take_outputs(self) -> dict[bytes, list[Chunk]]:
-        """What happened since the last call, per origin."""
-        raise NotImplementedError
+        """What happened since the last call, per origin: a chunk per step for streams, else one at the end."""
+        outputs, self._outputs = self._outputs, {}
+        return outputs
 
     def on_update(self, policy: InFlight, version: int, epoch: int) -> None:
-        """New weights are final: keep, recompute or abort what runs (wait: nothing runs any more)."""
-        raise NotImplementedError
+        """New weights are final. "keep" goes on with old KV, "recompute" computes it again from the tokens, "abort"
+        ends what has begun (the queue stays); "wait" has been drained by the caller and does what "keep" does.
+        """
+        self.discard()
+        if policy == "abort":  # before the version moves: an empty output belongs to the weights it waited under
+            for request in [r for r in self._requests if any(s.begun for s in r.live)]:
+                self._end_request(request, "abort")
+        self._version = version
+        self._kv.enter(epoch)
+        if policy == "recompute":
+            self._recompute()
 
     def clear_cache(self, keep_running: bool) -> bool:
-        """Forget the prefix cache; keep_running=False also re-prefills what runs. True if no block is held now."""
-        raise NotImplementedError
+        """Forget every cached block; keep_running=False also has what runs computed again, holding nothing.
+
+        Needed with False whenever the engine's KV is gone. True when no sequence holds a block now.
+        """
+        self.discard()
+        if not keep_running:
+            self._recompute()
+        self._kv.prefix.clear()
+        return not self._batcher.running
 
     def fail_all(self, message: str, *, waiting: bool = True) -> int:
-        """End every request (waiting=False: only those that have KV) with finish "error". Returns how many."""
-        raise NotImplementedError
+        """End every request (waiting=False: only those that have begun) with finish "error". Returns how many."""
+        self.discard()
+        chosen = [r for r in self._requests if waiting or any(s.begun for s in r.live)]
+        for request in chosen:
+            self._end_request(request, "error", message)
+        return len(chosen)
 
     @property
     def running(self) -> int:
-        """Sequences that have begun and not finished (what a drain waits for)."""
-        raise NotImplementedError
+        """Sequences that have begun and not finished (what a drain waits for), preempted ones included."""
+        return len(self._batcher.running) + sum(s.begun for s in self._batcher.waiting)
 
     @property
     def waiting(self) -> int:
         """Requests that have not begun."""
-        raise NotImplementedError
+        return sum(not s.begun for s in self._batcher.waiting)
 
     @property
     def idle(self) -> bool:
         """Nothing running and nothing waiting."""
-        raise NotImplementedError
+        return not self._requests
 
     @property
     def blocks_used(self) -> int:
         """KV blocks that sequences hold."""
-        raise NotImplementedError
+        return self._kv.pool.used
 
     @property
     def counters(self) -> dict[str, float]:
-        """Monotonic counts."""
-        raise NotImplementedError
+        """Monotonic counts, named in `GenerationMetrics`."""
+        return dict(self._metrics.counters)
 
     def drain_samples(self) -> dict[str, list[float]]:
-        """Samples since the last call: ttft_s, itl_s, e2e_s, queue_s, staleness."""
-        raise NotImplementedError
+        """Samples since the last call, named in `GenerationMetrics`."""
+        return self._metrics.drain_samples()
+
+    def _sequence(
+        self, request: Request, index: int, tokens: list[int], kv: KvState, *, sound: bool = True
+    ) -> Sequence:
+        rules, prompt = request.rules, tokens[: request.prompt_length] if sound else []
+        stream = self._tokenizer.stream(skip_special=False) if rules.strings and self._tokenizer else None
+        stops = frozenset(i for i in rules.eos | rules.ids if 0 <= i < self._spec.vocab_size)
+        sequence = Sequence(
+            request, index, tokens, kv, LogitEdits(request.sampling, prompt, stops), StopCheck(rules, stream)
+        )
+        request.live.append(sequence)
+        return sequence
+
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """All n sequences of a request whose prompt is computed; the new ones share the leader's blocks."""
+        request = leader.request
+        request.forked = True
+        self._metrics.counters["prompt_tokens"] += request.prompt_length
+        for index in range(1, request.sampling.n):
+            sequence = self._sequence(request, index, list(leader.tokens), self._kv.fork(leader.kv))
+            self._batcher.join(sequence)
+        return list(request.live)
+
+    def _score(self, row: StepRow, logits: Float32) -> bool:
+        request = row.sequence.request
+        targets = row.sequence.tokens[row.start + 1 : row.start + 1 + row.scored]
+        scores = self._sampler.score(logits, targets, request.sampling)
+        if scores is None or request.prompt_logprobs is None:
+            return False
+        request.prompt_logprobs.extend(scores)
+        return True
+
+    def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
+        if draw.error:
+            problem = self._not_finite(step) if draw.broken else draw.error
+            self._end_request(sequence.request, "error", problem)
+            return
+        sequence.append(draw, step.version)
+        self._metrics.token(sequence, now)
+        ending = sequence.stop.after(draw.token, sequence.length)
+        if ending is not None:
+            self._end(sequence, *ending)
+        elif sequence.request.stream:
+            self._emit(sequence.request, sequence.chunk(self._version))
+
+    @staticmethod
+    def _not_finite(step: Step) -> str:
+        return f"the logits made by weight version {step.version} are not finite (NaN or infinity)"
+
+    def _recompute(self) -> None:
+        for sequence in list(self._batcher.running):
+            self._metrics.counters["recomputed"] += 1
+            self._batcher.send_back(sequence)
+
+    def _end_request(self, request: Request, reason: FinishReason, error: str = "") -> None:
+        """End all its live sequences. The result of one that never forked has the other samples too, empty."""
+        for sequence in list(request.live):
+            self._end(sequence, reason, error=error)
+        if not request.forked:
+            request.forked = True
+            for index in range(1, request.sampling.n):
+                sample = self._sequence(request, index, [0] * request.prompt_length, KvState(), sound=False)
+                self._batcher.queue(sample)
+                self._end(sample, reason, error=error)
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str = ""
+    ) -> None:
+        request = sequence.request
+        self._batcher.drop(sequence)
+        request.live.remove(sequence)
+        if not request.live:
+            self._requests.pop(request, None)
+        self._metrics.finished(sequence, reason, self._version, self._clock())
+        self._emit(request, sequence.chunk(self._version, reason, stop_reason, error))
+
+    def _emit(self, request: Request, chunk: Chunk) -> None:
+        self._outputs.setdefault(request.origin, []).append(chunk)

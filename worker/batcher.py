@@ -1,0 +1,140 @@
+"""Who runs next: running sequences first, then new ones as far as tokens, seats and KV blocks go.
+
+Order is (priority, arrival). A step takes decodes, then chunks of prompts being prefilled, then admits from the
+queue; so a long prompt never keeps a decode waiting. When blocks run out the last in order gives its blocks back
+and is recomputed later; a sequence that is first in order always makes progress, because alone it fits.
+"""
+
+from bisect import insort
+
+from worker.generation_metrics import GenerationMetrics
+from worker.kv_cache import KvCache
+from worker.prefix_cache import BlockHash
+from worker.sequence import Sequence
+from worker.step import Step
+
+
+def _by_order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order
+
+
+class Batcher:
+    """The queue and the running set of one replica; both sorted by order."""
+
+    def __init__(self, kv: KvCache, max_batch: int, metrics: GenerationMetrics) -> None:
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._kv = kv
+        self._max_batch = max_batch
+        self._metrics = metrics
+        self._spare = max(1, kv.pool.num_blocks // 100)  # admitting to the last block would preempt at once
+
+    def queue(self, sequence: Sequence) -> None:
+        """Wait for admission."""
+        insort(self.waiting, sequence, key=_by_order)
+
+    def join(self, sequence: Sequence) -> None:
+        """Run at once: a fork, which holds its blocks already. The running set may exceed a step's seats by forks."""
+        sequence.begun = sequence.running = True
+        insort(self.running, sequence, key=_by_order)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Gone; its blocks are given back."""
+        (self.running if sequence.running else self.waiting).remove(sequence)
+        sequence.running = False
+        self._kv.release(sequence.kv)
+
+    def send_back(self, sequence: Sequence) -> None:
+        """From running to the queue, to be computed again from its tokens."""
+        self._metrics.counters["wasted_tokens"] += sequence.kv.computed
+        self.drop(sequence)
+        if sequence.request.scoring and sequence.request.prompt_logprobs:
+            sequence.request.prompt_logprobs.clear()
+        self.queue(sequence)
+
+    def fill(self, step: Step, now: float, *, admit: bool) -> None:
+        """Choose the step's rows. admit=False: nobody who has not begun."""
+        self._make_way(admit)
+        if self._fill_running(step):
+            self._admit(step, now, admit)
+
+    def _make_way(self, admit: bool) -> None:
+        """The head of the queue displaces running sequences of lower priority."""
+        head = next((sequence for sequence in self.waiting if admit or sequence.begun), None)
+        while head and self.running and self.running[-1].order[0] > head.order[0]:
+            reused, _ = self._reusable(head)
+            if len(self.running) < self._max_batch and self._fits(head, reused):
+                return
+            self._preempt(self.running[-1])
+
+    def _fill_running(self, step: Step) -> bool:
+        """Rows for what runs; False when somebody had to give way, so nobody should be let in now."""
+        decodes = [sequence for sequence in self.running if sequence.pending == 1]
+        prefills = [sequence for sequence in self.running if sequence.pending > 1]
+        unscheduled = set(self.running)
+        calm = True
+        for sequence in decodes + prefills:
+            if step.full:
+                break
+            if sequence not in unscheduled:  # gave way to an earlier one
+                continue
+            length = step.room_for(sequence)
+            while not self._kv.reserve(sequence.kv, length):
+                victim = next(other for other in reversed(self.running) if other in unscheduled)
+                calm = False
+                unscheduled.discard(victim)
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                unscheduled.discard(sequence)
+                step.take(sequence, length)
+        return calm
+
+    def _admit(self, step: Step, now: float, admit: bool) -> None:
+        if not self.waiting:
+            return
+        coming = self._names_coming()
+        for sequence in list(self.waiting):
+            if step.full or len(self.running) >= self._max_batch:
+                return
+            if not admit and not sequence.begun:
+                continue
+            reused, lacking = self._reusable(sequence)
+            if lacking in coming:  # a running prefill computes that block: taking it next step costs nothing
+                continue
+            if not self._fits(sequence, reused):
+                return
+            self.waiting.remove(sequence)
+            self._kv.admit(sequence.kv, len(sequence.tokens), reused)
+            if not sequence.begun:
+                sequence.request.cached_tokens = sequence.kv.computed
+                self._metrics.admitted(sequence, now)
+            self.join(sequence)
+            coming |= self._names_coming_from(sequence)
+            length = step.room_for(sequence)
+            reserved = self._kv.reserve(sequence.kv, length)
+            assert reserved, "an admitted sequence has all its blocks"
+            step.take(sequence, length)
+
+    def _reusable(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
+        if sequence.request.scoring:  # needs the logits of every prompt token
+            return [], None
+        return self._kv.reusable(sequence.kv, sequence.tokens)
+
+    def _fits(self, sequence: Sequence, reused: list[int]) -> bool:
+        return self._kv.fits(len(sequence.tokens), reused, self._spare if self.running else 0)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._metrics.counters["preempted"] += 1
+        self.send_back(sequence)
+
+    def _names_coming(self) -> set[BlockHash]:
+        names: set[BlockHash] = set()
+        for sequence in self.running:
+            if sequence.pending > 1:
+                names |= self._names_coming_from(sequence)
+        return names
+
+    def _names_coming_from(self, sequence: Sequence) -> set[BlockHash]:
+        return set(self._kv.names_coming(sequence.kv, sequence.tokens))

@@ -1,0 +1,167 @@
+"""The block tables of sequences: admit, grow, fork, copy on write, release, and offer full blocks for reuse."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from worker.kv_blocks import BlockPool
+from worker.prefix_cache import BlockHash, PrefixCache, next_hash, root_hash
+
+
+@dataclass(eq=False)
+class KvState:
+    """One sequence's share of the cache. tokens[:computed] have KV in `table`, all of it written under `epoch`
+    unless weights changed meanwhile; then `epoch` stays behind and nothing of it is offered for reuse.
+    """
+
+    salt: str = ""
+    table: list[int] = field(default_factory=list)
+    computed: int = 0
+    epoch: int = -1
+    names: list[BlockHash] = field(default_factory=list)  # of leading full blocks, under names_epoch
+    names_epoch: int = -1
+    offered: int = 0  # leading blocks already offered to the prefix cache
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy-on-write: entry `index` of the table moved from block `source` to `target`."""
+
+    kv: KvState
+    index: int
+    source: int
+    target: int
+
+
+class KvCache:
+    """All blocks of one rank's cache. Only whole-table operations, so a leak has one place to be."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.prefix = PrefixCache(self.pool)
+        self.epoch = -1
+        self._caching = prefix_caching
+        self._copies: list[BlockCopy] = []
+        self._leaving: Counter[int] = Counter()  # sources of unsettled copies, still counted by the pool
+
+    def enter(self, epoch: int) -> None:
+        """Weights of this epoch are live from now on; blocks of any other are no use to new sequences."""
+        if epoch != self.epoch:
+            self.prefix.clear()
+            self.epoch = epoch
+
+    def names_of(self, kv: KvState, tokens: list[int], upto: int) -> list[BlockHash]:
+        """Names of the full blocks of tokens[:upto] under the live epoch."""
+        if kv.names_epoch != self.epoch:
+            kv.names, kv.names_epoch = [], self.epoch
+        size = self.block_size
+        for index in range(len(kv.names), upto // size):
+            parent = kv.names[-1] if kv.names else root_hash(self.epoch, kv.salt)
+            kv.names.append(next_hash(parent, tokens[index * size : (index + 1) * size]))
+        return kv.names[: upto // size]
+
+    def reusable(self, kv: KvState, tokens: list[int]) -> tuple[list[int], BlockHash | None]:
+        """Cached blocks a sequence may start from, and the name of the next one it lacks.
+
+        The last token is never taken from the cache: its logits are what the sequence is here for.
+        """
+        if not self._caching:
+            return [], None
+        names = self.names_of(kv, tokens, len(tokens) - 1)
+        found = self.prefix.match(names)
+        return found, names[len(found)] if len(found) < len(names) else None
+
+    def names_coming(self, kv: KvState, tokens: list[int]) -> list[BlockHash]:
+        """Names this sequence will offer once its known tokens are computed."""
+        if not self._caching or kv.epoch != self.epoch:
+            return []
+        return self.names_of(kv, tokens, len(tokens))[kv.computed // self.block_size :]
+
+    def fits(self, length: int, reused: list[int], spare: int) -> bool:
+        """Whether `length` tokens find room, leaving `spare` blocks, when `reused` blocks need not be allocated."""
+        idle = sum(self.pool.count(block) == 0 for block in reused)
+        return self._blocks(length) - len(reused) + spare <= self.pool.available - idle
+
+    def admit(self, kv: KvState, length: int, reused: list[int]) -> None:
+        """Give a sequence blocks for `length` tokens, the first of them reused. The caller asked `fits`."""
+        assert not kv.table
+        for block in reused:
+            self.pool.acquire(block)
+        kv.table.extend(reused)
+        kv.table.extend(self.pool.allocate() for _ in range(self._blocks(length) - len(reused)))
+        kv.computed = len(reused) * self.block_size
+        kv.offered = len(reused)
+        kv.epoch = self.epoch
+
+    def reserve(self, kv: KvState, length: int) -> bool:
+        """Make tokens [computed, computed + length) writable; False (and nothing done) when blocks run out."""
+        index, offset = divmod(kv.computed, self.block_size)
+        shared = offset > 0 and self.pool.count(kv.table[index]) - self._leaving[kv.table[index]] > 1
+        missing = max(0, self._blocks(kv.computed + length) - len(kv.table))
+        if missing + shared > self.pool.available:
+            return False
+        if shared:
+            copy = BlockCopy(kv, index, kv.table[index], self.pool.allocate())
+            kv.table[index] = copy.target
+            self._leaving[copy.source] += 1
+            self._copies.append(copy)
+        kv.table.extend(self.pool.allocate() for _ in range(missing))
+        if kv.computed == 0:
+            kv.epoch = self.epoch
+        return True
+
+    @property
+    def copies(self) -> list[BlockCopy]:
+        """Copies the step under way has to make first."""
+        return self._copies
+
+    def settle(self) -> None:
+        """The step ran: its copies are made and their sources have one holder less."""
+        for copy in self._copies:
+            self.pool.release(copy.source)
+        self._forget_copies()
+
+    def undo(self) -> None:
+        """The step is thrown away: tables point at the sources again."""
+        for copy in self._copies:
+            copy.kv.table[copy.index] = copy.source
+            self.pool.release(copy.target)
+        self._forget_copies()
+
+    def advance(self, kv: KvState, tokens: list[int], length: int) -> None:
+        """KV of `length` more tokens was written under the live epoch."""
+        kv.computed += length
+        full = kv.computed // self.block_size
+        if self._caching and kv.epoch == self.epoch and full > kv.offered:
+            names = self.names_of(kv, tokens, kv.computed)
+            for index in range(kv.offered, full):
+                self.prefix.insert(names[index], kv.table[index])
+            kv.offered = full
+
+    def fork(self, parent: KvState) -> KvState:
+        """Another holder of everything the parent has; whoever writes first into a shared block copies it."""
+        for block in parent.table:
+            self.pool.acquire(block)
+        return KvState(
+            parent.salt,
+            list(parent.table),
+            parent.computed,
+            parent.epoch,
+            list(parent.names),
+            parent.names_epoch,
+            parent.offered,
+        )
+
+    def release(self, kv: KvState) -> None:
+        """Give everything back. The end of a chain goes first, so that its start outlives it in the cache."""
+        for block in reversed(kv.table):
+            self.pool.release(block)
+        kv.table.clear()
+        kv.computed = kv.offered = 0
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def _forget_copies(self) -> None:
+        self._copies.clear()
+        self._leaving.clear()

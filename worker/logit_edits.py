@@ -1,0 +1,72 @@
+"""What a request does to its logits before the temperature: masks, bias, penalties, in that order."""
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.base import Float32
+from worker.messages import SamplingParams
+
+_Ids = npt.NDArray[np.int64]
+_MOST = 1e30
+"""Bias beyond this would overflow float32 and read as broken weights."""
+
+
+class LogitEdits:
+    """Of one sequence. stop_ids: masked until min_tokens are out. Every edit touches few ids, never the row twice."""
+
+    def __init__(self, sampling: SamplingParams, prompt_ids: list[int], stop_ids: frozenset[int]) -> None:
+        self._sampling = sampling
+        self._length = 0
+        self._stop_ids: _Ids = np.array(sorted(stop_ids), np.int64)
+        self._bias_ids: _Ids = np.array(list(sampling.logit_bias), np.int64)
+        self._bias = np.clip(list(sampling.logit_bias.values()), -_MOST, _MOST).astype(np.float32)
+        allowed = sampling.allowed_token_ids
+        self._allowed: _Ids | None = None if allowed is None else np.array(allowed, np.int64)
+        self._counts: dict[int, int] | None = None
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+            self._counts = {}
+        self._prompt = frozenset(prompt_ids) if sampling.repetition_penalty != 1.0 else frozenset()
+        self._seen = sorted(self._prompt)  # prompt ids, then output ids that are not among them
+        self._fixed = bool(sampling.logit_bias) or allowed is not None or self._counts is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether `apply` would change anything now."""
+        return self._fixed or self._masking
+
+    def record(self, token: int) -> None:
+        """This token is part of the output now."""
+        self._length += 1
+        if self._counts is not None:
+            if token not in self._counts and token not in self._prompt:
+                self._seen.append(token)
+            self._counts[token] = self._counts.get(token, 0) + 1
+
+    def apply(self, row: Float32) -> None:
+        """Change logits [vocab] in place. Masked ids become -inf."""
+        if self._allowed is not None:
+            kept = row[self._allowed]
+            row[:] = -np.inf
+            row[self._allowed] = kept
+        if self._masking:
+            row[self._stop_ids] = -np.inf
+        if self._bias.size:
+            row[self._bias_ids] += self._bias
+        if self._counts is not None:
+            self._penalize(row, self._counts)
+
+    @property
+    def _masking(self) -> bool:
+        return self._length < self._sampling.min_tokens and self._stop_ids.size > 0
+
+    def _penalize(self, row: Float32, counts: dict[int, int]) -> None:
+        sampling = self._sampling
+        if sampling.repetition_penalty != 1.0:
+            seen: _Ids = np.array(self._seen, np.int64)
+            logits = row[seen]
+            penalty = np.float32(sampling.repetition_penalty)
+            row[seen] = np.where(logits > 0, logits / penalty, logits * penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            out: _Ids = np.fromiter(counts, np.int64, len(counts))
+            times = np.fromiter(counts.values(), np.float32, len(counts))
+            row[out] -= np.float32(sampling.presence_penalty) + np.float32(sampling.frequency_penalty) * times

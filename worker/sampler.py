@@ -1,0 +1,176 @@
+"""From logits to tokens: exact sampling and finite logprobs, in numpy.
+
+The distribution sampled from is softmax(edited logits / temperature), cut by top-k, top-p and min-p. Logprobs are
+those of that distribution before the cut ("processed"), or of the untouched logits ("raw"). Temperature 0 takes
+the most likely id (the lowest of equals) and reports logprobs at temperature 1.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from worker.engine.base import Float32
+from worker.inverse_cdf import Float64, RowSampler, locate
+from worker.logit_edits import LogitEdits
+from worker.messages import SamplingParams
+from worker.random_streams import uniforms
+from worker.truncation import largest, open_ids, truncates
+
+LogprobsMode = Literal["processed", "raw"]
+
+_COLD = 1e-5
+"""A temperature below this is greedy; dividing by it would leave float32."""
+_BLOCK = 256
+
+
+class Pick(NamedTuple):
+    """One token to draw: from which row of the logits, how, and with which random number."""
+
+    row: int
+    sampling: SamplingParams
+    edits: LogitEdits
+    seed: int
+    sample: int  # index among the n sequences
+    position: int  # output tokens before this one
+
+
+class Draw(NamedTuple):
+    """One drawn token. top: (id, logprob), best first. rank: 1 = most likely (0 when no top was asked for)."""
+
+    token: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+    rank: int = 0
+    mask: Sequence[int] = ()  # ids left open, when asked for and something was cut
+    error: str = ""  # non-empty: there is no token
+    broken: bool = False  # because the engine's logits were not finite
+
+
+class Sampler:
+    """Draws for one vocabulary; one owner thread."""
+
+    def __init__(self, vocab_size: int, mode: LogprobsMode = "processed") -> None:
+        self._vocab = vocab_size
+        self._raw = mode == "raw"
+        self._whole = RowSampler(vocab_size)
+        self._scaled: Float32 = np.empty(vocab_size, np.float32)
+        self._weights: Float32 = np.zeros((-(-vocab_size // _BLOCK), _BLOCK), np.float32)  # the padding stays 0
+
+    def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
+        """Draw a token for every pick from logits [L, vocab], which stay as they are."""
+        numbers = uniforms([p.seed for p in picks], [p.sample for p in picks], [p.position for p in picks])
+        draws: list[Draw | None] = [None] * len(picks)
+        plain = [i for i, pick in enumerate(picks) if self._is_plain(pick)]
+        with np.errstate(all="ignore"):
+            if plain:
+                found = self._sample_plain(logits, [picks[i] for i in plain], numbers[plain])
+                for i, draw in zip(plain, found, strict=True):
+                    draws[i] = draw
+            return [
+                self._sample_row(logits[pick.row], pick, numbers[i : i + 1]) if draw is None else draw
+                for i, (pick, draw) in enumerate(zip(picks, draws, strict=True))
+            ]
+
+    def score(
+        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
+    ) -> list[list[tuple[int, float, int]]] | None:
+        """(id, logprob, rank) of each target under its row of logits [L, vocab], then of the most likely others.
+
+        At the request's temperature, so that scoring what was sampled gives the logprobs it was sampled with;
+        mode "raw": at 1. None when a row is not finite.
+        """
+        scores: list[list[tuple[int, float, int]]] = []
+        others = sampling.prompt_logprobs or 0
+        inverse = np.float32(1.0 if self._raw else _inverse_temperature(sampling))
+        with np.errstate(all="ignore"):
+            for row, target in zip(logits, targets, strict=True):
+                if not _finite(row):
+                    return None
+                scaled = (row - row.max()) * inverse
+                norm = _log_sum(scaled)
+                best = [(int(i), rank) for rank, i in enumerate(largest(scaled, others), 1)] if others else []
+                ranked = [(target, _rank(scaled, target)), *(entry for entry in best if entry[0] != target)]
+                scores.append([(i, _logprob(scaled, i, norm), rank) for i, rank in ranked])
+        return scores
+
+    def _is_plain(self, pick: Pick) -> bool:
+        """Nothing but a temperature: the row needs no pass of its own."""
+        sampling = pick.sampling
+        greedy = sampling.temperature < _COLD
+        if sampling.logprobs or pick.edits.active or (self._raw and not greedy and sampling.temperature != 1.0):
+            return False
+        return not sampling.sampling_mask if greedy else not truncates(sampling, self._vocab)
+
+    def _sample_plain(self, logits: Float32, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
+        drawn = self._whole.draw(
+            logits,
+            np.array([pick.row for pick in picks], np.int64),
+            np.array([_inverse_temperature(pick.sampling) for pick in picks], np.float32),
+            np.array([pick.sampling.temperature < _COLD for pick in picks], np.bool_),
+            numbers,
+        )
+        return [
+            Draw(token, logprob) if finite else _BROKEN
+            for token, logprob, finite in zip(
+                drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist(), strict=True
+            )
+        ]
+
+    def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
+        if not _finite(row):
+            return _BROKEN
+        sampling = pick.sampling
+        scaled = self._scaled
+        scaled[:] = row
+        if pick.edits.active:
+            pick.edits.apply(scaled)
+        peak = scaled.max()
+        if not np.isfinite(peak):
+            return Draw(0, 0.0, error="every token is masked")
+        scaled -= peak
+        scaled *= np.float32(_inverse_temperature(sampling))
+        weights = np.exp(scaled, out=self._weights.reshape(-1)[: self._vocab])
+        sums = self._weights.sum(axis=1)[None]
+        total = float(sums.sum(dtype=np.float64))
+        mask: list[int] = []
+        if sampling.temperature < _COLD:
+            token = int(scaled.argmax())
+            mask = [token]
+        elif truncates(sampling, self._vocab):
+            ids = open_ids(scaled, weights, total, sampling)
+            token = int(ids[locate(weights[None, ids], number)[0][0]])
+            mask = ids.tolist() if sampling.sampling_mask else mask
+        else:
+            block, share = locate(sums, number)
+            token = int(block[0] * _BLOCK + locate(self._weights[block], share)[0][0])
+        shown, norm = (row, _log_sum(row)) if self._raw else (scaled, float(np.log(total)))
+        draw = Draw(token, _logprob(shown, token, norm), mask=mask if sampling.sampling_mask else [])
+        if sampling.logprobs:
+            top = [(int(i), _logprob(shown, int(i), norm)) for i in largest(shown, sampling.logprobs)]
+            draw = draw._replace(top=top, rank=_rank(shown, token))
+        return draw
+
+
+_BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
+
+
+def _finite(row: Float32) -> bool:
+    return bool(np.isfinite(row.max()) and np.isfinite(row.min()))
+
+
+def _inverse_temperature(sampling: SamplingParams) -> float:
+    return 1.0 if sampling.temperature < _COLD else 1.0 / sampling.temperature
+
+
+def _log_sum(row: Float32) -> float:
+    peak = row.max()
+    return float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
+
+
+def _logprob(row: Float32, token: int, norm: float) -> float:
+    return min(0.0, float(row[token]) - norm)
+
+
+def _rank(row: Float32, token: int) -> int:
+    return int(np.count_nonzero(row > row[token])) + 1

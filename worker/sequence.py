@@ -1,0 +1,118 @@
+"""Requests and their sequences: tokens, version spans, and the chunks that report them."""
+
+from dataclasses import dataclass, field
+
+from worker.kv_cache import KvState
+from worker.logit_edits import LogitEdits
+from worker.messages import Chunk, FinishReason, SamplingParams, Span
+from worker.sampler import Draw, Pick
+from worker.stopping import StopCheck, StopRules
+
+PromptLogprobs = list[list[tuple[int, float, int]]]
+"""Per prompt token after the first: (id, logprob, rank), the token itself first, then the most likely others."""
+
+
+@dataclass(eq=False)
+class Request:
+    """What the n sequences of one `Generate` have in common. arrived: clock seconds; order: lower runs first."""
+
+    origin: bytes
+    request_id: str
+    sampling: SamplingParams
+    stream: bool
+    prompt_length: int
+    order: tuple[int, int]
+    arrived: float
+    seed: int
+    rules: StopRules
+    admitted: float | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    forked: bool = False
+    live: list["Sequence"] = field(default_factory=list)
+
+    @property
+    def scoring(self) -> bool:
+        """Prompt logprobs are wanted and not complete, so every prompt token must go through the model."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation. tokens: prompt, then output. index: which of the n samples."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    kv: KvState
+    edits: LogitEdits
+    stop: StopCheck
+    begun: bool = False
+    running: bool = False
+    last_token_at: float | None = None
+    _spans: list[list[int]] = field(default_factory=list)  # [version, start, end]
+    _fresh: list[Draw] = field(default_factory=list)  # drawn and not yet in a chunk
+    _reported: bool = False
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: priority, arrival, index."""
+        return (*self.request.order, self.index)
+
+    @property
+    def length(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.request.prompt_length
+
+    @property
+    def pending(self) -> int:
+        """Known tokens without KV; 1 = decoding."""
+        return len(self.tokens) - self.kv.computed
+
+    @property
+    def first_version(self) -> int | None:
+        """The version that made the oldest output token."""
+        return self._spans[0][0] if self._spans else None
+
+    def pick(self, row: int) -> Pick:
+        """The draw of the next token from this row of the step's logits."""
+        request = self.request
+        return Pick(row, request.sampling, self.edits, request.seed, self.index, self.length)
+
+    def append(self, draw: Draw, version: int) -> None:
+        """Take a token sampled from logits that weights `version` made."""
+        at = self.length
+        self.tokens.append(draw.token)
+        self.edits.record(draw.token)
+        self._fresh.append(draw)
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1][2] = at + 1
+        else:
+            self._spans.append([version, at, at + 1])
+
+    def chunk(
+        self,
+        live_version: int,
+        finish: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        error: str = "",
+    ) -> Chunk:
+        """Everything not yet reported. live_version: what the span of an empty output shows."""
+        request, draws, first = self.request, self._fresh, not self._reported
+        self._fresh, self._reported = [], True
+        sampling = request.sampling
+        return Chunk(
+            request_id=request.request_id,
+            index=self.index,
+            token_ids=[draw.token for draw in draws],
+            logprobs=[draw.logprob for draw in draws],
+            spans=[Span(*span) for span in self._spans] or [Span(live_version, 0, 0)],
+            top=[list(draw.top) for draw in draws] if sampling.logprobs else [],
+            ranks=[draw.rank for draw in draws] if sampling.logprobs else [],
+            masks=[list(draw.mask) for draw in draws] if sampling.sampling_mask else [],
+            finish=finish,
+            stop_reason=stop_reason,
+            error=error,
+            cached_tokens=request.cached_tokens,
+            prompt_logprobs=request.prompt_logprobs if first and self.index == 0 and not request.scoring else None,
+        )

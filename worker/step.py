@@ -1,0 +1,100 @@
+"""One step on its way through the engine: which sequences feed which tokens, and what comes back for whom."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from worker.engine.base import ForwardBatch
+from worker.kv_cache import KvCache
+from worker.sequence import Sequence
+
+_SCORED_ROWS = 256
+"""Prompt positions scored in one step at most: each needs a row of logits over the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """Tokens [start, start + length) of one sequence. scored: prompt positions among them whose logits are kept."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    scored: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """The last known token is fed, so its logits make the next one."""
+        return self.start + self.length == len(self.sequence.tokens)
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is drawn for this row."""
+        return self.reaches_end and self.sequence.request.rules.limit > 0
+
+    @property
+    def wanted(self) -> int:
+        """Rows of logits this row needs; a scored row's last token may also be the one sampled from."""
+        return self.scored + self.samples
+
+
+@dataclass
+class Step:
+    """A step being filled, then under way. budget: tokens it may still take; seats: sequences."""
+
+    version: int
+    budget: int
+    seats: int
+    rows: list[StepRow] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """No further sequence fits."""
+        return self.budget <= 0 or self.seats <= 0
+
+    def room_for(self, sequence: Sequence) -> int:
+        """How many of a sequence's pending tokens this step takes."""
+        room = min(self.budget, sequence.pending)
+        return min(room, _SCORED_ROWS) if sequence.request.scoring else room
+
+    def take(self, sequence: Sequence, length: int) -> None:
+        """Add a row; its KV is already writable."""
+        request, start = sequence.request, sequence.kv.computed
+        scored = min(length, request.prompt_length - 1 - start) if request.scoring else 0
+        self.rows.append(StepRow(sequence, start, length, scored))
+        self.budget -= length
+        self.seats -= 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens this step feeds."""
+        return sum(row.length for row in self.rows)
+
+    def batch(self, kv: KvCache) -> ForwardBatch:
+        """What the engine gets."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        wanted: list[int] = []
+        size = kv.block_size
+        lengths = np.array([row.length for row in self.rows], np.int32)
+        contexts = np.array([row.start + row.length for row in self.rows], np.int32)
+        tables = np.zeros((len(self.rows), -(-int(contexts.max()) // size)), np.int32)
+        for index, row in enumerate(self.rows):
+            first, end, table = len(tokens), row.start + row.length, row.sequence.kv.table
+            wanted.extend(range(first, first + row.scored))
+            tokens.extend(row.sequence.tokens[row.start : end])
+            slots.extend(table[at // size] * size + at % size for at in range(row.start, end))
+            if row.samples:
+                wanted.append(len(tokens) - 1)
+            used = -(-end // size)
+            tables[index, :used] = table[:used]
+        starts = np.repeat(contexts - np.cumsum(lengths), lengths)
+        return ForwardBatch(
+            token_ids=np.array(tokens, np.int32),
+            positions=(np.arange(len(tokens)) + starts).astype(np.int32),
+            slots=np.array(slots, np.int32),
+            query_lens=lengths,
+            context_lens=contexts,
+            block_tables=tables,
+            logits_rows=np.array(wanted, np.int32),
+            block_copies=np.array([(copy.source, copy.target) for copy in kv.copies], np.int32).reshape(-1, 2),
+        )
