@@ -16,7 +16,7 @@ class WeightManagerError(Exception):
     """Base of all errors raised here."""
 
 
-class PushRefused(WeightManagerError):  # noqa: N818  it is the word the protocol uses
+class PushRefused(WeightManagerError):
     """What a trainer or an operator asked for cannot be done; what is served has not changed.
 
     code: as on the wire. tensors: every tensor that is wrong. rank: "replica 1 rank 0" when a rank said no.
@@ -58,7 +58,7 @@ class CheckpointError(PushRefused):
         super().__init__(code, message, tensors)
 
 
-class IllegalTransition(WeightManagerError):  # noqa: N818
+class IllegalTransition(WeightManagerError):
     """A state machine was driven wrongly; the message holds its history."""
 
 

@@ -22,8 +22,8 @@ class Slots:
         """It has stopped."""
         self._writers[slot] -= 1
 
-    def take(self, live: int | None) -> int:
-        """A slot to stage into, with memory behind it and its write epoch moved on.
+    def take(self, live: int | None) -> tuple[int, int]:
+        """(slot, write epoch): a slot to stage into, with memory behind it and its write epoch moved on.
 
         Slots that have memory come first; the spare stands in while a stopped trainer holds its old one, and
         gives its memory back once it is idle again. Raises PushRefused busy when every slot is held, io when
@@ -50,5 +50,4 @@ class Slots:
                 self.arena.release(slot)
                 backed.remove(slot)
                 break
-        self.arena.bump(chosen)
-        return chosen
+        return chosen, self.arena.bump(chosen)

@@ -1,0 +1,93 @@
+"""Work on a session's bytes that would hold the loop: digests, scatter, tensors carried over from the live slot.
+
+Threads do the work; results are handled in the loop. A result that comes back after its session has ended
+only lets the slot go.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from weight_manager.background import Background
+from weight_manager.errors import PushRefused
+from weight_manager.layout import region_views
+from weight_manager.metrics import Counters
+from weight_manager.push_session import PushSession
+from weight_manager.slots import Slots
+from weight_manager.staging import Check, run_check
+
+log = logging.getLogger(__name__)
+
+
+class Checker:
+    """Runs checks. `on_refused` and `on_checked` are the coordinator's; they hear of every session, ended or not."""
+
+    def __init__(self, background: Background, slots: Slots, counters: Counters) -> None:
+        self._background = background
+        self._slots = slots
+        self._counters = counters
+        self.on_refused: Callable[[PushSession, PushRefused], None] = lambda session, refusal: None
+        self.on_checked: Callable[[PushSession], None] = lambda session: None
+        self.on_digest: Callable[[PushSession, str], None] = lambda session, digest: None
+
+    def check(self, session: PushSession, checks: Sequence[Check]) -> None:
+        """Compare digests while the rest still arrives."""
+        for check in checks:
+            self._check(session, check)
+
+    def carry(self, session: PushSession, names: Sequence[str], live_slot: int) -> None:
+        """Take these tensors (canonical names) from the live version. It stays live while a session runs."""
+        layout, arena = session.staging.layout, self._slots.arena
+        views = zip(
+            layout.regions, *(region_views(layout, arena.slot(s)) for s in (live_slot, session.slot)), strict=True
+        )
+        wanted = frozenset(names)
+        pairs = [(source, target) for region, source, target in views if region.name in wanted]
+
+        def copy() -> list[str]:
+            for source, target in pairs:
+                target[...] = source
+            return []
+
+        session.staging.checking += 1
+        self._run(session, copy, [], writes=True)
+
+    def digest(self, session: PushSession) -> None:
+        """Name the whole version, reading what no single check has covered."""
+        self._background.submit(
+            session.staging.version,
+            lambda digest: self.on_digest(session, digest),
+            lambda error: self._broken(session, error),
+        )
+
+    def _check(self, session: PushSession, check: Check) -> None:
+        writes = any(target.scattered for target, _ in check)
+        self._run(session, lambda: run_check(check), check, writes=writes)
+
+    def _run(self, session: PushSession, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
+        """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""
+
+        def done(wrong: list[str]) -> None:
+            if writes:
+                self._slots.leave(session.slot)
+            before = session.staging.verified_bytes
+            try:
+                session.staging.checked(check, wrong)
+            except PushRefused as refusal:
+                self._counters.add("checksum_mismatches")
+                self.on_refused(session, refusal)
+                return
+            self._counters.add("bytes_verified", session.staging.verified_bytes - before)
+            self.on_checked(session)
+
+        def failed(error: BaseException) -> None:
+            if writes:
+                self._slots.leave(session.slot)
+            self._broken(session, error)
+
+        if writes:
+            self._slots.enter(session.slot)
+        self._background.submit(work, done, failed)
+
+    def _broken(self, session: PushSession, error: BaseException) -> None:
+        log.error("work on session %s failed", session.id, exc_info=error, extra=session.extra())
+        self.on_refused(session, PushRefused("internal", f"checking the weights failed: {error!r}"))

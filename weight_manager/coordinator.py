@@ -1,0 +1,264 @@
+"""Takes one push session from begin to live, or to nothing. The only place where a version becomes live.
+
+Whoever pushes (trainers.py over the wire, disk_load.py from a directory) owns the session and is told what
+becomes of it through `Owner`. Everything here runs in the store's loop and returns at once.
+"""
+
+import logging
+import time
+from typing import Any
+
+from rollout_client.protocol import Committed
+from weight_manager.checking import Checker
+from weight_manager.commit import Limits, Phase, Round
+from weight_manager.config import StoreConfig
+from weight_manager.errors import PushRefused
+from weight_manager.fleet import Fleet
+from weight_manager.history import History, Record
+from weight_manager.manifest import Layout
+from weight_manager.messages import Live
+from weight_manager.metrics import Counters
+from weight_manager.push_session import Intent, Owner, PushSession
+from weight_manager.session import Event, Machine, State
+from weight_manager.slots import Slots
+from weight_manager.staging import Staging
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Drives the session's states; owns what is live."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        layout: Layout,
+        *,
+        slots: Slots,
+        history: History,
+        fleet: Fleet,
+        checker: Checker,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self.layout = layout
+        self.slots = slots
+        self._fleet = fleet
+        self._counters = counters
+        self.history = history
+        self.checker = checker
+        self.machine = Machine()
+        self.session: PushSession | None = None
+        self.last_error: dict[str, Any] | None = None
+        self.last_push: dict[str, Any] | None = None
+        self.changes = 0  # moves whenever a status would differ
+        self._round: Round | None = None
+        self._committing: PushSession | None = None  # the session the round belongs to
+        fleet.on_gone = self._replica_gone
+        checker.on_refused = self._check_failed
+        checker.on_checked = self._digest_if_checked
+        checker.on_digest = self._sealed
+
+    @property
+    def round(self) -> Round | None:
+        """The commit that is running, or still waits for stall figures."""
+        return self._round
+
+    @property
+    def settled(self) -> bool:
+        """No commit is between its first question and its outcome: `history.live` is what everybody serves."""
+        return self._round is None or self._round.phase in (Phase.FINALIZE, Phase.DONE)
+
+    def check_version(self, intent: Intent) -> None:
+        """Versions rise within a run. The run's last one may come again while another run's is live."""
+        last, live = self.history.last(intent.run_id), self.history.live
+        if intent.force or last is None:
+            return
+        is_live = live is not None and live.run_id == intent.run_id
+        if intent.version < last.version or (is_live and intent.version == last.version):
+            message = f"{intent} is not above {last.version}, the last of that run; force allows it"
+            raise PushRefused("stale_version", message)
+
+    def begin(self, intent: Intent, owner: Owner, now: float) -> PushSession:
+        """IDLE -> STAGING with a slot to fill. Raises PushRefused busy, stale_version or io."""
+        self.check_version(intent)
+        if self.session is not None:
+            raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
+        live, previous = self.history.live, self.history.previous
+        slot, write_epoch = self.slots.take(live.slot if live else None)
+        if previous is not None and previous.slot == slot:
+            self.history.forget_previous()
+        staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport == "zmq")
+        session = PushSession(intent, owner, slot, write_epoch, staging, now)
+        self.machine.fire(Event.BEGIN, session.id)
+        self.session = session
+        self._counters.add("sessions")
+        self.changes += 1
+        log.info("push of %s began", intent, extra=session.extra() | {"slot": slot, "transport": intent.transport})
+        return session
+
+    def seal(self, session: PushSession, deadline: float, now: float) -> None:
+        """Everything was sent: STAGING -> SEALED once all checks are back."""
+        session.sealing = True
+        session.deadline = deadline
+        session.lap("stage", now)
+        self._digest_if_checked(session)
+
+    def commit(self, session: PushSession, seconds: float, now: float) -> None:
+        """SEALED: ask the replicas; COMMITTING once all are prepared; live once all have flipped.
+
+        While nothing is live nobody serves and there is nothing to protect: no votes, replicas adopt it after.
+        """
+        if self._round is not None:
+            self._finish_round(now)  # the last commit still waits for stall figures: answer it without
+        epoch = self.history.next_epoch()
+        intent = session.intent
+        live = Live(intent.run_id, intent.version, epoch, session.slot, session.digest, session.write_epoch)
+        voters = self._fleet.numbers() if self.history.live else set()
+        limits = Limits(seconds, self._config.flip_s, self._config.rollback_s, self._config.finalize_s)
+        session.deadline = None
+        session.mark = now
+        self._committing = session
+        self._round = Round(session.id, live, intent.in_flight, voters, limits)
+        self._round.start(now)
+        self.drive(now)
+
+    def abort(self, refusal: PushRefused, now: float) -> None:
+        """End the running session, from whatever state; what is served does not change."""
+        if self.session is None:
+            return
+        if self._round is not None and self._committing is self.session:
+            self._round.fail(refusal, now)
+            self.drive(now)
+        else:
+            self._end(self.session, refusal, Event.ABORT)
+
+    def tick(self, now: float) -> None:
+        """Passed deadlines."""
+        session = self.session
+        if session is not None and session.deadline is not None and now >= session.deadline:
+            stage = "checked" if session.sealing else "staged"
+            self.abort(PushRefused("deadline", f"{session.intent} was not {stage} in time"), now)
+        if self._round is not None:
+            self._round.tick(now)
+            self.drive(now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [self.session.deadline] if self.session and self.session.deadline is not None else []
+        if self._round is not None:
+            times.append(self._round.deadline)
+        return min(times, default=None)
+
+    def drive(self, now: float) -> None:
+        """Carry out what the round wants, until it waits for somebody."""
+        while self._round is not None and self._committing is not None:
+            round_, session = self._round, self._committing
+            self._deliver(round_)
+            if self._round is not round_:
+                continue  # dropping a silent replica has settled it
+            if self.machine.state is State.SEALED and round_.refusal is None and round_.phase is not Phase.PREPARE:
+                self.machine.fire(Event.ALL_PREPARED, session.id)
+                session.lap("prepare", now)
+                self.changes += 1
+            if round_.phase is Phase.RECORD:
+                self._record(round_, session, now)
+            elif round_.phase is Phase.DONE:
+                self._finish_round(now)
+            else:
+                return
+
+    def note_error(self, refusal: PushRefused, extra: dict[str, Any]) -> None:
+        """Remember for the status, and log."""
+        said = {"code": refusal.code, "rank": refusal.rank, "tensors": refusal.tensors[:100]}
+        self.last_error = extra | said | {"message": refusal.message, "time": time.time()}
+        self.changes += 1
+        log.warning("refused: %s", refusal.message, extra=extra | said)
+
+    def _deliver(self, round_: Round) -> None:
+        outbox, round_.outbox = round_.outbox, []
+        for number, message in outbox:
+            self._fleet.send(number, message)
+        lost, round_.lost = round_.lost, []
+        for number in lost:
+            self._fleet.drop(number, "did not answer in time during a commit")
+
+    def _record(self, round_: Round, session: PushSession, now: float) -> None:
+        session.lap("commit", now)
+        live, intent = round_.live, session.intent
+        record = Record(
+            *(live.run_id, live.version, live.epoch, live.digest, time.time(), intent.source, intent.client),
+            bytes=session.staging.total_bytes,
+            replicas=len(round_.voters),
+            seconds=session.seconds,
+        )
+        try:
+            self.history.commit(live, record)
+        except OSError as error:
+            refusal = PushRefused("io", f"the commit could not be written down: {error}", retryable=True)
+            round_.fail(refusal, now)
+            return
+        self._fleet.went_live(live, voted=bool(round_.voters))
+        round_.recorded(now)
+        self.machine.fire(Event.ALL_FLIPPED, session.id)
+        self.session = None
+        self._counters.add("commits")
+        self._fleet.admit_held(live, now)
+        self.changes += 1
+        log.info("%s is live", intent, extra=session.extra() | {"epoch": live.epoch, "slot": live.slot})
+
+    def _finish_round(self, now: float) -> None:
+        round_, session = self._round, self._committing
+        assert round_ is not None
+        assert session is not None
+        self._round = self._committing = None
+        if round_.refusal is not None:
+            self._counters.add("commits_rolled_back")
+            rolled_back = self.machine.state is State.COMMITTING
+            self._end(session, round_.refusal, Event.ROLLED_BACK if rolled_back else Event.ABORT)
+            self._fleet.admit_held(self.history.live, now)
+            return
+        live = round_.live
+        self.history.amend(live.epoch, round_.stall_ms)
+        self.last_push = self.history.tail(1)[0]
+        self.changes += 1
+        report = Committed(live.version, live.digest, round_.flipped, session.seconds, round_.stall_ms)
+        session.owner.committed(session, report)
+
+    def _replica_gone(self, number: int, why: str) -> None:
+        self.changes += 1
+        if self._round is not None:
+            now = time.monotonic()
+            self._round.gone(number, why, now)
+            self.drive(now)
+
+    def _check_failed(self, session: PushSession, refusal: PushRefused) -> None:
+        if session is self.session:
+            self.abort(refusal, time.monotonic())
+
+    def _digest_if_checked(self, session: PushSession) -> None:
+        if session is self.session and session.sealing and session.staging.checking == 0:
+            self.checker.digest(session)
+
+    def _sealed(self, session: PushSession, digest: str) -> None:
+        if session is not self.session:
+            return
+        now, intent = time.monotonic(), session.intent
+        last = self.history.last(intent.run_id)
+        if last is not None and last.version == intent.version and last.digest != digest and not intent.force:
+            message = f"{intent} went live before as {last.digest} and is {digest} now; force allows it"
+            self.abort(PushRefused("stale_version", message), now)
+            return
+        session.digest = digest
+        session.deadline = None
+        self.machine.fire(Event.SEAL_OK, session.id)
+        session.lap("seal", now)
+        self.changes += 1
+        session.owner.sealed(session)
+
+    def _end(self, session: PushSession, refusal: PushRefused, event: Event) -> None:
+        self.machine.fire(event, refusal.message)
+        self.session = None
+        self._counters.add("sessions_failed")
+        self.note_error(refusal, session.extra())
+        session.owner.ended(session, refusal)

@@ -1,0 +1,209 @@
+"""The replicas of this service as the store sees them: who is registered, alive, heard of, on which epoch."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from weight_manager.config import StoreConfig
+from weight_manager.errors import PushRefused
+from weight_manager.messages import Adopt, Adopted, Live, Refused, Register, Registered, ToReplica
+from weight_manager.metrics import Counters
+
+log = logging.getLogger(__name__)
+
+
+class Loop(Protocol):
+    """What the fleet needs of the store's loop."""
+
+    def send(self, identity: bytes, message: ToReplica) -> bool:
+        """Queue a message; False if nobody of that identity is connected."""
+        ...
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Call `readable` once per turn while fd is readable."""
+        ...
+
+    def unwatch(self, fd: int) -> None:
+        """Stop that."""
+        ...
+
+
+@dataclass
+class Replica:
+    """A registered replica. epoch: what every rank holds, 0 = nothing (yet, or cleared)."""
+
+    number: int
+    identity: bytes
+    pids: list[int]
+    seen: float
+    pidfds: list[int] = field(default_factory=list)
+    epoch: int = 0
+    adopting: int = 0  # epoch it was told to adopt and has not answered for
+    error: str = ""
+
+
+class Fleet:
+    """Registration, liveness, adoption. A commit's votes are commit.py's business."""
+
+    def __init__(
+        self, config: StoreConfig, layout_digest: str, arena_path: str, loop: Loop, counters: Counters
+    ) -> None:
+        self._config = config
+        self._layout_digest = layout_digest
+        self._arena_path = arena_path
+        self._loop = loop
+        self._counters = counters
+        self._replicas: dict[int, Replica] = {}
+        self._by_identity: dict[bytes, Replica] = {}
+        self._held: dict[int, tuple[bytes, Register]] = {}
+        self.on_gone: Callable[[int, str], None] = lambda number, why: None
+
+    def numbers(self) -> set[int]:
+        """Replicas that vote."""
+        return set(self._replicas)
+
+    def find(self, identity: bytes) -> Replica | None:
+        """The registered replica behind a connection."""
+        return self._by_identity.get(identity)
+
+    def register(self, identity: bytes, request: Register, live: Live | None, now: float, *, settled: bool) -> None:
+        """Take a replica in, or hold it until the running commit is settled. Its earlier registration ends."""
+        if request.replica in self._replicas:
+            self._remove(self._replicas[request.replica], "registered anew")
+        if request.layout_digest != self._layout_digest:
+            message = (
+                f"replica {request.replica} lays weights out as {request.layout_digest}, the store as "
+                f"{self._layout_digest}: model config, dtype and tp must be the same"
+            )
+            log.error(message, extra={"replica": request.replica})
+            self._loop.send(identity, Refused(message))
+        elif not settled:
+            self._held[request.replica] = identity, request
+        else:
+            self._welcome(identity, request, live, now)
+
+    def admit_held(self, live: Live | None, now: float) -> None:
+        """The commit is settled: take in whoever registered meanwhile."""
+        held, self._held = self._held, {}
+        for identity, request in held.values():
+            self._welcome(identity, request, live, now)
+
+    def send(self, number: int, message: ToReplica) -> None:
+        """To a replica by number; one that is not there simply does not answer."""
+        replica = self._replicas.get(number)
+        if replica is not None:
+            self._loop.send(replica.identity, message)
+
+    def drop(self, number: int, why: str) -> None:
+        """A replica did not answer: it must register again."""
+        replica = self._replicas.get(number)
+        if replica is not None:
+            self._counters.add("replicas_silent")
+            self._loop.send(replica.identity, Refused(f"replica {number} {why}; register again"))
+            self._remove(replica, why)
+
+    def beat(self, replica: Replica, epoch: int, live: Live | None, now: float, *, settled: bool) -> bool:
+        """A sign of life. A replica that holds another version than the live one is told to adopt it.
+
+        Returns whether anything but the time has changed.
+        """
+        replica.seen = now
+        if not settled:
+            return False
+        changed = replica.epoch != epoch
+        replica.epoch = epoch
+        if live is not None and epoch not in (0, live.epoch):
+            self._adopt(replica, live)
+        return changed
+
+    def adopted(self, replica: Replica, answer: Adopted) -> PushRefused | None:
+        """A replica mapped what it was told to, or could not; the reason is returned for the status."""
+        replica.adopting = 0
+        extra = {"replica": replica.number, "epoch": answer.epoch}
+        if answer.ok:
+            replica.epoch, replica.error = answer.epoch, ""
+            log.info("replica %d holds the live version", replica.number, extra=extra)
+            return None
+        rank = f"replica {replica.number} rank {answer.rank}"
+        replica.error = f"{rank} cannot map the live version: {answer.error}"
+        log.error(replica.error, extra=extra)
+        return PushRefused("refused", replica.error, rank=rank)
+
+    def went_live(self, live: Live, *, voted: bool) -> None:
+        """A version was recorded. Voters hold it already; when nobody voted, everybody is told to adopt it."""
+        for replica in self._replicas.values():
+            if not voted:
+                self._adopt(replica, live)
+            elif replica.epoch:
+                replica.epoch = live.epoch
+
+    def drop_silent(self, now: float) -> None:
+        """Outside a commit: replicas that have not been heard of for too long."""
+        for replica in list(self._replicas.values()):
+            if now - replica.seen >= self._config.silent_s:
+                self.drop(replica.number, f"was silent for {self._config.silent_s:g} s")
+
+    def next_silence(self) -> float | None:
+        """When `drop_silent` may have something to do."""
+        return min((r.seen + self._config.silent_s for r in self._replicas.values()), default=None)
+
+    def status(self, live: Live | None, now: float) -> dict[str, dict[str, Any]]:
+        """Per replica, as the API shows it."""
+        return {
+            str(r.number): {
+                "epoch": r.epoch,
+                "ready": live is not None and r.epoch == live.epoch,
+                "pids": r.pids,
+                "beat_age_s": round(now - r.seen, 3),
+                "error": r.error,
+            }
+            for r in sorted(self._replicas.values(), key=lambda r: r.number)
+        }
+
+    def close(self) -> None:
+        """Let go of the processes watched."""
+        for replica in list(self._replicas.values()):
+            self._unwatch(replica)
+
+    def _welcome(self, identity: bytes, request: Register, live: Live | None, now: float) -> None:
+        replica = Replica(request.replica, identity, request.pids, now)
+        for rank, pid in enumerate(request.pids):
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError as error:
+                self._unwatch(replica)
+                message = f"replica {request.replica} rank {rank}: no process {pid} to watch ({error.strerror})"
+                log.warning(message, extra={"replica": request.replica})
+                self._loop.send(identity, Refused(message))
+                return
+            replica.pidfds.append(fd)
+            self._loop.watch(fd, lambda r=replica, k=rank: self._died(r, k))  # type: ignore[misc]
+        self._replicas[replica.number] = replica
+        self._by_identity[identity] = replica
+        replica.adopting = live.epoch if live else 0
+        self._loop.send(identity, Registered(self._arena_path, live, self._config.beat_s))
+        log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
+
+    def _adopt(self, replica: Replica, live: Live) -> None:
+        if replica.adopting != live.epoch:
+            replica.adopting = live.epoch
+            self._loop.send(replica.identity, Adopt(live))
+
+    def _died(self, replica: Replica, rank: int) -> None:
+        self._counters.add("replicas_died")
+        self._remove(replica, f"died: the process of rank {rank} (pid {replica.pids[rank]}) ended")
+
+    def _remove(self, replica: Replica, why: str) -> None:
+        self._unwatch(replica)
+        self._replicas.pop(replica.number, None)
+        self._by_identity.pop(replica.identity, None)
+        log.warning("replica %d %s", replica.number, why, extra={"replica": replica.number})
+        self.on_gone(replica.number, why)
+
+    def _unwatch(self, replica: Replica) -> None:
+        for fd in replica.pidfds:
+            self._loop.unwatch(fd)
+            os.close(fd)
+        replica.pidfds.clear()

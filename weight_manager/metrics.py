@@ -1,0 +1,37 @@
+"""Counters of the store, read by the API when it is scraped. The store itself opens no HTTP port."""
+
+from collections.abc import Mapping
+
+COUNTERS: Mapping[str, str] = {
+    "commits": "versions that went live",
+    "sessions": "push sessions begun",
+    "sessions_failed": "push sessions that ended without going live",
+    "begins_refused": "Begin messages refused, nothing was staged",
+    "bytes_staged": "bytes that trainers reported complete",
+    "bytes_verified": "bytes whose digest was found to match",
+    "checksum_mismatches": "sessions ended by bytes that were not the trainer's",
+    "leases_expired": "sessions ended because a trainer was not heard of",
+    "commits_rolled_back": "commits undone on every replica",
+    "replicas_died": "replicas lost because a rank's process ended",
+    "replicas_silent": "replicas told to register again because they did not answer",
+    "bad_messages": "messages that could not be read or were out of place",
+    "oversized_frames": "frames over the cap",
+    "unauthorized": "connections with a wrong or missing token",
+    "snapshots": "versions written to the state directory",
+    "snapshots_failed": "snapshots that could not be written",
+}
+
+
+class Counters:
+    """Monotonic counters of one store process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Count; name is one of COUNTERS."""
+        self._values[name] += amount
+
+    def values(self) -> dict[str, float]:
+        """All of them now."""
+        return dict(self._values)

@@ -1,0 +1,279 @@
+"""The trainer ranks of one push session: who joined, their leases, and which of their requests await an answer."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollout_client.protocol import (
+    Abort,
+    Aborted,
+    Begin,
+    Chunk,
+    Commit,
+    Committed,
+    Copy,
+    Placement,
+    Renew,
+    Renewed,
+    Reply,
+    Seal,
+    Sealed,
+    Written,
+)
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.errors import PushRefused
+from weight_manager.messages import Live
+from weight_manager.metrics import Counters
+from weight_manager.plan import place, prove
+from weight_manager.push_session import Intent, PushSession
+
+Answer = Callable[[bytes, Reply], None]
+
+
+@dataclass
+class Member:
+    """One trainer rank. Its copies are numbers [first, first + count) of the session's staging."""
+
+    begin: Begin
+    first: int
+    count: int
+    lease: float  # monotonic; runs only while the trainer owes us the next message
+    sealed: bool = False
+    owed: list[Seal | Commit | Abort] = field(default_factory=list)
+
+
+class TrainerGroup:
+    """Owner of a pushed session. `outcome` is set once it is over; late requests are then answered with it."""
+
+    def __init__(self, config: StoreConfig, coordinator: Coordinator, answer: Answer, counters: Counters) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._answer = answer
+        self._counters = counters
+        self.members: dict[bytes, Member] = {}
+        self.session: PushSession | None = None
+        self.outcome: Committed | PushRefused | None = None
+        self._kept: tuple[str, ...] = ()  # tensors taken from the base version
+
+    @property
+    def id(self) -> str:
+        """Of the session."""
+        return self._running.id
+
+    @property
+    def _running(self) -> PushSession:
+        assert self.session is not None
+        return self.session
+
+    def same_push(self, intent: Intent) -> bool:
+        """Whether this is another rank, or a retry, of what the group pushes."""
+        mine = self._running.intent
+        return (mine.run_id, mine.version) == (intent.run_id, intent.version)
+
+    def open(self, peer: bytes, begin: Begin, intent: Intent, now: float) -> Placement:
+        """The first rank: plan, then take the store's one session. Raises PushRefused, then nothing is staged."""
+        live = self._coordinator.history.live
+        if begin.base_version is not None:
+            fits = live is not None and live.version == begin.base_version and live.run_id in ("", intent.run_id)
+            if not fits:
+                message = f"a partial push on version {begin.base_version}, but {_name(live)} is live"
+                raise PushRefused("base_mismatch", message)
+        copies = self._plan([begin])
+        self.session = self._coordinator.begin(intent, self, now)
+        return self._enrol(peer, begin, copies, now)
+
+    def join(self, peer: bytes, begin: Begin, now: float) -> Placement:
+        """Another rank of the same push. Raises PushRefused; wrong tensors end the session for all ranks."""
+        first = next(iter(self.members.values())).begin
+        mine, theirs = ((b.world, b.in_flight, b.transport, b.base_version, b.force) for b in (begin, first))
+        taken = {m.begin.rank for m in self.members.values()}
+        if first.world == 1 or peer in self.members or begin.rank in taken or mine != theirs:
+            message = f"a push of {self._running.intent} is running, rank {begin.rank} of {begin.world} cannot join it"
+            raise PushRefused("busy", message, retryable=True)
+        try:
+            copies = self._plan([*(m.begin for m in self.members.values()), begin])
+        except PushRefused as refusal:
+            self._coordinator.abort(refusal, now)
+            raise
+        return self._enrol(peer, begin, copies, now)
+
+    def chunk(self, peer: bytes, chunk: Chunk, now: float) -> Sequence[memoryview] | None:
+        """Where the payload goes; None when it is refused, which ends the session."""
+        try:
+            member = self._staging_member(peer, now)
+            number = self._number(member, chunk.copy)
+            return self._running.staging.destinations(number, chunk.offset, chunk.sizes)
+        except PushRefused as refusal:
+            self._refuse(refusal, now)
+            return None
+
+    def written(self, peer: bytes, written: Written, now: float) -> None:
+        """Copies that are complete: check them while the rest arrives."""
+        try:
+            member = self._staging_member(peer, now)
+            digests = [(self._number(member, copy), digest) for copy, digest in written.digests]
+            checks = self._running.staging.written(digests)
+        except PushRefused as refusal:
+            self._refuse(refusal, now)
+            return
+        self._counters.add("bytes_staged", sum(target.nbytes for check in checks for target, _ in check))
+        self._coordinator.checker.check(self._running, checks)
+
+    def renew(self, peer: bytes, renew: Renew, now: float) -> None:
+        """Keep the lease."""
+        if self._over(peer, renew):
+            return
+        self.members[peer].lease = now + self._config.lease_s
+        verified = self._running.staging.verified_bytes
+        self._answer(peer, Renewed(self.id, self._config.lease_s, verified))
+
+    def seal(self, peer: bytes, seal: Seal, now: float) -> None:
+        """This rank has sent everything; answered once all ranks have and all bytes are checked."""
+        if self._over(peer, seal):
+            return
+        session, member = self._running, self.members[peer]
+        if session.digest:
+            self._answer(peer, Sealed(self.id, session.digest))
+            return
+        member.owed.append(seal)
+        member.sealed = True
+        missing = session.staging.unwritten(member.first, member.count)
+        if missing:
+            message = f"sealed, but these were not reported complete: {', '.join(missing[:20])}"
+            self._coordinator.abort(PushRefused("missing_tensor", message, missing), now)
+            return
+        deadline = now + min(seal.deadline_s, self._config.max_deadline_s)
+        if session.deadline is not None:
+            deadline = min(deadline, session.deadline)
+        session.deadline = deadline
+        if not session.sealing and self._complete and all(m.sealed for m in self.members.values()):
+            self._coordinator.seal(session, deadline, now)
+
+    def commit(self, peer: bytes, commit: Commit, now: float) -> None:
+        """Make it live; the first rank to ask starts it, all who ask are answered."""
+        if self._over(peer, commit):
+            return
+        session, member = self._running, self.members[peer]
+        if not session.digest:
+            refusal = PushRefused("refused", "commit comes after seal has been answered")
+            self._answer(peer, refusal.to_wire(self.id))
+            return
+        starts = not self._committing
+        member.owed.append(commit)
+        if starts:
+            self._coordinator.commit(session, min(commit.deadline_s, self._config.max_deadline_s), now)
+
+    def abort(self, peer: bytes, abort: Abort, now: float) -> None:
+        """Give it up."""
+        if self.outcome is None:
+            self.members[peer].owed.append(abort)
+            client = self._running.intent.client
+            self._coordinator.abort(PushRefused("aborted", abort.reason or f"aborted by its trainer {client}"), now)
+        else:
+            self._settle(peer, abort)
+
+    def expire(self, now: float) -> None:
+        """End the session if a trainer has not been heard of in time."""
+        if self._committing:
+            return
+        for member in self.members.values():
+            if self.outcome is None and not member.owed and now >= member.lease:
+                self._counters.add("leases_expired")
+                who = f"trainer rank {member.begin.rank} of {member.begin.world} ({self._running.intent.client})"
+                message = f"{who} was not heard of for {self._config.lease_s:g} s; its push was undone"
+                self._coordinator.abort(PushRefused("lease_expired", message), now)
+
+    def next_expiry(self) -> float | None:
+        """When `expire` may have something to do."""
+        if self.outcome is not None or self._committing:
+            return None
+        return min((m.lease for m in self.members.values() if not m.owed), default=None)
+
+    def sealed(self, session: PushSession) -> None:
+        """Owner: every byte is there and matches."""
+        self._reply_all(Seal, Sealed(session.id, session.digest))
+
+    def committed(self, session: PushSession, report: Committed) -> None:
+        """Owner: live."""
+        self.outcome = report
+        self._reply_all(Commit, report)
+        self._reply_all(Abort, PushRefused("refused", f"{session.intent} is already live").to_wire(session.id))
+
+    def ended(self, session: PushSession, refusal: PushRefused) -> None:
+        """Owner: gone."""
+        self.outcome = refusal
+        self._reply_all(Abort, Aborted(session.id))
+        self._reply_all((Seal, Commit), refusal.to_wire(session.id))
+
+    @property
+    def _committing(self) -> bool:
+        return any(isinstance(r, Commit) for m in self.members.values() for r in m.owed)
+
+    @property
+    def _complete(self) -> bool:
+        return len(self.members) == next(iter(self.members.values())).begin.world
+
+    def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
+        """Copies of the last one; with the whole world there, the proof that everything is covered."""
+        layout = self._coordinator.layout
+        begin = begins[-1]
+        if len(begins) == begin.world:
+            self._kept = prove([b.parts for b in begins], layout, partial=begin.base_version is not None)
+        return place(begin.parts, layout)
+
+    def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
+        session = self._running
+        first = session.staging.add(copies, [begin.parts[c.part].name for c in copies])
+        self.members[peer] = Member(begin, first, len(copies), now + self._config.lease_s)
+        if self._complete and begin.base_version is not None:
+            live = self._coordinator.history.live
+            assert live is not None
+            self._coordinator.checker.carry(session, self._kept, live.slot)
+        arena = self._coordinator.slots.arena
+        offset = arena.slot_offset(session.slot)
+        return Placement(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch)
+
+    def _staging_member(self, peer: bytes, now: float) -> Member:
+        member = self.members[peer]
+        if member.sealed:
+            raise PushRefused("bad_message", f"trainer rank {member.begin.rank} sent more after its seal")
+        member.lease = now + self._config.lease_s
+        return member
+
+    def _number(self, member: Member, copy: int) -> int:
+        if not 0 <= copy < member.count:
+            raise PushRefused("bad_message", f"copy {copy} is not among the {member.count} that were placed")
+        return member.first + copy
+
+    def _refuse(self, refusal: PushRefused, now: float) -> None:
+        if self.outcome is None:
+            self._coordinator.abort(refusal, now)
+
+    def _over(self, peer: bytes, request: Renew | Seal | Commit) -> bool:
+        if self.outcome is None:
+            return False
+        self._settle(peer, request)
+        return True
+
+    def _settle(self, peer: bytes, request: Renew | Seal | Commit | Abort) -> None:
+        """Answer a request that came after the session was over."""
+        if isinstance(self.outcome, PushRefused):
+            aborted = isinstance(request, Abort)
+            self._answer(peer, Aborted(self.id) if aborted else self.outcome.to_wire(self.id))
+        elif isinstance(self.outcome, Committed) and isinstance(request, Commit):
+            self._answer(peer, self.outcome)
+        else:
+            self._answer(peer, PushRefused("refused", f"{self._running.intent} is already live").to_wire(self.id))
+
+    def _reply_all(self, kind: type | tuple[type, ...], reply: Reply) -> None:
+        for peer, member in self.members.items():
+            answered = [r for r in member.owed if isinstance(r, kind)]
+            member.owed = [r for r in member.owed if not isinstance(r, kind)]
+            member.lease = time.monotonic() + self._config.lease_s
+            for _ in answered:
+                self._answer(peer, reply)
+
+
+def _name(live: Live | None) -> str:
+    return "nothing" if live is None else f"version {live.version} of run {live.run_id!r}"

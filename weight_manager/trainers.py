@@ -1,0 +1,197 @@
+"""The trainers' side of the store: connections, who may push, and which session a message belongs to."""
+
+import hmac
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from rollout_client.protocol import (
+    PROTOCOL,
+    Abort,
+    Begin,
+    Chunk,
+    Commit,
+    Committed,
+    Error,
+    ErrorCode,
+    Hello,
+    Renew,
+    Reply,
+    Request,
+    Seal,
+    Welcome,
+    Written,
+    encode,
+)
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.errors import PushRefused
+from weight_manager.metrics import Counters
+from weight_manager.push_session import Intent
+from weight_manager.trainer_group import TrainerGroup
+from weight_manager.wire import Router
+
+log = logging.getLogger(__name__)
+
+PEERS = 4096
+"""Connections remembered; the one unheard of for longest is forgotten and must say Hello again."""
+SESSIONS = 32
+"""Sessions remembered, so that late messages get the reason and not just "unknown"."""
+
+
+class Trainers:
+    """Answers every trainer. Messages of one session go to its TrainerGroup."""
+
+    def __init__(self, config: StoreConfig, coordinator: Coordinator, router: Router, counters: Counters) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._router = router
+        self._counters = counters
+        self._store_id = secrets.token_hex(8)
+        self._peers: OrderedDict[bytes, Hello] = OrderedDict()
+        self._groups: OrderedDict[str, TrainerGroup] = OrderedDict()
+
+    def request(self, peer: bytes, request: Request) -> None:
+        """Anything but a chunk."""
+        now = time.monotonic()
+        if peer in self._peers:
+            self._peers.move_to_end(peer)
+        try:
+            match request:
+                case Hello():
+                    self._answer(peer, self._hello(peer, request))
+                case Begin():
+                    self._answer(peer, self._begin(peer, request, now))
+                case Written():
+                    group = self._group(peer, request.session)
+                    if group is not None:
+                        group.written(peer, request, now)
+                case Renew() | Seal() | Commit() | Abort():
+                    self._of_session(peer, request, now)
+        except PushRefused as refusal:
+            self._answer(peer, refusal.to_wire())
+
+    def chunk(self, peer: bytes, chunk: Chunk) -> Sequence[memoryview] | None:
+        """Where its payload goes; None = nowhere."""
+        group = self._group(peer, chunk.session)
+        if group is None:
+            self._counters.add("bad_messages")
+            return None
+        return group.chunk(peer, chunk, time.monotonic()) if group.outcome is None else None
+
+    def malformed(self, peer: bytes, code: ErrorCode, message: str, session: str = "") -> None:
+        """Answered at once; a member's running session ends, since what it sent is not what it meant."""
+        log.warning("bad message from a trainer: %s", message, extra={"code": code, "session": session})
+        self._answer(peer, Error(code, message, session))
+        group = self._group(peer, session)
+        if group is not None and group.outcome is None:
+            self._coordinator.abort(PushRefused(code, message), time.monotonic())
+
+    def expire(self, now: float) -> None:
+        """Leases that ran out."""
+        group = self._running()
+        if group is not None:
+            group.expire(now)
+
+    def next_expiry(self) -> float | None:
+        """When `expire` may have something to do."""
+        group = self._running()
+        return group.next_expiry() if group else None
+
+    def _hello(self, peer: bytes, hello: Hello) -> Welcome:
+        if hello.protocol != PROTOCOL:
+            message = f"protocol {hello.protocol} was asked for, this store speaks {PROTOCOL}: use the same release"
+            raise PushRefused("unsupported", message)
+        if not hmac.compare_digest(hello.token.encode(), (self._config.token or "").encode()):
+            self._counters.add("unauthorized")
+            log.warning("a trainer's token is wrong", extra={"run_id": hello.run_id, "client": hello.client})
+            raise PushRefused("unauthorized", "the token is wrong or missing")
+        if not hello.run_id:
+            raise PushRefused("bad_message", "run_id must not be empty")
+        self._peers[peer] = hello
+        if len(self._peers) > PEERS:
+            self._peers.popitem(last=False)
+        live, arena, manifest = (
+            self._coordinator.history.live,
+            self._coordinator.slots.arena,
+            self._coordinator.layout.manifest,
+        )
+        return Welcome(
+            self._store_id,
+            manifest.model,
+            manifest.dtype,
+            live.run_id if live else "",
+            live.version if live else None,
+            str(arena.path),
+            arena.nonce,
+            self._config.max_frame,
+            self._config.lease_s,
+        )
+
+    def _begin(self, peer: bytes, begin: Begin, now: float) -> Reply:
+        hello = self._peers.get(peer)
+        if hello is None:
+            raise PushRefused("unauthorized", "say Hello first")
+        self._check(begin)
+        live = self._coordinator.history.live
+        if live is not None and (live.run_id, live.version) == (hello.run_id, begin.version) and not begin.force:
+            return Committed(live.version, live.digest, 0, {}, {}, already=True)
+        intent = Intent(
+            *(hello.run_id, begin.version, "push", hello.client, begin.in_flight, begin.transport, begin.force)
+        )
+        group = self._running()
+        try:
+            if group is not None and group.same_push(intent):
+                return group.join(peer, begin, now)
+            group = TrainerGroup(self._config, self._coordinator, self._answer, self._counters)
+            placement = group.open(peer, begin, intent, now)
+        except PushRefused as refusal:
+            self._counters.add("begins_refused")
+            if not refusal.retryable:
+                self._coordinator.note_error(refusal, {"run_id": intent.run_id, "version": intent.version})
+            raise
+        self._groups[group.id] = group
+        if len(self._groups) > SESSIONS:
+            self._groups.popitem(last=False)
+        return placement
+
+    def _check(self, begin: Begin) -> None:
+        if begin.version < 0 or not 0 <= begin.rank < begin.world:
+            message = f"version {begin.version}, rank {begin.rank} of {begin.world}: out of range"
+            raise PushRefused("bad_message", message)
+        for what, count, cap in (
+            ("parts", len(begin.parts), self._config.max_parts),
+            ("trainer ranks", begin.world, self._config.max_world),
+        ):
+            if count > cap:
+                raise PushRefused("too_large", f"{count} {what} in one push, at most {cap} are taken")
+
+    def _of_session(self, peer: bytes, request: Renew | Seal | Commit | Abort, now: float) -> None:
+        group = self._group(peer, request.session)
+        if group is None:
+            self._counters.add("bad_messages")
+            message = f"session {request.session!r} is not known here as yours; the store may have restarted"
+            self._answer(peer, Error("unknown_session", message, request.session))
+            return
+        match request:
+            case Renew():
+                group.renew(peer, request, now)
+            case Seal():
+                group.seal(peer, request, now)
+            case Commit():
+                group.commit(peer, request, now)
+            case Abort():
+                group.abort(peer, request, now)
+
+    def _group(self, peer: bytes, session: str) -> TrainerGroup | None:
+        group = self._groups.get(session)
+        return group if group is not None and peer in group.members else None
+
+    def _running(self) -> TrainerGroup | None:
+        session = self._coordinator.session
+        return session.owner if session is not None and isinstance(session.owner, TrainerGroup) else None
+
+    def _answer(self, peer: bytes, reply: Reply) -> None:
+        self._router.send(peer, encode(reply))

@@ -1,0 +1,165 @@
+"""The store's two ROUTER sockets: whole messages in, bad bytes sorted out, nothing that blocks.
+
+Payload frames of a chunk are received straight into the buffers that `chunk` names, so a push over the
+network costs one copy out of the socket. Whatever is refused is still read to its last frame, because the
+next message starts only there. Sends never wait: a peer that is gone or does not read loses its message.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from rollout_client.protocol import MAX_HEADER_BYTES, Chunk, ErrorCode, Request, decode_request
+from weight_manager.messages import FromApi, FromReplica, decode_incoming
+from weight_manager.metrics import Counters
+
+log = logging.getLogger(__name__)
+
+TURN_MESSAGES = 64
+"""Messages taken from one socket before the loop looks at everything else."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class PushReceiver(Protocol):
+    """What trainers send (trainers.py)."""
+
+    def request(self, peer: bytes, request: Request) -> None:
+        """Anything but a `Chunk`."""
+        ...
+
+    def chunk(self, peer: bytes, chunk: Chunk) -> Sequence[memoryview] | None:
+        """Where its payload goes, one buffer per frame; None = throw it away."""
+        ...
+
+    def malformed(self, peer: bytes, code: ErrorCode, message: str, session: str = "") -> None:
+        """Bytes that cannot be read, a frame over the cap, a chunk whose frames are not what it says."""
+        ...
+
+
+class Router:
+    """A bound ROUTER. Only the loop's thread touches it."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, max_message: int, backlog: int
+    ) -> None:
+        """backlog: messages or frames queued per peer. A frame over max_message makes ZMQ drop the connection."""
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        self.socket.set(zmq.MAXMSGSIZE, max_message)
+        self.socket.set(zmq.RCVHWM, backlog)
+        self.socket.set(zmq.LINGER, 500)
+        if endpoint.startswith("tcp://"):
+            self.socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
+        self.socket.bind(endpoint)
+        self.endpoint = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def send(self, peer: bytes, content: bytes) -> bool:
+        """Queue one message; False if the peer is not connected or its queue is full."""
+        try:
+            self.socket.send_multipart([peer, content], flags=zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def next(self) -> tuple[bytes, zmq.Frame] | None:
+        """Peer and first frame of the next message; None when there is none."""
+        try:
+            peer = self.socket.recv(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        return peer, self.socket.recv(copy=False)
+
+    def drain(self) -> list[int]:
+        """Throw the rest of a message away; sizes of the frames thrown away."""
+        sizes = []
+        while self.socket.get(zmq.RCVMORE):
+            sizes.append(len(self.socket.recv(copy=False)))
+        return sizes
+
+    def close(self) -> None:
+        """Gives what was queued half a second to leave."""
+        self.socket.close()
+
+
+def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, counters: Counters) -> None:
+    """One turn on the trainers' socket."""
+    for _ in range(TURN_MESSAGES):
+        message = router.next()
+        if message is None:
+            return
+        peer, head = message
+        if len(head) > MAX_HEADER_BYTES:
+            router.drain()
+            counters.add("oversized_frames")
+            receiver.malformed(
+                peer, "too_large", f"a message of {len(head)} bytes, at most {MAX_HEADER_BYTES} are read"
+            )
+            continue
+        try:
+            request = decode_request(head.buffer)
+        except UNREADABLE as error:
+            router.drain()
+            counters.add("bad_messages")
+            receiver.malformed(peer, "bad_message", f"not a message of this protocol: {error}")
+            continue
+        if isinstance(request, Chunk):
+            _receive_chunk(router, receiver, peer, request, max_frame=max_frame, counters=counters)
+        elif router.drain():
+            counters.add("bad_messages")
+            receiver.malformed(peer, "bad_message", f"{type(request).__name__} takes no payload frames")
+        else:
+            receiver.request(peer, request)
+
+
+def _receive_chunk(
+    router: Router, receiver: PushReceiver, peer: bytes, chunk: Chunk, *, max_frame: int, counters: Counters
+) -> None:
+    if max(chunk.sizes, default=0) > max_frame:
+        router.drain()
+        counters.add("oversized_frames")
+        message = f"a payload frame of {max(chunk.sizes)} bytes, at most {max_frame} are read"
+        receiver.malformed(peer, "too_large", message, chunk.session)
+        return
+    buffers = receiver.chunk(peer, chunk)
+    if buffers is None:
+        router.drain()
+        return
+    for buffer in buffers:
+        if not router.socket.get(zmq.RCVMORE) or router.socket.recv_into(buffer) != len(buffer):
+            break
+    else:
+        if not router.socket.get(zmq.RCVMORE):
+            return
+    router.drain()
+    counters.add("bad_messages")
+    message = f"the payload frames of copy {chunk.copy} are not the {len(buffers)} announced, of the sizes announced"
+    receiver.malformed(peer, "bad_message", message, chunk.session)
+
+
+def receive_internal(
+    router: Router,
+    request: Callable[[bytes, FromReplica | FromApi], None],
+    malformed: Callable[[bytes, str], Any],
+    counters: Counters,
+) -> None:
+    """One turn on the service's own socket."""
+    for _ in range(TURN_MESSAGES):
+        message = router.next()
+        if message is None:
+            return
+        peer, head = message
+        try:
+            extra = router.drain()
+            if extra:
+                raise msgspec.DecodeError(f"{len(extra)} frames too many")
+            decoded = decode_incoming(head.buffer)
+        except UNREADABLE as error:
+            counters.add("bad_messages")
+            malformed(peer, f"not a message of the store: {error}")
+            continue
+        request(peer, decoded)
