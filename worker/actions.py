@@ -5,8 +5,6 @@
 ticking and generating; what may not fail halfway (the flip itself) is a pointer swap in `start` or `settle`.
 """
 
-import ctypes
-import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Protocol
 
 from weight_manager.messages import Live
 from worker.engine.base import Engine
+from worker.memory import give_back_to_system
 from worker.messages import Tag
 from worker.signals import Order, Phase, Signal
 
@@ -223,11 +222,3 @@ class Actions:
             self.weights.rollback()
         if "kv_cache" in order.tags and "kv_cache" in self.released:
             self.engine.release_kv()
-
-
-def give_back_to_system() -> None:
-    """Freed memory leaves the process now, not at the allocator's leisure: a trainer beside us needs it."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

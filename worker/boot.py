@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weight_manager import logs
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
@@ -105,7 +105,13 @@ class _NoGroups:
 def _join(config: WorkerConfig, rank: int) -> _World:
     if config.tp == 1:
         return _World(LocalSignals(), _NoGroups(), None, [os.getpid()])
-    raise NotImplementedError
+    from worker.gloo_signals import GlooSignals  # noqa: PLC0415  loads Paddle
+    from worker.process_groups import join  # noqa: PLC0415
+
+    backend: Literal["gloo", "nccl"] = "nccl" if config.device == "gpu" else "gloo"
+    joined = join(rank, config.tp, tp_backend=backend, deadline_s=config.connect_s)
+    signals = GlooSignals(joined.signal, rank, config.tp)
+    return _World(signals, joined.groups, joined.tp, signals.pids)
 
 
 def _engine(config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, tp_group: Any, rank: int) -> Engine:

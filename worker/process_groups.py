@@ -1,0 +1,157 @@
+"""Every process group of a rank: making them, shutting those that can be shut, bringing them back.
+
+Facts of Paddle 3.x this file stands on (paddle/distributed/collective.py):
+  - only ProcessGroupNCCL has shutdown() and restart(); asking a gloo group raises AttributeError;
+  - shutdown_process_group() without a group walks the registry and stops at the first gloo group, with the
+    groups before it shut and those after it up;
+  - taking entries out of the registry breaks new_group for ever (KeyError '_default_pg');
+  - a group of one rank, or one this rank is not in, has no process group at all.
+So groups are shut and restarted one by one, with Paddle's public calls and an explicit group, in one order
+that is the same on every rank (group ids, which rise in order of creation), and the registry is only read.
+Each half stops at the first failure and may be called again: it then takes up where it stopped.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+DefaultPolicy = Literal["keep", "shut"]
+"""Of the world group: keep = never touched, as Paddle's own walk leaves it; shut = treated like any other."""
+
+
+class GroupError(RuntimeError):
+    """A group could not be shut or restarted. done: groups this call changed before; group: the one at fault."""
+
+    def __init__(self, verb: str, group: str, done: Iterable[str], cause: BaseException) -> None:
+        self.group = group
+        self.done = list(done)
+        before = f" (before it: {', '.join(self.done)})" if self.done else ""
+        super().__init__(f"cannot {verb} group {group}{before}: {type(cause).__name__}: {cause}")
+
+
+class PaddleTooOld(RuntimeError):
+    """This build of Paddle has groups that need shutting and no call that does it."""
+
+
+def can_be_shut(group: Any) -> bool:
+    """Whether the group's backend can give its memory back and return: asked of the object, not of its name."""
+    backend = group.process_group
+    return all(callable(getattr(backend, verb, None)) for verb in ("shutdown", "restart"))
+
+
+class ProcessGroups:
+    """The groups of this process as Paddle's registry lists them, ours and other people's (fleet)."""
+
+    def __init__(self, distributed: ModuleType | Any, *, default: DefaultPolicy = "keep") -> None:
+        self._dist = distributed
+        self._default = default
+
+    def groups(self) -> list[Any]:
+        """All groups that may be shut by policy and can be by capability, in the fixed order."""
+        registry = dict(self._dist.collective._get_group_map_by_name())
+        world = self._dist.collective._default_group_name
+        chosen = [
+            group
+            for name, group in registry.items()
+            if can_be_shut(group) and (self._default == "shut" or name != world)
+        ]
+        return sorted(chosen, key=lambda group: int(group.id))
+
+    def shut_now(self) -> list[str]:
+        """Names of the groups that are shut, in the fixed order."""
+        shut = self._shut_names()
+        return [group.name for group in self.groups() if group.name in shut]
+
+    def shutdown(self) -> list[str]:
+        """Shut what is up; returns the names this call shut. Raises GroupError, PaddleTooOld."""
+        return self._each("shutdown", {group.name for group in self.groups()} - self._shut_names())
+
+    def restart(self) -> list[str]:
+        """Bring back what is shut; returns the names this call restarted. Raises GroupError, PaddleTooOld."""
+        return self._each("restart", self._shut_names())
+
+    def _each(self, verb: Literal["shutdown", "restart"], names: set[str]) -> list[str]:
+        todo = [group for group in self.groups() if group.name in names]
+        if not todo:
+            return []
+        call = getattr(self._dist, f"{verb}_process_group", None)
+        if call is None:
+            raise PaddleTooOld(
+                f"this Paddle has no {verb}_process_group, so {', '.join(g.name for g in todo)} would keep its "
+                "device memory; use Paddle 3.0 or later, or release only the KV cache (tags=kv_cache)"
+            )
+        done: list[str] = []
+        for group in todo:
+            try:
+                call(group)
+            except Exception as error:
+                raise GroupError(verb, group.name, done, error) from error
+            done.append(group.name)
+        log.info("%s of groups: %s", verb, ", ".join(done))
+        return done
+
+    def _shut_names(self) -> set[str]:
+        shut = getattr(self._dist.collective, "_get_shutdown_group_map_by_name", dict)
+        return set(shut())
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This rank's place among the ranks of its replica."""
+
+    groups: ProcessGroups
+    signal: Any  # gloo, CPU tensors; made once, never shut
+    tp: Any  # carries the matrices' sums: NCCL on a GPU, gloo on a CPU
+
+
+def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_s: float) -> Joined:
+    """Meet the other ranks. The supervisor's `group_environment` says where. Raises TimeoutError.
+
+    Paddle's rendezvous server listens on all interfaces, without a password: a firewall must cover the ports.
+    """
+    if os.environ.get("PADDLE_TRAINER_ID") != str(rank) or os.environ.get("PADDLE_TRAINERS_NUM") != str(size):
+        raise ValueError("tensor-parallel ranks need the PADDLE_* variables that `paddle-rollout serve` sets")
+    if rank:
+        # Paddle's client sleeps for 3 s when nobody listens yet.
+        _wait_for(os.environ["PADDLE_MASTER"], deadline_s)
+    import paddle.distributed as dist  # noqa: PLC0415  a replica of one rank needs no group
+
+    dist.init_parallel_env()
+    ranks = list(range(size))
+    signal = dist.new_group(ranks, backend="gloo")
+    tp = dist.new_group(ranks, backend=tp_backend)
+    return Joined(ProcessGroups(dist), signal, tp)
+
+
+def group_environment(rank: int, ports: list[int]) -> dict[str, str]:
+    """What `join` needs in the environment. ports: one for the rendezvous, then one for each rank; all free."""
+    master, *rest = (f"127.0.0.1:{port}" for port in ports)
+    return {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(len(rest)),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(rest),
+        "PADDLE_CURRENT_ENDPOINT": rest[rank],
+        "PADDLE_MASTER": master,
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+
+
+def _wait_for(endpoint: str, deadline_s: float) -> None:
+    host, _, port = endpoint.rpartition(":")
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"rank 0 does not listen on {endpoint} after {deadline_s:g} s") from None
+            time.sleep(0.05)
+        else:
+            return
