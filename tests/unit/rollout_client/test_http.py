@@ -1,0 +1,124 @@
+import json
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from rollout_client.http import AsyncRolloutClient, RequestFailed, RolloutClient, Span, Unreachable
+
+OUTPUT = {
+    "prompt_index": 0,
+    "index": 0,
+    "token_ids": [4, 5],
+    "text": "ab",
+    "logprobs": [-0.1, -0.2],
+    "finish_reason": "stop",
+    "spans": [{"version": 3, "start": 0, "end": 2}],
+    "a_field_of_tomorrow": 1,
+}
+GENERATION = {"request_id": "r", "model": "m", "outputs": [OUTPUT]}
+
+
+class Server:
+    """Stands for the service: records requests and answers from a table of path -> (status, body)."""
+
+    def __init__(self) -> None:
+        self.requests: list[httpx.Request] = []
+        self.replies = {"/v1/rollout/generate": (200, json.dumps(GENERATION))}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        status, body = self.replies[request.url.path]
+        return httpx.Response(status, content=body)
+
+    @property
+    def body(self) -> dict:
+        return json.loads(self.requests[-1].content)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def client(server):
+    with RolloutClient(token="secret", transport=httpx.MockTransport(server)) as made:
+        yield made
+
+
+def test_generate_sends_what_was_asked_and_reads_the_reply(client, server):
+    result = client.generate(prompt_ids=np.array([[1, 2], [3, 4]]), n=2, max_tokens=8, top_k=5)
+    assert server.body == {"n": 2, "max_tokens": 8, "temperature": 1.0, "top_k": 5, "prompt_ids": [[1, 2], [3, 4]]}
+    assert server.requests[0].headers["authorization"] == "Bearer secret"
+    assert result.outputs[0].spans == [Span(3, 0, 2)]
+    assert result.outputs[0].token_ids == [4, 5]
+
+
+def test_one_prompt_of_numpy_integers(client, server):
+    client.generate(prompt_ids=[np.int64(1), np.int64(2)])
+    assert server.body["prompt_ids"] == [1, 2]
+
+
+def test_a_stream_ends_at_done(client, server):
+    pieces = f"data: {json.dumps(GENERATION)}\n\n" * 2 + "data: [DONE]\n\n"
+    server.replies["/v1/rollout/generate"] = (200, pieces)
+    assert [p.outputs[0].text for p in client.stream("hello")] == ["ab", "ab"]
+    assert server.body == {"prompt": "hello", "stream": True}
+
+
+def test_an_error_inside_a_stream_is_raised(client, server):
+    error = json.dumps({"error": {"code": "Unavailable", "message": "gone"}}, separators=(",", ":"))
+    server.replies["/v1/rollout/generate"] = (200, f"data: {error}\n\ndata: [DONE]\n\n")
+    with pytest.raises(RequestFailed, match="gone"):
+        list(client.stream("hello"))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_refusal_carries_status_code_and_tensors(client, server, streamed):
+    detail = {"message": "prompt is empty", "code": "BadInput", "tensors": ["w"]}
+    server.replies["/v1/rollout/generate"] = (400, json.dumps({"error": detail}))
+    with pytest.raises(RequestFailed, match="prompt is empty") as caught:
+        list(client.stream("")) if streamed else client.generate("")
+    assert (caught.value.status, caught.value.code, caught.value.tensors) == (400, "BadInput", ["w"])
+
+
+def test_a_reply_of_something_else_is_an_error_too(client, server):
+    server.replies["/v1/rollout/generate"] = (502, "<html>bad gateway")
+    with pytest.raises(RequestFailed, match="bad gateway"):
+        client.generate("a")
+
+
+def test_nobody_listening_is_unreachable():
+    with RolloutClient("http://127.0.0.1:9") as client, pytest.raises(Unreachable):
+        client.weights()
+
+
+def test_control_verbs(client, server):
+    state = {"paused": True, "held": 2, "mode": "keep", "lease_left_s": 4.0}
+    server.replies |= {
+        "/v1/rollout/pause": (200, json.dumps(state)),
+        "/v1/rollout/resume": (200, json.dumps(state | {"paused": False})),
+        "/v1/rollout/abort": (200, '{"aborted": 3}'),
+        "/v1/rollout/weights/load": (200, '{"version": 9, "report": {}}'),
+    }
+    assert client.pause("keep", lease_s=5).lease_left_s == 4.0
+    assert server.body == {"mode": "keep", "lease_s": 5, "clear_cache": True, "deadline_s": 60.0}
+    assert client.resume().paused is False
+    assert client.abort(["x"]) == 3
+    assert client.load_weights("/ckpt", in_flight="abort").version == 9
+    assert server.body["in_flight"] == "abort"
+
+
+async def test_async_client_does_the_same(server):
+    weights = {"live": None, "replicas": [], "store_connected": True}
+    server.replies["/v1/rollout/weights/wait"] = (200, json.dumps(weights))
+    async with AsyncRolloutClient(transport=httpx.MockTransport(server)) as client:
+        result = await client.generate("hello")
+        assert result == msgspec.convert(GENERATION, type(result))
+        assert (await client.wait_for_version(7, timeout_s=1)).store_connected
+        assert server.requests[-1].url.params["version"] == "7"
+        pieces = f"data: {json.dumps(GENERATION)}\n\ndata: [DONE]\n\n"
+        server.replies["/v1/rollout/generate"] = (200, pieces)
+        assert len([piece async for piece in client.stream("x")]) == 1
