@@ -1,40 +1,183 @@
-"""Text <-> token ids of one checkpoint, without transformers."""
+"""Text <-> token ids of one checkpoint: the ids the Hugging Face stack gives, from `tokenizers` and jinja2 alone."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
+
+from worker.chat_template import render
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class TextStream(Protocol):
-    """Incremental decoding of one sequence."""
+class TextStream:
+    """Text of one sequence as its tokens come. The pieces join to what `decode` says of all of them."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
 
     def push(self, token_id: int) -> str:
         """The text this token completes; "" while a character is unfinished."""
-        ...
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # the library raises nothing narrower when later bytes rewrite text it gave out
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return self._stream.step(self._tokenizer, token_id) or ""
 
 
 class Tokenizer:
-    """Text of one checkpoint."""
+    """Text of one checkpoint. eos_token_ids: what ends a generation, by the checkpoint's own word."""
 
-    eos_token_ids: tuple[int, ...]
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        templates: Mapping[str, str],
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = tokenizer.get_vocab_size()
+        self._tokenizer = tokenizer
+        self._special = dict(special)
+        self._templates = dict(templates)
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
         """Read tokenizer.json and what lies beside it. Raises FileNotFoundError, ValueError."""
-        raise NotImplementedError
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path}: {error}") from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        config = _read(model_dir / "tokenizer_config.json")
+        special = _special_tokens({**_read(model_dir / "special_tokens_map.json"), **config})
+        _set_bos_and_eos(tokenizer, config, special)
+        eos = eos_token_ids(model_dir)
+        if not eos and "eos_token" in special:
+            known = tokenizer.token_to_id(special["eos_token"])
+            eos = () if known is None else (known,)
+        return cls(tokenizer, special, _templates(model_dir, config), eos)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint says how conversations are written."""
+        return bool(self._templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        raise NotImplementedError
+        """Token ids of a text. Raises UnicodeError for lone surrogates."""
+        text.encode()  # the library would panic
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids."""
-        raise NotImplementedError
+        """Text of token ids. Ids the tokenizer does not know have no text."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
-        """The prompt text of a conversation."""
-        raise NotImplementedError
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it, or None."""
+        return self._tokenizer.id_to_token(token_id)
 
     def stream(self, skip_special: bool = True) -> TextStream:
         """A decoder fed one token at a time."""
-        raise NotImplementedError
+        return TextStream(self._tokenizer, skip_special=skip_special)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation; encode it with add_special_tokens=False.
+
+        chat_template: the template itself, or the name of one the checkpoint has. variables: seen by the template.
+        Raises ValueError when there is no template, or it refuses the messages.
+        """
+        name = chat_template or ("tool_use" if tools and "tool_use" in self._templates else "default")
+        template = self._templates.get(name, chat_template)
+        if template is None:
+            raise ValueError("the checkpoint has no chat template: send one, or send token ids or plain text")
+        values = {
+            **self._special,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **variables,
+        }
+        return render(template, messages, values, continue_final=continue_final_message)
+
+
+def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """What ends a generation: generation_config.json, or else config.json. Empty when neither says."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read(model_dir / name).get("eos_token_id")
+        if value is not None:
+            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return document
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; written as strings, or as objects with a content."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _set_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """tokenizer.json says what encoding adds, unless the config states add_bos_token or add_eos_token."""
+    if "add_bos_token" not in config and "add_eos_token" not in config and tokenizer.post_processor is not None:
+        return
+    added = {}
+    for name in ("bos", "eos"):
+        token = special.get(f"{name}_token")
+        known = None if token is None else tokenizer.token_to_id(token)
+        if config.get(f"add_{name}_token") and known is not None:
+            added[name] = (token, known)
+    single = [*([added["bos"][0]] if "bos" in added else []), "$A", *([added["eos"][0]] if "eos" in added else [])]
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=list(added.values()))
+
+
+def _templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; files win over tokenizer_config.json, as newer checkpoints have it."""
+    stated = config.get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(stated, str):
+        found["default"] = stated
+    elif isinstance(stated, list):
+        found.update({entry["name"]: entry["template"] for entry in stated})
+    for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text()
+    single = model_dir / "chat_template.jinja"
+    if single.is_file():
+        found["default"] = single.read_text()
+    return found
