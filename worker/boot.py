@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,13 +26,19 @@ from worker.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+EXIT_USAGE = 2
+"""The configuration is wrong: starting again would not help."""
 EXIT_GROUP_DEAD = 71
 """The other ranks are gone, so this one cannot go on: the supervisor restarts the replica whole."""
 
 
 def run_rank(config_path: Path, replica: int, rank: int) -> int:
     """Serve until told to stop; returns the exit status."""
-    config = read_worker_config(config_path)
+    try:
+        config = read_worker_config(config_path)
+    except (OSError, ValueError) as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return EXIT_USAGE
     logs.setup(f"replica {replica} rank {rank}", config.log_level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the supervisor, which stops us in order
     if rank:

@@ -1,0 +1,285 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from worker.run_dir import AlreadyRunning, RunDir
+from worker.supervisor import Supervisor
+from worker.supervisor_messages import (
+    Failed,
+    GetProcesses,
+    Ok,
+    Processes,
+    Restart,
+    Shutdown,
+    decode_reply,
+    encode,
+)
+from worker.unit import ProcessSpec, RestartPolicy, UnitSpec
+
+QUICK = RestartPolicy(first_s=0.0, next_s=0.05, max_s=0.2, give_up=4, within_s=30)
+SLEEP = "import time; time.sleep(60)"
+
+
+def python(name, code, **kwargs):
+    return ProcessSpec(name, (sys.executable, "-c", code), **kwargs)
+
+
+def unit(name, kind, *codes, restart=QUICK, **kwargs):
+    processes = tuple(python(f"{name}-{i}" if len(codes) > 1 else name, code) for i, code in enumerate(codes))
+    return UnitSpec(name, kind, processes, restart, **{"stop_s": 2.0, **kwargs})
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    claimed = RunDir(tmp_path / "run")
+    yield claimed
+    claimed.close()
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+def supervise(units, run_dir, lines, script):
+    """Run a supervisor and, beside it, `script(supervisor)`; stops when the script is through."""
+    supervisor = Supervisor(units, run_dir, lambda name, line: lines.append((name, line)))
+
+    async def play():
+        main = asyncio.create_task(supervisor.main())
+        await asyncio.sleep(0.05)
+        try:
+            await asyncio.wait_for(script(supervisor), 20)
+        finally:
+            if not main.done():
+                supervisor._stop.set()
+            status = await asyncio.wait_for(main, 20)
+        return status
+
+    return asyncio.run(play())
+
+
+async def until(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        await asyncio.sleep(0.02)
+
+
+def pids(supervisor):
+    return {p.name: p.pid for u in supervisor.units for p in u.processes()}
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def ask(run_dir, message):
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.connect(f"ipc://{run_dir.path / 'supervisor.sock'}")
+        await socket.send(encode(message) if not isinstance(message, bytes) else message)
+        return decode_reply(await asyncio.wait_for(socket.recv(), 10))
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+def test_a_killed_process_comes_back(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        first = pids(supervisor)
+        os.kill(first["store"], signal.SIGKILL)
+        await until(lambda: pids(supervisor)["store"] not in (None, first["store"]))
+        assert pids(supervisor)["api"] == first["api"]
+        store = supervisor.units[0].processes()[0]
+        assert (store.restarts, store.last_exit) == (1, "killed by SIGKILL")
+
+    assert supervise([unit("store", "store", SLEEP), unit("api", "api", SLEEP)], run_dir, lines, script) == 0
+
+
+def test_a_replica_is_restarted_whole(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: len(pids(supervisor)) == 2 and all(pids(supervisor).values()))
+        first = pids(supervisor)
+        os.kill(first["replica-0-1"], signal.SIGKILL)
+        await until(lambda: all(pid and pid != first[name] for name, pid in pids(supervisor).items()))
+        assert not any(alive(pid) for pid in first.values())
+
+    assert supervise([unit("replica-0", "replica", SLEEP, SLEEP)], run_dir, lines, script) == 0
+
+
+def test_a_crash_leaves_a_readable_report(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: list(run_dir.crashes.glob("*.txt")))
+
+    crash = "import sys; print('loading'); sys.exit('no such tensor: lm_head')"
+    supervise([unit("store", "store", crash)], run_dir, lines, script)
+    report = min(run_dir.crashes.glob("*-store.txt")).read_text()
+    assert "exit status 1" in report
+    assert report.endswith("loading\nno such tensor: lm_head\n")
+
+
+def test_a_unit_that_keeps_ending_is_given_up_and_the_service_with_it(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+
+    units = [unit("store", "store", "raise SystemExit(3)"), unit("api", "api", SLEEP)]
+    assert supervise(units, run_dir, lines, script) == 1
+
+
+def test_wrong_configuration_is_not_tried_again(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+        assert supervisor.units[0].processes()[0].restarts == 1
+        assert "cannot run as configured" in supervisor.units[0].why_gave_up
+
+    assert supervise([unit("store", "store", "raise SystemExit(78)")], run_dir, lines, script) == 1
+
+
+def test_one_replica_given_up_leaves_the_others_running(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+        await asyncio.sleep(0.2)
+        assert supervisor.units[1].state == "running"
+
+    units = [unit("replica-0", "replica", "raise SystemExit(1)"), unit("replica-1", "replica", SLEEP)]
+    assert supervise(units, run_dir, lines, script) == 0
+
+
+def test_the_end_comes_in_order_and_the_stubborn_are_killed(run_dir, lines):
+    polite = (
+        "import signal, sys, time\n"
+        "def end(*_): print('bye', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end); print('up', flush=True); time.sleep(60)"
+    )
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+
+    async def script(supervisor):
+        await until(lambda: sum(line == "up" for _, line in lines) == 3)
+
+    units = [
+        unit("store", "store", polite),
+        unit("replica-0", "replica", stubborn, stop_s=0.5),
+        unit("api", "api", polite),
+    ]
+    began = time.monotonic()
+    assert supervise(units, run_dir, lines, script) == 0
+    assert [name for name, line in lines if line == "bye"] == ["api", "store"]
+    assert time.monotonic() - began < 10
+
+
+def test_status_bad_bytes_and_shutdown_over_the_socket(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        status = await ask(run_dir, GetProcesses("c1"))
+        assert isinstance(status, Processes)
+        assert (status.call, status.pid, status.items[0].pid) == ("c1", os.getpid(), pids(supervisor)["store"])
+        assert isinstance(await ask(run_dir, b"\xff nonsense"), Failed)
+        assert isinstance(await ask(run_dir, Restart("c2", ["nobody"])), Failed)
+        assert await ask(run_dir, Shutdown("c3")) == Ok("c3")
+
+    assert supervise([unit("store", "store", SLEEP)], run_dir, lines, script) == 0
+
+
+def test_restart_of_a_unit_is_not_counted_as_a_failure(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        first = pids(supervisor)["api"]
+        for _ in range(5):  # more than the policy's failures
+            assert isinstance(await ask(run_dir, Restart("r", ["api"])), Ok)
+        await until(lambda: pids(supervisor)["api"] not in (None, first))
+        assert supervisor.units[0].state == "running"
+        assert not run_dir.crashes.exists()
+
+    polite = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(60)"
+    assert supervise([unit("api", "api", polite)], run_dir, lines, script) == 0
+
+
+def test_every_start_of_a_unit_gets_an_environment_of_its_own(run_dir, lines):
+    count = iter(range(100))
+
+    async def script(supervisor):
+        await until(lambda: ("api", "1") in lines)
+
+    show = "import os, time; print(os.environ['PORT'], flush=True); raise SystemExit(1)"
+    spec = unit("api", "api", show, incarnation=lambda: [{"PORT": str(next(count))}])
+    supervise([spec], run_dir, lines, script)
+    assert lines[:2] == [("api", "0"), ("api", "1")]
+
+
+def test_a_second_service_of_the_same_name_is_told_so(run_dir):
+    with pytest.raises(AlreadyRunning, match=rf"pid {os.getpid()}.*--name"):
+        RunDir(run_dir.path)
+
+
+def test_a_run_directory_is_cleaned_when_claimed_and_when_left(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "replica-3.sock").touch()
+    claimed = RunDir(path)
+    assert not (path / "replica-3.sock").exists()
+    assert path.stat().st_mode & 0o077 == 0 or path.stat().st_mode & 0o777 == 0o755  # made by the test here
+    (path / "config.json").touch()
+    claimed.close()
+    assert not path.exists()
+    RunDir(path).close()
+
+
+def test_children_do_not_outlive_a_killed_supervisor(tmp_path):
+    code = f"""
+import sys
+from worker.run_dir import RunDir
+from worker.supervisor import Supervisor
+from worker.unit import ProcessSpec, UnitSpec
+import signal
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+spec = lambda n, s: ProcessSpec(n, (sys.executable, "-c", child), death_signal=s)
+units = [UnitSpec("store", "store", (spec("store", signal.SIGTERM),)),
+         UnitSpec("replica-0", "replica", (spec("a", signal.SIGKILL), spec("b", signal.SIGKILL)))]
+sys.exit(Supervisor(units, RunDir(__import__("pathlib").Path({str(tmp_path / "run")!r}))).run())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as supervisor:
+        children = [int(supervisor.stderr.readline()) for _ in range(3)]
+        assert all(alive(pid) for pid in children)
+        supervisor.kill()
+        supervisor.wait(5)
+        deadline = time.monotonic() + 2
+        while any(alive(pid) for pid in children):
+            assert time.monotonic() < deadline, "a child outlived its supervisor"
+            time.sleep(0.02)
+    RunDir(tmp_path / "run").close()  # the lock went with it
+
+
+def test_sigterm_ends_everything_with_status_0(tmp_path):
+    code = f"""
+import sys, pathlib
+from worker.run_dir import RunDir
+from worker.supervisor import Supervisor
+from worker.unit import ProcessSpec, UnitSpec
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+units = [UnitSpec("store", "store", (ProcessSpec("store", (sys.executable, "-c", child)),))]
+run_dir = RunDir(pathlib.Path({str(tmp_path / "run")!r}))
+status = Supervisor(units, run_dir).run()
+run_dir.close()
+sys.exit(status)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as supervisor:
+        child = int(supervisor.stderr.readline())
+        supervisor.terminate()
+        assert supervisor.wait(10) == 0
+        assert not alive(child)
+    assert not (tmp_path / "run").exists()

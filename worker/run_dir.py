@@ -1,0 +1,61 @@
+"""The directory of one running service: its sockets, its config, and the lock that says it runs."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+_OURS = ("*.sock", "config.json", "http_port", "push_endpoint")
+
+
+class AlreadyRunning(RuntimeError):
+    """Another supervisor holds this directory; the message names it."""
+
+
+class RunDir:
+    """A claimed run directory (mode 0700). Whatever a predecessor that was killed left in it is removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Claim `path`, making it when needed. Raises AlreadyRunning, or PermissionError when it is another user's."""
+        self.path = path
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{path} belongs to another user; choose another run directory")
+        self._fd = self._lock()
+        self._clean()
+
+    @property
+    def crashes(self) -> Path:
+        """Where reports of crashed processes are kept; survives `close`."""
+        return self.path / "crashes"
+
+    def close(self) -> None:
+        """Remove what was ours, and the directory too when nothing is left (crash reports, the store's history)."""
+        self._clean()
+        (self.path / "lock").unlink(missing_ok=True)
+        os.close(self._fd)
+        if not any(self.path.iterdir()):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _lock(self) -> int:
+        lock = self.path / "lock"
+        while True:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise AlreadyRunning(
+                    f"a service already runs in {self.path} (pid {holder}); stop it, or choose another --name"
+                ) from None
+            if lock.exists() and os.fstat(fd).st_ino == lock.stat().st_ino:
+                os.ftruncate(fd, 0)
+                os.write(fd, str(os.getpid()).encode())
+                return fd
+            os.close(fd)  # its holder removed it between our open and our lock
+
+    def _clean(self) -> None:
+        for pattern in _OURS:
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)

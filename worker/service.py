@@ -1,0 +1,47 @@
+"""The units of one service on this host: one store, one API, `replicas` replicas of `tp` ranks each."""
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from worker.process_groups import group_environment
+from worker.unit import ProcessSpec, UnitSpec
+
+
+def units_of_service(config_path: Path, *, replicas: int, tp: int, drain_s: float = 10.0) -> list[UnitSpec]:
+    """What `serve` starts. Every process reads `config_path`; drain_s: as in WorkerConfig and ApiConfig."""
+    python = (sys.executable, "-m")
+    config = ("--config", str(config_path))
+    return [
+        UnitSpec("store", "store", (ProcessSpec("store", (*python, "weight_manager", *config)),)),
+        *(_replica(config_path, replica, tp, drain_s) for replica in range(replicas)),
+        UnitSpec("api", "api", (ProcessSpec("api", (*python, "api", *config)),), stop_s=drain_s + 5),
+    ]
+
+
+def _replica(config_path: Path, replica: int, tp: int, drain_s: float) -> UnitSpec:
+    argv = (sys.executable, "-m", "worker", "--config", str(config_path), "--replica", str(replica))
+    ranks = tuple(
+        # Ranks have nothing to tidy up that a successor does not, and must not outlive the store by a moment.
+        ProcessSpec(f"replica-{replica}-rank-{rank}", (*argv, "--rank", str(rank)), death_signal=signal.SIGKILL)
+        for rank in range(tp)
+    )
+
+    def meet() -> list[dict[str, str]]:
+        ports = free_ports(1 + tp)
+        return [group_environment(rank, ports) for rank in range(tp)]
+
+    return UnitSpec(f"replica-{replica}", "replica", ranks, stop_s=drain_s + 5, incarnation=meet if tp > 1 else None)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody uses now: fresh ones for every start, so none is in TIME_WAIT."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

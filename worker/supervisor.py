@@ -1,0 +1,145 @@
+"""Starts the processes of a service, keeps them running, and stops them in order.
+
+The supervisor knows units (unit.py) and a control socket (supervisor_messages.py); it imports neither Paddle
+nor a web framework. Everything starts at once; the end comes kind by kind: the API (so that it can finish
+what it has accepted), the replicas (which drain), the store (which removes the shared memory).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from worker.child import Output
+from worker.rolling import restart_units
+from worker.run_dir import RunDir
+from worker.supervisor_messages import Failed, GetProcesses, Ok, Processes, Reply, Restart, decode_request, encode
+from worker.unit import Unit, UnitSpec
+
+log = logging.getLogger(__name__)
+
+STOP_ORDER = ("api", "replica", "store")
+
+
+def to_stderr(_name: str, line: str) -> None:
+    """Children write structured lines already: pass them on."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+class Supervisor:
+    """Runs `units` in a claimed run directory until SIGTERM, SIGINT, Shutdown, or until it makes no sense."""
+
+    def __init__(self, units: Sequence[UnitSpec], run_dir: RunDir, output: Output = to_stderr) -> None:
+        self._run_dir = run_dir
+        self.units = [Unit(spec, run_dir.crashes, output) for spec in units]
+        self._stop: asyncio.Event
+        self._rolling = False
+
+    def run(self) -> int:
+        """The exit status: 0 when told to stop, 1 when a unit that the service cannot do without was given up."""
+        return asyncio.run(self.main())
+
+    async def main(self) -> int:
+        """Startup, watch, shutdown."""
+        self._stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        control = asyncio.create_task(self._serve_control(self._run_dir.path / "supervisor.sock"))
+        lives = {unit: asyncio.create_task(unit.run()) for unit in self.units}
+        try:
+            return await self._watch(lives)
+        finally:
+            control.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await control
+            await self._shut_down(lives)
+
+    async def _watch(self, lives: dict[Unit, "asyncio.Task[None]"]) -> int:
+        """Until told to stop, or until a unit is given up without which nothing works."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            while True:
+                alive = [task for task in lives.values() if not task.done()]
+                await asyncio.wait([stop, *alive], return_when=asyncio.FIRST_COMPLETED)
+                if stop.done():
+                    log.info("stopping")
+                    return 0
+                for unit, task in lives.items():
+                    if task.done() and task.exception():
+                        log.critical("the supervisor failed over %s", unit.spec.name, exc_info=task.exception())
+                        return 1
+                if any(self._hopeless(kind) for kind in STOP_ORDER):
+                    log.critical("stopping: %s", "; ".join(u.why_gave_up for u in self.units if u.why_gave_up))
+                    return 1
+        finally:
+            stop.cancel()
+
+    def _hopeless(self, kind: str) -> bool:
+        states = [unit.state for unit in self.units if unit.spec.kind == kind]
+        return bool(states) and all(state == "gave_up" for state in states)
+
+    async def _shut_down(self, lives: dict[Unit, "asyncio.Task[None]"]) -> None:
+        for kind in STOP_ORDER:
+            some = [unit for unit in self.units if unit.spec.kind == kind]
+            for unit in some:
+                unit.stop()
+            results = await asyncio.gather(*(lives[unit] for unit in some), return_exceptions=True)
+            for unit, result in zip(some, results, strict=True):
+                if isinstance(result, BaseException):
+                    log.error("%s: %r", unit.spec.name, result)
+                    unit.kill()
+
+    async def _serve_control(self, path: Path) -> None:
+        context = zmq.asyncio.Context()
+        socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        socket.set(zmq.LINGER, 200)
+        socket.bind(f"ipc://{path}")
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                frames = await socket.recv_multipart()
+                task = asyncio.create_task(self._answer(socket, frames))
+                running.add(task)
+                task.add_done_callback(running.discard)
+        finally:
+            for task in running:
+                task.cancel()
+            socket.close()
+            context.term()
+
+    async def _answer(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
+        try:
+            request = decode_request(frames[-1])
+        except msgspec.MsgspecError as error:
+            reply: Reply = Failed("", f"bad message: {error}")
+        else:
+            reply = await self._reply(request)
+        await socket.send_multipart([frames[0], encode(reply)])
+
+    async def _reply(self, request: object) -> Reply:
+        match request:
+            case GetProcesses(call=call):
+                return Processes(call, os.getpid(), [p for unit in self.units for p in unit.processes()])
+            case Restart(call=call):
+                if self._rolling:
+                    return Failed(call, "a restart is under way already")
+                self._rolling = True
+                try:
+                    failure = await restart_units(self.units, request, self._run_dir.path)
+                finally:
+                    self._rolling = False
+                return Failed(call, failure) if failure else Ok(call)
+            case _:
+                self._stop.set()
+                return Ok(getattr(request, "call", ""))

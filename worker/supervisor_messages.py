@@ -1,0 +1,78 @@
+"""Messages to the supervisor, over ``ipc://{run_dir}/supervisor.sock`` (ROUTER; one msgpack frame each).
+
+Senders: the API and the command line. Every call is answered once, with the same `call`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+    """Base of everything on the supervisor's socket."""
+
+
+class GetProcesses(Message, tag="get_processes", frozen=True):
+    """-> `Processes`."""
+
+    call: str
+
+
+class Restart(Message, tag="restart", frozen=True):
+    """-> `Ok` once every named unit is back and ready, one after the other; `Failed` at the first that is not.
+
+    A replica is drained first, so no request fails; then it is ended whole and started anew.
+    """
+
+    call: str
+    units: list[str] = []  # "replica-0", "api", "store"; empty: all replicas
+    drain_s: float = 30.0
+    ready_s: float = 60.0  # how long a unit may take to come back
+
+
+class Shutdown(Message, tag="shutdown", frozen=True):
+    """-> `Ok` at once; then everything stops in order, as on SIGTERM."""
+
+    call: str
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process."""
+
+    name: str
+    unit: str  # lives and dies with the others of its unit
+    kind: str
+    state: Literal["running", "backoff", "stopping", "stopped", "gave_up"]
+    pid: int | None
+    restarts: int
+    uptime_s: float
+    last_exit: str  # "exit status 1", "killed by SIGKILL", "" = never ended
+
+
+class Processes(Message, tag="processes", frozen=True):
+    """[SUPERVISOR] answer to `GetProcesses`."""
+
+    call: str
+    pid: int  # of the supervisor
+    items: list[Process]
+
+
+class Ok(Message, tag="ok", frozen=True):
+    """[SUPERVISOR] done."""
+
+    call: str
+
+
+class Failed(Message, tag="failed", frozen=True):
+    """[SUPERVISOR] not done; says why."""
+
+    call: str
+    message: str
+
+
+Request = GetProcesses | Restart | Shutdown
+Reply = Processes | Ok | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,231 @@
+"""Processes that live and die together: the store, the API, or all ranks of one replica."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from worker.child import Child, Output, describe
+from worker.supervisor_messages import Process
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["store", "replica", "api"]
+EXIT_CONFIG = 78
+"""sysexits' EX_CONFIG: starting again would end the same way, so nobody tries."""
+_USAGE = 2
+_REPORTS = 50
+"""Crash reports kept, the newest."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often, and how long after, a unit that ended by itself is started again. Seconds."""
+
+    first_s: float = 0.0
+    """Before the first restart."""
+    next_s: float = 0.5
+    """Before the second; doubled each time."""
+    max_s: float = 10.0
+    """The most between two tries."""
+    give_up: int = 8
+    """So many ends ..."""
+    within_s: float = 60.0
+    """... within this time, and it is given up."""
+
+    def delay(self, failures: int) -> float:
+        """Seconds before the next start, after `failures` >= 1 recent ends."""
+        return self.first_s if failures == 1 else min(self.max_s, self.next_s * 2.0 ** (failures - 2))
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of a unit. death_signal: what it gets when the supervisor dies."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    death_signal: signal.Signals = signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit. The first process is the one that is asked to stop; the others follow it.
+
+    incarnation: called before each start; extra environment per process, e.g. free ports to meet on.
+    stop_s: how long after SIGTERM it may run before SIGKILL.
+    """
+
+    name: str
+    kind: Kind
+    processes: tuple[ProcessSpec, ...]
+    restart: RestartPolicy = RestartPolicy()
+    stop_s: float = 15.0
+    incarnation: Callable[[], list[dict[str, str]]] | None = None
+
+
+State = Literal["running", "backoff", "stopping", "stopped", "gave_up"]
+
+
+class Unit:
+    """Keeps its processes running until told to stop, or until it gives up. `run` is its whole life."""
+
+    def __init__(self, spec: UnitSpec, crashes: Path, output: Output) -> None:
+        self.spec = spec
+        self.state: State = "backoff"
+        self.restarts = 0
+        self.last_exit: dict[str, str] = {}
+        self.why_gave_up = ""
+        self._crashes = crashes
+        self._output = output
+        self._children: list[Child] = []
+        self._failures: deque[float] = deque()
+        self._stopping = asyncio.Event()
+        self._cycling = False
+
+    async def run(self) -> None:
+        """Start, watch, restart. Returns once stopped or given up."""
+        while not self._stopping.is_set():
+            self._start()
+            await self._until_one_ends()
+            if self._stopping.is_set():
+                await self._stop()
+                break
+            planned, self._cycling = self._cycling, False
+            await self._end_rest(grace_s=2.0 if planned else 0.0)
+            self.restarts += 1
+            if planned:
+                continue
+            delay = self._note_failure()
+            if delay is None:
+                self.state = "gave_up"
+                return
+            self.state = "backoff"
+            log.warning("%s: starting again in %.1f s", self.spec.name, delay, extra={"unit": self.spec.name})
+            await _first(self._stopping.wait(), asyncio.sleep(delay))
+        self.state = "stopped"
+
+    def stop(self) -> None:
+        """End it in order; `run` returns when it is over."""
+        self._stopping.set()
+
+    def cycle(self) -> None:
+        """The next end is planned (a drain was asked for): start again at once, without counting it."""
+        self._cycling = True
+
+    def terminate(self) -> None:
+        """SIGTERM to the process that decides for the unit."""
+        if self._children:
+            self._children[0].send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to all of it."""
+        for child in self._children:
+            child.send(signal.SIGKILL)
+
+    def processes(self) -> list[Process]:
+        """As `status` shows them."""
+        pids = {child.name: child for child in self._children if child.status is None}
+        now = time.monotonic()
+        return [
+            Process(
+                name=spec.name,
+                unit=self.spec.name,
+                kind=self.spec.kind,
+                state=self.state,
+                pid=pids[spec.name].pid if spec.name in pids else None,
+                restarts=self.restarts,
+                uptime_s=round(now - pids[spec.name].started, 3) if spec.name in pids else 0.0,
+                last_exit=self.last_exit.get(spec.name, ""),
+            )
+            for spec in self.spec.processes
+        ]
+
+    def _start(self) -> None:
+        extra = self.spec.incarnation() if self.spec.incarnation else [{} for _ in self.spec.processes]
+        self._children = [
+            Child(spec.name, spec.argv, {**os.environ, **spec.env, **more}, spec.death_signal, self._output)
+            for spec, more in zip(self.spec.processes, extra, strict=True)
+        ]
+        self.state = "running"
+        for child in self._children:
+            log.info("started %s", child.name, extra={"unit": self.spec.name, "child": child.pid})
+
+    async def _until_one_ends(self) -> None:
+        await _first(self._stopping.wait(), *(child.wait() for child in self._children))
+
+    async def _end_rest(self, grace_s: float) -> None:
+        """One ended, so the others go: the ranks of a replica are of no use one by one."""
+        await _first(asyncio.sleep(grace_s), self._all_ended())
+        self._report()
+        self.kill()
+        await self._all_ended()
+        self._note_exits()
+
+    async def _stop(self) -> None:
+        self.state = "stopping"
+        self.terminate()
+        await _first(asyncio.sleep(self.spec.stop_s), self._all_ended())
+        if any(child.status is None for child in self._children):
+            log.error("%s did not stop within %g s: killed", self.spec.name, self.spec.stop_s)
+            self.kill()
+            await self._all_ended()
+        self._note_exits()
+
+    async def _all_ended(self) -> None:
+        for child in self._children:
+            await child.wait()
+
+    def _note_exits(self) -> None:
+        self.last_exit = {child.name: describe(child.status or 0) for child in self._children}
+
+    def _note_failure(self) -> float | None:
+        """Seconds to wait before the next start; None = give up."""
+        now = time.monotonic()
+        self._failures.append(now)
+        while self._failures[0] < now - self.spec.restart.within_s:
+            self._failures.popleft()
+        first = self._children[0]
+        if first.status in (EXIT_CONFIG, _USAGE):
+            self.why_gave_up = f"{first.name} cannot run as configured ({describe(first.status)})"
+        elif len(self._failures) >= self.spec.restart.give_up:
+            self.why_gave_up = f"{self.spec.name} ended {len(self._failures)} times in {self.spec.restart.within_s:g} s"
+        if self.why_gave_up:
+            last = f"; its last words: {first.lines[-1]}" if first.lines else ""
+            log.critical("%s: given up%s", self.why_gave_up, last, extra={"unit": self.spec.name})
+            return None
+        return self.spec.restart.delay(len(self._failures))
+
+    def _report(self) -> None:
+        """A readable account of a process that ended without being asked to."""
+        for child in self._children:
+            if child.status in (None, 0):
+                continue
+            assert child.status is not None
+            how, lived = describe(child.status), time.monotonic() - child.started
+            self._crashes.mkdir(parents=True, exist_ok=True)
+            now = datetime.now(UTC)
+            path = self._crashes / f"{now:%Y%m%dT%H%M%S.%f}-{child.name}.txt"
+            head = f"{child.name} (pid {child.pid}): {how} after {lived:.1f} s, at {now.isoformat(timespec='seconds')}"
+            lines = "\n".join(child.lines)
+            path.write_text(f"{head}\nrestarts before: {self.restarts}\n\nlast output:\n{lines}\n")
+            log.error("%s; report: %s", head, path, extra={"unit": self.spec.name})
+        for old in sorted(self._crashes.glob("*.txt"))[:-_REPORTS]:
+            old.unlink(missing_ok=True)
+
+
+async def _first(*awaitables: object) -> None:
+    """Until one is through; the others are cancelled."""
+    tasks = [asyncio.ensure_future(a) for a in awaitables]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
