@@ -69,9 +69,14 @@ class Fleet:
         return self._by_identity.get(identity)
 
     def register(self, identity: bytes, request: Register, live: Live | None, now: float, *, settled: bool) -> None:
-        """Take a replica in, or hold it until the running commit is settled. Its earlier registration ends."""
-        if request.replica in self._replicas:
-            self._remove(self._replicas[request.replica], "registered anew")
+        """Take a replica in, or hold it until the running commit is settled.
+
+        Its earlier registration ends, unless it is the very same processes asking during a commit what became
+        of it: they go on voting and get their answer when everybody does.
+        """
+        known = self._replicas.get(request.replica)
+        if known is not None and (settled or (known.identity, known.pids) != (identity, request.pids)):
+            self._remove(known, "registered anew")
         if request.layout_digest != self._layout_digest:
             message = (
                 f"replica {request.replica} lays weights out as {request.layout_digest}, the store as "
@@ -104,12 +109,11 @@ class Fleet:
             self._loop.send(replica.identity, Refused(f"replica {number} {why}; register again"))
             self._remove(replica, why)
 
-    def beat(self, replica: Replica, epoch: int, live: Live | None, now: float, *, settled: bool) -> bool:
-        """A sign of life. A replica that holds another version than the live one is told to adopt it.
+    def beat(self, replica: Replica, epoch: int, live: Live | None, *, settled: bool) -> bool:
+        """What a replica holds. One that holds another version than the live one is told to adopt that.
 
-        Returns whether anything but the time has changed.
+        Returns whether that has changed.
         """
-        replica.seen = now
         if not settled:
             return False
         changed = replica.epoch != epoch
@@ -169,6 +173,9 @@ class Fleet:
 
     def _welcome(self, identity: bytes, request: Register, live: Live | None, now: float) -> None:
         replica = Replica(request.replica, identity, request.pids, now)
+        known = self._replicas.pop(request.replica, None)
+        if known is not None:
+            self._unwatch(known)
         for rank, pid in enumerate(request.pids):
             try:
                 fd = os.pidfd_open(pid)

@@ -1,0 +1,142 @@
+"""Reads the headers of an HF checkpoint directory: which tensor lies where in which safetensors file.
+
+safetensors: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the data. Nothing is
+executed and every offset is checked against the file before anything is mapped.
+"""
+
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout_client.protocol import Part
+from weight_manager.errors import CheckpointError
+from weight_manager.manifest import ITEMSIZE
+
+DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+MAX_HEADER = 100 << 20
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in a file. offset: bytes from the start of the file."""
+
+    part: Part
+    file: "TensorFile"
+    offset: int
+    nbytes: int
+
+
+class TensorFile:
+    """An open, mapped safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError naming the file."""
+        self.path = path
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise CheckpointError(f"{path} is not a regular file")
+            self.size = info.st_size
+            if self.size < 8:
+                raise CheckpointError(f"{path} is too short for a safetensors file")
+            self.data = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the header, in the file's order."""
+        length = int.from_bytes(self.data[:8], "little")
+        start = 8 + length
+        if length > MAX_HEADER or start > self.size:
+            raise CheckpointError(f"{self.path}: its header claims {length} bytes")
+        try:
+            header: dict[str, Any] = json.loads(self.data[8:start])
+            header.pop("__metadata__", None)
+            entries = msgspec.convert(header, dict[str, _Entry])
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: its header is not a safetensors header: {error}") from error
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            dtype = DTYPES.get(entry.dtype, entry.dtype)
+            first, stop = entry.data_offsets
+            nbytes = prod(entry.shape) * ITEMSIZE.get(dtype, 0)
+            fits = 0 <= first <= stop <= self.size - start and min(entry.shape, default=1) >= 0
+            if not fits or (dtype in ITEMSIZE and stop - first != nbytes):
+                message = f"{self.path}: {name} claims bytes {first} to {stop} of {self.size - start}"
+                raise CheckpointError(f"{message} for {entry.dtype} of shape {entry.shape}", [name])
+            yield Tensor(Part(name, dtype, entry.shape), self, start + first, stop - first)
+
+    def prefetch(self, tensor: Tensor) -> None:
+        """Ask the kernel for a tensor's pages ahead of reading them."""
+        first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self.data.madvise(mmap.MADV_WILLNEED, first, tensor.offset + tensor.nbytes - first)
+
+    def close(self) -> None:
+        """Drop the mapping; views must be gone."""
+        self.data.close()
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises CheckpointError."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return config
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint: of the index if there is one, else the single file."""
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+        if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
+            raise CheckpointError(f"{index}: its files must lie beside it, it names {sorted(map(str, names))[:5]}")
+        return [directory / name for name in sorted(names)]
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    found = sorted(p.name for p in directory.iterdir())[:8] if directory.is_dir() else []
+    what = f"it holds {', '.join(found)}" if found else "it is empty or missing"
+    raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}; {what}")
+
+
+def below_roots(path: str, roots: tuple[Path, ...]) -> Path:
+    """The real directory behind `path`, if it and its weight files lie below a root. Raises CheckpointError."""
+    real = Path(path).resolve()
+    allowed = [root.resolve() for root in roots]
+    if not any(real.is_relative_to(root) for root in allowed):
+        raise CheckpointError(
+            f"{path} is not below a directory that checkpoints may be loaded from "
+            f"({', '.join(map(str, roots)) or 'none is configured'}); add it to disk_roots",
+            code="refused",
+        )
+    for file in weight_files(real):
+        if not any(file.resolve().is_relative_to(root) for root in allowed):
+            raise CheckpointError(f"{file} points outside of the configured disk_roots", code="refused")
+    return real

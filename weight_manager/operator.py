@@ -1,0 +1,141 @@
+"""What the API asks of the store: status, loading a directory, ending a push. One answer per call."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rollout_client.protocol import Committed
+from weight_manager.background import Background
+from weight_manager.checkpoint import below_roots
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.disk import read_checkpoint
+from weight_manager.disk_load import DiskLoad
+from weight_manager.errors import PushRefused
+from weight_manager.fleet import Fleet
+from weight_manager.messages import AbortSession, FromApi, GetStatus, LoadDisk, Result, Status, ToApi
+from weight_manager.metrics import Counters
+from weight_manager.push_session import Intent
+
+log = logging.getLogger(__name__)
+
+HISTORY_SHOWN = 32
+SUBSCRIBERS = 64
+
+
+class Operator:
+    """Answers the API. send returns False when the peer is gone."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        coordinator: Coordinator,
+        *,
+        fleet: Fleet,
+        files: Background,
+        counters: Counters,
+        send: Callable[[bytes, ToApi], bool],
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._fleet = fleet
+        self._files = files
+        self._counters = counters
+        self._send = send
+        self._subscribers: list[bytes] = []
+        self._shown = 0
+
+    def request(self, peer: bytes, request: FromApi) -> None:
+        """One call of the API."""
+        try:
+            match request:
+                case GetStatus():
+                    if request.subscribe and peer not in self._subscribers:
+                        self._subscribers = [*self._subscribers, peer][-SUBSCRIBERS:]
+                    self._send(peer, self.status(request.call))
+                case LoadDisk():
+                    self._load(peer, request)
+                case AbortSession():
+                    self._abort(peer, request)
+        except PushRefused as refusal:
+            self._send(peer, refused(request.call, refusal))
+
+    def publish(self) -> None:
+        """Tell subscribers, if anything has changed since the last time."""
+        if self._coordinator.changes == self._shown:
+            return
+        self._shown = self._coordinator.changes
+        if self._subscribers:
+            status = self.status("")
+            self._subscribers = [peer for peer in self._subscribers if self._send(peer, status)]
+
+    def status(self, call: str) -> Status:
+        """Everything there is to say about weights."""
+        coordinator, now = self._coordinator, time.monotonic()
+        history = coordinator.history
+        return Status(
+            call,
+            history.live,
+            history.previous,
+            self._session(now),
+            self._fleet.status(history.live, now),
+            coordinator.last_error,
+            coordinator.last_push,
+            history.tail(HISTORY_SHOWN),
+            self._counters.values(),
+        )
+
+    def _session(self, now: float) -> dict[str, Any] | None:
+        session = self._coordinator.session
+        if session is None:
+            return None
+        round_, staging = self._coordinator.round, session.staging
+        return session.extra() | {
+            "state": self._coordinator.machine.state.value,
+            "phase": round_.phase.value if round_ and round_.session == session.id else None,
+            "source": session.intent.source,
+            "client": session.intent.client,
+            "transport": session.intent.transport,
+            "slot": session.slot,
+            "bytes": staging.total_bytes,
+            "received_bytes": staging.received_bytes if staging.chunked else None,
+            "verified_bytes": staging.verified_bytes,
+            "deadline_s": round(session.deadline - now, 3) if session.deadline is not None else None,
+        }
+
+    def _load(self, peer: bytes, request: LoadDisk) -> None:
+        directory = below_roots(request.path, (*self._config.disk_roots, self._config.model))
+        live = self._coordinator.history.live
+        run_id = request.run_id if request.run_id is not None else (live.run_id if live else "")
+        version = request.version if request.version is not None else (live.version + 1 if live else 0)
+        if version < 0:
+            raise PushRefused("bad_message", f"version {version} is negative")
+        intent = Intent(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force)
+        deadline_s = min(request.deadline_s, self._config.max_deadline_s)
+
+        def done(outcome: Committed | PushRefused) -> None:
+            if isinstance(outcome, PushRefused):
+                self._send(peer, refused(request.call, outcome))
+            else:
+                self._send(peer, Result(request.call, ok=True, data=msgspec.to_builtins(outcome)))
+
+        load = DiskLoad(self._coordinator, self._files, done, deadline_s)
+        reader = functools.partial(read_checkpoint, directory, self._coordinator.layout)
+        load.start(intent, reader, time.monotonic())
+
+    def _abort(self, peer: bytes, request: AbortSession) -> None:
+        session = self._coordinator.session
+        if session is None:
+            raise PushRefused("unknown_session", "no push is running")
+        aborted = session.extra()
+        self._coordinator.abort(PushRefused("aborted", request.reason), time.monotonic())
+        self._send(peer, Result(request.call, ok=True, data=aborted))
+
+
+def refused(call: str, refusal: PushRefused) -> Result:
+    """The answer to a call that could not be honoured."""
+    return Result(call, ok=False, code=refusal.code, message=refusal.message, tensors=refusal.tensors)

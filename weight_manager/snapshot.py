@@ -1,0 +1,133 @@
+"""The live version on disk, so that a container that comes back empty still serves what it served last.
+
+One file: a page of JSON (which version, which layout, which digest), then the slot as it is. Written in the
+background after a commit and renamed into place once synced; while one is written later versions wait, and
+then only the newest is. The slot is pinned meanwhile: the store stages into another one.
+"""
+
+import logging
+import os
+from pathlib import Path
+from threading import Event
+
+import msgspec
+
+from weight_manager.background import Background
+from weight_manager.config import StoreConfig
+from weight_manager.disk import Loaded
+from weight_manager.errors import CheckpointError, PushRefused
+from weight_manager.layout import PAGE, region_digests, version_digest
+from weight_manager.manifest import Layout
+from weight_manager.messages import Live
+from weight_manager.metrics import Counters
+from weight_manager.slots import Slots
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_FILE = "snapshot.weights"
+_BLOCK = 64 << 20
+
+
+class Head(msgspec.Struct, frozen=True):
+    """First page of the file, padded with spaces."""
+
+    layout: str
+    live: Live
+
+
+class Snapshots:
+    """Follows what is live, one file at a time. Off unless configured."""
+
+    def __init__(
+        self, config: StoreConfig, layout: Layout, *, slots: Slots, files: Background, counters: Counters
+    ) -> None:
+        self._path = config.state / SNAPSHOT_FILE
+        self._enabled = config.snapshot
+        self._layout = layout
+        self._slots = slots
+        self._files = files
+        self._counters = counters
+        self._running = False
+        self._written = 0  # epoch of the last one, or of the last attempt
+
+    def follow(self, live: Live | None) -> None:
+        """Start writing what is live, unless it is written or another is still being written."""
+        if not self._enabled or self._running or live is None or live.epoch == self._written:
+            return
+        self._running, self._written = True, live.epoch
+        slot = self._slots.arena.slot(live.slot)
+        self._slots.enter(live.slot)
+
+        def done(_: None) -> None:
+            self._running = False
+            self._slots.leave(live.slot)
+            self._counters.add("snapshots")
+            log.info("version %d is on disk", live.version, extra={"version": live.version, "epoch": live.epoch})
+
+        def failed(error: BaseException) -> None:
+            self._running = False
+            self._slots.leave(live.slot)
+            self._counters.add("snapshots_failed")
+            log.error("version %d could not be saved: %s", live.version, error, extra={"version": live.version})
+
+        self._files.submit(lambda: write_snapshot(self._path, Head(self._layout.digest, live), slot), done, failed)
+
+    def adopted(self, live: Live) -> None:
+        """This version came from the snapshot; it need not be written again."""
+        self._written = live.epoch
+
+
+def write_snapshot(path: Path, head: Head, slot: memoryview) -> None:
+    """Replace the snapshot as a whole. Raises OSError, then the old one is still there."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb", buffering=0) as file:
+            _write(file.fileno(), msgspec.json.encode(head).ljust(PAGE), 0)
+            for start in range(0, len(slot), _BLOCK):
+                _write(file.fileno(), slot[start : start + _BLOCK], PAGE + start)
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def read_head(path: Path, layout: Layout) -> Live | None:
+    """What the snapshot holds, if there is one for this layout."""
+    try:
+        with path.open("rb") as file:
+            head = msgspec.json.decode(file.read(PAGE), type=Head)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.error("%s cannot be read: %s", path, error)
+        return None
+    if head.layout != layout.digest:
+        log.warning("%s holds another layout (model config, dtype or tp have changed); it is not used", path)
+        return None
+    return head.live
+
+
+def read_snapshot(path: Path, layout: Layout, slot: memoryview, cancelled: Event) -> Loaded:
+    """Fill a slot from a snapshot (a `disk.Reader`). Raises CheckpointError if it is not what it says it is."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            head = msgspec.json.decode(file.read(PAGE), type=Head)
+            for start in range(0, len(slot), _BLOCK):
+                if cancelled.is_set():
+                    raise PushRefused("aborted", "the load was ended")
+                block = slot[start : start + _BLOCK]
+                if file.readinto(block) != len(block):
+                    raise CheckpointError(f"{path} is too short")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if version_digest(layout, region_digests(layout, slot)) != head.live.digest:
+        raise CheckpointError(f"{path}: its bytes do not match their digest", code="checksum_mismatch")
+    return Loaded([], [], [])
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count

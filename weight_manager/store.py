@@ -1,0 +1,261 @@
+"""The weight store: one thread, one poll, everything that happens to the weights of a service.
+
+A turn: receive (trainers, replicas and the API, finished work, ended processes) -> expire (leases,
+deadlines, silence) -> publish. Idle it sleeps in the poll. Start: lock the run directory -> history ->
+layout -> arena (take over the old one, or make one) -> sockets -> first weights in the background.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import zmq
+
+from rollout_client.protocol import MAX_HEADER_BYTES
+from weight_manager import messages
+from weight_manager.background import Background
+from weight_manager.checking import Checker
+from weight_manager.checkpoint import read_config
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.errors import CheckpointError, PushRefused, StartError
+from weight_manager.families import manifest_for
+from weight_manager.first_weights import FirstWeights, open_arena
+from weight_manager.fleet import Fleet
+from weight_manager.history import History
+from weight_manager.layout import make_layout
+from weight_manager.manifest import Layout
+from weight_manager.messages import (
+    Adopted,
+    Beat,
+    Finalized,
+    Flipped,
+    FromApi,
+    FromReplica,
+    Prepared,
+    Refused,
+    Register,
+    RolledBack,
+    ToApi,
+    ToReplica,
+)
+from weight_manager.metrics import Counters
+from weight_manager.operator import Operator
+from weight_manager.slots import Slots
+from weight_manager.snapshot import Snapshots
+from weight_manager.trainers import Trainers
+from weight_manager.wire import Router, receive_internal, receive_pushes
+
+log = logging.getLogger(__name__)
+
+HISTORY_FILE = "weights.json"
+PUSH_BACKLOG, INTERNAL_BACKLOG = 64, 10_000
+
+
+class Store:
+    """Owns every part. `run` returns when `stop` was called."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Raises StartError saying what to change."""
+        self._config = config
+        self._stopping = self._opened = False
+        self._lock = _lock_run_dir(config.run_dir)
+        config.state.mkdir(parents=True, exist_ok=True)
+        self.layout = _layout(config)
+        self._counters = Counters()
+        self._history = History(config.state / HISTORY_FILE, config.history)
+        self._background = Background(config.verify_threads, "verify")
+        self._files = Background(1, "files")
+        self._arena, self._taken_over = open_arena(config, self.layout, self._history)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._routers: list[Router] = []
+        try:
+            self._open()
+        except BaseException:
+            self._close(keep_arena=self._taken_over)
+            raise
+        self._opened = True
+
+    def _open(self) -> None:
+        config, counters = self._config, self._counters
+        cap = 2 * max(MAX_HEADER_BYTES, config.max_frame)
+        self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG)
+        self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
+        (config.run_dir / "push_endpoint").write_text(self._push.endpoint + "\n")
+        slots = Slots(self._arena)
+        self._fleet = Fleet(config, self.layout.digest, str(self._arena.path), self, counters)
+        checker = Checker(self._background, slots, counters)
+        self._coordinator = Coordinator(
+            config,
+            self.layout,
+            slots=slots,
+            history=self._history,
+            fleet=self._fleet,
+            checker=checker,
+            counters=counters,
+        )
+        self._trainers = Trainers(config, self._coordinator, self._push, counters)
+        self._operator = Operator(
+            config,
+            self._coordinator,
+            fleet=self._fleet,
+            files=self._files,
+            counters=counters,
+            send=lambda peer, message: self._internal.send(peer, messages.encode(message)),
+        )
+        self._snapshots = Snapshots(config, self.layout, slots=slots, files=self._files, counters=counters)
+        self._first = FirstWeights(config, self._coordinator, self._files, self._snapshots)
+        for background in (self._background, self._files):
+            self.watch(background.fileno(), background.deliver)
+
+    def _bind(self, endpoint: str, max_message: int, backlog: int) -> Router:
+        try:
+            router = Router(self._context, endpoint, max_message, backlog)
+        except zmq.ZMQError as error:
+            raise StartError(f"cannot listen on {endpoint}: {error.strerror}") from error
+        self._routers.append(router)
+        self._poller.register(router.socket, zmq.POLLIN)
+        return router
+
+    def run(self) -> None:
+        """Serve until `stop`; leaves nothing in shared memory."""
+        try:
+            log.info(
+                "store is up",
+                extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
+            )
+            if not self._taken_over:
+                self._first.start()
+            while not self._stopping:
+                self._receive()
+                self._expire(time.monotonic())
+                self._operator.publish()
+                self._snapshots.follow(self._history.live)
+                if self._first.failure is not None:
+                    raise self._first.failure
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """End `run`; safe in a signal's callback."""
+        self._stopping = True
+        self._background.wake()
+
+    def send(self, identity: bytes, message: ToReplica | ToApi) -> bool:
+        """To a replica or the API."""
+        return self._internal.send(identity, messages.encode(message))
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Call `readable` once per turn while fd is readable."""
+        self._watched[fd] = readable
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop that."""
+        if self._watched.pop(fd, None) is not None:
+            self._poller.unregister(fd)
+
+    def _receive(self) -> None:
+        ready = dict(self._poller.poll(self._patience(time.monotonic())))
+        if self._internal.socket in ready:
+            receive_internal(self._internal, self._from_inside, self._malformed, self._counters)
+        if self._push.socket in ready:
+            receive_pushes(self._push, self._trainers, self._config.max_frame, self._counters)
+        for fd in ready:
+            readable = self._watched.get(fd) if isinstance(fd, int) else None
+            if readable is not None:
+                readable()
+
+    def _patience(self, now: float) -> int | None:
+        """Milliseconds until something must be done though nothing arrives; None = for ever."""
+        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), self._fleet.next_silence())
+        soonest = min((t for t in times if t is not None), default=None)
+        return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
+
+    def _expire(self, now: float) -> None:
+        self._trainers.expire(now)
+        self._coordinator.tick(now)
+        if self._coordinator.settled:
+            self._fleet.drop_silent(now)
+
+    def _from_inside(self, peer: bytes, message: FromReplica | FromApi) -> None:
+        if isinstance(message, FromApi):
+            self._operator.request(peer, message)
+        else:
+            self._from_replica(peer, message)
+
+    def _from_replica(self, peer: bytes, message: FromReplica) -> None:
+        now, coordinator = time.monotonic(), self._coordinator
+        live, settled = self._history.live, coordinator.settled
+        coordinator.changes += not isinstance(message, Beat)
+        if isinstance(message, Register):
+            self._fleet.register(peer, message, live, now, settled=settled)
+            return
+        replica = self._fleet.find(peer)
+        if replica is None:
+            self.send(peer, Refused("this connection is not registered; register first"))
+            return
+        replica.seen = now
+        round_, number = coordinator.round, replica.number
+        match message:
+            case Beat():
+                coordinator.changes += self._fleet.beat(replica, message.epoch, live, settled=settled)
+            case Adopted():
+                refusal = self._fleet.adopted(replica, message)
+                if refusal is not None:
+                    coordinator.note_error(refusal, {"replica": number, "epoch": message.epoch})
+            case Prepared() if round_:
+                round_.prepared(number, message, now)
+            case Flipped() if round_:
+                round_.flipped_by(number, message, now)
+            case Finalized() if round_:
+                round_.finalized(number, message, now)
+            case RolledBack() if round_:
+                round_.rolled_back(number, message, now)
+            case _:
+                pass
+        coordinator.drive(now)
+
+    def _malformed(self, peer: bytes, message: str) -> None:
+        log.warning("bad message inside the service: %s", message)
+        self.send(peer, Refused(message))
+
+    def _close(self, *, keep_arena: bool = False) -> None:
+        if self._opened:
+            self._coordinator.abort(PushRefused("aborted", "the store is stopping"), time.monotonic())
+            self._fleet.close()
+        self._files.close()
+        self._background.close()
+        for router in self._routers:
+            router.close()
+        self._context.term()
+        self._arena.close(unlink=not keep_arena)
+        self._lock.close()
+        log.info("store has stopped")
+
+
+def _layout(config: StoreConfig) -> Layout:
+    try:
+        return make_layout(manifest_for(read_config(config.model), config.dtype), config.tp)
+    except (ValueError, CheckpointError) as error:
+        raise StartError(f"{config.model} cannot be served with tp {config.tp}: {error}") from error
+
+
+def _lock_run_dir(run_dir: Path) -> BinaryIO:
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (run_dir / "store.lock").open("wb")
+    except OSError as error:
+        raise StartError(f"run_dir {run_dir} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise StartError(f"another store runs in {run_dir}; stop it, or choose another name or run_dir") from None
+    return lock
