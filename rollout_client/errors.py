@@ -15,8 +15,6 @@ RolloutError
     +-- StoreFailed         the store itself failed: out of space, internal error
 """
 
-# ruff: noqa: N818  (names say what happened, as the codes on the wire do)
-
 from collections.abc import Sequence
 
 from rollout_client.protocol import Error, ErrorCode

@@ -1,0 +1,133 @@
+"""Moving one copy: from the trainer's flat buffer to its place, cast on the way, hashed from the trainer's memory.
+
+Work goes block by block so that a block is still in the core's cache when it is moved after it was hashed;
+only a very large copy goes in one piece, because the C library then bypasses the cache and is faster for it.
+Everything heavy releases the GIL.
+
+float16 and bfloat16 widen exactly. float32 -> bfloat16 rounds to nearest, ties to even, and keeps NaN a NaN;
+float16 -> bfloat16 does the same from the exact float32.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rollout_client.protocol import Copy
+
+Array = npt.NDArray[Any]
+WIRE_DTYPE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<f2"),
+}
+BLOCK = 256 << 10
+"""Elements. 1 MiB of float32: half of a usual L2."""
+BULK = 256 << 20
+"""Bytes from which one big copy beats blocks."""
+
+
+def source_view(flat: Array, copy: Copy) -> Array:
+    """The copy's elements in the trainer's buffer. Raises ValueError if they are not all inside it."""
+    return _strided(flat, copy.shape, copy.src_offset, copy.src_strides)
+
+
+def slot_view(slot: memoryview, copy: Copy) -> Array:
+    """The copy's place in the slot. Raises ValueError if it is not all inside it."""
+    flat = np.frombuffer(slot, dtype=WIRE_DTYPE[copy.dst_dtype])
+    return _strided(flat, copy.shape, copy.dst_offset, copy.dst_strides)
+
+
+def _strided(flat: Array, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> Array:
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if min(shape, default=1) < 1 or min(offset, *strides) < 0 or last >= flat.size:
+        raise ValueError(f"a copy of {shape} at {offset} with strides {strides} leaves a buffer of {flat.size}")
+    byte_strides = tuple(s * flat.itemsize for s in strides)
+    return np.lib.stride_tricks.as_strided(flat[offset:], shape, byte_strides)
+
+
+def move(source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
+    """Copy, casting if the dtypes differ. Returns the xxh3-64 of the copy's bytes in C order, never read back."""
+    if src_dtype == dst_dtype and source.nbytes >= BULK and source.flags.c_contiguous and target.flags.c_contiguous:
+        digest = xxhash.xxh3_64_intdigest(source.data)
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
+        return digest
+    state = xxhash.xxh3_64()
+    for index, block in blocks(source, src_dtype, dst_dtype):
+        state.update(block.data)
+        target[index] = block
+    return state.intdigest()
+
+
+def blocks(
+    source: Array, src_dtype: str, dst_dtype: str, limit: int = BLOCK, *, fresh: bool = False
+) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    """(index, contiguous elements in dst_dtype) of at most `limit` elements, in C order.
+
+    A block may be overwritten by the next one unless `fresh`.
+    """
+    cast = CASTS.get((src_dtype, dst_dtype))
+    if cast is None and src_dtype != dst_dtype:
+        raise ValueError(f"cannot cast {src_dtype} to {dst_dtype}")
+    scratch: Array | None = None
+    for index in _indices(source.shape, limit):
+        block = source[index]
+        if cast is not None:
+            if scratch is None or fresh or scratch.size < block.size:
+                scratch = np.empty(block.size, WIRE_DTYPE[dst_dtype])
+            out = scratch[: block.size].reshape(block.shape)
+            cast(block, out)
+            block = out
+        yield index, np.ascontiguousarray(block)
+
+
+def _indices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:
+    row = 1
+    for n in shape[1:]:
+        row *= n
+    if row > limit:
+        for i in range(shape[0]):
+            for inner in _indices(shape[1:], limit):
+                yield (i, *inner)
+        return
+    step = max(limit // row, 1)
+    for i in range(0, shape[0], step):
+        yield (slice(i, i + step),)
+
+
+def _widen_bf16(source: Array, out: Array) -> None:
+    bits = out.view(np.uint32)
+    np.copyto(bits, source)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _round_to_bf16(source: Array, out: Array) -> None:
+    bits = np.ascontiguousarray(source).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    np.copyto(out, rounded, casting="unsafe")
+    nan = np.isnan(source)
+    if nan.any():
+        out[nan] = (bits[nan] >> 16) | 0x40  # quiet: rounding could carry a NaN into infinity
+
+
+def _widen_fp16(source: Array, out: Array) -> None:
+    np.copyto(out, source)
+
+
+def _fp16_to_bf16(source: Array, out: Array) -> None:
+    _round_to_bf16(source.astype(np.float32), out)
+
+
+CASTS: dict[tuple[str, str], Callable[[Array, Array], None]] = {
+    ("bfloat16", "float32"): _widen_bf16,
+    ("float16", "float32"): _widen_fp16,
+    ("float32", "bfloat16"): _round_to_bf16,
+    ("float16", "bfloat16"): _fp16_to_bf16,
+}

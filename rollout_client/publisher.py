@@ -1,0 +1,264 @@
+"""WeightPublisher: makes a trainer's tensors the next version, on every rank of every replica or on none."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, TypeVar
+
+import msgspec
+
+from rollout_client.channel import Channel
+from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
+from rollout_client.progress import progress_bar
+from rollout_client.protocol import (
+    Abort,
+    Aborted,
+    Begin,
+    Commit,
+    Committed,
+    Hello,
+    InFlight,
+    Message,
+    Placement,
+    Seal,
+    Sealed,
+    Welcome,
+)
+from rollout_client.shm_transport import ShmTransport
+from rollout_client.tensors import Named, Source, sources
+from rollout_client.transport import Reporter, Transport
+from rollout_client.zmq_transport import ZmqTransport
+
+BUSY_PAUSE_S = 0.1
+ABORT_S = 2.0
+REPLY_MARGIN_S = 5.0
+R = TypeVar("R", bound=Message)
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5600"
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What became of a push.
+
+    version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
+    seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
+    stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
+    """
+
+    version: int
+    digest: str
+    replicas: int
+    nbytes: int
+    transport: str
+    seconds: dict[str, float]
+    stall_ms: dict[str, float]
+    already: bool = False
+
+
+class WeightPublisher:
+    """A trainer's connection to the weight store. One push at a time; use it from any thread.
+
+    with WeightPublisher("tcp://127.0.0.1:5600", run_id="run-7") as publisher:
+        publisher.push(model.state_dict(), version=1)
+    """
+
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        run_id: str,
+        token: str = "",
+        transport: Literal["auto", "shm", "zmq"] = "auto",
+        connect_timeout_s: float = 30.0,
+        busy_timeout_s: float = 30.0,
+        progress: bool | None = None,
+    ) -> None:
+        """run_id: names this training run; versions rise strictly within it.
+
+        transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise.
+        connect_timeout_s: how long a push waits for a store that is not there yet.
+        busy_timeout_s: how long a push waits for another one to end; a trainer that died frees it with its lease.
+        progress: a bar on standard error; None = on a terminal, for pushes long enough.
+        """
+        if not run_id:
+            raise ValueError("run_id must name the training run")
+        if transport not in ("auto", "shm", "zmq"):
+            raise ValueError(f"transport is auto, shm or zmq, not {transport!r}")
+        self.run_id = run_id
+        self._hello = Hello(run_id, token=token, client=f"WeightPublisher {socket.gethostname()} pid {os.getpid()}")
+        self._wanted = transport
+        self._connect_timeout_s = connect_timeout_s
+        self._busy_timeout_s = busy_timeout_s
+        self._show = progress
+        self._channel = Channel(endpoint)
+        self._shm: ShmTransport | None = None
+        self._lock = threading.Lock()
+
+    def connect(self) -> Welcome:
+        """Say hello and map the arena, so that the first push need not. Raises StoreUnavailable, Unauthorized."""
+        with self._lock:
+            return self._connect(self._connect_timeout_s)[0]
+
+    def push(
+        self,
+        named_tensors: Named,
+        version: int,
+        *,
+        in_flight: InFlight = "keep",
+        base_version: int | None = None,
+        force: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        timeout_s: float = 180.0,
+    ) -> PushReport:
+        """Make these tensors the live version; returns once every rank of every replica serves it.
+
+        named_tensors: HF names -> numpy, torch, Paddle or DLPack tensors, float32, bfloat16 or float16, in any
+            order and on any device; or `tensors.Slice` pieces of them. An iterator is read to its end first.
+            They must not be written while this runs. Tensors tied in the trainer may be given once or twice.
+        version: >= 0, above the last one of this run unless `force`. The live one again is a no-op.
+        in_flight: what becomes of running sequences: keep their KV, recompute it, abort them, or wait for them.
+        base_version: send only some tensors; the others are taken from this version, which must be live.
+        rank, world: this trainer rank among those that push this version together, each with its slices.
+        timeout_s: for everything.
+
+        Raises PushError (nothing that is served has changed), StoreUnavailable, TypeError or ValueError for
+        what is no tensor.
+        """
+        started = time.monotonic()
+        begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
+        with self._lock:
+            return self._push(sources(named_tensors), begin, started, started + timeout_s)
+
+    def close(self) -> None:
+        """Disconnect and unmap. Idempotent."""
+        with self._lock:
+            if self._shm is not None:
+                self._shm.close()
+                self._shm = None
+            self._channel.close()
+
+    def __enter__(self) -> "WeightPublisher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
+        welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()))
+        begin = msgspec.structs.replace(begin, transport=transport.name)
+        reply, held = self._begin(begin, held, deadline)
+        laps = {"begin": time.monotonic() - started}
+        nbytes = sum(source.nbytes for source in held)
+        if isinstance(reply, Committed):
+            return _report(reply, nbytes, transport.name, laps)
+        try:
+            with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
+                transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
+            laps["move"] = time.monotonic() - started - sum(laps.values())
+            self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
+            laps["seal"] = time.monotonic() - started - sum(laps.values())
+            committed = self._ask(Commit(reply.session, _left(deadline)), Committed, deadline)
+            laps["commit"] = time.monotonic() - started - sum(laps.values())
+        except StoreUnavailable:
+            self._abort(reply.session)
+            settled = self._went_live(begin.version, welcome)
+            if settled is None:
+                raise
+            committed = settled
+        except BaseException:
+            self._abort(reply.session)
+            raise
+        return _report(committed, nbytes, transport.name, laps)
+
+    def _connect(self, timeout_s: float) -> tuple[Welcome, Transport]:
+        try:
+            welcome = self._channel.request(self._hello, Welcome, timeout_s=max(timeout_s, 0.0))
+        except StoreUnavailable:
+            self._channel.reset()
+            raise
+        if self._shm is not None and not self._shm.serves(welcome):
+            self._shm.close()
+            self._shm = None
+        if self._shm is None and self._wanted != "zmq":
+            self._shm = ShmTransport.reach(welcome)
+        if self._shm is not None:
+            return welcome, self._shm
+        if self._wanted == "shm":
+            raise ArenaError(f"the store's arena {welcome.arena_path} cannot be written from here: use transport='zmq'")
+        return welcome, ZmqTransport(self._channel, welcome.max_frame)
+
+    def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
+        """Open the session. Waits while another push runs; sends memory that has two names once."""
+        patience = min(deadline, time.monotonic() + self._busy_timeout_s)
+        while True:
+            message = msgspec.structs.replace(begin, parts=[source.part for source in held])
+            try:
+                reply = self._ask(message, (Placement, Committed), deadline)
+                assert isinstance(reply, Placement | Committed)
+                return reply, held
+            except Busy as busy:
+                if not busy.retryable or time.monotonic() + BUSY_PAUSE_S > patience:
+                    raise
+                time.sleep(BUSY_PAUSE_S)
+            except PushError as error:
+                fewer = _sent_once(held, error.tensors)
+                if error.code != "duplicate_tensor" or len(fewer) == len(held):
+                    raise
+                held = fewer
+
+    def _ask(self, message: Message, answer: type[R] | tuple[type[R], ...], deadline: float) -> R:
+        """The store keeps the deadline that it is told; it gets a little longer to say so."""
+        left = _left(deadline)
+        if left <= 0:
+            raise DeadlineExceeded("deadline", "the push did not end in time")
+        return self._channel.request(message, answer, timeout_s=left + REPLY_MARGIN_S)
+
+    def _abort(self, session: str) -> None:
+        """Best effort: a store that does not hear it undoes the session when the lease runs out."""
+        with contextlib.suppress(RolloutError):
+            self._channel.request(Abort(session, "given up by the trainer"), Aborted, timeout_s=ABORT_S)
+        self._channel.reset()
+
+    def _went_live(self, version: int, before: Welcome) -> Committed | None:
+        """The store fell silent; had it committed already? None = no, or it cannot be known."""
+        if (before.live_run, before.live_version) == (self.run_id, version):
+            return None
+        try:
+            now = self._connect(ABORT_S)[0]
+        except RolloutError:
+            return None
+        return Committed(version, "", 0, {}, {}) if (now.live_run, now.live_version) == (self.run_id, version) else None
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)
+
+
+def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:
+    """Without the tensors, among those named, that are the same memory as an earlier one."""
+    seen: set[object] = set()
+    kept = []
+    for source in held:
+        if source.key in seen and source.part.name in named:
+            continue
+        seen.add(source.key)
+        kept.append(source)
+    return kept
+
+
+def _report(committed: Committed, nbytes: int, transport: str, laps: dict[str, float]) -> PushReport:
+    seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
+    return PushReport(
+        *(committed.version, committed.digest, committed.replicas, 0 if committed.already else nbytes, transport),
+        seconds={stage: round(value, 6) for stage, value in seconds.items()},
+        stall_ms=committed.stall_ms,
+        already=committed.already,
+    )

@@ -1,0 +1,137 @@
+"""Same host: the trainer writes into the staged slot itself, one copy in all.
+
+A few threads move tensors, largest first; the thread that owns the channel reports what they finish. The
+writer lock is held from before the first byte until no thread can write any more: a trainer that is stopped
+in between keeps the store from giving the slot away (slot_lock.py).
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from rollout_client import slot_lock
+from rollout_client.arena_file import ArenaFile
+from rollout_client.copying import move, slot_view, source_view
+from rollout_client.errors import ArenaError, SessionLost
+from rollout_client.protocol import Copy, Placement, Welcome
+from rollout_client.tensors import Source
+from rollout_client.transport import Reporter, Transport, by_part
+
+INLINE_BYTES = 4 << 20
+"""Less than this is moved without threads."""
+MAX_THREADS = 4
+
+
+class ShmTransport(Transport):
+    """Writes through a mapping of the arena that is kept from push to push."""
+
+    name = "shm"
+
+    def __init__(self, arena: ArenaFile, threads: int | None = None) -> None:
+        """threads: that move tensors, None = one per core this process may use, at most four."""
+        self._arena = arena
+        cores = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(threads or min(cores, MAX_THREADS), thread_name_prefix="push")
+        for slot in range(arena.slots):
+            if arena.backed(slot):
+                arena.slot(slot)  # page tables now, not in the middle of the first push
+
+    @classmethod
+    def reach(cls, welcome: Welcome, threads: int | None = None) -> "ShmTransport | None":
+        """The transport if the store's arena is on this host and may be written, else None."""
+        try:
+            arena = ArenaFile(welcome.arena_path, write=True)
+        except (ArenaError, OSError):
+            return None
+        if arena.nonce != welcome.arena_nonce:
+            arena.close()
+            return None
+        return cls(arena, threads)
+
+    def serves(self, welcome: Welcome) -> bool:
+        """Whether the store still uses the arena that is mapped here."""
+        return bool(self._arena.nonce == welcome.arena_nonce)
+
+    def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
+        """See Transport. Raises ArenaError if the placement does not fit the arena."""
+        number, rest = divmod(placement.slot_offset - self._arena.slot_offset(0), self._arena.slot_bytes)
+        if rest or placement.slot_bytes != self._arena.slot_bytes:
+            raise ArenaError(f"a slot at {placement.slot_offset} is not one of {self._arena.path}")
+        slot = self._arena.slot(number)
+        span = placement.slot_offset, placement.slot_bytes
+        if not slot_lock.lock_shared(self._arena.fd, *span):
+            raise SessionLost("unknown_session", "the store has taken the slot back", retryable=True)
+        try:
+            if self._arena.write_epoch(number) != placement.write_epoch:
+                raise SessionLost("unknown_session", "the slot has been given to another session", retryable=True)
+            self._move_all(placement, slot, sources, reporter)
+        finally:
+            slot_lock.unlock(self._arena.fd, *span)
+        reporter.flush()
+
+    def close(self) -> None:
+        """Stop the threads and unmap."""
+        self._pool.shutdown()
+        self._arena.close()
+
+    def _move_all(self, placement: Placement, slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
+        parts = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
+        if sum(source.nbytes for source in sources) < INLINE_BYTES:
+            for part, copies in parts:
+                for done in _move_part(sources[part], copies, slot, threading.Event()):
+                    _report(reporter, done)
+            reporter.turn()
+            return
+        stop = threading.Event()
+        finished: queue.SimpleQueue[tuple[int, int, int] | Future[None]] = queue.SimpleQueue()
+
+        def work(source: Source, copies: list[tuple[int, Copy]]) -> None:
+            for done in _move_part(source, copies, slot, stop):
+                finished.put(done)
+
+        futures = [self._pool.submit(work, sources[part], copies) for part, copies in parts]
+        for future in futures:
+            future.add_done_callback(finished.put)
+        try:
+            running = len(futures)
+            while running:
+                try:
+                    event = finished.get(timeout=reporter.patience_s)
+                except queue.Empty:
+                    reporter.turn()
+                    continue
+                if isinstance(event, Future):
+                    running -= 1
+                    event.result()
+                else:
+                    _report(reporter, event)
+                    reporter.turn()
+        finally:
+            stop.set()
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+
+def _move_part(
+    source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop: threading.Event
+) -> "list[tuple[int, int, int]]":
+    """Copy after copy until told to stop; (copy, digest, bytes) of each that was done."""
+    done: list[tuple[int, int, int]] = []
+    if stop.is_set():
+        return done
+    flat = source.load()
+    for number, copy in copies:
+        if stop.is_set():
+            break
+        target = slot_view(slot, copy)
+        digest = move(source_view(flat, copy), source.part.dtype, target, copy.dst_dtype)
+        done.append((number, digest, target.nbytes))
+    return done
+
+
+def _report(reporter: Reporter, done: tuple[int, int, int]) -> None:
+    reporter.moved(done[2])
+    reporter.written(*done)

@@ -1,0 +1,125 @@
+"""What a trainer hands in -> parts of a push: numpy, torch, Paddle and anything else with DLPack.
+
+Nothing is copied or moved here. A `Source` knows its part at once; its bytes are fetched when they are
+copied, so that GPU tensors and transposed views cost memory one at a time. torch and Paddle are never
+imported: whoever hands in their tensors has done so.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_client.protocol import Part
+
+Array = npt.NDArray[Any]
+Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+_CPU = 1  # DLPack's kDLCPU
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of a tensor that other trainer ranks hold the rest of.
+
+    data: numpy, torch or Paddle tensor. shape: of the whole tensor. Either offset (where the box starts, data's
+    own shape is its extent) or start (data is the flattened range [start, start + data.size)).
+    """
+
+    data: Any
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] | None = None
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part and how to get at its bytes. load: the part's elements, flat in C order; bf16 as uint16 bits."""
+
+    part: Part
+    load: Callable[[], Array]
+    key: tuple[Any, ...]  # equal for two names of the very same memory
+    nbytes: int
+
+
+def sources(named: Named) -> list[Source]:
+    """Every tensor as a source, in the order given. A name may come several times if its values are slices.
+
+    Raises TypeError naming what is no tensor, ValueError for a slice that contradicts itself.
+    """
+    items = named.items() if isinstance(named, Mapping) else named
+    return [_source(name, value) for name, value in items]
+
+
+def _source(name: str, value: Any) -> Source:
+    if not isinstance(name, str):
+        raise TypeError(f"tensor names are strings, got {name!r}")
+    piece = value if isinstance(value, Slice) else None
+    data = value if piece is None else piece.data
+    dtype, shape = _describe(name, data)
+    part = Part(name, dtype, shape) if piece is None else _slice_part(name, dtype, shape, piece)
+    nbytes = prod(shape) * _itemsize(data)
+    return Source(part, lambda: _flat(data), (_address(data), dtype, part.shape, shape, part.offset, part.flat), nbytes)
+
+
+def _slice_part(name: str, dtype: str, shape: tuple[int, ...], piece: Slice) -> Part:
+    if (piece.offset is None) == (piece.start is None):
+        raise ValueError(f"{name}: a slice has either an offset or a start")
+    whole = tuple(int(n) for n in piece.shape)
+    if piece.start is not None:
+        return Part(name, dtype, whole, flat=(int(piece.start), int(piece.start) + prod(shape)))
+    offset = tuple(int(n) for n in piece.offset or ())
+    if len(offset) != len(shape) or len(shape) != len(whole):
+        raise ValueError(f"{name}: offset {offset}, data of shape {shape} and whole shape {whole} differ in length")
+    return Part(name, dtype, whole, offset=offset, local_shape=shape)
+
+
+def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
+    """Wire dtype and shape. Dtypes that cannot be sent are named as they are: the store lists them all."""
+    if isinstance(data, np.ndarray):
+        return data.dtype.name, data.shape
+    if not hasattr(data, "__dlpack__") or not hasattr(data, "dtype") or not hasattr(data, "shape"):
+        raise TypeError(f"{name}: {type(data).__name__} is no tensor (numpy, torch, Paddle or DLPack)")
+    if hasattr(data, "placements") and hasattr(data, "to_local"):
+        raise TypeError(
+            f"{name}: a DTensor holds one shard; wrap the state dict in rollout_client.slices.local_slices()"
+        )
+    return str(data.dtype).rsplit(".", 1)[-1], tuple(int(n) for n in data.shape)
+
+
+def _itemsize(data: Any) -> int:
+    size = getattr(data, "element_size", None)  # torch, Paddle
+    return int(size()) if callable(size) else int(data.dtype.itemsize)
+
+
+def _address(data: Any) -> Any:
+    if isinstance(data, np.ndarray):
+        return data.ctypes.data, data.strides
+    if hasattr(data, "data_ptr"):
+        strides = data.stride() if callable(getattr(data, "stride", None)) else data.strides
+        return data.data_ptr(), tuple(strides)
+    return id(data)
+
+
+def _flat(data: Any) -> Array:
+    """C-order elements as a flat numpy array; 16-bit floats that numpy lacks as their bits. Copies only if it must."""
+    array = data if isinstance(data, np.ndarray) else _to_numpy(data)
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _to_numpy(data: Any) -> Array:
+    data = data.detach() if hasattr(data, "detach") else data
+    if data.__dlpack_device__()[0] != _CPU:
+        data = data.cpu()
+    if not str(data.dtype).endswith("bfloat16"):
+        return np.from_dlpack(data)
+    data = data.contiguous()  # a view of another dtype wants it
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(data, torch.Tensor)
+    return np.from_dlpack(data.view(torch.int16 if is_torch and torch else "int16")).view(np.uint16)

@@ -1,0 +1,119 @@
+"""How the bytes of a push get into the staged slot: one base, two ways.
+
+Both are driven by the publisher, after `Placement` and before `Seal`:
+
+ 1. [TRAINER] `stage` gets the placement and the sources it was made for. Copies of one part are done
+    together, so a part's bytes are fetched from the trainer (from its GPU, out of a transposed view) once.
+ 2. [TRAINER] each copy is cast if the served dtype differs, hashed from the trainer's memory and moved to
+    its place in the slot. Where the place is, only the transport knows.
+ 3. [TRAINER] finished copies are reported in batches (`Reporter.written`), so that the store checks them
+    while the rest is still moving.
+ 4. [TRAINER] between copies `Reporter.turn` keeps the lease, reads what the store has to say, and raises
+    when the session is over or time is up.
+ 5. [TRAINER] when `stage` returns or raises, nothing of this process writes into the slot any more.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import ClassVar, Literal
+
+from rollout_client.channel import Channel
+from rollout_client.errors import DeadlineExceeded, StoreUnavailable, from_wire
+from rollout_client.protocol import Copy, Error, Placement, Renew, Written
+from rollout_client.tensors import Source
+
+BATCH_BYTES = 16 << 20
+"""Finished copies are reported once they amount to this."""
+Progress = Callable[[int], None]
+
+
+class Reporter:
+    """Tells the store what is done and hears what it has to say. Owned by the thread that owns the channel."""
+
+    def __init__(self, channel: Channel, placement: Placement, deadline: float, progress: Progress) -> None:
+        """deadline: monotonic seconds. progress: called with the bytes that were moved."""
+        self._channel = channel
+        self._placement = placement
+        self._deadline = deadline
+        self._progress = progress
+        self._digests: list[tuple[int, int]] = []
+        self._bytes = 0
+        self._spoke = time.monotonic()
+        self._unanswered: float | None = None  # since when the store owes a word, or room in the socket
+
+    @property
+    def session(self) -> str:
+        """The session's id."""
+        return self._placement.session
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the push has to be done."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    @property
+    def patience_s(self) -> float:
+        """How long the owner may do something else between two turns."""
+        return min(self._placement.lease_s / 4, 1.0)
+
+    def moved(self, nbytes: int) -> None:
+        """Bytes that have reached the slot or the socket."""
+        self._progress(nbytes)
+        self._unanswered = None
+
+    def written(self, copy: int, digest: int, nbytes: int) -> None:
+        """This copy is complete."""
+        self._digests.append((copy, digest))
+        self._bytes += nbytes
+        if self._bytes >= BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Report what has been held back."""
+        if self._digests:
+            self._channel.send(Written(self.session, self._digests), timeout_s=self.left_s)
+            self._digests, self._bytes, self._spoke = [], 0, time.monotonic()
+
+    def turn(self) -> None:
+        """Keep the lease and listen.
+
+        Raises PushError when the session is over, DeadlineExceeded when time is up, StoreUnavailable when the
+        store has been silent for as long as the lease.
+        """
+        if self.left_s <= 0:
+            raise DeadlineExceeded("deadline", "the weights were not staged in time")
+        now = time.monotonic()
+        if now - self._spoke > self._placement.lease_s / 4:
+            if self._channel.ready(0):
+                self._channel.send(Renew(self.session), timeout_s=self.left_s)
+                self._spoke = now
+            self._unanswered = self._unanswered or now
+        while (reply := self._channel.receive(0)) is not None:
+            self._unanswered = None
+            if isinstance(reply, Error) and reply.session in ("", self.session):
+                raise from_wire(reply)
+        if self._unanswered is not None and now - self._unanswered > self._placement.lease_s:
+            raise StoreUnavailable(f"the store has been silent for the {self._placement.lease_s:g} s of the lease")
+
+
+class Transport(ABC):
+    """One way of moving bytes. See the module's steps."""
+
+    name: ClassVar[Literal["shm", "zmq"]]
+
+    @abstractmethod
+    def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
+        """Move everything and report it. Raises PushError, StoreUnavailable, ValueError for impossible copies."""
+
+    def close(self) -> None:
+        """Let resources go. Idempotent."""
+        return
+
+
+def by_part(copies: Sequence[Copy]) -> Iterator[tuple[int, list[tuple[int, Copy]]]]:
+    """(part, its numbered copies)."""
+    ordered = sorted(enumerate(copies), key=lambda item: item[1].part)
+    for part, group in groupby(ordered, key=lambda item: item[1].part):
+        yield part, list(group)
