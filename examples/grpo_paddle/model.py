@@ -1,0 +1,160 @@
+"""The trainer's own Llama: a function of named weights, so that any version can be run at any time.
+
+Weights are a flat dict of HF names and HF shapes (Linear = [out, in]): what is trained is what is pushed.
+The embedding is tied to the output head. Sequences have one length here, so no padding and no mask but the causal one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F  # noqa: N812 (its usual name)
+
+from examples.grpo_paddle.task import VOCAB_SIZE, Ids
+
+EMBED = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; the default has 108,864 parameters."""
+
+    hidden: int = 64
+    intermediate: int = 192
+    layers: int = 2
+    heads: int = 4
+    vocab: int = VOCAB_SIZE
+    context: int = 64
+    eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+
+def initial_weights(shape: Shape, seed: int) -> dict[str, Any]:
+    """Trainable float32 parameters by HF name: normal(0, 0.05), norms at one."""
+    rng = np.random.default_rng(seed)
+    sizes: dict[str, tuple[int, ...]] = {EMBED: (shape.vocab, shape.hidden)}
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}."
+        sizes[layer + "input_layernorm.weight"] = (shape.hidden,)
+        for proj in "qkvo":
+            sizes[layer + f"self_attn.{proj}_proj.weight"] = (shape.hidden, shape.hidden)
+        sizes[layer + "post_attention_layernorm.weight"] = (shape.hidden,)
+        sizes[layer + "mlp.gate_proj.weight"] = (shape.intermediate, shape.hidden)
+        sizes[layer + "mlp.up_proj.weight"] = (shape.intermediate, shape.hidden)
+        sizes[layer + "mlp.down_proj.weight"] = (shape.hidden, shape.intermediate)
+    sizes["model.norm.weight"] = (shape.hidden,)
+    weights = {}
+    for name, size in sizes.items():
+        value = np.ones(size) if len(size) == 1 else rng.normal(0, 0.05, size)
+        weights[name] = paddle.to_tensor(value.astype(np.float32), stop_gradient=False)
+    return weights
+
+
+class Operators(Protocol):
+    """What a forward pass asks of its weights."""
+
+    def embed(self, name: str, ids: Any) -> Any:
+        """[B, T] ids -> [B, T, hidden]."""
+        ...
+
+    def linear(self, name: str, x: Any) -> Any:
+        """[B, T, in] -> [B, T, out]."""
+        ...
+
+    def norm(self, name: str, x: Any, eps: float) -> Any:
+        """RMS norm over the last axis."""
+        ...
+
+
+class OneVersion:
+    """Every position uses the same weights."""
+
+    def __init__(self, weights: Mapping[str, Any]):
+        self._weights = weights
+
+    def embed(self, name: str, ids: Any) -> Any:
+        """See `Operators`."""
+        return F.embedding(ids, self._weights[name])
+
+    def linear(self, name: str, x: Any) -> Any:
+        """See `Operators`."""
+        return paddle.matmul(x, self._weights[name], transpose_y=True)
+
+    def norm(self, name: str, x: Any, eps: float) -> Any:
+        """See `Operators`."""
+        return x * paddle.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self._weights[name]
+
+
+class MixedVersions:
+    """Each position uses the weights of its own version, as a KV cache kept over an update does."""
+
+    def __init__(self, versions: list[Mapping[str, Any]], owner: Ids):
+        """owner: [B, T], for every position the index into versions of the weights that computed it."""
+        self._parts = [OneVersion(weights) for weights in versions]
+        self._masks = [paddle.to_tensor((owner == v)[..., None].astype(np.float32)) for v in range(len(versions))]
+
+    def _select(self, results: list[Any]) -> Any:
+        return paddle.add_n([r * mask for r, mask in zip(results, self._masks, strict=True)])
+
+    def embed(self, name: str, ids: Any) -> Any:
+        """See `Operators`."""
+        return self._select([part.embed(name, ids) for part in self._parts])
+
+    def linear(self, name: str, x: Any) -> Any:
+        """See `Operators`."""
+        return self._select([part.linear(name, x) for part in self._parts])
+
+    def norm(self, name: str, x: Any, eps: float) -> Any:
+        """See `Operators`."""
+        return self._select([part.norm(name, x, eps) for part in self._parts])
+
+
+def _rope(shape: Shape, length: int) -> tuple[Any, Any]:
+    """Cosines and sines, each [1, 1, length, head_dim], half-split layout."""
+    half = np.arange(0, shape.head_dim, 2) / shape.head_dim
+    angles = np.outer(np.arange(length), shape.rope_theta**-half)
+    angles = np.concatenate([angles, angles], axis=-1)[None, None].astype(np.float32)
+    return paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
+
+
+def _rotate(x: Any, cos: Any, sin: Any) -> Any:
+    first, second = paddle.chunk(x, 2, axis=-1)
+    return x * cos + paddle.concat([-second, first], axis=-1) * sin
+
+
+def forward(ops: Operators, shape: Shape, ids: Any) -> Any:
+    """Logits [B, T, vocab] of ids [B, T]."""
+    batch, length = ids.shape
+    cos, sin = _rope(shape, length)
+    causal = paddle.to_tensor(np.triu(np.full((length, length), -1e9, np.float32), 1))
+
+    def split_heads(x: Any) -> Any:
+        return x.reshape([batch, length, shape.heads, shape.head_dim]).transpose([0, 2, 1, 3])
+
+    x = ops.embed(EMBED, ids)
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}."
+        h = ops.norm(layer + "input_layernorm.weight", x, shape.eps)
+        q, k, v = (split_heads(ops.linear(layer + f"self_attn.{p}_proj.weight", h)) for p in "qkv")
+        scores = paddle.matmul(_rotate(q, cos, sin), _rotate(k, cos, sin), transpose_y=True) * shape.head_dim**-0.5
+        mixed = paddle.matmul(F.softmax(scores + causal, axis=-1), v)
+        mixed = mixed.transpose([0, 2, 1, 3]).reshape([batch, length, shape.hidden])
+        x = x + ops.linear(layer + "self_attn.o_proj.weight", mixed)
+        h = ops.norm(layer + "post_attention_layernorm.weight", x, shape.eps)
+        gate = ops.linear(layer + "mlp.gate_proj.weight", h)
+        up = ops.linear(layer + "mlp.up_proj.weight", h)
+        x = x + ops.linear(layer + "mlp.down_proj.weight", F.silu(gate) * up)
+    return ops.linear(EMBED, ops.norm("model.norm.weight", x, shape.eps))
+
+
+def token_logprobs(ops: Operators, shape: Shape, ids: Any, first: int) -> Any:
+    """[B, T - first]: the logprob of each token from position `first` on, given those before it."""
+    logits = forward(ops, shape, ids[:, :-1])[:, first - 1 :]
+    return -F.cross_entropy(logits, ids[:, first:].unsqueeze(-1), reduction="none").squeeze(-1)

@@ -1,0 +1,68 @@
+"""Start `paddle-rollout serve` as a child, and stop it whatever happens to the trainer."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+READY_S = 60.0
+STOP_S = 20.0
+
+
+class Service:
+    """A context manager; inside it the service is ready. Attributes: url (HTTP), push_endpoint (ZMQ).
+
+    It shares the trainer's terminal and so its Ctrl-C; all it needs besides is to be waited for.
+    """
+
+    def __init__(self, model: Path, replicas: int, out: Path):
+        """model: checkpoint directory. out: where service.log and the run directory go."""
+        self._run_dir = out / "run"
+        self._log = out / "service.log"
+        command = Path(sys.executable).with_name("paddle-rollout")
+        self._args = [
+            *(str(command), "serve", str(model), "--replicas", str(replicas)),
+            *("--name", "grpo-demo", "--run-dir", str(self._run_dir)),
+            *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*"),
+        ]
+        self.url = self.push_endpoint = ""
+
+    def __enter__(self) -> "Service":
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(self._args, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            self._wait_until_ready(time.monotonic() + READY_S)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the service ended with status {self._process.returncode}; see {self._log}")
+            try:
+                self.url = (self._run_dir / "http_url").read_text().strip()
+                self.push_endpoint = (self._run_dir / "push_endpoint").read_text().strip()
+                if httpx.get(f"{self.url}/ready", timeout=2.0).is_success:
+                    return
+            except (OSError, httpx.TransportError):
+                pass
+            time.sleep(0.05)
+        raise RuntimeError(f"the service was not ready after {READY_S:.0f} s; see {self._log}")
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
