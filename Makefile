@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-MODEL := models/smollm2-135m-instruct
+MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 model: $(MODEL)/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it to models/
 
 $(MODEL)/model.safetensors: | $(STAMP)
-	$(BIN)/python scripts/fetch_smollm2.py $(MODEL)
+	$(BIN)/python -m scripts.fetch_smollm2 --out $(MODEL)
 
 run: $(STAMP) model ## serve SmolLM2 on http://127.0.0.1:8000
 	$(BIN)/paddle-rollout serve $(MODEL)
@@ -42,7 +42,7 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/render_states.py --check
+	$(BIN)/python -m scripts.render_states --check
 
 test: check ## everything that must hold before a commit: check, then all tests
 	$(BIN)/python -m pytest
@@ -50,7 +50,7 @@ test: check ## everything that must hold before a commit: check, then all tests
 format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python scripts/render_states.py
+	$(BIN)/python -m scripts.render_states
 
 bench: $(STAMP) ## run the benchmarks and write their results as JSON
 	$(BIN)/python -m benchmarks
