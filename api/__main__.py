@@ -10,7 +10,7 @@ import uvicorn
 from api.app import create_app
 from api.config import ApiConfig
 from api.model import Model
-from api.process import die_with_parent, listen
+from api.process import listen
 from api.service import Service
 from weight_manager.logs import setup
 
@@ -20,7 +20,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m api", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.json of the service")
     args = parser.parse_args(argv)
-    die_with_parent()
     try:
         config = ApiConfig.read(args.config)
         setup("api", config.log_level)

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 from api import replies
 from api.limits import BodyLimit
-from api.routes import health, rollout
+from api.routes import chat, completions, health, models, rollout
 from api.service import Service
 
 DESCRIPTION = "Rollout workers with dynamic weight sync. Control routes need the admin token when one is set."
@@ -29,7 +29,7 @@ def create_app(service: Service) -> FastAPI:
         strict_content_type=False,  # curl and some trainers name no type
     )
     app.state.service = service
-    for module in (rollout, health):
+    for module in (rollout, completions, chat, models, health):
         app.include_router(module.router)
     replies.install(app)
     app.add_middleware(BodyLimit, max_bytes=service.config.max_body_bytes)

@@ -8,13 +8,13 @@ the environment. The processes themselves read only run_dir/config.json.
 import ipaddress
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from api.paths import default_run_dir
 from weight_manager.config import StoreConfig
 from worker.config import WorkerConfig
 
@@ -39,7 +39,7 @@ class ApiConfig(BaseModel):
     host: str = "127.0.0.1"
     """Address to bind; anything but loopback needs a data token."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 picks a free one; run_dir/http_port tells which."""
+    """0 picks a free one; run_dir/http_url tells which."""
     run_dir: Path
     """Where the sockets of the service live."""
     replicas: int = Field(default=1, ge=1, le=4096)
@@ -138,12 +138,6 @@ class ServeConfig(BaseModel):
         with os.fdopen(fd, "w") as file:
             file.write(self.model_dump_json(indent=2))
         return path
-
-
-def default_run_dir(name: str) -> Path:
-    """Where a service of this name keeps its sockets, for this user."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"paddle-rollout-{os.getuid()}-{name}"
 
 
 class ServeOptions(BaseSettings):

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class Model:
     max_model_len: int
     architecture: str
     tokenizer: Tokenizer | None
+    _texts: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def load(cls, config: ApiConfig) -> "Model":
@@ -66,6 +67,25 @@ class Model:
                 f"the text is not valid Unicode: {error.reason if hasattr(error, 'reason') else error}"
             ) from None
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, special ones included; remembered."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.text.decode([token_id], False)
+        return text
+
+    async def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt text of a conversation. Raises BadInput when the template cannot write it."""
+        text = self.text
+        try:
+            plain = [_plain(message) for message in messages]
+            if options.get("chat_template") is None:
+                return text.apply_chat_template(plain, **options)
+            # A caller's own template may loop for long.
+            return await asyncio.to_thread(text.apply_chat_template, plain, **options)
+        except (ValueError, TypeError) as error:
+            raise BadInput(f"messages: {error}") from None
+
     def check_ids(self, ids: list[int], what: str) -> None:
         """Raises BadInput unless every id is in the vocabulary."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
@@ -82,3 +102,16 @@ class Model:
                 code="context_length_exceeded",
             )
         self.check_ids(ids, what)
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: templates expect that, clients may send a list of text parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type", "text") != "text":
+            raise ValueError("only text content is supported")
+        texts.append(str(part.get("text", "")))
+    return message | {"content": "\n".join(texts)}

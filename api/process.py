@@ -1,26 +1,12 @@
-"""The API as a child process: it ends with its parent, and binds its port before it says so."""
+"""The HTTP socket of the API process: bound before anything slow, and written down where clients look."""
 
-import ctypes
-import os
-import signal
 import socket
 
 from api.config import ApiConfig
 
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """SIGTERM this process when its parent dies, however that happens (Linux)."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the request took effect
-        os.kill(os.getpid(), signal.SIGTERM)
-
 
 def listen(config: ApiConfig) -> socket.socket:
-    """The bound HTTP socket; its port is also in run_dir/http_port. Raises OSError saying what to change."""
+    """The bound socket; its URL is also in run_dir/http_url. Raises OSError saying what to change."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,10 +14,9 @@ def listen(config: ApiConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise OSError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port"
-        ) from None
+        where = f"{config.host}:{config.port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror}; choose another --port") from None
     listener.listen(2048)
-    port_file = config.run_dir / "http_port"
-    port_file.write_text(str(listener.getsockname()[1]))
+    host = f"[{config.host}]" if family is socket.AF_INET6 else config.host
+    (config.run_dir / "http_url").write_text(f"http://{host}:{listener.getsockname()[1]}\n")
     return listener

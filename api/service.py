@@ -15,6 +15,7 @@ from api.metrics import Metrics
 from api.model import Model
 from api.rate_limit import RateLimit
 from api.replicas import Fleet, FleetSettings
+from api.versions import VersionNames
 from api.weights import Weights
 
 
@@ -36,6 +37,7 @@ class Service:
             ),
         )
         self.weights = Weights(config.store_endpoint, self.fleet)
+        self.versions = VersionNames(self.weights)
         self.control = Control(self.fleet)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)

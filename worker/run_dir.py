@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-_OURS = ("*.sock", "config.json", "http_port", "push_endpoint")
+_OURS = ("*.sock", "config.json", "http_url", "push_endpoint")
 
 
 class AlreadyRunning(RuntimeError):

@@ -250,7 +250,7 @@ class ScriptedStore:
     """See module."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.live: Live | None = Live("run", 0, 1, 0, "d" * 16)
+        self.live: Live | None = Live("", 0, 1, 0, "d" * 16)
         self.results: dict[type, Result] = {}
         self.received: list[Any] = []
         self.session: dict[str, Any] | None = None
@@ -381,7 +381,7 @@ async def until(condition: Any, timeout_s: float = 5.0) -> None:
     """Wait for something the event loop is about to do."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  there is no one event for what tests wait for
                 await asyncio.sleep(0.005)
             return
     raise AssertionError("it did not happen in time")

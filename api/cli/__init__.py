@@ -1,0 +1,166 @@
+"""The command line, ``paddle-rollout``. Only names and options here; each command's work is imported when it runs.
+
+That keeps --help instant: nothing but typer is loaded for it.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(
+    name="paddle-rollout",
+    help="RL rollout workers on PaddlePaddle with dynamic, all-or-nothing weight sync.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", envvar="PADDLE_ROLLOUT_URL", help="Of the service; default: the local one of --name."),
+]
+Name = Annotated[str, typer.Option(help="Of the service.", envvar="PADDLE_ROLLOUT_NAME")]
+DataToken = Annotated[str | None, typer.Option(envvar="PADDLE_ROLLOUT_DATA_TOKEN", help="Set the variable instead.")]
+AdminToken = Annotated[str | None, typer.Option(envvar="PADDLE_ROLLOUT_ADMIN_TOKEN", help="Set the variable instead.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File that holds the token; or set the variable.")]
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="HF checkpoint directory.", envvar="PADDLE_ROLLOUT_MODEL")],
+    name: Annotated[str | None, typer.Option(help="Of the service; two on one host need two. [default]")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Independent copies of the model. [1]")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of one replica. [1]")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Served dtype. [float32]")] = None,
+    device: Annotated[Literal["cpu", "gpu"] | None, typer.Option(help="Where ranks compute. [cpu]")] = None,
+    host: Annotated[str | None, typer.Option(help="HTTP address. [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one. [8000]")] = None,
+    push_endpoint: Annotated[str | None, typer.Option(help="Where trainers push. [tcp://127.0.0.1:5600]")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output. [the model's]")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="In /v1/models. [the directory's name]")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Sockets and config.json. [per user and name]")] = None,
+    data_token_file: TokenFile = None,
+    admin_token_file: TokenFile = None,
+    push_token_file: TokenFile = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other field: worker.max_batch=32, store.lease_s=30, api.vllm_metrics=true."),
+    ] = None,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, typer.Option(help="[info]")] = None,
+) -> None:
+    """Serve a checkpoint until Ctrl-C. Every option is also a variable PADDLE_ROLLOUT_<OPTION>."""
+    from api.cli import serve_command as command  # noqa: PLC0415  commands load what they need, --help nothing
+
+    options = {
+        "model": model,
+        "name": name,
+        "replicas": replicas,
+        "tp": tp,
+        "dtype": dtype,
+        "device": device,
+        "host": host,
+        "port": port,
+        "push_endpoint": push_endpoint,
+        "max_model_len": max_model_len,
+        "served_model_name": served_model_name,
+        "run_dir": run_dir,
+        "log_level": log_level,
+    }
+    files = {"data_token": data_token_file, "admin_token": admin_token_file, "push_token": push_token_file}
+    raise typer.Exit(command.run(options, files, set_ or []))
+
+
+@app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(help="HF checkpoint directory (safetensors) on this machine.")],
+    version: Annotated[int | None, typer.Option(help="Its version. [one above the live one]")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(envvar="PADDLE_ROLLOUT_PUSH_ENDPOINT", help="ZMQ. [the local service's]")
+    ] = None,
+    run_id: Annotated[str | None, typer.Option(help="The trainer's run. [the live one]")] = None,
+    in_flight: Annotated[
+        Literal["keep", "recompute", "abort", "wait"], typer.Option(help="What becomes of running requests.")
+    ] = "keep",
+    token_file: TokenFile = None,
+    name: Name = "default",
+) -> None:
+    """Make a checkpoint live on every replica, while they generate. All or nothing."""
+    from api.cli import push_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.run(directory, version, endpoint, run_id, in_flight, token_file, name))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text; - reads standard input.")],
+    max_tokens: Annotated[int | None, typer.Option(help="[what fits]")] = None,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 1.0,
+    n: Annotated[int, typer.Option(help="Samples; more than one are printed when all are done.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="For the same samples again.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="The whole reply: ids, logprobs, version spans.")] = False,
+    url: Url = None,
+    name: Name = "default",
+    token: DataToken = None,
+) -> None:
+    """Continue a text; it appears as it is sampled."""
+    from api.cli import generate_command as command  # noqa: PLC0415
+
+    fields = {"max_tokens": max_tokens, "temperature": temperature, "n": n, "seed": seed, "stop": stop}
+    raise typer.Exit(command.run(prompt, fields, json_, command.connect(url, name, token)))
+
+
+@app.command()
+def status(
+    watch: Annotated[bool, typer.Option(help="Keep the table live until Ctrl-C; --no-watch prints it once.")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Once, as JSON.")] = False,
+    url: Url = None,
+    name: Name = "default",
+    token: DataToken = None,
+) -> None:
+    """Replicas, versions, requests and the last push, live."""
+    from api.cli import status_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.run(watch, json_, url, name, token))
+
+
+@app.command()
+def pause(
+    mode: Annotated[Literal["abort", "wait", "keep", "recompute"], typer.Option(help="Fate of what runs.")] = "abort",
+    lease_s: Annotated[float, typer.Option(help="Resume by itself after this; 0 = never.")] = 0.0,
+    url: Url = None,
+    name: Name = "default",
+    token: AdminToken = None,
+) -> None:
+    """Hold new requests and stop stepping on every replica."""
+    from api.cli import control_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.pause(mode, lease_s, url, name, token))
+
+
+@app.command()
+def resume(url: Url = None, name: Name = "default", token: AdminToken = None) -> None:
+    """Go on after a pause."""
+    from api.cli import control_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.resume(url, name, token))
+
+
+@app.command()
+def restart(
+    units: Annotated[list[str] | None, typer.Argument(help="replica-0, api, store. [all replicas]")] = None,
+    drain_s: Annotated[float, typer.Option(help="How long running requests may take to finish.")] = 30.0,
+    name: Name = "default",
+    run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
+) -> None:
+    """Restart replicas one by one, each when the one before is ready again. No request fails."""
+    from api.cli import control_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.restart(units or [], drain_s, name, run_dir))
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,59 @@
+"""Find the local service, talk to it, and turn its refusals into one line that says what to do."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollout_client.errors import RolloutError
+from rollout_client.http import RequestFailed, RolloutClient, Unreachable
+
+
+def run_dir_of(name: str) -> Path:
+    """Where a local service of this name keeps its files."""
+    from api.paths import default_run_dir  # noqa: PLC0415
+
+    return default_run_dir(name)
+
+
+def url_of(name: str) -> str:
+    """HTTP address of the local service; the usual one when it has left no trace."""
+    try:
+        return (run_dir_of(name) / "http_url").read_text().strip()
+    except OSError:
+        return "http://127.0.0.1:8000"
+
+
+def connect(url: str | None, name: str, token: str | None) -> RolloutClient:
+    """A client of the service meant."""
+    return RolloutClient(url or url_of(name), token=token)
+
+
+def read_token(path: Path | None) -> str | None:
+    """A token from its file, without the newline an editor leaves."""
+    return path.read_text().strip() if path else None
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors end the command with one line on stderr and exit status 1 (2 = it was used wrongly)."""
+    try:
+        yield
+    except Unreachable as error:
+        _leave(f"{error}\nIs it running? Start it with `paddle-rollout serve MODEL`, or say --url or --name.", 1)
+    except RequestFailed as error:
+        hint = ""
+        if error.status in {401, 403}:
+            hint = "\nSet PADDLE_ROLLOUT_DATA_TOKEN, or PADDLE_ROLLOUT_ADMIN_TOKEN for control."
+        _leave(f"refused: {error.message}{hint}", 1)
+    except RolloutError as error:
+        _leave(str(error), 1)
+    except (OSError, ValueError) as error:
+        _leave(str(error), 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _leave(text: str, status: int) -> None:
+    print(f"paddle-rollout: {text}", file=sys.stderr)
+    sys.exit(status)

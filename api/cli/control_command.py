@@ -1,0 +1,41 @@
+"""``paddle-rollout pause``, ``resume`` and ``restart``."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from api.cli.connect import connect, explained, run_dir_of
+from api.cli.supervisor import ask
+from rollout_client.http import PauseState
+from rollout_client.http_calls import PauseMode
+from worker.supervisor_messages import Restart
+
+console = Console(highlight=False)
+
+
+def pause(mode: PauseMode, lease_s: float, url: str | None, name: str, token: str | None) -> int:
+    """Pause every replica."""
+    with explained(), connect(url, name, token) as client:
+        _say(client.pause(mode, lease_s=lease_s))
+    return 0
+
+
+def resume(url: str | None, name: str, token: str | None) -> int:
+    """Go on."""
+    with explained(), connect(url, name, token) as client:
+        _say(client.resume())
+    return 0
+
+
+def restart(units: list[str], drain_s: float, name: str, run_dir: Path | None) -> int:
+    """Restart units one by one."""
+    what = ", ".join(units) or "all replicas"
+    with explained(), console.status(f"restarting {what}, one by one"):
+        ask(run_dir or run_dir_of(name), lambda call: Restart(call, units, drain_s), timeout_s=600.0)
+    console.print(f"restarted {what}")
+    return 0
+
+
+def _say(state: PauseState) -> None:
+    lease = f", resumes in {state.lease_left_s:.0f} s" if state.lease_left_s is not None else ""
+    console.print(f"paused ({state.mode}{lease}), {state.held} requests held" if state.paused else "serving")

@@ -1,0 +1,86 @@
+"""``paddle-rollout push``: a checkpoint directory becomes the next version, as a trainer would push it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from api.cli.connect import explained, read_token, run_dir_of
+from rollout_client.protocol import InFlight
+from rollout_client.publisher import PushReport, WeightPublisher
+from weight_manager.checkpoint import Tensor, TensorFile, weight_files
+from weight_manager.errors import CheckpointError
+
+console = Console(highlight=False)
+
+CLI_RUN = "cli"
+"""Names the run when nobody has pushed before."""
+
+
+def run(
+    directory: Path,
+    version: int | None,
+    endpoint: str | None,
+    run_id: str | None,
+    in_flight: InFlight,
+    token_file: Path | None,
+    name: str,
+) -> int:
+    """Push; returns the exit status."""
+    with explained():
+        try:
+            files = [TensorFile(path) for path in weight_files(directory)]
+        except CheckpointError as error:
+            raise ValueError(error.message) from None
+        try:
+            report = _push(dict(_tensors(files)), version, endpoint or _endpoint(name), run_id, in_flight, token_file)
+        finally:
+            for file in files:
+                file.close()
+    took = f"{report.seconds['total']:.2f} s over {report.transport}"
+    stall = max(report.stall_ms.values(), default=0.0)
+    already = "was live already" if report.already else f"live on {report.replicas} replicas"
+    console.print(f"version {report.version} {already}, {took}, longest stall {stall:.1f} ms, digest {report.digest}")
+    return 0
+
+
+def _push(
+    tensors: dict[str, npt.NDArray[Any]],
+    version: int | None,
+    endpoint: str,
+    run_id: str | None,
+    in_flight: InFlight,
+    token_file: Path | None,
+) -> PushReport:
+    """Versions go on from the live one, in its run, unless told otherwise."""
+    token = read_token(token_file) or os.environ.get("PADDLE_ROLLOUT_PUSH_TOKEN", "")
+    with WeightPublisher(endpoint, run_id=run_id or CLI_RUN, token=token) as publisher:
+        live = publisher.connect()
+    target = 1 if live.live_version is None else live.live_version + 1
+    with WeightPublisher(endpoint, run_id=run_id or live.live_run or CLI_RUN, token=token) as publisher:
+        return publisher.push(tensors, target if version is None else version, in_flight=in_flight)
+
+
+def _tensors(files: list[TensorFile]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    for file in files:
+        for tensor in file.tensors():
+            yield tensor.part.name, _array(tensor)
+
+
+def _array(tensor: Tensor) -> npt.NDArray[Any]:
+    """A view of the file; bfloat16, which numpy lacks, as the equal float32 values."""
+    raw = np.frombuffer(tensor.file.data, np.uint8, tensor.nbytes, tensor.offset)
+    if tensor.part.dtype == "bfloat16":
+        return (raw.view("<u2").astype("<u4") << 16).view("<f4").reshape(tensor.part.shape)
+    return raw.view(np.dtype(tensor.part.dtype)).reshape(tensor.part.shape)
+
+
+def _endpoint(name: str) -> str:
+    try:
+        return (run_dir_of(name) / "push_endpoint").read_text().strip()
+    except OSError:
+        return "tcp://127.0.0.1:5600"

@@ -1,0 +1,95 @@
+"""``paddle-rollout serve``: options -> config.json -> supervisor, and one line when it can be used."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from api.cli.connect import read_token
+from api.config import ServeConfig, ServeOptions, compose
+from weight_manager.logs import setup
+from worker.run_dir import AlreadyRunning, RunDir
+from worker.service import units_of_service
+from worker.supervisor import Supervisor
+
+USAGE = 2
+POLL_S = 0.1
+
+
+def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> int:
+    """Serve until told to stop; returns the exit status."""
+    try:
+        config = configure(options, token_files, settings)
+    except ValidationError as error:
+        return _refuse("; ".join(_problem(problem) for problem in error.errors()))
+    except (OSError, ValueError) as error:
+        return _refuse(str(error))
+    setup("serve", config.api.log_level)
+    try:
+        run_dir = RunDir(config.api.run_dir)
+    except (AlreadyRunning, OSError) as error:
+        return _refuse(str(error))
+    try:
+        units = units_of_service(
+            config.write(), replicas=config.api.replicas, tp=config.worker.tp, drain_s=config.worker.drain_s
+        )
+        announcer = threading.Thread(target=announce, args=(config,), daemon=True)
+        announcer.start()
+        return Supervisor(units, run_dir).run()
+    finally:
+        run_dir.close()
+
+
+def configure(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> ServeConfig:
+    """The service a user asked for. Raises ValueError, OSError saying what to change."""
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {name: token for name, path in token_files.items() if (token := read_token(path)) is not None}
+    for setting in settings:
+        target, equals, value = setting.partition("=")
+        part, dot, field = target.partition(".")
+        if not equals or not dot or part not in {"store", "worker", "api"}:
+            raise ValueError(f"--set {setting}: write store.FIELD=VALUE, worker.FIELD=VALUE or api.FIELD=VALUE")
+        given.setdefault(part, {})[field] = _value(value)
+    return compose(ServeOptions(**given))
+
+
+def announce(config: ServeConfig) -> None:
+    """Say once that the service is ready, and where."""
+    started = time.monotonic()
+    url_file = config.api.run_dir / "http_url"
+    while True:
+        time.sleep(POLL_S)
+        try:
+            url = url_file.read_text().strip()
+            health = httpx.get(f"{url}/ready", timeout=2.0)
+        except (OSError, httpx.HTTPError):
+            continue
+        if health.status_code == httpx.codes.OK:
+            break
+    push_file = config.api.run_dir / "push_endpoint"
+    push = push_file.read_text().strip() if push_file.exists() else config.api.push_endpoint
+    open_to = "" if config.api.data_token else " (no tokens: this host only)"
+    seconds = time.monotonic() - started
+    print(f"ready in {seconds:.1f} s: {url}{open_to}  docs {url}/docs  push {push}", flush=True)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _problem(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _refuse(text: str) -> int:
+    print(f"paddle-rollout: {text}", file=sys.stderr)
+    return USAGE

@@ -1,0 +1,107 @@
+"""Logprobs of samples in the shapes that clients want. A part is a whole sample, or a chunk of one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from api.flight import Sample
+from api.model import Model
+from worker.messages import Chunk
+
+Part = Sample | Chunk
+PromptLogprobs = list[list[tuple[int, float, int]]]
+
+
+class TokenNames:
+    """How tokens are spelled: as text, or as token_id:<n>."""
+
+    def __init__(self, model: Model, *, as_ids: bool) -> None:
+        self._model = model
+        self._as_ids = as_ids or model.tokenizer is None
+
+    def __call__(self, token_id: int) -> str:
+        """One token."""
+        return f"token_id:{token_id}" if self._as_ids else self._model.token_text(token_id)
+
+
+def completion(part: Part, names: TokenNames, offset: int) -> dict[str, Any]:
+    """OpenAI's completion logprobs. offset: characters of text before this part."""
+    tokens = [names(i) for i in part.token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    tops = part.top or [[] for _ in tokens]
+    return {
+        "tokens": tokens,
+        "token_logprobs": part.logprobs,
+        "top_logprobs": [
+            {token: logprob} | {names(i): p for i, p in top}
+            for token, logprob, top in zip(tokens, part.logprobs, tops, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def completion_prompt(ids: list[int], prompt: PromptLogprobs, names: TokenNames) -> dict[str, Any]:
+    """The same of an echoed prompt; its first token has no logprob."""
+    tokens = [names(i) for i in ids]
+    offsets, offset = [], 0
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None, *(candidates[0][1] for candidates in prompt)],
+        "top_logprobs": [None, *({names(i): p for i, p, _ in candidates} for candidates in prompt)],
+        "text_offset": offsets,
+    }
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two completion logprobs, one after the other."""
+    return {key: first[key] + second[key] for key in first}
+
+
+def chat(part: Part, names: TokenNames, top_n: int) -> dict[str, Any]:
+    """OpenAI's chat logprobs: one content entry per token."""
+    tops = part.top or [[] for _ in part.token_ids]
+    return {
+        "content": [
+            _entry(names(token_id), logprob) | {"top_logprobs": [_entry(names(i), p) for i, p in top[:top_n]]}
+            for token_id, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
+        ]
+    }
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+def by_id(part: Part, top_n: int) -> dict[str, Any]:
+    """vLLM's token-in token-out shape: exactly one content entry per token, all by id."""
+    tops = part.top or [[] for _ in part.token_ids]
+    ranks: Sequence[int | None] = part.ranks or [None for _ in part.token_ids]
+    return {
+        "content": [
+            {
+                "token": f"token_id:{token_id}",
+                "token_id": token_id,
+                "logprob": logprob,
+                "rank": rank,
+                "top_logprobs": [{"token": f"token_id:{i}", "token_id": i, "logprob": p} for i, p in top[:top_n]],
+            }
+            for token_id, logprob, rank, top in zip(part.token_ids, part.logprobs, ranks, tops, strict=True)
+        ]
+    }
+
+
+def prompt_by_id(prompt: PromptLogprobs | None, model: Model) -> list[dict[str, Any] | None] | None:
+    """vLLM's prompt_logprobs: null, then id -> {logprob, rank, decoded_token} per token."""
+    if prompt is None:
+        return None
+    names = TokenNames(model, as_ids=False)
+    return [None, *({str(i): _ranked(p, rank, names(i)) for i, p, rank in candidates} for candidates in prompt)]
+
+
+def _ranked(logprob: float, rank: int, token: str) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": token}

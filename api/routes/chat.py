@@ -1,0 +1,143 @@
+"""POST /v1/chat/completions, OpenAI's with vLLM's extras. Conversations are written by the checkpoint's template."""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request
+from starlette.responses import Response
+
+from api import logprobs as shapes
+from api.answering import usage, version_header, whole
+from api.auth import require_data
+from api.flight import Sample
+from api.generation import Ask, Job
+from api.logprobs import TokenNames
+from api.replies import Json
+from api.schemas.base import ERRORS
+from api.schemas.openai import ChatRequest, ChatResponse
+from api.service import Service, Uses
+from api.sse import DONE, EventStream, event
+from api.text import StreamedText, TextOptions, final_text
+from worker.messages import Chunk
+
+router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
+
+SessionHeader = Annotated[str, Header(max_length=256)]
+
+
+@router.post("/v1/chat/completions", response_model=ChatResponse)
+async def chat_completions(
+    body: ChatRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
+) -> Response:
+    """Answer a conversation. Token ids are exactly the sampled ones."""
+    text = await service.model.chat_text(
+        body.messages,
+        chat_template=body.chat_template,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        **(body.chat_template_kwargs or {}),
+    )
+    ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
+    ask = Ask(
+        prompts=[ids],
+        sampling=body.params(
+            logprobs=(body.top_logprobs or 0) if body.logprobs else 0, max_tokens=body.max_completion_tokens
+        ),
+        request_id=body.request_id or "",
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        session=x_session_id,
+        min_version=body.min_weight_version,
+        version_timeout_s=body.version_timeout_s,
+        max_staleness=body.max_staleness,
+    )
+    writer = _Writer(body, service, ids, ask)
+    if body.stream:
+        return EventStream(writer.stream(service.generations.submit(ask)))
+    job, samples = await whole(request, service, ask)
+    reply = writer.envelope(job, "chat.completion", [writer.choice(s) for s in samples[0]])
+    reply |= {"usage": usage([ids], samples)} | writer.prompt(samples[0][0])
+    return Json(reply, headers=version_header(samples))
+
+
+@dataclass
+class _Writer:
+    """Writes one request's reply."""
+
+    body: ChatRequest
+    service: Service
+    ids: list[int]
+    ask: Ask
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.names = TokenNames(self.service.model, as_ids=bool(self.body.return_tokens_as_token_ids))
+        skip = self.body.skip_special_tokens is not False
+        stops = tuple(self.ask.sampling.stop)
+        self.options = TextOptions(skip, bool(self.body.include_stop_str_in_output), stops)
+
+    def envelope(self, job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What surrounds choices."""
+        return {
+            "id": job.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.model.name,
+            "choices": choices,
+            "weight_version": choices[-1]["weight_version"] if choices else self.service.versions.live,
+        }
+
+    def prompt(self, first: Sample) -> dict[str, Any]:
+        """What was asked for about the prompt."""
+        about: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            about["prompt_token_ids"] = self.ids
+        if self.body.prompt_logprobs is not None:
+            about["prompt_logprobs"] = shapes.prompt_by_id(first.prompt_logprobs, self.service.model)
+        return about
+
+    def choice(self, sample: Sample) -> dict[str, Any]:
+        """A finished sample."""
+        tokenizer = self.service.model.text
+        text = final_text(tokenizer, sample.token_ids, sample.finish, sample.stop_reason, self.options)
+        return {"message": {"role": "assistant", "content": text}} | self._part(sample)
+
+    async def stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+        """Events: the role first, one per chunk, usage if wanted, then [DONE]."""
+        kind, texts = "chat.completion.chunk", {}
+        with job:
+            async for _, chunk in job.chunks():
+                about: dict[str, Any] = {}
+                if chunk.index not in texts:
+                    texts[chunk.index] = StreamedText(self.service.model.text, self.options)
+                    version = self.service.versions.newest(chunk.spans)
+                    role = {"role": "assistant", "content": ""}
+                    opening = {"index": chunk.index, "delta": role, "finish_reason": None}
+                    opening |= {"weight_version": version, "weight_versions": []}
+                    about = self.prompt(job.flights[0].samples[0])
+                    yield event(self.envelope(job, kind, [opening]) | about)
+                delta = {"content": texts[chunk.index].push(chunk)}
+                yield event(self.envelope(job, kind, [{"delta": delta} | self._part(chunk)]))
+            if self.body.stream_options is not None and self.body.stream_options.include_usage:
+                counted = usage([self.ids], [job.flights[0].samples])
+                yield event(self.envelope(job, kind, []) | {"usage": counted})
+            yield DONE
+
+    def _part(self, part: Sample | Chunk) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "finish_reason": part.finish,
+            "stop_reason": part.stop_reason,
+            "logprobs": None,
+            "weight_version": self.service.versions.newest(part.spans),
+            "weight_versions": self.service.versions.spans(part.spans),
+        }
+        if self.body.logprobs:
+            choice["logprobs"] = shapes.chat(part, self.names, self.body.top_logprobs or 0)
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice

@@ -1,0 +1,150 @@
+"""POST /v1/completions, OpenAI's with vLLM's extras."""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request
+from starlette.responses import Response
+
+from api import logprobs as shapes
+from api.answering import usage, version_header, whole
+from api.auth import require_data
+from api.flight import Flight, Sample
+from api.generation import Ask, Job
+from api.logprobs import TokenNames
+from api.prompts import prompt_ids
+from api.replies import Json
+from api.schemas.base import ERRORS
+from api.schemas.openai import CompletionRequest, CompletionResponse
+from api.service import Service, Uses
+from api.sse import DONE, EventStream, event
+from api.text import StreamedText, TextOptions, final_text
+from worker.messages import Chunk
+
+router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
+
+SessionHeader = Annotated[str, Header(max_length=256)]
+
+
+@router.post("/v1/completions", response_model=CompletionResponse)
+async def completions(
+    body: CompletionRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
+) -> Response:
+    """Continue prompts; choices come prompt by prompt. Token ids are exactly the sampled ones."""
+    prompts = await prompt_ids(body.prompt, service.model, add_special_tokens=body.add_special_tokens)
+    echo_logprobs = body.logprobs if body.echo else None
+    ask = Ask(
+        prompts=prompts,
+        sampling=body.params(
+            logprobs=body.logprobs or 0,
+            prompt_logprobs=body.prompt_logprobs if body.prompt_logprobs is not None else echo_logprobs,
+        ),
+        request_id=body.request_id or "",
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        session=x_session_id,
+        min_version=body.min_weight_version,
+        version_timeout_s=body.version_timeout_s,
+        max_staleness=body.max_staleness,
+    )
+    writer = _Writer(body, service, prompts, ask)
+    if body.stream:
+        return EventStream(writer.stream(service.generations.submit(ask)))
+    job, samples = await whole(request, service, ask)
+    choices = [writer.choice(i, s, of_prompt[0]) for i, of_prompt in enumerate(samples) for s in of_prompt]
+    reply = writer.envelope(job, choices) | {"usage": usage(prompts, samples)}
+    return Json(reply, headers=version_header(samples))
+
+
+@dataclass
+class _Writer:
+    """Writes one request's reply."""
+
+    body: CompletionRequest
+    service: Service
+    prompts: list[list[int]]
+    ask: Ask
+
+    def __post_init__(self) -> None:
+        self.model = self.service.model
+        self.created = int(time.time())
+        self.names = TokenNames(self.model, as_ids=bool(self.body.return_tokens_as_token_ids))
+        skip = self.body.skip_special_tokens is not False
+        stops = tuple(self.ask.sampling.stop)
+        self.options = TextOptions(skip, bool(self.body.include_stop_str_in_output), stops)
+
+    def envelope(self, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What surrounds choices."""
+        newest = choices[-1]["weight_version"] if choices else self.service.versions.live
+        return {
+            "id": job.request_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model.name,
+            "choices": choices,
+            "weight_version": newest,
+        }
+
+    def choice(self, prompt_index: int, sample: Sample, first: Sample) -> dict[str, Any]:
+        """A finished sample. first: the prompt's sample 0, which has its logprobs."""
+        text = ""
+        if self.model.tokenizer is not None:
+            text = final_text(self.model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, self.options)
+        return self._part(prompt_index, sample, text, "", first, begins=True)
+
+    async def stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+        """Events, one per chunk, then usage if wanted, then [DONE]."""
+        texts: dict[int, StreamedText] = {}
+        before: dict[int, str] = {}
+        with job:
+            async for i, chunk in job.chunks():
+                key = i * self.ask.sampling.n + chunk.index
+                begins = key not in before
+                text = ""
+                if self.model.tokenizer is not None:
+                    if begins:
+                        texts[key] = StreamedText(self.model.tokenizer, self.options)
+                    text = texts[key].push(chunk)
+                first = job.flights[i].samples[0]
+                part = self._part(i, chunk, text, before.get(key, ""), first, begins=begins)
+                before[key] = before.get(key, "") + text
+                yield event(self.envelope(job, [part]))
+            if self.body.stream_options is not None and self.body.stream_options.include_usage:
+                yield event(self.envelope(job, []) | {"usage": usage(self.prompts, _samples(job.flights))})
+            yield DONE
+
+    def _part(
+        self, prompt_index: int, part: Sample | Chunk, text: str, before: str, first: Sample, *, begins: bool
+    ) -> dict[str, Any]:
+        body, ids = self.body, self.prompts[prompt_index]
+        prompt_text = ""
+        if body.echo and self.model.tokenizer is not None:
+            prompt_text = self.model.tokenizer.decode(ids, self.options.skip_special_tokens)
+        choice: dict[str, Any] = {
+            "index": prompt_index * self.ask.sampling.n + part.index,
+            "text": prompt_text + text if begins else text,
+            "finish_reason": part.finish,
+            "stop_reason": part.stop_reason,
+            "logprobs": None,
+            "weight_version": self.service.versions.newest(part.spans),
+            "weight_versions": self.service.versions.spans(part.spans),
+        }
+        if body.logprobs is not None:
+            made = shapes.completion(part, self.names, len(prompt_text) + len(before))
+            if body.echo and begins and first.prompt_logprobs is not None:
+                made = shapes.joined(shapes.completion_prompt(ids, first.prompt_logprobs, self.names), made)
+            choice["logprobs"] = made
+        if body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+            if begins:
+                choice["prompt_token_ids"] = ids
+        if body.prompt_logprobs is not None and begins:
+            choice["prompt_logprobs"] = shapes.prompt_by_id(first.prompt_logprobs, self.model)
+        return choice
+
+
+def _samples(flights: list[Flight]) -> list[list[Sample]]:
+    return [flight.samples for flight in flights]

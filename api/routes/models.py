@@ -1,0 +1,73 @@
+"""GET /v1/models, POST /tokenize and /detokenize."""
+
+from fastapi import APIRouter, Depends
+
+from api.auth import require_data
+from api.errors import BadInput, NotFound
+from api.schemas.base import ERRORS
+from api.schemas.openai import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from api.service import Service, Uses
+
+router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
+
+
+@router.get("/v1/models")
+async def models(service: Uses) -> ModelList:
+    """The served model."""
+    return ModelList(data=[_card(service)])
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, service: Uses) -> ModelCard:
+    """The served model, by its name."""
+    if name != service.model.name:
+        raise NotFound(f"no model {name!r} here; there is {service.model.name!r}")
+    return _card(service)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
+    """Token ids of a text, or of a conversation as the chat template writes it."""
+    if (body.prompt is None) == (body.messages is None):
+        raise BadInput("send exactly one of prompt and messages")
+    special = body.add_special_tokens
+    if body.messages is not None:
+        text = await service.model.chat_text(
+            body.messages,
+            chat_template=body.chat_template,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            **(body.chat_template_kwargs or {}),
+        )
+        ids = await service.model.encode(text, add_special_tokens=bool(special))
+    else:
+        ids = await service.model.encode(body.prompt or "", add_special_tokens=special is not False)
+    strings = [service.model.token_text(i) for i in ids] if body.return_token_strs else None
+    return TokenizeResponse(count=len(ids), max_model_len=service.model.max_model_len, tokens=ids, token_strs=strings)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
+    """Text of token ids."""
+    service.model.check_ids(body.tokens, "tokens")
+    text = service.model.text.decode(body.tokens, body.skip_special_tokens)
+    return DetokenizeResponse(prompt=text, text=text)
+
+
+def _card(service: Service) -> ModelCard:
+    model = service.model
+    return ModelCard(
+        id=model.name,
+        created=int(service.started),
+        root=str(model.path),
+        max_model_len=model.max_model_len,
+        weight_version=service.versions.live,
+    )

@@ -1,0 +1,221 @@
+"""Bodies of OpenAI's routes, with vLLM's extras."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from api.schemas.base import Ids, Lenient
+from api.schemas.vllm_sampling import Scheduling, VllmSampling
+from worker.messages import FinishReason
+
+TopN = Annotated[int, Field(ge=0, le=64)]
+
+
+class StreamOptions(Lenient):
+    """What streams carry beside text."""
+
+    include_usage: bool | None = False
+
+
+class CompletionRequest(Scheduling, VllmSampling):
+    """/v1/completions."""
+
+    prompt: str | list[str] | Ids | list[Ids]
+    """Text, texts, ids, or lists of ids; choices come prompt by prompt."""
+    logprobs: TopN | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(Scheduling, VllmSampling):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: TopN | None = 0
+    tools: list[dict[str, Any]] | None = None
+    """Given to the chat template."""
+    chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    stream_options: StreamOptions | None = None
+
+
+class VersionSpan(Lenient):
+    """Output tokens [start, end) were sampled under this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Usage(Lenient):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+
+
+class CompletionLogprobs(Lenient):
+    """Lists run parallel to the tokens of `text`."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+"""Per prompt token: null for the first, then id -> {logprob, rank, decoded_token}."""
+
+
+class CompletionChoice(Lenient):
+    """One sample."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    weight_version: str
+    weight_versions: list[VersionSpan]
+
+
+class CompletionResponse(Lenient):
+    """Also each event of a stream, whose choices hold what is new."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    weight_version: str
+
+
+class TokenTop(Lenient):
+    """One alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class ChatTokenLogprob(TokenTop):
+    """One sampled token."""
+
+    top_logprobs: list[TokenTop]
+
+
+class ChatLogprobs(Lenient):
+    """One entry per sampled token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessage(Lenient):
+    """What was said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(Lenient):
+    """One sample. In streams `delta` instead of `message`."""
+
+    index: int
+    message: ChatMessage | None = None
+    delta: dict[str, Any] | None = None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    weight_version: str
+    weight_versions: list[VersionSpan]
+
+
+class ChatResponse(Lenient):
+    """Also each event of a stream (object chat.completion.chunk)."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    weight_version: str
+
+
+class ModelCard(Lenient):
+    """The served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "paddle-rollout"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    weight_version: str
+
+
+class ModelList(Lenient):
+    """There is one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeRequest(Lenient):
+    """Text, or a conversation. One of them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """None: yes for text, no for conversations (the template has them)."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = False
+
+
+class TokenizeResponse(Lenient):
+    """Ids."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Lenient):
+    """Ids."""
+
+    model: str | None = None
+    tokens: Ids
+    skip_special_tokens: bool = False
+
+
+class DetokenizeResponse(Lenient):
+    """Text, under vLLM's and SGLang's name for it."""
+
+    prompt: str
+    text: str

@@ -1,0 +1,94 @@
+"""Sampling as OpenAI's and vLLM's clients say it: every field may be missing or null, unknown ones are ignored."""
+
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+
+from api.schemas.base import Finite, Ids, Lenient, TokenId
+from worker.messages import SamplingParams
+
+T = TypeVar("T")
+
+TOP_K_OFF = 100_000_000
+"""What some clients send for "off"; so do 0 and -1."""
+Stop = str | list[str] | None
+
+
+def top_k_of(top_k: int | None) -> int:
+    """0 = off, whichever way it was said."""
+    return top_k if top_k is not None and 0 < top_k < TOP_K_OFF else 0
+
+
+def stops_of(stop: Stop) -> list[str]:
+    """A list, whichever way it was said."""
+    return [stop] if isinstance(stop, str) else [s for s in stop or [] if s]
+
+
+class VllmSampling(Lenient):
+    """Mixed into the bodies of /v1/completions and /v1/chat/completions, and on its own in /inference/v1/generate."""
+
+    n: Annotated[int, Field(ge=1, le=1024)] | None = 1
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = 1.0
+    presence_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
+    frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """None: whatever fits the context."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = 0
+    stop: Stop = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    logit_bias: dict[TokenId, Finite] | None = None
+    allowed_token_ids: Ids | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+
+    def params(
+        self, *, logprobs: int, max_tokens: int | None = None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """As the worker wants it."""
+
+        def given(value: T | None, default: T) -> T:
+            return default if value is None else value
+
+        return SamplingParams(
+            n=given(self.n, 1),
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            min_tokens=given(self.min_tokens, 0),
+            temperature=given(self.temperature, 1.0),
+            top_p=given(self.top_p, 1.0),
+            top_k=top_k_of(self.top_k),
+            min_p=given(self.min_p, 0.0),
+            repetition_penalty=given(self.repetition_penalty, 1.0),
+            presence_penalty=given(self.presence_penalty, 0.0),
+            frequency_penalty=given(self.frequency_penalty, 0.0),
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=self.allowed_token_ids,
+            seed=self.seed,
+            stop=stops_of(self.stop),
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
+        )
+
+
+class Scheduling(Lenient):
+    """How a request is run, on every data route of this dialect."""
+
+    model: str | None = None
+    """Accepted as it comes: the service serves one model."""
+    stream: bool | None = False
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = 0
+    min_weight_version: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """Ours: wait until this version is live; 409 after version_timeout_s."""
+    version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Ours: end with `abort` once the live version is further ahead of the one it started under."""
