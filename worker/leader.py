@@ -102,6 +102,7 @@ class Leader:
         self._asker: Membership | Calls | None = None
         self._unjudged_step = False
         self._retry_at = 0.0
+        self._more = False  # an order may follow at once on what has just happened
 
     # receive
 
@@ -125,7 +126,8 @@ class Leader:
                     self._begin_drain(None, Drain("", self._config.drain_s))
 
     def _timeout(self) -> float:
-        if self._can_step():
+        hurry, self._more = self._more, False
+        if hurry or self._can_step():
             return 0.0
         now = self._clock()
         due = [self._next_heartbeat, self._subscribers.due]
@@ -138,7 +140,6 @@ class Leader:
     def _take(self, origin: bytes, message: object) -> None:
         match message:
             case Generate():
-                self.counters["requests"] += 1
                 self._generate(origin, message)
             case Abort():
                 ended = self._admission.abort(message.request_ids, self._version)
@@ -171,6 +172,7 @@ class Leader:
         """This tick's order; None = there is nothing to tell the ranks."""
         self._advance()
         order = self._next_order() if self._actions.work is None else None
+        self._more = order is not None
         vote = self._actions.work is not None or self._unjudged_step
         step = self._can_step()
         now = self._clock()
@@ -185,7 +187,6 @@ class Leader:
     def _advance(self) -> None:
         self.membership.advance()
         self.pausing.advance()
-        self.pausing.reapply()
         self._admission.flush()
         if self._drain and self._clock() >= self._drain[2] and not self._scheduler.idle:
             self.counters["aborted_by_drain"] += self._admission.abort(None, self._version)
@@ -204,6 +205,8 @@ class Leader:
         """All ranks are through with an order."""
         assert self._asker is not None
         self._asker.settled(order, verdict)
+        self._more = True
+        self.pausing.reapply()
         if verdict.ok and order.phase is Phase.MAP and order.live:
             self.membership.beat()
 
@@ -236,6 +239,7 @@ class Leader:
     def step_raised(self) -> None:
         """A step failed here; nothing of it is kept."""
         self._unjudged_step = True
+        self._scheduler.discard()
 
     def step_failed(self, verdict: Verdict) -> None:
         """All ranks know that a step failed on one of them: its sequences end, the worker goes on."""

@@ -1,0 +1,341 @@
+import time
+
+import pytest
+
+from weight_manager import messages as store_messages
+from weight_manager.messages import (
+    Adopt,
+    Adopted,
+    Finalize,
+    Flip,
+    Flipped,
+    Prepared,
+    Register,
+    Registered,
+    Rollback,
+    RolledBack,
+)
+from worker.messages import Clear, Pause, Reload, Resume
+
+
+@pytest.fixture
+def busy(make_rig):
+    """Serving version 0, with one long stream under way."""
+    rig = make_rig(fake={"step_s": 0.005}, hold_s=0.4, unknown_s=1.0)
+    rig.first = rig.serve()
+    rig.api.generate("long", max_tokens=150)
+    rig.api.until(lambda: rig.api.tokens("long") > 2)
+    return rig
+
+
+def versions(rig, request_id):
+    return [span.version for span in rig.api.result(request_id)[1]]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_commit_changes_the_version_in_the_middle_of_a_stream(busy, policy):
+    report = busy.store.push("s1", busy.store.write(1, 1), policy)
+    assert 0 <= report.stall_ms < 500
+    assert busy.api.finish("long")[2] == "length"
+    assert versions(busy, "long") == [0, 1]
+    busy.check(busy.api, "long")
+
+
+def test_an_abort_policy_ends_what_runs_under_the_old_version(busy):
+    busy.store.push("s1", busy.store.write(1, 1), "abort")
+    assert busy.api.finish("long")[2] == "abort"
+    assert versions(busy, "long") == [0]
+    busy.check(busy.api, "long")
+
+
+def test_a_wait_policy_votes_when_drained_and_lets_nobody_in(busy):
+    busy.store.send(store_messages.Prepare("s1", busy.store.write(1, 1), "wait", 10.0))
+    busy.api.generate("late", max_tokens=3)
+    assert busy.store.expect(Prepared) == Prepared("s1")
+    assert busy.api.finish("long")[2] == "length"
+    assert versions(busy, "long") == [0]
+    assert not busy.api.finished("late")
+    busy.store.flip("s1")
+    busy.store.send(Finalize("s1"))
+    busy.api.finish("late")
+    assert versions(busy, "late") == [1]
+
+
+def test_a_wait_that_does_not_drain_in_time_votes_no_and_goes_on(busy):
+    vote = busy.store.prepare("s1", busy.store.write(1, 1), "wait", deadline_s=0.05)
+    assert not vote.ok
+    assert "still run" in vote.error
+    assert busy.api.finish("long")[2] == "length"
+
+
+def test_a_wait_is_given_up_by_a_rollback(busy):
+    busy.store.send(store_messages.Prepare("s1", busy.store.write(1, 1), "wait", 10.0))
+    busy.store.send(Rollback("s1", "trainer gone"))
+    assert busy.store.expect(RolledBack) == RolledBack("s1")
+    busy.api.generate("late", max_tokens=3)
+    busy.api.finish("late")
+
+
+def test_between_flip_and_finalize_nothing_moves(busy):
+    live = busy.store.write(1, 1)
+    assert busy.store.prepare("s1", live).ok
+    assert busy.store.flip("s1").ok
+    busy.api.pump(0.05)
+    before = busy.api.tokens("long")
+    time.sleep(0.15)
+    assert busy.api.stats().version == 0  # not before it is final
+    assert busy.api.tokens("long") == before
+    busy.store.send(Finalize("s1"))
+    stall = busy.store.expect(store_messages.Finalized).stall_ms
+    assert stall >= 150
+    busy.api.finish("long")
+    busy.check(busy.api, "long")
+    assert busy.api.stats().version == 1
+
+
+def test_a_rollback_after_the_flip_leaves_no_trace(busy):
+    busy.store.prepare("s1", busy.store.write(1, 1))
+    busy.store.flip("s1")
+    busy.store.send(Rollback("s1", "another replica could not flip"))
+    assert busy.store.expect(RolledBack) == RolledBack("s1")
+    busy.api.finish("long")
+    assert versions(busy, "long") == [0]
+    busy.check(busy.api, "long")
+
+
+def test_a_version_that_cannot_be_mapped_is_voted_down_and_nothing_changes(busy):
+    live = busy.store.write(1, 1)
+    busy.arena.bump(1)  # given away again before it was prepared
+    vote = busy.store.prepare("s1", live)
+    assert not vote.ok
+    assert "given away" in vote.error
+    busy.store.send(Rollback("s1", "refused"))
+    busy.store.expect(RolledBack)
+    assert busy.store.push("s2", busy.store.write(2, 1))
+    busy.api.finish("long")
+    assert versions(busy, "long") == [0, 2]
+    busy.check(busy.api, "long")
+
+
+def test_a_flip_that_fails_goes_back_everywhere(busy):
+    live = busy.store.write(1, 1)
+    assert busy.store.prepare("s1", live).ok
+    weights = busy.loop._actions.weights
+    weights._staged = None  # what flip would bind is gone
+    vote = busy.store.flip("s1")
+    assert not vote.ok
+    assert "nothing is prepared" in vote.error
+    busy.api.finish("long")
+    busy.check(busy.api, "long")
+
+
+def test_flip_of_an_unknown_session_is_a_no(rig):
+    rig.serve()
+    rig.store.send(Flip("never"))
+    assert not rig.store.expect(Flipped).ok
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_the_truth_after_a_store_that_died_in_the_middle(busy, committed):
+    live = busy.store.write(1, 1)
+    busy.store.prepare("s1", live)
+    busy.store.flip("s1")
+    busy.store.close()
+    time.sleep(0.1)
+    before = busy.api.tokens("long")
+    busy.store.open()
+    busy.store.expect(Register)
+    busy.store.send(Registered(busy.store.arena_path, live if committed else busy.first, 1.0))
+    truth = live if committed else busy.first
+    assert busy.store.expect(Adopted) == Adopted(truth.epoch)
+    busy.api.finish("long")
+    assert versions(busy, "long") == ([0, 1] if committed else [0])
+    busy.check(busy.api, "long")
+    assert before <= busy.api.tokens("long")
+
+
+def test_a_silent_store_is_asked_again_after_the_hold(busy):
+    live = busy.store.write(1, 1)
+    busy.store.prepare("s1", live)
+    busy.store.flip("s1")
+    busy.store.expect(Register, timeout=2)
+    busy.store.send(Registered(busy.store.arena_path, live, 1.0))
+    assert busy.store.expect(Adopted) == Adopted(live.epoch)
+    busy.api.finish("long")
+    busy.check(busy.api, "long")
+
+
+def test_without_any_store_the_old_version_goes_on_in_the_end(busy):
+    busy.store.prepare("s1", busy.store.write(1, 1))
+    busy.store.flip("s1")
+    busy.store.close()
+    busy.api.finish("long", timeout=8)
+    assert versions(busy, "long") == [0]
+    busy.check(busy.api, "long")
+    busy.store.open()
+
+
+def test_a_lost_store_changes_nothing_for_requests(busy):
+    busy.store.close()
+    busy.api.finish("long")
+    busy.store.open()
+    busy.store.register(busy.first)
+    assert busy.api.stats().state == "serving"
+
+
+def test_a_slot_given_away_while_we_slept_voids_the_step(busy):
+    newer = busy.store.write(1, 0)  # the live slot is overwritten: we were stopped and the store went on
+    busy.store.expect(Register)
+    busy.store.send(Registered(busy.store.arena_path, newer, 1.0))
+    assert busy.store.expect(Adopted) == Adopted(newer.epoch)
+    busy.api.finish("long")
+    assert versions(busy, "long") == [0, 1]
+    busy.check(busy.api, "long")
+    assert busy.api.stats().counters["fenced_steps"] == 1
+
+
+def test_adopt_outside_a_push(rig):
+    rig.serve()
+    newer = rig.store.write(5, 1)
+    rig.store.send(Adopt(newer))
+    assert rig.store.expect(Adopted) == Adopted(newer.epoch)
+    rig.api.generate("a")
+    rig.api.finish("a")
+    assert versions(rig, "a") == [5]
+    rig.check(rig.api, "a")
+
+
+def test_adopt_of_a_slot_with_other_bytes_is_refused_and_tried_again(rig):
+    first = rig.serve()
+    newer = rig.store.write(5, 1)
+    rig.arena.slot(1)[0:4] = b"\0\0\0\1"
+    rig.store.send(Adopt(newer))
+    answer = rig.store.expect(Adopted)
+    assert not answer.ok
+    assert "digest" in answer.error
+    rig.api.generate("a")
+    rig.api.finish("a")
+    assert versions(rig, "a") == [0]
+    rig.store.register(first)  # it asks again by itself
+
+
+def test_a_commit_while_paused_is_taken(busy):
+    busy.api.call(Pause, "keep", clear_cache=False)
+    busy.store.push("s1", busy.store.write(1, 1))
+    assert busy.api.stats().state == "paused"
+    assert busy.api.stats().version == 1
+    busy.api.call(Resume)
+    busy.api.finish("long")
+    busy.check(busy.api, "long")
+
+
+def test_wait_policy_while_paused_with_sequences_is_voted_down(busy):
+    busy.api.call(Pause, "keep")
+    vote = busy.store.prepare("s1", busy.store.write(1, 1), "wait")
+    assert not vote.ok
+    assert "stand still" in vote.error
+
+
+def test_cleared_replicas_follow_commits_and_reload_the_latest(busy):
+    released = busy.api.call(Clear).data["released"]
+    assert released[0]["weights"] > 0
+    assert released[0]["kv_cache"] > 0
+    assert busy.api.stats().version is None
+    busy.store.push("s1", busy.store.write(1, 1))
+    busy.store.push("s2", busy.store.write(2, 0))
+    assert busy.api.stats().state == "cleared"
+    busy.api.call(Reload)
+    assert (busy.api.stats().state, busy.api.stats().version) == ("serving", 2)
+    busy.api.finish("long")
+    assert versions(busy, "long") == [0, 2]
+    busy.check(busy.api, "long")
+
+
+def test_clear_between_prepare_and_flip(busy):
+    live = busy.store.write(1, 1)
+    busy.store.prepare("s1", live)
+    busy.api.call(Clear)
+    reload = busy.api.start(Reload)  # must not map the old version now
+    assert busy.store.flip("s1").ok
+    busy.store.send(Finalize("s1"))
+    busy.store.expect(store_messages.Finalized)
+    busy.api.answer(reload)
+    assert busy.api.stats().version == 1
+    busy.api.finish("long")
+    busy.check(busy.api, "long")
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_each_half_alone_is_cleared_and_reloaded(busy, tag):
+    assert set(busy.api.call(Clear, (tag,)).data["released"][0]) == {tag}
+    assert busy.api.call(Clear, (tag,)).data["released"][0] == {tag: 0}  # again: nothing left, a clean answer
+    assert busy.api.stats().state == "cleared"
+    busy.api.call(Reload)
+    busy.api.call(Reload)
+    assert busy.api.stats().state == "serving"
+    busy.api.finish("long")
+    busy.check(busy.api, "long")
+
+
+def test_both_halves_are_needed_to_serve(rig):
+    rig.serve()
+    rig.api.call(Clear)
+    rig.api.call(Reload, ("weights",))
+    assert rig.api.stats().state == "cleared"
+    rig.api.call(Reload, ("kv_cache",))
+    assert rig.api.stats().state == "serving"
+
+
+def test_requests_while_cleared_are_held(rig):
+    rig.serve()
+    rig.api.call(Clear)
+    rig.api.generate("a")
+    rig.api.until(lambda: rig.api.stats().held == 1)
+    rig.api.call(Reload)
+    rig.api.finish("a")
+    rig.check(rig.api, "a")
+
+
+def test_requests_while_cleared_are_refused_by_policy(make_rig):
+    rig = make_rig(when_cleared="refuse")
+    rig.serve()
+    rig.api.call(Clear)
+    rig.api.generate("a")
+    assert rig.api.answer("a").code == "conflict"
+
+
+def test_a_store_with_another_arena_is_followed(busy, tmp_path):
+    from weight_manager.arena import Arena
+
+    moved = Arena.create(busy.run_dir, "rig", busy.layout.slot_bytes)
+    busy.store.close()
+    old, busy.arena = busy.arena, moved
+    busy.store.arena, busy.store.arena_path = moved, str(moved.path)
+    old.close(unlink=True)
+    busy.store.open()
+    live = busy.store.write(7, 0)
+    busy.store.register(live)
+    busy.api.finish("long")
+    assert versions(busy, "long") == [0, 7]
+    busy.check(busy.api, "long")
+
+
+def test_an_engine_error_ends_its_batch_and_the_worker_goes_on(busy):
+    engine = busy.loop._actions.engine
+    forward, calls = engine.forward, []
+
+    def broken(batch):
+        calls.append(batch)
+        if len(calls) == 1:
+            raise RuntimeError("out of memory, say")
+        return forward(batch)
+
+    engine.forward = broken
+    _, _, finish = busy.api.finish("long")
+    assert finish == "error"
+    assert "out of memory, say" in busy.api.chunks["long"][-1].error
+    busy.check(busy.api, "long")
+    busy.api.generate("next")
+    busy.api.finish("next")
+    busy.check(busy.api, "next")
+    assert busy.api.stats().counters["engine_errors"] == 1

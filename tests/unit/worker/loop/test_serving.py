@@ -1,0 +1,76 @@
+from worker.messages import Abort, CallFailed, Verify
+
+
+def test_a_request_is_answered_with_tokens_of_the_live_version(rig):
+    rig.serve(version=3)
+    rig.api.generate("a", max_tokens=12)
+    tokens, spans, finish = rig.api.finish("a")
+    assert (len(tokens), finish) == (12, "length")
+    assert [(s.version, s.start, s.end) for s in spans] == [(3, 0, 12)]
+    rig.check(rig.api, "a")
+
+
+def test_requests_before_the_first_version_are_held(rig):
+    rig.api.generate("early")
+    rig.api.until(lambda: rig.api.stats().held == 1)
+    assert rig.api.stats().state == "starting"
+    rig.serve()
+    rig.api.finish("early")
+    rig.check(rig.api, "early")
+
+
+def test_bad_bytes_are_answered_and_counted(rig):
+    rig.serve()
+    for bad in (b"", b"\xff\xff", b"\x81\xa1t\xa4nope"):
+        rig.api.send(bad)
+        answer = rig.api.answer("")
+        assert isinstance(answer, CallFailed)
+        assert answer.code == "bad_message"
+    assert rig.api.stats().counters["bad_messages"] == 3
+    rig.api.generate("after")
+    rig.api.finish("after")
+
+
+def test_abort_by_exact_id_gives_the_partial_result(make_rig):
+    rig = make_rig(fake={"step_s": 0.02})
+    rig.serve()
+    rig.api.generate("ab", max_tokens=400)
+    rig.api.generate("abc", max_tokens=400)
+    rig.api.until(lambda: rig.api.tokens("ab") > 2)
+    assert rig.api.call(Abort, ["ab"]).data == {"aborted": 1}
+    tokens, _, finish = rig.api.finish("ab")
+    assert finish == "abort"
+    assert len(tokens) > 2
+    assert not rig.api.finished("abc")
+    rig.check(rig.api, "ab")
+    assert rig.api.call(Abort, None).data == {"aborted": 1}
+    assert rig.api.finish("abc")[2] == "abort"
+
+
+def test_verify_names_every_parameter(rig):
+    rig.serve()
+    sums = rig.api.call(Verify).data
+    assert set(sums) == {"0"}
+    assert len(sums["0"]["model.embed_tokens.weight"]) == 16
+    assert len(sums["0"]) == len(rig.layout.manifest.parameters)
+
+
+def test_requests_of_a_connection_that_is_gone_end(make_rig):
+    rig = make_rig(fake={"step_s": 0.01})
+    rig.serve()
+    other = rig.connect()
+    other.generate("orphan", max_tokens=500, stream=True)
+    other.until(lambda: other.tokens("orphan") > 0)
+    other.close()
+    rig.api.until(lambda: rig.api.stats().counters.get("orphaned") == 1)
+    assert rig.api.stats().running == 0
+
+
+def test_an_id_that_runs_already_is_refused_and_the_first_goes_on(make_rig):
+    rig = make_rig(fake={"step_s": 0.01})
+    rig.serve()
+    rig.api.generate("same", max_tokens=30)
+    rig.api.until(lambda: rig.api.tokens("same") > 0)
+    rig.api.generate("same")
+    answer = rig.api.answer("same")
+    assert (answer.code, "is running" in answer.message) == ("conflict", True)
