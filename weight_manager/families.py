@@ -40,8 +40,9 @@ class Experts:
 
 def _qwen3_experts(config: Config, layer: int) -> Experts | None:
     step = int(config.get("decoder_sparse_step", 1))
-    dense = layer in config.get("mlp_only_layers", []) or (layer + 1) % step != 0
-    return None if dense else Experts(_int(config, "num_experts"), _int(config, "moe_intermediate_size"))
+    dense = layer in (config.get("mlp_only_layers") or []) or (layer + 1) % step != 0
+    count = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5 saves the latter
+    return None if dense else Experts(_int(config, count), _int(config, "moe_intermediate_size"))
 
 
 def _ernie_experts(config: Config, layer: int) -> Experts | None:
@@ -61,7 +62,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, experts=_qwen3_experts
     ),
-    "Ernie4_5ForCausalLM": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, head_dim=128
+    ),
     "Ernie4_5_MoeForCausalLM": Family(
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, experts=_ernie_experts
     ),

@@ -17,6 +17,7 @@ from weight_manager.manifest import Layout
 from worker.actions import Actions, Groups
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
+from worker.cpu.tuning import tune
 from worker.engine.base import Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.leader import Leader
@@ -61,6 +62,8 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
 
 def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank: int) -> EventLoop:
     """The loop of one rank with everything it needs."""
+    if config.engine == "paddle" and config.device == "cpu":
+        tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
     hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
     world = _join(config, rank)

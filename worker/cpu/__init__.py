@@ -1,0 +1,1 @@
+"""What makes Paddle fast on a CPU: settings before it is loaded, and the wheel's own oneDNN."""

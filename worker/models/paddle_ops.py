@@ -1,0 +1,137 @@
+"""The decoder's operations in plain Paddle, float32: what runs wherever Paddle runs."""
+
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F  # noqa: N812
+
+from worker.engine.base import ForwardBatch
+from worker.models.paddle_attention import PagedAttention
+from worker.models.rope import rope_table
+from worker.models.shard import Shard
+from worker.models.spec import DecoderSpec, MoeSpec
+from worker.models.weights import Experts, Linear, Mlp
+
+Tensor = Any
+"""A float32 Paddle tensor; weights keep HF's [out, in]."""
+
+
+class PaddleOps:
+    """`Ops` of one rank. group: the tensor-parallel process group, None when tp is 1."""
+
+    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int) -> None:
+        self._spec, self._shard, self._group = spec, shard, group
+        cos, sin = rope_table(spec.rope, max_len)
+        self._attention = PagedAttention(spec, shard, paddle.to_tensor(cos), paddle.to_tensor(sin))
+        self._batch: ForwardBatch
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the cache; idempotent."""
+        self._attention.allocate(self._spec.layers, num_blocks, block_size)
+
+    def release_kv(self) -> int:
+        """Bytes freed."""
+        return self._attention.release()
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """What all layers of this step share."""
+        self._batch = batch
+        self._attention.begin(batch)
+
+    def embed(self, weight: Tensor) -> Tensor:
+        """Looked-up rows; a split vocabulary is summed over ranks."""
+        ids = self._batch.token_ids
+        low, high = self._shard.vocab
+        if high - low == self._spec.vocab_size:
+            return F.embedding(paddle.to_tensor(ids), weight)
+        mine = (ids >= low) & (ids < high)
+        rows = F.embedding(paddle.to_tensor(np.where(mine, ids - low, 0).astype(np.int32)), weight)
+        return self._summed(rows * paddle.to_tensor(mine.astype(np.float32)[:, None]))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm."""
+        return rms_norm(x, weight, self._spec.eps)
+
+    def attention(
+        self, layer: int, h: Tensor, qkv: Linear[Tensor], q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
+        """Paged attention over the cache."""
+        spec, shard = self._spec, self._shard
+        rows = _linear(h, qkv).reshape([h.shape[0], -1, spec.head_dim])
+        q, k, v = paddle.split(rows, [shard.heads, shard.kv_heads, shard.kv_heads], axis=1)
+        if q_norm is not None:
+            q, k = rms_norm(q, q_norm, spec.eps), rms_norm(k, k_norm, spec.eps)
+        return self._attention(layer, q, k, v)
+
+    def gated(self, h: Tensor, gate_up: Linear[Tensor]) -> Tensor:
+        """silu(gate) * up."""
+        gate, up = paddle.chunk(_linear(h, gate_up), 2, axis=-1)
+        return F.silu(gate) * up
+
+    def add_projected(self, x: Tensor, y: Tensor, linear: Linear[Tensor]) -> Tensor:
+        """x + linear(y)."""
+        # The bias is whole on every rank: it is added once, after the sum.
+        partial = self._summed(_linear(y, Linear(linear.weight, None)))
+        return x + partial if linear.bias is None else x + partial + linear.bias
+
+    def add_experts(self, x: Tensor, h: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> Tensor:
+        """x + experts(h), expert by expert."""
+        ids, weights = route(h, experts, moe)
+        out = paddle.zeros_like(h)
+        inner, hidden = experts.gate_up.weight.shape[0] // moe.experts, h.shape[1]
+        for expert in np.unique(ids):
+            tokens, place = np.nonzero(ids == expert)
+            rows = paddle.to_tensor(tokens)
+            mlp = Mlp(_rows(experts.gate_up, expert * inner, inner), _rows(experts.down, expert * hidden, hidden))
+            y = self._mlp(paddle.index_select(h, rows), mlp) * paddle.to_tensor(weights[tokens, place][:, None])
+            out = paddle.index_add(out, rows, 0, y)
+        if experts.shared is not None:
+            out = out + self._mlp(h, experts.shared)
+        return x + self._summed(out)
+
+    def logits(self, x: Tensor, norm: Tensor, head: Tensor) -> Tensor | None:
+        """[L, vocab] on rank 0, None elsewhere."""
+        rows = paddle.index_select(x, paddle.to_tensor(self._batch.logits_rows))
+        part = paddle.matmul(rms_norm(rows, norm, self._spec.eps), head, transpose_y=True)
+        if head.shape[0] == self._spec.vocab_size:
+            return part if self._shard.rank == 0 else None
+        parts: list[Tensor] = []
+        paddle.distributed.all_gather(parts, part, group=self._group)
+        return paddle.concat(parts, axis=-1) if self._shard.rank == 0 else None
+
+    def _mlp(self, h: Tensor, mlp: Mlp[Tensor]) -> Tensor:
+        y = _linear(self.gated(h, mlp.gate_up), Linear(mlp.down.weight, None))
+        # Every rank adds this to a sum over ranks, so only one of them may bring the bias.
+        return y if mlp.down.bias is None or self._shard.rank else y + mlp.down.bias
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        if self._shard.tp > 1:
+            paddle.distributed.all_reduce(partial, group=self._group)
+        return partial
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps) * weight
+
+
+def route(h: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(ids, weights), each [T, top_k]: which experts every token goes to, and how much each counts."""
+    scores = F.softmax(paddle.matmul(h, experts.router, transpose_y=True), axis=-1)
+    choice = scores if experts.correction is None else scores + experts.correction
+    ids = paddle.topk(choice, moe.top_k, axis=-1)[1]
+    weights = paddle.take_along_axis(scores, ids, axis=-1)
+    if moe.normalise:
+        weights = weights / paddle.clip(weights.sum(axis=-1, keepdim=True), min=moe.norm_min)
+    return ids.numpy(), weights.numpy()
+
+
+def _linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
+    y = paddle.matmul(x, linear.weight, transpose_y=True)
+    return y if linear.bias is None else y + linear.bias
+
+
+def _rows(linear: Linear[Tensor], start: int, count: int) -> Linear[Tensor]:
+    bias = None if linear.bias is None else linear.bias[start : start + count]
+    return Linear(linear.weight[start : start + count], bias)

@@ -1,0 +1,127 @@
+"""Rotary positions: HF's scaling types as one table of cos and sin by position.
+
+A row of the table depends on the position alone, so a token's KV is the same whatever else is in its batch
+and however its prompt was cut into chunks. For ``dynamic`` this fixes the length that scales the base: at
+positions past the trained length it is the position itself, as when HF decodes token by token.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+_ONE = np.float32(1.0)
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """kind: default | linear | dynamic | llama3 | yarn. dim: rotated width (the head's). params: HF's, by name.
+
+    interleaved: a rotary pair is two neighbouring elements (ERNIE), else one from each half of the head.
+    """
+
+    kind: str
+    dim: int
+    theta: float
+    trained: int
+    params: tuple[tuple[str, float], ...] = ()
+    interleaved: bool = False
+
+
+def rope_spec(config: dict[str, Any], dim: int, *, theta: float, positions: int, interleaved: bool) -> RopeSpec:
+    """Read ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta`` (before).
+
+    Raises ValueError for a type that is not served, or naming a parameter that is missing.
+    """
+    found = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kind = str(found.pop("rope_type", found.pop("type", "default")))
+    found.pop("type", None)
+    base = float(found.pop("rope_theta", None) or config.get("rope_theta") or theta)
+    if kind not in _INVERSE_FREQUENCIES and kind != "dynamic":
+        served = ", ".join([*_INVERSE_FREQUENCIES, "dynamic"])
+        raise ValueError(f"config.json: rope type {kind!r} is not served; known: {served}")
+    if config.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor is not served")
+    needed = {"linear": ["factor"], "dynamic": ["factor"], "yarn": ["factor"], "llama3": _LLAMA3}.get(kind, [])
+    missing = [key for key in needed if key not in found]
+    if missing:
+        raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
+    if kind in {"llama3", "yarn"}:
+        found["original_max_position_embeddings"] = config.get(
+            "original_max_position_embeddings", found.get("original_max_position_embeddings", positions)
+        )
+    params = tuple(sorted((k, float(v)) for k, v in found.items() if isinstance(v, int | float)))
+    return RopeSpec(kind, dim, base, positions, params, interleaved)
+
+
+_LLAMA3 = ["factor", "low_freq_factor", "high_freq_factor"]
+
+
+def rope_table(spec: RopeSpec, length: int) -> tuple[Float32, Float32]:
+    """(cos, sin), each float32 [length, dim / 2], attention factor included."""
+    positions = np.arange(length, dtype=np.float32)[:, None]
+    params = dict(spec.params)
+    if spec.kind == "dynamic":
+        lengths = np.maximum(positions + 1, spec.trained)
+        growth = params["factor"] * lengths / spec.trained - (params["factor"] - 1)
+        base = np.float32(spec.theta) * growth ** np.float32(spec.dim / (spec.dim - 2))
+        angles, factor = positions * (_ONE / base ** _exponents(spec.dim)), _ONE
+    else:
+        inverse, factor = _INVERSE_FREQUENCIES[spec.kind](spec, params)
+        angles = positions * inverse
+    return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def _exponents(dim: int) -> Float32:
+    return np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+
+
+def _default(spec: RopeSpec, _: dict[str, float]) -> tuple[Float32, np.float32]:
+    return _ONE / np.float32(spec.theta) ** _exponents(spec.dim), _ONE
+
+
+def _linear(spec: RopeSpec, params: dict[str, float]) -> tuple[Float32, np.float32]:
+    return _default(spec, params)[0] / np.float32(params["factor"]), _ONE
+
+
+def _llama3(spec: RopeSpec, params: dict[str, float]) -> tuple[Float32, np.float32]:
+    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1)."""
+    inverse, _ = _default(spec, params)
+    factor, trained = np.float32(params["factor"]), params["original_max_position_embeddings"]
+    low, high = params["low_freq_factor"], params["high_freq_factor"]
+    wavelength = np.float32(2 * math.pi) / inverse
+    smooth = (np.float32(trained) / wavelength - np.float32(low)) / np.float32(high - low)
+    blended = (_ONE - smooth) * inverse / factor + smooth * inverse
+    scaled = np.where(wavelength > trained / low, inverse / factor, blended)
+    return np.where(wavelength < trained / high, inverse, scaled).astype(np.float32), _ONE
+
+
+def _yarn(spec: RopeSpec, params: dict[str, float]) -> tuple[Float32, np.float32]:
+    """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, ramp between."""
+    factor, trained = params["factor"], params["original_max_position_embeddings"]
+    attention = params.get("attention_factor")
+    if attention is None:
+        mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")
+        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1)
+    low, high = (
+        spec.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        for turns in (params.get("beta_fast") or 32, params.get("beta_slow") or 1)
+    )
+    if params.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    high = high if high != low else high + 0.001
+    ramp = np.clip((np.arange(spec.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    inverse, _ = _default(spec, params)
+    kept = _ONE - ramp
+    return (inverse / np.float32(factor) * (_ONE - kept) + inverse * kept).astype(np.float32), np.float32(attention)
+
+
+def _mscale(scale: float, mscale: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+_INVERSE_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

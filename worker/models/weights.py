@@ -1,0 +1,103 @@
+"""A decoder's weights by role: HF names are spelled here and nowhere else in the engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from worker.models.spec import DecoderSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Linear(Generic[T]):
+    """weight: [out, in] as HF stores it. bias: [out], when the checkpoint has one."""
+
+    weight: T
+    bias: T | None
+
+
+@dataclass(frozen=True)
+class Mlp(Generic[T]):
+    """Gated MLP; gate_up holds gate's rows, then up's."""
+
+    gate_up: Linear[T]
+    down: Linear[T]
+
+
+@dataclass(frozen=True)
+class Experts(Generic[T]):
+    """router: [count, hidden]. gate_up: all experts' gate_up rows, one expert after the other; down likewise.
+
+    correction: [1, count], moves the choice only. shared: the always-on expert.
+    """
+
+    router: T
+    correction: T | None
+    gate_up: Linear[T]
+    down: Linear[T]
+    shared: Mlp[T] | None
+
+
+@dataclass(frozen=True)
+class Layer(Generic[T]):
+    """One decoder layer. qkv holds q's rows, then k's, then v's."""
+
+    input_norm: T
+    qkv: Linear[T]
+    q_norm: T | None
+    k_norm: T | None
+    out: Linear[T]
+    post_norm: T
+    mlp: Mlp[T] | Experts[T]
+
+
+@dataclass(frozen=True)
+class Weights(Generic[T]):
+    """Everything one rank reads in a forward pass."""
+
+    embed: T
+    layers: tuple[Layer[T], ...]
+    norm: T
+    head: T
+
+
+def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
+    """Sort a rank's tensors (canonical names and fused groups) into roles. Raises KeyError for a missing name."""
+
+    def linear(name: str) -> Linear[T]:
+        return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+    def mlp(prefix: str) -> Mlp[T]:
+        return Mlp(linear(f"{prefix}.gate_up_proj"), linear(f"{prefix}.down_proj"))
+
+    def layer(index: int) -> Layer[T]:
+        prefix = f"model.layers.{index}"
+        moe = spec.moe[index]
+        return Layer(
+            input_norm=tensors[f"{prefix}.input_layernorm.weight"],
+            qkv=linear(f"{prefix}.self_attn.qkv_proj"),
+            q_norm=tensors[f"{prefix}.self_attn.q_norm.weight"] if spec.qk_norm else None,
+            k_norm=tensors[f"{prefix}.self_attn.k_norm.weight"] if spec.qk_norm else None,
+            out=linear(f"{prefix}.self_attn.o_proj"),
+            post_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
+            mlp=mlp(f"{prefix}.mlp")
+            if moe is None
+            else Experts(
+                router=tensors[f"{prefix}.mlp.gate.weight"],
+                correction=tensors[f"{prefix}.mlp.moe_statics.e_score_correction_bias"]
+                if moe.correction_bias
+                else None,
+                gate_up=linear(f"{prefix}.mlp.experts.gate_up_proj"),
+                down=linear(f"{prefix}.mlp.experts.down_proj"),
+                shared=mlp(f"{prefix}.mlp.shared_experts") if moe.shared else None,
+            ),
+        )
+
+    embed = tensors["model.embed_tokens.weight"]
+    return Weights(
+        embed=embed,
+        layers=tuple(layer(index) for index in range(spec.layers)),
+        norm=tensors["model.norm.weight"],
+        head=embed if spec.tied else tensors["lm_head.weight"],
+    )
