@@ -74,7 +74,7 @@ class EventLoop:
         """The batch of this tick on every rank, if there is one."""
         if not order.step:
             return None
-        batch = self._leader.schedule() if self._leader else None
+        batch = self._leader.stepping.schedule() if self._leader else None
         if self._signals.size == 1:
             return batch
         packed = self._signals.share(batch.pack() if batch else None)
@@ -91,12 +91,12 @@ class EventLoop:
             logits = self._actions.engine.forward(batch)
             if self._leader:
                 assert logits is not None
-                self._leader.stepped(logits, time.monotonic() - began)
+                self._leader.stepping.stepped(logits, time.monotonic() - began)
         except Exception as error:
             log.exception("the step failed")
             self._step_error = f"{type(error).__name__}: {error}"
             if self._leader:
-                self._leader.step_raised()
+                self._leader.stepping.raised()
             self._leave_if_alone()
 
     def reply(self) -> None:
@@ -127,7 +127,7 @@ class EventLoop:
     def _recover(self, verdict: Verdict) -> None:
         self._step_error = ""
         if self._leader:
-            self._leader.step_failed(verdict)
+            self._leader.stepping.failed(verdict)
         self._actions.rebuild_kv()
 
     def _leave_if_alone(self) -> None:

@@ -13,7 +13,7 @@ from worker.admission import Admission
 from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
-from worker.engine.base import Float32, ForwardBatch
+from worker.draining import Draining
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.messages import (
@@ -36,15 +36,14 @@ from worker.messages import (
 from worker.pausing import Pausing
 from worker.scheduler import Scheduler
 from worker.signals import Order, Phase, Signal
-from worker.stats import Subscribers, memory_of
+from worker.stats import Subscribers, memory_of, of_scheduler
+from worker.stepping import Stepping
 from worker.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
 _POLL_WORK_S = 0.002
 """How often a rank's background work is asked for while nothing else happens."""
-_RETRY_S = 0.01
-"""Until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
 
 class Leader:
@@ -63,7 +62,6 @@ class Leader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.step_s: list[float] = []
         self.lifecycle = Lifecycle(self._on_change)
         self._channel = channel_
         self._scheduler = scheduler
@@ -96,12 +94,11 @@ class Leader:
             memory=lambda: memory_of(pids),
         )
         self._subscribers = Subscribers(send, config.stats_busy_s, config.stats_idle_s, clock)
-        self._drain: tuple[bytes | None, Drain, float] | None = None
+        self.stepping = Stepping(scheduler, actions, self.membership, self.lifecycle, admits=self._admits, clock=clock)
+        self._draining = Draining(scheduler, self._admission, send, clock)
         self._next_heartbeat = clock() + config.heartbeat_s
         self._announced_version: int | None = None
         self._asker: Membership | Calls | None = None
-        self._unjudged_step = False
-        self._retry_at = 0.0
         self._more = False  # an order may follow at once on what has just happened
 
     # receive
@@ -123,18 +120,18 @@ class Leader:
                     self._subscribers.remove(origin)
                     self.counters["orphaned"] += self._admission.forget(origin, self._version)
                 case channel.Terminate():
-                    self._begin_drain(None, Drain("", self._config.drain_s))
+                    self._drain(None, Drain("", self._config.drain_s))
 
     def _timeout(self) -> float:
         hurry, self._more = self._more, False
-        if hurry or self._can_step():
+        if hurry or self.stepping.possible:
             return 0.0
         now = self._clock()
+        deadlines = (self.membership.next_deadline, self.pausing.next_deadline, self._draining.next_deadline)
         due = [self._next_heartbeat, self._subscribers.due]
-        due += [t for t in (self.membership.next_deadline, self.pausing.next_deadline) if t is not None]
-        due += [self._drain[2]] if self._drain else []
-        due += [now + _POLL_WORK_S] if self._actions.work or self._unjudged_step else []
-        due += [self._retry_at] if self._retry_at > now else []
+        due += [t for t in deadlines if t is not None]
+        due += [now + _POLL_WORK_S] if self._actions.work or self.stepping.unjudged else []
+        due += [self.stepping.retry_at] if self.stepping.retry_at > now else []
         return max(0.0, min(due) - now)
 
     def _take(self, origin: bytes, message: object) -> None:
@@ -157,7 +154,7 @@ class Leader:
                 self._subscribers.add(origin)
                 self._channel.send_api(origin, self._stats(message.call))
             case Drain():
-                self._begin_drain(origin, message)
+                self._drain(origin, message)
 
     def _generate(self, origin: bytes, message: Generate) -> None:
         if self.lifecycle.state is WorkerState.CLEARED and self._config.when_cleared == "refuse":
@@ -173,13 +170,13 @@ class Leader:
         self._advance()
         order = self._next_order() if self._actions.work is None else None
         self._more = order is not None
-        vote = self._actions.work is not None or self._unjudged_step
-        step = self._can_step()
+        vote = self._actions.work is not None or self.stepping.unjudged
+        step = self.stepping.possible
         now = self._clock()
         if order is None and not vote and not step and now < self._next_heartbeat:
             return None
         self._next_heartbeat = now + self._config.heartbeat_s
-        self._unjudged_step = False
+        self.stepping.unjudged = False
         if order is None:
             order = Order(Signal.PAUSE if self.lifecycle.state is WorkerState.PAUSED else Signal.RUN)
         return msgspec.structs.replace(order, vote=vote, step=step)
@@ -188,12 +185,14 @@ class Leader:
         self.membership.advance()
         self.pausing.advance()
         self._admission.flush()
-        if self._drain and self._clock() >= self._drain[2] and not self._scheduler.idle:
-            self.counters["aborted_by_drain"] += self._admission.abort(None, self._version)
+        self.counters["aborted_by_drain"] += self._draining.advance(self._version)
 
     def _next_order(self) -> Order | None:
-        if self._drain and self._scheduler.idle:
-            return self._finish_drain()
+        if self._draining.over:
+            self.reply()  # the last tokens leave before the last answer
+            self._draining.finish()
+            self.lifecycle.apply(Event.STOP, "drained")
+            return Order(Signal.STOP)
         for asker in (self.membership, self._calls):
             order = asker.next_order()
             if order is not None:
@@ -209,45 +208,6 @@ class Leader:
         self.pausing.reapply()
         if verdict.ok and order.phase is Phase.MAP and order.live:
             self.membership.beat()
-
-    # schedule, step
-
-    def schedule(self) -> ForwardBatch | None:
-        """The next batch, under what every rank is bound to."""
-        live = self.membership.serving
-        if not self._can_step() or live is None:
-            return None
-        assert live == self._actions.live, f"bound to {self._actions.live}, serving {live}"
-        batch = self._scheduler.schedule(live.version, live.epoch, admit=self._is_open() or self._drain is not None)
-        if batch is None:
-            self._retry_at = self._clock() + _RETRY_S
-        return batch
-
-    def stepped(self, logits: Float32, seconds: float) -> None:
-        """A step went through here; the other ranks say at the next tick whether it did there."""
-        self._unjudged_step = True
-        weights = self._actions.weights
-        if weights is not None and weights.fenced():
-            self.counters["fenced_steps"] += 1
-            self._scheduler.discard()
-            self.membership.lost_slot()
-            return
-        self._scheduler.apply(logits)
-        self.counters["steps"] += 1
-        self.step_s.append(seconds)
-
-    def step_raised(self) -> None:
-        """A step failed here; nothing of it is kept."""
-        self._unjudged_step = True
-        self._scheduler.discard()
-
-    def step_failed(self, verdict: Verdict) -> None:
-        """All ranks know that a step failed on one of them: its sequences end, the worker goes on."""
-        self.counters["engine_errors"] += 1
-        text = f"the engine failed on rank {verdict.rank}: {verdict.error}"
-        ended = self._scheduler.fail_all(text, waiting=False)
-        self._scheduler.clear_cache(keep_running=False)
-        log.error("%s; %d requests ended", text, ended)
 
     # reply
 
@@ -284,54 +244,33 @@ class Leader:
             self.lifecycle.state is WorkerState.SERVING
             and not self.pausing.waiting
             and not self.membership.draining
-            and self._drain is None
+            and not self._draining.begun
         )
 
-    def _can_step(self) -> bool:
-        if self.lifecycle.state is not WorkerState.SERVING or self.membership.holding:
-            return False
-        if self._clock() < self._retry_at:
-            return False
-        admit = self._is_open() or self._drain is not None
-        return self._scheduler.running > 0 or (admit and self._scheduler.waiting > 0)
+    def _admits(self) -> bool:
+        """What the scheduler already has may begin; a drain finishes it all."""
+        return self._is_open() or self._draining.begun
 
-    def _begin_drain(self, origin: bytes | None, message: Drain) -> None:
-        if self._drain is None:
-            log.info("draining: at most %g s for %d running", message.deadline_s, self._scheduler.running)
-            self._admission.refusing = "this replica is draining"
-            self._admission.refuse_held(self._admission.refusing)
-            self._drain = (origin, message, self._clock() + message.deadline_s)
+    def _drain(self, origin: bytes | None, message: Drain) -> None:
+        if self._draining.begin(origin, message):
             self._on_change(self.lifecycle.state, "draining")
-        elif origin is not None:
-            self._channel.send_api(origin, CallFailed(message.call, "conflict", "draining already"))
-
-    def _finish_drain(self) -> Order:
-        assert self._drain is not None
-        origin, message, _ = self._drain
-        self.reply()
-        if origin is not None:
-            self._channel.send_api(origin, Done(message.call))
-        self.lifecycle.apply(Event.STOP, "drained")
-        return Order(Signal.STOP)
 
     def _on_change(self, state: WorkerState, reason: str) -> None:
         self._announced_version = self._version_or_none
         extra = {"replica": self._replica, "version": self._announced_version, "state": state.value}
         log.info("%s%s", state.value, f": {reason}" if reason else "", extra=extra)
-        change = StateChanged(state.value, self._announced_version, reason, self._drain is not None)
+        change = StateChanged(state.value, self._announced_version, reason, self._draining.begun)
         self._subscribers.announce(change)
 
     def _stats(self, call: str) -> Stats:
         serving = self.membership.serving
-        counters = {
-            **self._scheduler.counters,
-            **{name: float(count) for name, count in self.counters.items()},
+        own = {
+            **{name: float(count) for name, count in (self.counters + self.stepping.counters).items()},
             "bad_messages": float(self._channel.bad_messages),
             "leases_expired": float(self.pausing.leases_expired),
         }
-        samples = {**self._scheduler.drain_samples(), "step_s": self.step_s, "stall_s": self.membership.stalls}
-        self.step_s, self.membership.stalls = [], []
-        spec = self._actions.engine.spec
+        samples = {"step_s": self.stepping.seconds, "stall_s": self.membership.stalls}
+        self.stepping.seconds, self.membership.stalls = [], []
         return Stats(
             call=call,
             replica=self._replica,
@@ -339,14 +278,8 @@ class Leader:
             pause_mode=self.pausing.mode,
             version=self._version_or_none,
             epoch=serving.epoch if serving else 0,
-            running=self._scheduler.running,
-            waiting=self._scheduler.waiting,
             held=self._admission.held,
-            kv_blocks_used=self._scheduler.blocks_used,
-            kv_blocks_total=spec.num_blocks,
-            block_size=spec.block_size,
-            counters=counters,
-            histograms=samples,
             ranks=memory_of(self._pids),
-            draining=self._drain is not None,
+            draining=self._draining.begun,
+            **of_scheduler(self._scheduler, self._actions.engine.spec, own, samples),
         )

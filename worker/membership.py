@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _REGISTER_AGAIN_S = 2.0
 """Between two tries of a registration that nobody answered."""
+_FORGOTTEN_S = 0.1
+"""Before we register again with a store that does not know us any more."""
 
 
 @dataclass
@@ -213,7 +215,8 @@ class Membership:
             case store.Refused():
                 log.warning("the store refuses: %s", message.message)
                 if self._next_register is None:
-                    self._next_register = self._clock() + _REGISTER_AGAIN_S
+                    wait = _FORGOTTEN_S if self.registered else _REGISTER_AGAIN_S
+                    self._next_register = self._clock() + wait
 
     def _on_registered(self, message: store.Registered) -> None:
         self.registered = True

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from worker.admission import Send
+from worker.engine.base import EngineSpec
 from worker.messages import StateChanged, Stats
+from worker.scheduler import Scheduler
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -21,6 +23,21 @@ def memory_of(pids: list[int]) -> list[dict[str, Any]]:
             resident = shared = 0
         ranks.append({"pid": pid, "rss_bytes": resident, "private_bytes": resident - shared})
     return ranks
+
+
+def of_scheduler(
+    scheduler: Scheduler, spec: EngineSpec, counters: dict[str, float], samples: dict[str, list[float]]
+) -> dict[str, Any]:
+    """The fields of `Stats` that are about generation; counters, samples: what else there is of them."""
+    return {
+        "running": scheduler.running,
+        "waiting": scheduler.waiting,
+        "kv_blocks_used": scheduler.blocks_used,
+        "kv_blocks_total": spec.num_blocks,
+        "block_size": spec.block_size,
+        "counters": {**scheduler.counters, **counters},
+        "histograms": {**scheduler.drain_samples(), **samples},
+    }
 
 
 class Subscribers:

@@ -21,6 +21,8 @@ Kind = Literal["store", "replica", "api"]
 EXIT_CONFIG = 78
 """sysexits' EX_CONFIG: starting again would end the same way, so nobody tries."""
 _USAGE = 2
+_START_S = 10.0
+"""A first start that ends this soon, with status 1, said why; a second one would say the same."""
 _REPORTS = 50
 """Crash reports kept, the newest."""
 
@@ -193,8 +195,9 @@ class Unit:
         while self._failures[0] < now - self.spec.restart.within_s:
             self._failures.popleft()
         first = self._children[0]
-        if first.status in (EXIT_CONFIG, _USAGE):
-            self.why_gave_up = f"{first.name} cannot run as configured ({describe(first.status)})"
+        lived = now - first.started
+        if first.status in (EXIT_CONFIG, _USAGE) or (self.restarts == 1 and first.status == 1 and lived < _START_S):
+            self.why_gave_up = f"{first.name} cannot start ({describe(first.status)})"
         elif len(self._failures) >= self.spec.restart.give_up:
             self.why_gave_up = f"{self.spec.name} ended {len(self._failures)} times in {self.spec.restart.within_s:g} s"
         if self.why_gave_up:

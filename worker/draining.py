@@ -1,0 +1,58 @@
+"""The orderly end of a replica: nothing new, what runs finishes or is aborted by a deadline, then it leaves."""
+
+import logging
+from collections.abc import Callable
+
+from worker.admission import Admission, Send
+from worker.messages import CallFailed, Done, Drain
+from worker.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Draining:
+    """Begun by `Drain` or SIGTERM; there is no way back."""
+
+    def __init__(self, scheduler: Scheduler, admission: Admission, send: Send, clock: Callable[[], float]) -> None:
+        self.begun = False
+        self._scheduler = scheduler
+        self._admission = admission
+        self._send = send
+        self._clock = clock
+        self._deadline = 0.0
+        self._owed: tuple[bytes, Drain] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return self.begun and self._scheduler.idle
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `advance` has something to do at the latest."""
+        return self._deadline if self.begun else None
+
+    def begin(self, origin: bytes | None, message: Drain) -> bool:
+        """Refuse what is held and what comes. origin: who is answered at the end. False: it had begun before."""
+        if self.begun:
+            if origin is not None:
+                self._send(origin, CallFailed(message.call, "conflict", "draining already"))
+            return False
+        log.info("draining: %d running may take %g s", self._scheduler.running, message.deadline_s)
+        self.begun = True
+        self._deadline = self._clock() + message.deadline_s
+        self._owed = None if origin is None else (origin, message)
+        self._admission.refusing = "this replica is draining"
+        self._admission.refuse_held(self._admission.refusing)
+        return True
+
+    def advance(self, version: int) -> int:
+        """Past the deadline: abort what is left. Returns how many requests."""
+        if not self.begun or self._scheduler.idle or self._clock() < self._deadline:
+            return 0
+        return self._admission.abort(None, version)
+
+    def finish(self) -> None:
+        """Answer whoever asked for it."""
+        if self._owed:
+            self._send(self._owed[0], Done(self._owed[1].call))

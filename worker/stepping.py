@@ -1,0 +1,88 @@
+"""Rank 0's part of engine steps: whether one may run, under which version, and what becomes of its result."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from worker.actions import Actions
+from worker.engine.base import Float32, ForwardBatch
+from worker.lifecycle import Lifecycle, WorkerState
+from worker.membership import Membership
+from worker.scheduler import Scheduler
+from worker.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.01
+"""Until the scheduler is asked again when it found nothing to run, whatever it counts."""
+
+
+class Stepping:
+    """Steps run only while SERVING, and not between a flip and the store's last word on it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        actions: Actions,
+        membership: Membership,
+        lifecycle: Lifecycle,
+        *,
+        admits: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self.unjudged = False  # a step ran here, and the other ranks have not said how it went there
+        self.retry_at = 0.0
+        self.counters: Counter[str] = Counter()
+        self.seconds: list[float] = []  # of each step, since last taken
+        self._scheduler = scheduler
+        self._actions = actions
+        self._membership = membership
+        self._lifecycle = lifecycle
+        self._admits = admits
+        self._clock = clock
+
+    @property
+    def possible(self) -> bool:
+        """There is something to run, and it may."""
+        if self._lifecycle.state is not WorkerState.SERVING or self._membership.holding:
+            return False
+        if self._clock() < self.retry_at:
+            return False
+        return self._scheduler.running > 0 or (self._admits() and self._scheduler.waiting > 0)
+
+    def schedule(self) -> ForwardBatch | None:
+        """The next batch, under what every rank is bound to."""
+        live = self._membership.serving
+        if live is None or not self.possible:
+            return None
+        assert live == self._actions.live, f"bound to {self._actions.live}, serving {live}"
+        batch = self._scheduler.schedule(live.version, live.epoch, admit=self._admits())
+        if batch is None:
+            self.retry_at = self._clock() + _RETRY_S
+        return batch
+
+    def stepped(self, logits: Float32, seconds: float) -> None:
+        """The forward pass is through on this rank."""
+        self.unjudged = True
+        weights = self._actions.weights
+        if weights is not None and weights.fenced():
+            self.counters["fenced_steps"] += 1
+            self._scheduler.discard()
+            self._membership.lost_slot()
+            return
+        self._scheduler.apply(logits)
+        self.counters["steps"] += 1
+        self.seconds.append(seconds)
+
+    def raised(self) -> None:
+        """The step failed on this rank; nothing of it is kept."""
+        self.unjudged = True
+        self._scheduler.discard()
+
+    def failed(self, verdict: Verdict) -> None:
+        """All ranks know that a step failed on one of them: its sequences end, the worker goes on."""
+        self.counters["engine_errors"] += 1
+        text = f"the engine failed on rank {verdict.rank}: {verdict.error}"
+        ended = self._scheduler.fail_all(text, waiting=False)
+        self._scheduler.clear_cache(keep_running=False)
+        log.error("%s; %d requests ended", text, ended)
