@@ -1,17 +1,14 @@
 """Do these pieces tile a tensor exactly once? Exact, for any mix of boxes and flat ranges. Pure functions.
 
-A box is (start, stop) per axis in the tensor's coordinates; an interval is a box of the flattened tensor.
 One-dimensional tilings, which is nearly all of them, are one sort; others are swept axis by axis.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""(start, stop), stop exclusive; same length as the tensor's shape."""
+from rollout_client.boxes import Box, Shape, as_interval, flat_boxes
 
 
 @dataclass(frozen=True)
@@ -20,53 +17,6 @@ class Tiling:
 
     gap: Box | None = None
     overlap: Box | None = None
-
-
-def strides_of(shape: Shape) -> Shape:
-    """C-order strides, in elements."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    return tuple(strides)
-
-
-def flat_boxes(start: int, stop: int, shape: Shape) -> Iterator[Box]:
-    """The range [start, stop) of a flattened tensor as boxes: at most 2 * ndim - 1, in order."""
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield (start,), (stop,)
-        return
-    row = prod(shape[1:])
-    first, skipped = divmod(start, row)
-    last, taken = divmod(stop, row)
-    if first == last:
-        yield from _in_row(first, skipped, taken, shape)
-        return
-    if skipped:
-        yield from _in_row(first, skipped, row, shape)
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last, *shape[1:])
-    yield from _in_row(last, 0, taken, shape)
-
-
-def _in_row(row: int, start: int, stop: int, shape: Shape) -> Iterator[Box]:
-    for low, high in flat_boxes(start, stop, shape[1:]):
-        yield (row, *low), (row + 1, *high)
-
-
-def as_interval(box: Box, shape: Shape) -> tuple[int, int] | None:
-    """The flat range [start, stop) that the box is, or None if it is not one range."""
-    low, high = box
-    axis = 0
-    while axis < len(shape) - 1 and high[axis] - low[axis] == 1:
-        axis += 1
-    for inner in range(axis + 1, len(shape)):
-        if low[inner] != 0 or high[inner] != shape[inner]:
-            return None
-    start = sum(i * s for i, s in zip(low, strides_of(shape), strict=True))
-    return start, start + prod(b - a for a, b in zip(low, high, strict=True))
 
 
 def tile(boxes: Sequence[Box], shape: Shape) -> Tiling:

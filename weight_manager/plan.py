@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from rollout_client.boxes import Box, Shape, flat_boxes, strides_of
 from rollout_client.protocol import Copy, ErrorCode, Part
-from weight_manager.coverage import Box, Shape, flat_boxes, strides_of, tile
+from weight_manager.coverage import tile
 from weight_manager.errors import PushRefused
 from weight_manager.manifest import ITEMSIZE, Layout, Parameter, Region
 
