@@ -82,7 +82,7 @@ class Hello(Message, tag="hello", frozen=True):
     """[TRAINER] first message of a connection."""
 
     run_id: str
-    protocol: int = PROTOCOL
+    protocol: int = msgspec.field(default_factory=lambda: PROTOCOL)  # a factory, so that it is always sent
     token: str = ""
     client: str = ""  # free text for logs: library, host, pid
 
@@ -99,7 +99,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     arena_nonce: bytes  # 16 bytes at the head of the arena file
     max_frame: int  # bytes in one payload frame
     lease_s: float
-    protocol: int = PROTOCOL
+    protocol: int = msgspec.field(default_factory=lambda: PROTOCOL)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
