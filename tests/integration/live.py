@@ -1,0 +1,143 @@
+"""A real service as a child process: `paddle-rollout serve` on free ports, and the proof that it left nothing."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from rollout_client.http import RolloutClient
+from rollout_client.publisher import WeightPublisher
+
+READY_S = 40.0
+STOP_S = 25.0
+GONE_S = 5.0
+SHM = Path("/dev/shm")
+
+
+class LiveService:
+    """`start`, use `url` and `push_endpoint`, then `stop` and `assert_nothing_left`."""
+
+    def __init__(self, model: Path, *args: str):
+        self.name = f"test-{uuid.uuid4().hex[:10]}"
+        self.scratch = Path(tempfile.mkdtemp(prefix="pr-"))  # short: socket paths end at 107 bytes
+        self.run_dir = self.scratch / "run"
+        self.log = self.scratch / "log"
+        self.url = self.push_endpoint = ""
+        self.ready_s = 0.0
+        self._seen: set[int] = set()
+        self._command = [
+            *(str(Path(sys.executable).with_name("paddle-rollout")), "serve", str(model)),
+            *("--name", self.name, "--run-dir", str(self.run_dir)),
+            *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*", *args),
+        ]
+
+    def start(self) -> "LiveService":
+        """Returns once /ready says so."""
+        started = time.monotonic()
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        while time.monotonic() < started + READY_S:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.tail()}"
+            with contextlib.suppress(OSError, httpx.TransportError):
+                self.url = (self.run_dir / "http_url").read_text().strip()
+                self.push_endpoint = (self.run_dir / "push_endpoint").read_text().strip()
+                if httpx.get(f"{self.url}/ready", timeout=2.0).is_success:
+                    self.ready_s = time.monotonic() - started
+                    self.processes()
+                    return self
+            time.sleep(0.02)
+        raise AssertionError(f"not ready after {READY_S} s:\n{self.tail()}")
+
+    def client(self) -> RolloutClient:
+        """A blocking HTTP client."""
+        return RolloutClient(self.url)
+
+    def publisher(self, run_id: str, endpoint: str = "", transport: str = "auto") -> WeightPublisher:
+        """A trainer's side."""
+        return WeightPublisher(endpoint or self.push_endpoint, run_id=run_id, transport=transport, progress=False)
+
+    def processes(self) -> list[int]:
+        """The supervisor and everything below it, now."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+        found, todo = [], [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            found.append(pid)
+            todo.extend(children.get(pid, []))
+        self._seen.update(found)
+        return found
+
+    def cpu_s(self) -> float:
+        """Processor seconds that all its processes have used."""
+        ticks = 0
+        for pid in self.processes():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def shared_memory(self) -> list[str]:
+        """Its files in /dev/shm."""
+        return [path.name for path in SHM.iterdir() if self.name in path.name]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal to the supervisor; its exit status."""
+        if self.process.poll() is None:
+            self.processes()
+            self.process.send_signal(number)
+        return self.process.wait(STOP_S)
+
+    def assert_nothing_left(self) -> None:
+        """No process, no shared memory, no socket file, no port, soon after the supervisor ended."""
+        deadline = time.monotonic() + GONE_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"left behind: {left}\n{self.tail()}"
+
+    def close(self) -> None:
+        """End whatever still runs and remove the scratch directory."""
+        for pid in self.processes() if self.process.poll() is None else self._seen:
+            if self._is_ours(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.scratch)
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _left(self) -> list[str]:
+        left = [f"process {pid}" for pid in self._seen if self._is_ours(pid)]
+        left += [f"/dev/shm/{name}" for name in self.shared_memory()]
+        if self.process.returncode != -signal.SIGKILL:  # then the next start removes them
+            left += [str(path) for path in self.run_dir.glob("*.sock")]
+        for url in (self.url, self.push_endpoint):
+            with socket.socket() as probe:
+                if url and probe.connect_ex(("127.0.0.1", urlsplit(url).port)) == 0:
+                    left.append(f"port of {url}")
+        return left
+
+    def _is_ours(self, pid: int) -> bool:
+        """It runs, and it is not another process that got the number: ours carry the run directory or the name."""
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            return False
+        return str(self.run_dir) in command or self.name in command

@@ -1,0 +1,38 @@
+"""A service starts quickly, costs nothing while idle, and leaves nothing behind however it ends."""
+
+import signal
+import time
+
+import pytest
+
+from tests.integration.live import LiveService
+from tests.reference.checkpoint import Checkpoint
+
+READY_BAR_S = 6.0
+IDLE_BAR = 0.03
+IDLE_WINDOW_S = 6.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_and_a_second_start_works(tiny: Checkpoint, number: signal.Signals) -> None:
+    live = LiveService(tiny.directory, "--replicas", "2")
+    try:
+        for _ in range(2):
+            live.start()
+            assert live.ready_s < READY_BAR_S
+            assert len(live.processes()) >= 5
+            assert live.shared_memory()
+            status = live.stop(number)
+            assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0), live.tail()
+            live.assert_nothing_left()
+    finally:
+        live.close()
+
+
+def test_an_idle_service_uses_next_to_no_processor(service: LiveService) -> None:
+    with service.client() as client:
+        client.generate(prompt_ids=[1, 2, 3], max_tokens=4)
+    time.sleep(1.0)
+    used, started = service.cpu_s(), time.monotonic()
+    time.sleep(IDLE_WINDOW_S)
+    assert (service.cpu_s() - used) / (time.monotonic() - started) < IDLE_BAR

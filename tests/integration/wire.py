@@ -1,0 +1,51 @@
+"""A TCP proxy that damages one byte of what a trainer sends, as a bad network card would."""
+
+import socket
+import threading
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+
+class FlippingProxy:
+    """Stands between a publisher and a store; the first time it sees `pattern`, one byte of it changes."""
+
+    def __init__(self, target: str, pattern: bytes):
+        self.flipped = False
+        self._pattern = pattern
+        self._damaged = bytes([pattern[0] ^ 0x10]) + pattern[1:]
+        parts = urlsplit(target)
+        self._target = (parts.hostname, parts.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> "FlippingProxy":
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for source, sink, damage in ((near, far, True), (far, near, False)):
+                    self._threads.append(threading.Thread(target=self._pump, args=(source, sink, damage)))
+                    self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, damage: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if damage and not self.flipped and self._pattern in data:
+                    data = data.replace(self._pattern, self._damaged, 1)
+                    self.flipped = True
+                sink.sendall(data)
