@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from api import replies
-from api.limits import BodyLimit
+from api.bodies import Bodies
 from api.routes import chat, completions, health, models, rollout
 from api.service import Service
 
@@ -26,11 +26,11 @@ def create_app(service: Service) -> FastAPI:
         description=DESCRIPTION,
         version="1",
         lifespan=lifespan,
-        strict_content_type=False,  # curl and some trainers name no type
+        redirect_slashes=False,
     )
     app.state.service = service
     for module in (rollout, completions, chat, models, health):
         app.include_router(module.router)
     replies.install(app)
-    app.add_middleware(BodyLimit, max_bytes=service.config.max_body_bytes)
+    app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
     return app

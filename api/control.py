@@ -6,6 +6,7 @@ kept as the fleet's intent and given to it when it is back.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -68,14 +69,15 @@ class Control:
             if fleet.paused is intent:
                 fleet.paused = before
                 if before is None:
-                    await self.resume()
+                    with contextlib.suppress(ApiError):  # the failure of the pause says more
+                        await self.resume()
             raise
         if fleet.paused is not intent and fleet.paused is None:
             raise Conflict("resumed while it was pausing")
 
     async def resume(self) -> None:
         """Go on. Idempotent."""
-        self._fleet.paused = None
+        self._fleet.unpause()
         await self._ask_all(Resume, deadline_s=30.0)
         self._fleet.pump()
 
@@ -93,7 +95,7 @@ class Control:
             self._fleet.cleared -= set(tags)
         finally:
             self._fleet.reloading = False
-        self._fleet.pump()
+        self._fleet.release_held()
 
     async def abort(self, attempt_ids: list[str] | None = None) -> None:
         """End running requests by the replicas' ids, or all of them; partial results reach their callers."""

@@ -69,6 +69,7 @@ class Flight:
         self.max_staleness = max_staleness
         self.deadline = deadline  # loop time until which it may wait for min_version
         self.held_since = 0.0  # loop time since nobody could take it; 0 = it is running
+        self.unready_since = 0.0  # the same, but for the time of pauses
         self.started = 0.0
         self.start_version: int | None = None  # live version when it was sent to the replica
         self.attempt_id = ""  # the id the replica knows it by

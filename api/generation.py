@@ -135,18 +135,22 @@ class Generations:
         for flight in job.flights:
             self._fleet.cancel(flight)
 
-    def abort(self, request_ids: list[str] | None) -> int:
-        """End requests by exact client id, or all. Their callers get what there is. Returns how many were open."""
-        jobs = (
-            list(self._jobs.values())
-            if request_ids is None
-            else [self._jobs[i] for i in dict.fromkeys(request_ids) if i in self._jobs]
-        )
-        open_jobs = [job for job in jobs if not all(flight.done.is_set() for flight in job.flights)]
-        for job in open_jobs:
-            for flight in job.flights:
+    async def abort(self, request_ids: list[str] | None, *, timeout_s: float = 10.0) -> int:
+        """End requests by exact client id, or all; returns how many were open, once they have ended.
+
+        Their callers get what there is. Works while paused. An end that takes longer than timeout_s comes later.
+        """
+        wanted = list(self._jobs) if request_ids is None else [i for i in dict.fromkeys(request_ids) if i in self._jobs]
+        flights = [[f for f in self._jobs[i].flights if not f.done.is_set()] for i in wanted]
+        ends = [asyncio.ensure_future(flight.done.wait()) for of_job in flights for flight in of_job]
+        for of_job in flights:
+            for flight in of_job:
                 self._fleet.cancel(flight)
-        return len(open_jobs)
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=timeout_s)
+            for end in late:
+                end.cancel()
+        return sum(1 for of_job in flights if of_job)
 
     @property
     def open(self) -> int:

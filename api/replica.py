@@ -44,6 +44,7 @@ class Replica:
         self._fleet = fleet
         self.state = UNREACHABLE
         self.version: int | None = None
+        self.draining = False  # it admits nothing more and will exit
         self.stats: Stats | None = None
         self.flights: dict[str, Flight] = {}
         self.load = 0  # sequences it is working on for us
@@ -61,7 +62,12 @@ class Replica:
 
     def serves(self, live: Live | None) -> bool:
         """Ready: serving, and what it serves is what the store says is live (when the store has said so)."""
-        if self.state != "serving" or self.version is None or self._full_until > asyncio.get_running_loop().time():
+        if (
+            self.state != "serving"
+            or self.version is None
+            or self.draining
+            or self._full_until > asyncio.get_running_loop().time()
+        ):
             return False
         return live is None or self.version == live.version
 
@@ -103,15 +109,15 @@ class Replica:
                     if flight.open == 0:
                         del self.flights[chunk.request_id]
                         self._fleet.landed(flight)
-            case StateChanged(state=state, version=version, reason=reason):
-                log.info("replica %d: %s, version %s %s", self.index, state, version, reason)
-                self._moved(state, version)
+            case StateChanged():
+                log.info("replica %d: %s, version %s: %s", self.index, message.state, message.version, message.reason)
+                self._moved(message)
             case Stats():
                 first, self.stats = self.stats is None, message
                 if first:
                     self._fleet.joined(self, message)
                 self._fleet.heard(self, message)
-                self._moved(message.state, message.version)
+                self._moved(message)
             case CallFailed(call=call, message=text) if call in self.flights:
                 self._refused(self.flights.pop(call), text)
             case CallFailed(call=call, code=code, message=text) if not call.startswith("c"):
@@ -124,6 +130,7 @@ class Replica:
         log.warning("replica %d lost: %s; %d requests were there", self.index, reason, len(self.flights))
         flights, self.flights = self.flights, {}
         version, self.version = self.version, None
+        self.draining = False
         self.state, self.stats, self.load, self.down_reason = UNREACHABLE, None, 0, reason
         self.lost += 1
         for flight in flights.values():
@@ -143,9 +150,9 @@ class Replica:
         self._fleet.hold_again(flight)
         self._fleet.changed()
 
-    def _moved(self, state: str, version: int | None) -> None:
-        state = state.lower()
-        if (state, version) == (self.state, self.version):
+    def _moved(self, message: StateChanged | Stats) -> None:
+        now = message.state.lower(), message.version, message.draining
+        if now == (self.state, self.version, self.draining):
             return
-        self.state, self.version = state, version
+        self.state, self.version, self.draining = now
         self._fleet.changed()

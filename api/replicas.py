@@ -21,6 +21,8 @@ from worker.messages import Clear, Pause, PauseMode, Resume, Stats, Tag
 
 log = logging.getLogger(__name__)
 
+SWEEP_S = 0.25
+"""How late a deadline may be noticed."""
 STICKY_SESSIONS = 65536
 """Sessions remembered for stickiness; the least recently used go first."""
 
@@ -80,7 +82,7 @@ class Fleet:
 
     async def _keep_time(self) -> None:
         while True:
-            await asyncio.sleep(0.25 if self.held or self.paused else 1.0)
+            await asyncio.sleep(SWEEP_S)
             self.sweep(asyncio.get_running_loop().time())
 
     # Requests
@@ -89,14 +91,14 @@ class Fleet:
         """Take a flight; it runs now or is held."""
         flight.started = asyncio.get_running_loop().time()
         self.flights.add(flight)
-        flight.held_since = flight.started
+        flight.held_since = flight.unready_since = flight.started
         self.held.append(flight)
         self.pump()
 
     def hold_again(self, flight: Flight) -> None:
         """Its replica died unseen: it is first in the line."""
         self.retried += 1
-        flight.held_since = asyncio.get_running_loop().time()
+        flight.held_since = flight.unready_since = asyncio.get_running_loop().time()
         flight.start_version = None
         self.held.appendleft(flight)
 
@@ -188,23 +190,34 @@ class Fleet:
         """Something moved: a pause a restarted API had learned may be over, and held flights may go."""
         states = {replica.state for replica in self.replicas}
         if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
-            self.paused = None
+            self.unpause()
         if self.cleared and not self.reloading:
             for replica in self.replicas:
                 if replica.state == "serving" and replica.link.up:  # it came back after the others were cleared
                     replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))
         self.pump()
 
+    def unpause(self) -> None:
+        """The pause is over."""
+        self.paused = None
+        self.release_held()
+
+    def release_held(self) -> None:
+        """Let held flights go; from now on it counts against the replicas if they cannot take them."""
+        now = asyncio.get_running_loop().time()
+        for flight in self.held:
+            flight.unready_since = now
+        self.pump()
+
     def sweep(self, now: float) -> None:
         """Deadlines: the pause lease, held flights, running flights."""
         if self.paused is not None and now >= self.paused.lease_until:
             log.warning("the lease of pause (%s) ran out: going on", self.paused.mode)
-            self.paused = None
             self.lease_expiries += 1
+            self.unpause()
             for replica in self.replicas:
                 if replica.link.up:
                     replica.link.post(Resume(call="lease"))
-            self.pump()
         for flight in [f for f in self.held if self._overdue(f, now)]:
             self.held.remove(flight)
             self.landed(flight)
@@ -223,7 +236,7 @@ class Fleet:
                 return False
             what = "paused" if self.paused else "cleared"
             flight.fail(Unavailable(f"rollout is {what}; the request was held for {held_s:.0f} s and never ran"))
-        elif held_s >= self.settings.unready_hold_s:
+        elif now - flight.unready_since >= self.settings.unready_hold_s:
             why = "; ".join(f"replica {r.index} is {r.state}, {r.down_reason}" for r in self.replicas)
             flight.fail(Unavailable(f"no replica is ready ({why}); the request never ran"))
         else:

@@ -1,6 +1,7 @@
 """``paddle-rollout serve``: options -> config.json -> supervisor, and one line when it can be used."""
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from worker.supervisor import Supervisor
 
 USAGE = 2
 POLL_S = 0.1
+LATE_S = 5.0
+"""How long a service with some replicas ready waits for the others before it says so."""
 
 
 def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> int:
@@ -30,6 +33,7 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
     except (OSError, ValueError) as error:
         return _refuse(str(error))
     setup("serve", config.api.log_level)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every look at /ready
     try:
         run_dir = RunDir(config.api.run_dir)
     except (AlreadyRunning, OSError) as error:
@@ -59,23 +63,25 @@ def configure(options: dict[str, Any], token_files: dict[str, Path | None], sett
 
 
 def announce(config: ServeConfig) -> None:
-    """Say once that the service is ready, and where."""
-    started = time.monotonic()
+    """Say once that the service is ready, and where: when all replicas are, or some and LATE_S later."""
+    started, some_since = time.monotonic(), None
     url_file = config.api.run_dir / "http_url"
     while True:
         time.sleep(POLL_S)
         try:
             url = url_file.read_text().strip()
-            health = httpx.get(f"{url}/ready", timeout=2.0)
-        except (OSError, httpx.HTTPError):
+            replicas = [replica["ready"] for replica in httpx.get(f"{url}/ready", timeout=2.0).json()["replicas"]]
+        except (OSError, httpx.HTTPError, ValueError, KeyError):
             continue
-        if health.status_code == httpx.codes.OK:
+        now = time.monotonic()
+        some_since = (some_since or now) if any(replicas) else None
+        if all(replicas) or (some_since is not None and now - some_since > LATE_S):
             break
     push_file = config.api.run_dir / "push_endpoint"
     push = push_file.read_text().strip() if push_file.exists() else config.api.push_endpoint
     open_to = "" if config.api.data_token else " (no tokens: this host only)"
-    seconds = time.monotonic() - started
-    print(f"ready in {seconds:.1f} s: {url}{open_to}  docs {url}/docs  push {push}", flush=True)
+    how_many = f"{sum(replicas)} of {len(replicas)} replicas in {now - started:.1f} s"
+    print(f"ready: {url}{open_to}, docs {url}/docs, push {push}, {how_many}", flush=True)
 
 
 def _value(text: str) -> Any:

@@ -32,14 +32,7 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
     """Answer a conversation. Token ids are exactly the sampled ones."""
-    text = await service.model.chat_text(
-        body.messages,
-        chat_template=body.chat_template,
-        tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        **(body.chat_template_kwargs or {}),
-    )
+    text = await service.model.chat_text(body.messages, **body.template_options())
     ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
     ask = Ask(
         prompts=[ids],

@@ -39,14 +39,7 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
         raise BadInput("send exactly one of prompt and messages")
     special = body.add_special_tokens
     if body.messages is not None:
-        text = await service.model.chat_text(
-            body.messages,
-            chat_template=body.chat_template,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            **(body.chat_template_kwargs or {}),
-        )
+        text = await service.model.chat_text(body.messages, **body.template_options())
         ids = await service.model.encode(text, add_special_tokens=bool(special))
     else:
         ids = await service.model.encode(body.prompt or "", add_special_tokens=special is not False)

@@ -88,7 +88,7 @@ async def pause_state(service: Uses) -> schema.PauseState:
 @router.post("/abort", dependencies=admin)
 async def abort(service: Uses, body: schema.AbortRequest | None = None) -> schema.AbortResponse:
     """End requests by id, or all; each caller gets what its request has so far, with finish reason `abort`."""
-    return schema.AbortResponse(aborted=service.generations.abort(body.request_ids if body else None))
+    return schema.AbortResponse(aborted=await service.generations.abort(body.request_ids if body else None))
 
 
 @router.post("/memory/release", dependencies=admin)

@@ -2,13 +2,51 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from api.schemas.base import Ids, Lenient
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
 
 TopN = Annotated[int, Field(ge=0, le=64)]
+
+
+def _with_roles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} has no role")
+    return messages
+
+
+def _no_reserved(variables: dict[str, Any]) -> dict[str, Any]:
+    reserved = {"messages", "chat_template", "tools"} & variables.keys()
+    if reserved:
+        raise ValueError(f"{', '.join(sorted(reserved))} has a field of its own")
+    return variables
+
+
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(_with_roles)]
+
+
+class Template(Lenient):
+    """How a conversation becomes a prompt."""
+
+    tools: list[dict[str, Any]] | None = None
+    """Given to the chat template."""
+    chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
+    """Instead of the checkpoint's."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_no_reserved)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments of Tokenizer.apply_chat_template."""
+        return {
+            "chat_template": self.chat_template,
+            "tools": self.tools,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        } | (self.chat_template_kwargs or {})
 
 
 class StreamOptions(Lenient):
@@ -30,19 +68,13 @@ class CompletionRequest(Scheduling, VllmSampling):
     stream_options: StreamOptions | None = None
 
 
-class ChatRequest(Scheduling, VllmSampling):
+class ChatRequest(Scheduling, VllmSampling, Template):
     """/v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = False
     top_logprobs: TopN | None = 0
-    tools: list[dict[str, Any]] | None = None
-    """Given to the chat template."""
-    chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     add_special_tokens: bool = False
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
@@ -181,19 +213,14 @@ class ModelList(Lenient):
     data: list[ModelCard]
 
 
-class TokenizeRequest(Lenient):
+class TokenizeRequest(Template):
     """Text, or a conversation. One of them."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """None: yes for text, no for conversations (the template has them)."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = False
 
 

@@ -1,4 +1,8 @@
-"""Longest request body, enforced while it arrives: 413 before anything is parsed."""
+"""What every request passes through first: the longest body there may be, and two habits of clients.
+
+Bodies are JSON whatever Content-Type says (curl says form, some trainers say nothing), and a trailing slash
+is no other route.
+"""
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -6,9 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import TooLarge
 from api.replies import error_response
 
+_TYPE = b"content-type"
+_JSON = b"application/json"
 
-class BodyLimit:
-    """ASGI middleware. Counts what arrives, whatever Content-Length says."""
+
+class Bodies:
+    """ASGI middleware. 413 while a body arrives, before anything is parsed."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -34,6 +41,9 @@ class BodyLimit:
                 raise HTTPException(413, self._error().message)
             return message
 
+        scope = dict(scope)
+        scope["headers"] = [(k, v) for k, v in scope["headers"] if k != _TYPE] + [(_TYPE, _JSON)]
+        scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, counted, send)
 
     def _error(self) -> TooLarge:

@@ -1,0 +1,118 @@
+"""Whatever a client sends, the answer is a 4xx that says what is wrong, and the service goes on."""
+
+import json
+from typing import Any
+
+import pytest
+
+NATIVE, COMPLETIONS, CHAT = "/v1/rollout/generate", "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "A"}]
+
+CASES: list[tuple[str, Any, int, str]] = [
+    (NATIVE, {}, 400, "exactly one of prompt"),
+    (NATIVE, {"prompt": "A", "prompt_ids": [1]}, 400, "exactly one of prompt"),
+    (NATIVE, {"prompt": 5}, 400, "prompt"),
+    (NATIVE, {"prompt": ""}, 400, "empty"),
+    (NATIVE, {"prompt": []}, 400, "at least one"),
+    (NATIVE, {"prompt_ids": []}, 400, "empty"),
+    (NATIVE, {"prompt_ids": [[]]}, 400, "empty"),
+    (NATIVE, {"prompt_ids": [-1]}, 400, "greater than or equal to 0"),
+    (NATIVE, {"prompt_ids": [300]}, 400, "token id 300 is not in the vocabulary [0, 300)"),
+    (NATIVE, {"prompt_ids": [10**30]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt_ids": [1.5]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt_ids": ["x"]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt_ids": [1, [2]]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt": "A" * 64}, 400, "prompt is too long: 64 tokens leave no room in the model's context of 64"),
+    (NATIVE, {"prompt": ["A", "A" * 80]}, 400, "prompt 1 is too long"),
+    (NATIVE, {"prompt": "A", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
+    (NATIVE, {"prompt": "A", "n": 10**9}, 400, "n: "),
+    (NATIVE, {"prompt": ["A"] * 50, "n": 1000}, 400, "4096 sequences"),
+    (NATIVE, {"prompt": "A", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+    (NATIVE, {"prompt": "A", "top_p": 0}, 400, "top_p"),
+    (NATIVE, {"prompt": "A", "top_p": 1.5}, 400, "top_p"),
+    (NATIVE, {"prompt": "A", "top_k": -2}, 400, "top_k"),
+    (NATIVE, {"prompt": "A", "min_p": 1}, 400, "min_p"),
+    (NATIVE, {"prompt": "A", "repetition_penalty": 0}, 400, "repetition_penalty"),
+    (NATIVE, {"prompt": "A", "max_tokens": -1}, 400, "max_tokens"),
+    (NATIVE, {"prompt": "A", "max_tokens": 1, "min_tokens": 2}, 400, "min_tokens 2 is over max_tokens 1"),
+    (NATIVE, {"prompt": "A", "seed": 10**40}, 400, "seed"),
+    (NATIVE, {"prompt": "A", "stop": [""]}, 400, "stop"),
+    (NATIVE, {"prompt": "A", "stop": ["x"] * 100}, 400, "stop"),
+    (NATIVE, {"prompt": "A", "stop_token_ids": [999]}, 400, "stop_token_ids: token id 999"),
+    (NATIVE, {"prompt": "A", "logit_bias": {"999": 1}}, 400, "logit_bias"),
+    (NATIVE, {"prompt": "A", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (NATIVE, {"prompt": "A", "allowed_token_ids": []}, 400, "allowed_token_ids is empty"),
+    (NATIVE, {"prompt": "A", "temprature": 1}, 400, "temprature"),
+    (NATIVE, {"prompt": "A", "min_weight_version": -1}, 400, "min_weight_version"),
+    (NATIVE, {"prompt": "A", "min_weight_version": 99, "version_timeout_s": 0.05}, 409, "version 99; live is 0"),
+    (NATIVE, b"{", 400, "JSON"),
+    (NATIVE, b"", 400, "required"),
+    (NATIVE, b"[]", 400, "dictionary"),
+    (NATIVE, b'{"prompt": "\xff\xfe"}', 400, "UTF-8"),
+    (NATIVE, b'{"prompt": "\\ud800"}', 400, "unicode"),
+    (NATIVE, b'{"prompt": "A", "temperature": NaN}', 400, "temperature"),
+    (NATIVE, b'{"prompt": "A", "temperature": Infinity}', 400, "temperature"),
+    (NATIVE, b'{"prompt": "A", "n": ' + b"9" * 5000 + b"}", 400, "JSON"),
+    (NATIVE, b"[" * 100_000, 400, "JSON"),
+    (NATIVE, json.dumps({"prompt": "A" * 10_000_000}).encode(), 413, "over 8388608 bytes"),
+    (NATIVE, json.dumps({"prompt": "A" * 8_000_000}).encode(), 400, "too long"),
+    (COMPLETIONS, {}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": None}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": {}}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, "empty"),
+    (COMPLETIONS, {"prompt": [[1], "A"]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": "A", "n": 0}, 400, "n: "),
+    (COMPLETIONS, {"prompt": "A", "temperature": -1}, 400, "temperature"),
+    (COMPLETIONS, {"prompt": "A", "logprobs": 1000}, 400, "logprobs"),
+    (COMPLETIONS, {"prompt": "A", "max_tokens": "many"}, 400, "max_tokens"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "A"}, 400, "messages"),
+    (CHAT, {"messages": HI, "n": -1}, 400, "n: "),
+    (CHAT, {"messages": [{"content": "no role"}]}, 400, "messages"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs"),
+    ("/v1/rollout/pause", {"mode": "sleepy"}, 400, "mode"),
+    ("/v1/rollout/pause", {"lease_s": -1}, 400, "lease_s"),
+    ("/v1/rollout/abort", {"request_ids": "x"}, 400, "request_ids"),
+    ("/v1/rollout/weights/load", {"path": ""}, 400, "path"),
+    ("/v1/rollout/weights/load", {"path": "/x", "in_flight": "never"}, 400, "in_flight"),
+    ("/v1/rollout/memory/release", {"tags": []}, 400, "tags"),
+    ("/v1/rollout/memory/release", {"tags": ["gpu"]}, 400, "tags"),
+    ("/detokenize", {"tokens": [100_000]}, 400, "token id 100000"),
+    ("/tokenize", {}, 400, "exactly one of prompt and messages"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), CASES, ids=range(len(CASES)))
+async def test_bad_input(client, path, body, status, says):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = await client.post(path, content=content)
+    assert reply.status_code == status, reply.text[:500]
+    assert says.lower() in reply.json()["error"]["message"].lower()
+    assert len(reply.content) < 4000, "an error must not repeat a huge input"
+    assert (await client.post(NATIVE, json={"prompt": "A", "max_tokens": 1})).status_code == 200
+
+
+async def test_a_body_that_lies_about_its_length_is_stopped_while_it_arrives(client):
+    async def body():
+        for _ in range(20):
+            yield b" " * 1_000_000
+
+    reply = await client.post(NATIVE, content=body())
+    assert reply.status_code == 413
+    assert "over 8388608 bytes" in reply.json()["error"]["message"]
+
+
+async def test_unknown_routes_and_methods(client):
+    assert (await client.get("/nothing")).status_code == 404
+    assert (await client.get(NATIVE)).status_code == 405
+    assert (await client.get("/v1/rollout/weights/wait?version=x")).status_code == 400
+    reply = await client.get("/v1/rollout/weights/wait?version=9&timeout_s=0.05")
+    assert reply.status_code == 409
+    assert "version 9; live is 0" in reply.json()["error"]["message"]
+
+
+async def test_what_clients_get_away_with(client):
+    body = json.dumps({"prompt": "A", "max_tokens": 1})
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        assert (await client.post(NATIVE, content=body, headers={"content-type": kind})).status_code == 200
+    assert (await client.post(NATIVE + "/", content=body)).status_code == 200

@@ -1,0 +1,159 @@
+"""The command line, up to where it hands over: the supervisor and the service have tests of their own."""
+
+import json
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import app, serve_command
+from api.cli.connect import url_of
+from rollout_client.http import RolloutClient
+
+
+@pytest.fixture
+def run():
+    return lambda *args, **kwargs: CliRunner().invoke(app, list(args), **kwargs)
+
+
+def configure(model_dir, *settings, **options):
+    return serve_command.configure({"model": model_dir} | options, {}, list(settings))
+
+
+def test_serve_spreads_options_over_the_parts(model_dir, run_dir):
+    config = configure(
+        model_dir,
+        *("worker.max_batch=7", "store.lease_s=3.5", "api.vllm_metrics=true"),
+        replicas=2,
+        tp=2,
+        dtype="bfloat16",
+        port=9000,
+        run_dir=run_dir,
+        max_model_len=32,
+    )
+    assert (config.api.replicas, config.api.port, config.api.max_model_len, config.api.vllm_metrics) == (
+        2,
+        9000,
+        32,
+        True,
+    )
+    assert (config.worker.tp, config.worker.max_batch, config.worker.ranks_on_host) == (2, 7, 4)
+    assert (config.store.tp, config.store.lease_s, config.store.dtype) == (2, 3.5, "bfloat16")
+    assert config.worker.max_model_len == 32
+
+
+def test_the_environment_fills_what_flags_leave_open(model_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("PADDLE_ROLLOUT_REPLICAS", "3")
+    monkeypatch.setenv("PADDLE_ROLLOUT_PORT", "1234")
+    monkeypatch.setenv("PADDLE_ROLLOUT_STORE__LEASE_S", "30")
+    token = tmp_path / "token"
+    token.write_text("a-secret-token\n")
+    config = serve_command.configure({"model": model_dir, "port": 4321}, {"data_token": token}, [])
+    assert (config.api.replicas, config.api.port, config.store.lease_s) == (3, 4321, 30)
+    assert config.api.data_token == "a-secret-token"
+
+
+def test_config_json_is_for_its_owner_only_and_reads_back(model_dir, run_dir):
+    config = configure(model_dir, run_dir=run_dir, data_token="secret-token")
+    path = config.write()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert type(config.api).read(path) == config.api
+    assert type(config.store).read(path) == config.store
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["/nowhere"], "has no config.json"),
+        (["MODEL", "--replicas", "0"], "replicas: Input should be greater than or equal to 1"),
+        (["MODEL", "--host", "0.0.0.0"], "set data_token"),
+        (["MODEL", "--set", "worker.batch=3"], "worker.batch: Extra inputs are not permitted"),
+        (["MODEL", "--set", "batch=3"], "worker.FIELD=VALUE"),
+        (["MODEL", "--data-token-file", "/nowhere"], "No such file"),
+    ],
+)
+def test_serve_refuses_with_one_line_that_says_what_to_change(run, model_dir, run_dir, args, says):
+    args = [str(model_dir) if arg == "MODEL" else arg for arg in args]
+    result = run("serve", *args, "--run-dir", str(run_dir))
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_service_that_is_not_there(run, monkeypatch):
+    monkeypatch.setenv("PADDLE_ROLLOUT_URL", "http://127.0.0.1:9")
+    for args in (["status"], ["generate", "hi"], ["resume"]):
+        result = run(*args)
+        assert result.exit_code == 1
+        assert "Is it running?" in result.stderr
+
+
+def test_push_of_a_directory_without_weights(run, model_dir):
+    result = run("push", str(model_dir))
+    assert result.exit_code == 2
+    assert "model.safetensors" in result.stderr
+
+
+def test_restart_without_a_service(run, run_dir):
+    result = run("restart", "--run-dir", str(run_dir))
+    assert result.exit_code == 2
+    assert "no service runs in" in result.stderr
+
+
+def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert url_of("x") == "http://127.0.0.1:8000"
+    from api.paths import default_run_dir
+
+    default_run_dir("x").mkdir()
+    (default_run_dir("x") / "http_url").write_text("http://127.0.0.1:4711\n")
+    assert url_of("x") == "http://127.0.0.1:4711"
+
+
+OUTPUT = {"prompt_index": 0, "index": 0, "token_ids": [1], "text": "hi", "logprobs": [-0.5], "spans": []}
+REPLIES = {
+    "/v1/rollout/generate": {"request_id": "r", "model": "m", "outputs": [OUTPUT]},
+    "/v1/rollout/pause": {"paused": True, "held": 2, "mode": "keep", "lease_left_s": 9.0},
+    "/v1/rollout/weights": {
+        "live": {"run_id": "r", "version": 7, "epoch": 8, "digest": "d" * 16},
+        "replicas": [{"replica": 0, "state": "serving", "version": 7, "ready": True, "running": 3}],
+        "store_connected": True,
+        "last_push": {"version": 7, "seconds": 0.5},
+    },
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Commands talk to canned replies."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = REPLIES[request.url.path]
+        if b'"stream":true' in request.content.replace(b" ", b""):
+            return httpx.Response(200, text=f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n")
+        return httpx.Response(200, json=body)
+
+    def connect(*_: object) -> RolloutClient:
+        return RolloutClient(transport=httpx.MockTransport(answer))
+
+    for module in ("generate_command", "status_command", "control_command"):
+        monkeypatch.setattr(f"api.cli.{module}.connect", connect)
+
+
+def test_generate_prints_text_or_everything(run, served):
+    assert run("generate", "hello").stdout == "hi\n"
+    assert run("generate", "-", input="hello").stdout == "hi\n"
+    assert run("generate", "hello", "--n", "2").stdout == "[0] hi\n"
+    assert json.loads(run("generate", "hello", "--json").stdout)["outputs"][0]["token_ids"] == [1]
+
+
+def test_status_shows_a_table(run, served):
+    out = run("status", "--no-watch").stdout
+    assert "version 7" in out
+    assert "serving" in out
+    assert "paused (keep, resumes in 9 s); 2 requests held" in out
+    assert json.loads(run("status", "--json").stdout)["live"]["version"] == 7
+
+
+def test_pause_says_what_it_did(run, served):
+    assert run("pause", "--mode", "keep").stdout == "paused (keep, resumes in 9 s), 2 requests held\n"

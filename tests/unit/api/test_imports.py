@@ -1,0 +1,46 @@
+"""The API and the command line start at once, and never load Paddle. CPU time, so that a busy machine does not lie."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+LIGHT = ("paddle", "torch")
+WEB = ("fastapi", "uvicorn", "zmq", "numpy", "httpx", "msgspec")
+
+
+def loaded_by(code: str) -> tuple[set[str], float]:
+    """Top-level modules after running `code` in a fresh interpreter, and its CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return set(out.stdout.splitlines()[-1].split()), after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "api.app",
+        "api.__main__",
+        "api.cli.serve_command",
+        "api.cli.push_command",
+        "api.cli.status_command",
+        "api.cli.generate_command",
+        "api.cli.control_command",
+    ],
+)
+def test_nothing_of_the_api_loads_paddle(module):
+    modules, seconds = loaded_by(f"import {module}")
+    assert not modules.intersection(LIGHT)
+    assert seconds < 1.5
+
+
+def test_help_is_instant():
+    modules, seconds = loaded_by(
+        "from typer.testing import CliRunner\nfrom api.cli import app\n"
+        "result = CliRunner().invoke(app, ['serve', '--help'])\nassert result.exit_code == 0, result.output"
+    )
+    assert not modules.intersection((*LIGHT, *WEB))
+    assert seconds < 0.5

@@ -1,0 +1,260 @@
+"""What becomes of requests when replicas refuse, die, fall silent, are paused or lag behind."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from api.service import Service
+from worker.messages import Abort, Clear, Generate, Pause, Resume
+
+URL = "/v1/rollout/generate"
+BODY = {"prompt": "A", "max_tokens": 3}
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"unready_hold_s": 0.5, "silence_s": 0.6}
+
+
+def busy(replicas):
+    return [r for r in replicas if r.running]
+
+
+def gate(replicas, count=0):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(count)
+
+
+def open_gate(replicas):
+    for replica in replicas:
+        for _ in range(100):
+            replica.gate.release()
+
+
+async def test_requests_spread_over_the_least_loaded(client, replicas, until):
+    gate(replicas)
+    tasks = [asyncio.create_task(client.post(URL, json=BODY)) for _ in range(6)]
+    await until(lambda: sum(len(r.running) for r in replicas) == 6)
+    assert [len(r.running) for r in replicas] == [3, 3]
+    open_gate(replicas)
+    assert {r.status_code for r in await asyncio.gather(*tasks)} == {200}
+
+
+async def test_a_session_stays_on_its_replica(client, replicas):
+    for _ in range(5):
+        await client.post(URL, json=BODY, headers={"X-Session-ID": "s1"})
+        await client.post(URL, json=BODY)
+    ones = [len(r.got(Generate)) for r in replicas]
+    assert max(ones) >= 5
+    home = max(replicas, key=lambda r: len(r.got(Generate)))
+    await home.die()
+    await client.post(URL, json=BODY, headers={"X-Session-ID": "s1"})
+    (other,) = [r for r in replicas if r is not home]
+    assert len(other.got(Generate)) > min(ones)
+
+
+async def test_a_dead_replicas_unseen_request_starts_over_elsewhere(client, replicas, until, service):
+    gate(replicas)
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await until(lambda: busy(replicas))
+    (dying,) = busy(replicas)
+    await dying.die()
+    await until(lambda: busy(replicas))
+    open_gate(replicas)
+    reply = await task
+    assert reply.json()["outputs"][0]["text"] == "BCD"
+    assert reply.json()["outputs"][0]["finish_reason"] == "length"
+    assert service.fleet.retried == 1
+
+
+async def test_a_dead_replicas_seen_stream_ends_with_abort_and_partials(client, service, replicas, until):
+    gate(replicas)
+    task = asyncio.create_task(client.post(URL, json=BODY | {"stream": True}))
+    await until(lambda: busy(replicas))
+    (dying,) = busy(replicas)
+    dying.gate.release()
+    flight = next(iter(service.fleet.flights))
+    await until(lambda: flight.token_count == 1)
+    await dying.die()
+    text = (await task).text
+    assert '"token_ids":[66]' in text
+    assert '"finish_reason":"abort"' in text
+    assert text.endswith("data: [DONE]\n\n")
+    assert '"spans":[{"version":0,"start":0,"end":1}]' in text.split("\n\n")[-3]
+
+
+async def test_a_silent_replica_is_given_up_by_deadline(client, replicas, until, service):
+    gate(replicas)
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await until(lambda: busy(replicas))
+    (stuck,) = busy(replicas)
+    stuck.mute = True
+    await until(lambda: replicas[1 - stuck.index].running)
+    open_gate(replicas)
+    assert (await task).status_code == 200
+    assert service.fleet.replicas[stuck.index].lost == 1
+
+
+async def test_a_refusal_goes_elsewhere(client, replicas):
+    replicas[0].refuse = "draining"
+    replies = await asyncio.gather(*(client.post(URL, json=BODY) for _ in range(4)))
+    assert {r.status_code for r in replies} == {200}
+    assert len(replicas[1].got(Generate)) == 4
+
+
+async def test_nobody_ready_is_503_after_the_hold(client, replicas):
+    for replica in replicas:
+        replica.move("starting")
+    await asyncio.sleep(0.05)
+    reply = await client.post(URL, json=BODY)
+    assert reply.status_code == 503
+    assert "replica 0 is starting" in reply.json()["error"]["message"]
+
+
+async def test_a_replica_of_another_version_gets_nothing(client, replicas, store, until, service):
+    store.commit(7)
+    replicas[1].move("serving", 7)
+    await until(lambda: service.fleet.replicas[1].version == 7 and service.fleet.live.version == 7)
+    for _ in range(4):
+        reply = await client.post(URL, json=BODY)
+        assert reply.json()["outputs"][0]["spans"][0]["version"] == 7
+    assert replicas[0].got(Generate) == []
+
+
+async def test_paused_requests_are_held_until_resume(client, replicas, until, service):
+    assert (await client.post("/v1/rollout/pause", json={"mode": "keep"})).json()["paused"] is True
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await asyncio.sleep(0.7)  # longer than the hold of a fleet that is not ready
+    assert not task.done()
+    assert (await client.get("/v1/rollout/pause")).json() == {"paused": True, "mode": "keep", "held": 1} | {
+        "lease_left_s": None
+    }
+    assert (await client.post("/v1/rollout/resume")).json()["paused"] is False
+    assert (await task).status_code == 200
+
+
+async def test_a_pause_reaches_a_replica_that_comes_late(client, replicas, until, service):
+    await replicas[1].die()
+    await until(lambda: not service.fleet.replicas[1].link.up)
+    await client.post("/v1/rollout/pause", json={"mode": "keep", "lease_s": 30})
+    replicas[1].start()
+    await until(lambda: replicas[1].got(Pause))
+    (late,) = replicas[1].got(Pause)
+    assert late.mode == "keep"
+    assert 28 < late.lease_s < 30
+
+
+async def test_an_expired_lease_resumes_and_says_so(client, replicas, until, service):
+    await client.post("/v1/rollout/pause", json={"lease_s": 0.3})
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    assert (await task).status_code == 200
+    assert service.fleet.lease_expiries == 1
+    assert all(r.got(Resume) for r in replicas)
+
+
+async def test_a_failed_pause_is_undone_everywhere(client, replicas, service, until):
+    from worker.messages import CallFailed
+
+    replicas[1].fail[Pause] = CallFailed("", "timeout", "3 sequences still ran", rank=0)
+    reply = await client.post("/v1/rollout/pause", json={"mode": "wait"})
+    assert reply.status_code == 409
+    assert "replica 1" in reply.json()["error"]["message"]
+    assert service.fleet.paused is None
+    await until(lambda: replicas[0].state == "serving")
+
+
+async def test_a_restarted_api_finds_replicas_and_pause_again(config, model, replicas, store, service, until):
+    for replica in replicas:
+        replica.move("paused")
+        replica.pause_mode = "keep"
+    second = Service(config, model)
+    async with second.running():
+        await until(lambda: second.fleet.paused is not None)
+        assert second.fleet.paused.mode == "keep"
+        for replica in replicas:
+            replica.move("serving")
+        await until(lambda: second.fleet.paused is None)
+
+
+async def test_a_new_connection_ends_what_an_earlier_one_left_running(replicas, service, until):
+    await until(lambda: all(r.got(Abort) for r in replicas))
+    assert all(r.got(Abort)[0].request_ids is None for r in replicas)
+
+
+async def test_cleared_replicas_are_kept_cleared(client, replicas, service, until):
+    reply = await client.post("/v1/rollout/memory/release")
+    assert reply.json() == {"released_bytes": 2000, "cleared": ["kv_cache", "weights"]}
+    await replicas[0].die()
+    await until(lambda: not service.fleet.replicas[0].link.up)
+    replicas[0].state = "serving"
+    replicas[0].start()
+    await until(lambda: len(replicas[0].got(Clear)) == 2)
+    assert (await client.post("/v1/rollout/memory/resume")).json()["cleared"] == []
+    assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def test_min_version_waits_and_then_says_409(client, replicas, store, until, service):
+    body = BODY | {"min_weight_version": 3, "version_timeout_s": 0.3}
+    reply = await client.post(URL, json=body)
+    assert reply.status_code == 409
+    assert "version 3; live is 0" in reply.json()["error"]["message"]
+    task = asyncio.create_task(client.post(URL, json=body | {"version_timeout_s": 5}))
+    await asyncio.sleep(0.05)
+    for replica in replicas:
+        replica.move("serving", 3)
+    store.commit(3)
+    assert (await task).json()["outputs"][0]["spans"] == [{"version": 3, "start": 0, "end": 3}]
+
+
+async def test_a_request_gone_stale_is_aborted(client, replicas, store, until):
+    gate(replicas)
+    task = asyncio.create_task(client.post(URL, json=BODY | {"max_staleness": 1}))
+    await until(lambda: busy(replicas))
+    store.commit(1)
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    store.commit(2)
+    assert (await task).json()["outputs"][0]["finish_reason"] == "abort"
+
+
+async def test_abort_by_id_gives_partials_and_counts(client, replicas, until):
+    gate(replicas, 1)
+    one = asyncio.create_task(client.post(URL, json=BODY | {"request_id": "one"}))
+    two = asyncio.create_task(client.post(URL, json=BODY | {"request_id": "one-and-a-half"}))
+    await until(lambda: len(busy(replicas)) == 2 and all(r.gate.locked() for r in replicas))
+    assert (await client.post("/v1/rollout/abort", json={"request_ids": ["one", "nobody"]})).json() == {"aborted": 1}
+    output = (await one).json()["outputs"][0]
+    assert (output["finish_reason"], output["token_ids"], output["text"]) == ("abort", [66], "B")
+    assert not two.done()
+    assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1}
+    assert (await two).json()["outputs"][0]["finish_reason"] == "abort"
+
+
+async def test_aborting_a_held_request_answers_it_with_no_tokens(client, until, service):
+    await client.post("/v1/rollout/pause")
+    task = asyncio.create_task(client.post(URL, json=BODY | {"n": 2}))
+    await until(lambda: service.fleet.held)
+    assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1}
+    for output in (await task).json()["outputs"]:
+        assert (output["token_ids"], output["finish_reason"]) == ([], "abort")
+        assert output["spans"] == [{"version": 0, "start": 0, "end": 0}]
+
+
+async def test_a_sequence_that_dies_in_the_engine_is_an_error(client, replicas):
+    for replica in replicas:
+        replica.finish = "error"
+    assert (await client.post(URL, json=BODY)).status_code == 500
+    text = (await client.post(URL, json=BODY | {"stream": True})).text
+    assert '"error":' in text
+
+
+async def test_too_many_requests(client, service, until):
+    service.generations._max_requests = 2
+    await client.post("/v1/rollout/pause")
+    tasks = [asyncio.create_task(client.post(URL, json=BODY)) for _ in range(2)]
+    await until(lambda: len(service.fleet.held) == 2)
+    reply = await client.post(URL, json=BODY)
+    assert reply.status_code == 429
+    await client.post("/v1/rollout/resume")
+    await asyncio.gather(*tasks)
