@@ -47,9 +47,13 @@ def _serve(config: StoreConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     store = Store(config)
+    signal.set_wakeup_fd(store.wakeup_fd)  # else a signal just before the poll would wait for the poll's end
     if asked.is_set():
         store.stop()
-    store.run()
+    try:
+        store.run()
+    finally:
+        signal.set_wakeup_fd(-1)
     return 0
 
 

@@ -33,10 +33,6 @@ class Background:
         future.add_done_callback(lambda f: self._finish(f, done, failed))
         return future
 
-    def wake(self) -> None:
-        """Make `fileno` readable; safe in a signal's callback and in any thread."""
-        os.eventfd_write(self._wake, 1)
-
     def deliver(self) -> None:
         """Run the callbacks of everything that finished."""
         with contextlib.suppress(BlockingIOError):
@@ -61,4 +57,4 @@ class Background:
             self._finished.append(lambda: done(result))
         else:
             self._finished.append(lambda: failed(error))
-        self.wake()
+        os.eventfd_write(self._wake, 1)

@@ -21,7 +21,7 @@ class Loop(Protocol):
         """Queue a message; False if nobody of that identity is connected."""
         ...
 
-    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+    def watch(self, fd: int, readable: Callable[[], object]) -> None:
         """Call `readable` once per turn while fd is readable."""
         ...
 

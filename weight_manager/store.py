@@ -73,7 +73,7 @@ class Store:
         self._arena, self._taken_over = open_arena(config, self.layout, self._history)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._watched: dict[int, Callable[[], None]] = {}
+        self._watched: dict[int, Callable[[], object]] = {}
         self._routers: list[Router] = []
         try:
             self._open()
@@ -113,6 +113,8 @@ class Store:
         self._first = FirstWeights(config, self._coordinator, self._files, self._snapshots)
         for background in (self._background, self._files):
             self.watch(background.fileno(), background.deliver)
+        self._signalled, self.wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.watch(self._signalled, lambda: os.read(self._signalled, 512))
 
     def _bind(self, endpoint: str, max_message: int, backlog: int) -> Router:
         try:
@@ -143,15 +145,14 @@ class Store:
             self._close()
 
     def stop(self) -> None:
-        """End `run`; safe in a signal's callback."""
+        """End `run`; to be called from a signal's callback, whose number `signal.set_wakeup_fd` writes to wakeup_fd."""
         self._stopping = True
-        self._background.wake()
 
     def send(self, identity: bytes, message: ToReplica | ToApi) -> bool:
         """To a replica or the API."""
         return self._internal.send(identity, messages.encode(message))
 
-    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+    def watch(self, fd: int, readable: Callable[[], object]) -> None:
         """Call `readable` once per turn while fd is readable."""
         self._watched[fd] = readable
         self._poller.register(fd, zmq.POLLIN)

@@ -219,6 +219,7 @@ class Replica:
         self.seen: list[Any] = []
         self.live: messages.Live | None = None
         self._staged: messages.Live | None = None
+        self._flipped = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -246,11 +247,13 @@ class Replica:
             self.process.wait()
 
     def _run(self) -> None:
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.set(zmq.LINGER, 200)
-        socket.connect(f"ipc://{self.store.run_dir}/store.sock")
-        register = messages.Register(self.number, [self.process.pid], LAYOUT.digest)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.set(zmq.LINGER, 200)
+            socket.connect(f"ipc://{self.store.run_dir}/store.sock")
+            self._talk(socket)
+
+    def _talk(self, socket: zmq.Socket) -> None:
+        register = messages.Register(self.number, [self.process.pid], self.plan.get("layout", LAYOUT.digest))
         socket.send(messages.encode(register))
         while not self._stop.is_set():
             if not socket.poll(100):
@@ -259,14 +262,11 @@ class Replica:
                 continue
             message = messages.decode_for_replica(socket.recv())
             self.seen.append(message)
-            if isinstance(message, messages.Refused):
-                socket.send(messages.encode(register))
-                continue
-            reply = self._answer(message, self.plan.get(type(message).__name__.lower(), "yes"))
+            what = self.plan.get(type(message).__name__.lower(), "yes")
+            reply = register if isinstance(message, messages.Refused) else None
+            reply = self._answer(message, what) if reply is None or what != "yes" else reply
             if reply is not None:
                 socket.send(messages.encode(reply))
-        socket.close()
-        context.term()
 
     def _answer(self, message: Any, what: str) -> Any:
         if what == "die":
@@ -286,14 +286,13 @@ class Replica:
                 self._staged = message.live
                 return messages.Prepared(message.session, ok, 0, error, [] if ok else ["model.norm.weight"])
             case messages.Flip():
-                self._before = self.live
                 if ok:
-                    self.live = self._staged
+                    self._flipped, self._before, self.live = message.session, self.live, self._staged
                 return messages.Flipped(message.session, ok, 0, error)
             case messages.Finalize():
                 return messages.Finalized(message.session, 1.5)
             case messages.Rollback():
-                if self.saw(messages.Flip) and self.saw(messages.Flip)[-1].session == message.session:
+                if self._flipped == message.session:
                     self.live = self._before
                 return messages.RolledBack(message.session)
 
@@ -341,8 +340,14 @@ def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Store]]:
 
 
 @pytest.fixture
-def store(launch: Callable[..., Store]) -> Store:
-    return launch().wait_live()
+def store_config() -> dict[str, Any]:
+    """Fields of StoreConfig; a test parametrises it."""
+    return {}
+
+
+@pytest.fixture
+def store(launch: Callable[..., Store], store_config: dict[str, Any]) -> Store:
+    return launch(**store_config).wait_live()
 
 
 @pytest.fixture
@@ -362,9 +367,10 @@ def trainer(store: Store) -> Iterator[Callable[..., Trainer]]:
 def replica(store: Store) -> Iterator[Callable[..., Replica]]:
     replicas: list[Replica] = []
 
-    def join(number: int = 0, **plan: Any) -> Replica:
+    def join(number: int = 0, *, wait: bool = True, **plan: Any) -> Replica:
         replicas.append(Replica(store, number, **plan))
-        until(lambda: store.status().replicas.get(str(number), {}).get("ready"))
+        if wait:
+            until(lambda: store.status().replicas.get(str(number), {}).get("ready"))
         return replicas[-1]
 
     yield join

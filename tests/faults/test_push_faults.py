@@ -240,7 +240,9 @@ def test_sealing_too_early_names_what_is_missing(served, trainer, weights):
     served.recovers()
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x81\xa1t\xa5hello", b"\x93" * 100_000, b"\x81\xa1t\xa3nix", b"\xff" * 4096])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xc1", b"\x81\xa1t\xa5hello", b"\x93" * 100_000, b"\x81\xa1t\xa3nix", b"\xff" * 4096]
+)
 def test_bytes_that_are_no_message_are_answered_and_the_store_goes_on(served, trainer, raw):
     t = trainer()
     t.socket.send(raw)
