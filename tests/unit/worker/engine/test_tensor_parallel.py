@@ -1,0 +1,56 @@
+"""Tensor parallelism over real gloo processes gives HF's logits for every family."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker.process_groups import group_environment
+
+HERE = Path(__file__).parent
+FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())
+
+
+def _free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _gaps(tp, names):
+    """Largest logit difference per checkpoint, from rank 0 of `tp` processes."""
+    ports = _free_ports(tp + 1)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / "tp_rank.py"), str(rank), str(tp), *names],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **group_environment(rank, ports)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(tp)
+    ]
+    try:
+        outs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0] * tp
+    return json.loads(outs[0].strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("tp", "names"), [(2, FAMILIES), (4, ["llama", "qwen3_moe"])])
+def test_logits_equal_hf(tp, names):
+    gaps = _gaps(tp, names)
+    assert sorted(gaps) == sorted(names)
+    assert max(gaps.values()) < 2e-5, gaps

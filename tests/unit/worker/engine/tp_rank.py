@@ -1,0 +1,34 @@
+"""One rank of a tensor-parallel run over the fixture checkpoints; rank 0 prints how far it is from HF.
+
+argv: rank, size, then checkpoint names. The environment is `process_groups.group_environment`'s.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle.distributed as dist
+from safetensors.numpy import load_file
+
+spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
+helpers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(helpers)
+
+rank, size, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+dist.init_parallel_env()
+group = dist.new_group(list(range(size)), backend="gloo")
+gaps = {}
+for name in names:
+    expected = load_file(helpers.MODELS / name / "expected.safetensors")
+    ids = expected["ids"].tolist()
+    engine = helpers.Checkpoint(helpers.MODELS / name, tp=size).engine(rank=rank, group=group)
+    run = helpers.Feeder(engine, [ids, ids[::-1]])
+    run.step({0: 30, 1: 5})
+    for _ in range(10):
+        run.step({1: 1, 0: 1})
+    if rank == 0:
+        gaps[name] = float(np.abs(run.all_logits(0) - expected["logits"]).max())
+if rank == 0:
+    print(json.dumps(gaps))
