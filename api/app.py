@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 from api import replies
 from api.bodies import Bodies
+from api.reply_counts import ReplyCounts
 from api.routes import chat, completions, health, models, rollout
 from api.service import Service
 
@@ -33,4 +34,5 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     replies.install(app)
     app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
+    app.add_middleware(ReplyCounts, answered=service.metrics.answered)
     return app

@@ -41,7 +41,6 @@ class Bodies:
                 raise HTTPException(413, self._error().message)
             return message
 
-        scope = dict(scope)
         scope["headers"] = [(k, v) for k, v in scope["headers"] if k != _TYPE] + [(_TYPE, _JSON)]
         scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, counted, send)

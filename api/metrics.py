@@ -1,13 +1,157 @@
-"""Prometheus metrics, read from the fleet's state at scrape time."""
+"""Prometheus metrics: what the fleet and the store say, read at scrape time; samples are kept as they arrive.
 
+Every name is in the tables of metric_names.py; a metric of a replica carries its number. The counters of a
+replica begin anew when it restarts, which Prometheus expects.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from api import store_metrics, vllm_metrics
+from api.histogram import SECONDS, VERSIONS, Histogram
+from api.metric_names import COUNTERS, GAUGES, HISTOGRAMS, counter
+from api.replica import Replica
 from api.replicas import Fleet
 from api.weights import Weights
+from weight_manager.messages import Status
+from worker.messages import Stats
+
+STATES = ("unreachable", "starting", "serving", "paused", "cleared", "stopped", "failed")
 
 
-class Metrics:
-    """See module."""
+class Metrics(Collector):
+    """Observes the fleet and the store, and writes the page."""
 
-    def __init__(self, fleet: Fleet, weights: Weights, *, aliases: bool) -> None:
+    def __init__(self, fleet: Fleet, weights: Weights, *, model: str, aliases: bool) -> None:
         self._fleet = fleet
         self._weights = weights
+        self._model = model
         self._aliases = aliases
+        self.samples: dict[str, dict[int, Histogram]] = {name: {} for name in HISTOGRAMS}
+        self.store = store_metrics.StoreSamples()
+        self.requests: dict[tuple[str, int], int] = {}
+        fleet.on_stats = self._heard
+        weights.on_status = self._status
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The page."""
+        return generate_latest(self._registry)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count one HTTP reply."""
+        key = (route, status)
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, for prometheus_client."""
+        yield from self._of_fleet()
+        yield from self._of_replicas()
+        yield from self._histograms()
+        yield from store_metrics.collect(self._weights, self.store)
+        if self._aliases:
+            yield from vllm_metrics.collect(self._fleet, self.samples, self.store, self._model)
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: what there is depends on the replicas."""
+        return []
+
+    def _heard(self, replica: Replica, stats: Stats) -> None:
+        for name, by_replica in self.samples.items():
+            found = stats.histograms.get(name)
+            if found:
+                bounds = VERSIONS if name == "staleness" else SECONDS
+                by_replica.setdefault(replica.index, Histogram(bounds)).observe(found)
+
+    def _status(self, status: Status) -> None:
+        self.store.observe(status)
+
+    def _of_fleet(self) -> Iterator[Metric]:
+        fleet = self._fleet
+        for name, value in {
+            "held_requests": len(fleet.held),
+            "open_requests": len(fleet.flights),
+            "paused": float(fleet.paused is not None),
+            "cleared": float(bool(fleet.cleared)),
+            "version_skew": _skew(fleet),
+        }.items():
+            yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
+        yield counter("retried_requests", COUNTERS["retried_requests"], [((), fleet.retried)])
+        yield counter("paused_seconds", COUNTERS["paused_seconds"], [((), fleet.paused_seconds)])
+        yield counter("pause_leases_expired", COUNTERS["pause_leases_expired"], [((), fleet.lease_expiries)])
+        replies = [((route, str(status)), count) for (route, status), count in sorted(self.requests.items())]
+        yield counter("http_requests", COUNTERS["http_requests"], replies, labels=("route", "status"))
+
+    def _of_replicas(self) -> Iterator[Metric]:
+        replicas = self._fleet.replicas
+        state = GaugeMetricFamily("rollout_replica_state", GAUGES["replica_state"], labels=("replica", "state"))
+        ranks = GaugeMetricFamily("rollout_rank_rss_bytes", GAUGES["rank_rss_bytes"], labels=("replica", "rank"))
+        private = GaugeMetricFamily(
+            "rollout_rank_private_bytes", GAUGES["rank_private_bytes"], labels=("replica", "rank")
+        )
+        for r in replicas:
+            for one in STATES:
+                state.add_metric((str(r.index), one), float(r.state == one))
+            for rank, memory in enumerate(r.stats.ranks if r.stats else []):
+                ranks.add_metric((str(r.index), str(rank)), memory.get("rss_bytes", 0))
+                private.add_metric((str(r.index), str(rank)), memory.get("private_bytes", 0))
+        yield from (state, ranks, private)
+        yield from self._replica_gauges(replicas)
+        lost = [((str(r.index),), r.lost) for r in replicas]
+        yield counter("replica_lost", COUNTERS["replica_lost"], lost, labels=("replica",))
+        yield from self._replica_counters(replicas)
+
+    def _replica_gauges(self, replicas: list[Replica]) -> Iterator[Metric]:
+        live = self._fleet.live
+        values: dict[str, list[tuple[Replica, Any]]] = {
+            "replica_ready": [(r, float(r.serves(live))) for r in replicas],
+            "replica_version": [(r, r.version) for r in replicas],
+            "running_sequences": [(r, r.stats and r.stats.running) for r in replicas],
+            "waiting_requests": [(r, r.stats and r.stats.waiting) for r in replicas],
+            "replica_held_requests": [(r, r.stats and r.stats.held) for r in replicas],
+            "kv_blocks_used": [(r, r.stats and r.stats.kv_blocks_used) for r in replicas],
+            "kv_blocks": [(r, r.stats and r.stats.kv_blocks_total) for r in replicas],
+        }
+        for name, found in values.items():
+            family = GaugeMetricFamily(f"rollout_{name}", GAUGES[name], labels=("replica",))
+            for replica, value in found:
+                if value is not None:
+                    family.add_metric((str(replica.index),), value)
+            yield family
+
+    def _replica_counters(self, replicas: list[Replica]) -> Iterator[Metric]:
+        tokens, finished = [], []
+        plain: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for r in replicas:
+            for name, value in (r.stats.counters if r.stats else {}).items():
+                index = str(r.index)
+                if name.endswith("_tokens"):
+                    tokens.append(((index, name.removesuffix("_tokens")), value))
+                elif name.startswith("finished_"):
+                    finished.append(((index, name.removeprefix("finished_")), value))
+                else:
+                    plain.setdefault(name, []).append(((index,), value))
+        yield counter("tokens", COUNTERS["tokens"], tokens, labels=("replica", "outcome"))
+        yield counter("finished_sequences", COUNTERS["finished_sequences"], finished, labels=("replica", "reason"))
+        for name, values in plain.items():
+            yield counter(f"worker_{name}", f"{name.replace('_', ' ')}, of a replica", values, labels=("replica",))
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, by_replica in self.samples.items():
+            public, text = HISTOGRAMS[name]
+            family = HistogramMetricFamily(f"rollout_{public}", text, labels=("replica",))
+            for index, histogram in by_replica.items():
+                family.add_metric((str(index),), histogram.buckets(), histogram.sum)
+            yield family
+
+
+def _skew(fleet: Fleet) -> float:
+    versions = [r.version for r in fleet.replicas if r.version is not None]
+    if fleet.live is not None:
+        versions.append(fleet.live.version)
+    return float(max(versions) - min(versions)) if versions else 0.0

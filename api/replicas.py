@@ -69,6 +69,7 @@ class Fleet:
         self.reloading = False  # what is cleared is on its way back
         self.retried = 0
         self.lease_expiries = 0
+        self._paused_before = 0.0  # seconds of pauses that are over
         self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
         self.on_landed: Callable[[Flight], None] = lambda flight: None
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -197,9 +198,14 @@ class Fleet:
                     replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))
         self.pump()
 
+    @property
+    def paused_seconds(self) -> float:
+        """Time spent paused, the pause in force included."""
+        return self._paused_before + (time.time() - self.paused.since if self.paused else 0.0)
+
     def unpause(self) -> None:
         """The pause is over."""
-        self.paused = None
+        self._paused_before, self.paused = self.paused_seconds, None
         self.release_held()
 
     def release_held(self) -> None:

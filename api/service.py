@@ -41,7 +41,7 @@ class Service:
         self.control = Control(self.fleet)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
-        self.metrics = Metrics(self.fleet, self.weights, aliases=config.vllm_metrics)
+        self.metrics = Metrics(self.fleet, self.weights, model=model.name, aliases=config.vllm_metrics)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

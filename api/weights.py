@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from api.errors import Conflict, EngineFailed, TimedOut, Unavailable, from_store
@@ -22,6 +23,7 @@ class Weights:
     def __init__(self, endpoint: str, fleet: Fleet, *, quiet_s: float = 3.0, silence_s: float = 15.0) -> None:
         self._fleet = fleet
         self.status: Status | None = None
+        self.on_status: Callable[[Status], None] = lambda status: None
         self._changed = asyncio.Event()
         self.link: Link[ToApi] = Link(
             endpoint,
@@ -56,6 +58,7 @@ class Weights:
             case Status():
                 self.status = message
                 self._fleet.set_live(message.live)
+                self.on_status(message)
                 self._changed.set()
                 self._changed = asyncio.Event()
             case Refused(message=text):

@@ -4,7 +4,8 @@ import asyncio
 import time
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse, Response
 
 from api.errors import ApiError, Unavailable
 from api.generation import Ask
@@ -60,6 +61,12 @@ async def health_generate(service: Uses) -> GenerateHealth:
             return GenerateHealth(generated=True)
     await _loops_turn(service)
     return GenerateHealth(generated=False)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: Uses) -> Response:
+    """For Prometheus."""
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 def describe(service: Service) -> Health:

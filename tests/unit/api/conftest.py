@@ -240,7 +240,7 @@ class ScriptedReplica:
             kv_blocks_used=3,
             kv_blocks_total=10,
             block_size=16,
-            counters={"tokens": 5.0},
+            counters={"generation_tokens": 5.0, "finished_stop": 1.0, "steps": 2.0},
             histograms={"step_s": [0.01, 0.02]},
             ranks=[{"pid": 1, "rss_bytes": 1000}],
         )

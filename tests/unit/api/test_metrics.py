@@ -1,0 +1,90 @@
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from api.histogram import Histogram
+from api.store_metrics import StoreSamples
+from weight_manager.messages import Status
+
+
+@pytest.fixture
+def settings():
+    return {"vllm_metrics": True}
+
+
+async def scrape(client):
+    reply = await client.get("/metrics")
+    assert reply.status_code == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(reply.text)
+        for sample in family.samples
+    }
+
+
+async def test_a_scrape_says_what_the_fleet_and_the_store_are_doing(client, replicas, store, until, service):
+    await client.post("/v1/rollout/generate", json={"prompt": "A", "max_tokens": 1})
+    await client.post("/v1/rollout/generate", json={"prompt": ""})
+    replicas[1].move("serving", 3)
+    await until(lambda: service.fleet.replicas[1].version == 3)
+    await client.post("/v1/rollout/pause")
+    seen = await scrape(client)
+    assert seen["rollout_version_skew", ()] == 3
+    assert seen["rollout_replica_version", (("replica", "1"),)] == 3
+    assert seen["rollout_replica_ready", (("replica", "1"),)] == 0
+    assert seen["rollout_replica_state", (("replica", "0"), ("state", "paused"))] == 1
+    assert seen["rollout_replica_state", (("replica", "0"), ("state", "serving"))] == 0
+    assert seen["rollout_paused", ()] == 1
+    assert seen["rollout_paused_seconds_total", ()] > 0
+    assert seen["rollout_live_version", ()] == 0
+    assert seen["rollout_store_connected", ()] == 1
+    assert seen["rollout_store_commits_total", ()] == 1
+    assert seen["rollout_step_seconds_count", (("replica", "0"),)] == 2
+    assert seen["rollout_rank_rss_bytes", (("rank", "0"), ("replica", "0"))] == 1000
+    assert seen["rollout_tokens_total", (("outcome", "generation"), ("replica", "0"))] == 5
+    assert seen["rollout_http_requests_total", (("route", "/v1/rollout/generate"), ("status", "200"))] == 1
+    assert seen["rollout_http_requests_total", (("route", "/v1/rollout/generate"), ("status", "400"))] == 1
+
+
+async def test_vllm_names(client):
+    seen = await scrape(client)
+    labels = (("engine", "0"), ("model_name", "tiny"))
+    assert seen["vllm:kv_cache_usage_perc", labels] == pytest.approx(0.3)
+    assert seen["vllm:generation_tokens_total", labels] == 5
+    sizes = (("block_size", "16"), ("engine", "0"), ("model_name", "tiny"), ("num_gpu_blocks", "10"))
+    assert seen["vllm:cache_config_info", sizes] == 1
+
+
+async def test_a_dead_replica_leaves_no_numbers_behind(client, replicas, until, service):
+    await replicas[0].die()
+    await until(lambda: not service.fleet.replicas[0].link.up)
+    seen = await scrape(client)
+    assert seen["rollout_replica_lost_total", (("replica", "0"),)] == 1
+    assert seen["rollout_replica_state", (("replica", "0"), ("state", "unreachable"))] == 1
+    assert ("rollout_running_sequences", (("replica", "0"),)) not in seen
+
+
+def test_histogram_buckets_are_cumulative_and_inclusive():
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe([0.5, 1.0, 1.5, 9.0])
+    assert histogram.buckets() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    assert histogram.sum == 12.0
+
+
+def status(**changes):
+    fields = {"live": None, "previous": None, "session": None, "replicas": {}, "history": [], "counters": {}}
+    return Status(call="", **fields, **({"last_error": None, "last_push": None} | changes))
+
+
+def test_pushes_and_failures_are_counted_once_each_and_not_those_before_us():
+    samples = StoreSamples()
+    old = {"epoch": 1, "seconds": {"stage": 1.0}}
+    samples.observe(status(last_push=old, last_error={"time": 1.0, "code": "io"}))
+    assert (samples.phases, samples.failures) == ({}, {})
+    new = status(
+        last_push={"epoch": 2, "seconds": {"stage": 0.2, "commit": 0.1}},
+        last_error={"time": 2.0, "code": "shape_mismatch"},
+    )
+    samples.observe(new)
+    samples.observe(new)
+    assert {phase: h.sum for phase, h in samples.phases.items()} == {"stage": 0.2, "commit": 0.1}
+    assert samples.failures == {"shape_mismatch": 1}
