@@ -26,7 +26,11 @@ class Channel:
         """Nothing is connected before the first message. Raises ValueError for an endpoint ZMQ cannot parse."""
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._open()
+        try:
+            self._socket = self._open()
+        except ValueError:
+            self._context.term()
+            raise
 
     def send(self, message: Message, payload: Sequence[Any] = (), *, timeout_s: float) -> None:
         """Queue a message; payload buffers are not copied and must stay as they are until the session is over."""

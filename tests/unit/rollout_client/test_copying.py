@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_client import copying
+from rollout_client.copying import move, slot_view, source_view
+from rollout_client.protocol import Copy
+
+
+def bf16_reference(x):
+    """Round to nearest even through exact integer arithmetic, one value at a time."""
+    out = []
+    for bits in x.view(np.uint32).tolist():
+        if (bits & 0x7FFFFFFF) > 0x7F800000:
+            out.append(bits >> 16 | 0x40)
+            continue
+        low, high = bits & 0xFFFF, bits >> 16
+        out.append(high + (low > 0x8000 or (low == 0x8000 and high & 1)))
+    return np.array(out, np.uint16)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+def test_float32_rounds_to_bfloat16_nearest_even_and_nan_stays_nan(bits):
+    x = np.array(bits, np.uint32).view(np.float32)
+    out = np.empty(x.size, np.uint16)
+    digest = move(x, "float32", out, "bfloat16")
+    np.testing.assert_array_equal(out, bf16_reference(x))
+    assert digest == xxhash.xxh3_64_intdigest(out.tobytes())
+
+
+def test_rounding_edges():
+    x = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001, 0x80000000], np.uint32).view(np.float32)
+    out = np.empty(6, np.uint16)
+    move(x, "float32", out, "bfloat16")
+    assert [hex(v) for v in out] == ["0x3f80", "0x3f82", "0x7f80", "0xffff", "0x7fc0", "0x8000"]
+
+
+def test_widening_is_exact_for_every_value():
+    every = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    out = np.empty(every.size, np.float32)
+    move(every, "bfloat16", out, "float32")
+    np.testing.assert_array_equal(out.view(np.uint32), every.astype(np.uint32) << 16)
+    halves = every.view(np.float16)
+    with np.errstate(invalid="ignore"):
+        move(halves, "float16", out, "float32")
+    np.testing.assert_array_equal(out, halves.astype(np.float32))
+
+
+def test_float16_reaches_bfloat16_through_exact_float32():
+    halves = np.array([1.0, 0.1, 65504, 6e-8, -0.0], np.float16)
+    out = np.empty(5, np.uint16)
+    move(halves, "float16", out, "bfloat16")
+    np.testing.assert_array_equal(out, bf16_reference(halves.astype(np.float32)))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_strided_copy_lands_where_a_plain_loop_puts_it(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    order = data.draw(st.permutations(range(len(shape))))
+    source = np.arange(300, dtype=np.float32)
+    strides, step = [0] * len(shape), data.draw(st.integers(1, 2))
+    for axis in order:
+        strides[axis], step = step, step * shape[axis]
+    dst_strides = [int(np.prod(shape[i + 1 :])) + (i == 0) for i in range(len(shape))]
+    copy = Copy(0, shape, 3, tuple(strides), 5, tuple(dst_strides), "float32")
+    slot = bytearray(4 * 400)
+    limit = data.draw(st.integers(1, 7))
+    target = slot_view(memoryview(slot), copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying.blocks, "__defaults__", (limit,))
+        digest = move(source_view(source, copy), "float32", target, "float32")
+    expected = np.zeros(400, np.float32)
+    moved = []
+    for index in np.ndindex(*shape):
+        value = source[3 + sum(i * s for i, s in zip(index, strides, strict=True))]
+        expected[5 + sum(i * s for i, s in zip(index, dst_strides, strict=True))] = value
+        moved.append(value)
+    np.testing.assert_array_equal(np.frombuffer(slot, np.float32), expected)
+    assert digest == xxhash.xxh3_64_intdigest(np.array(moved, np.float32).tobytes())
+
+
+def test_a_bulk_copy_has_the_same_digest(monkeypatch):
+    x = np.random.default_rng(0).standard_normal(1000, dtype=np.float32)
+    small, bulk = np.empty_like(x), np.empty_like(x)
+    digest = move(x, "float32", small, "float32")
+    monkeypatch.setattr(copying, "BULK", 16)
+    assert move(x, "float32", bulk, "float32") == digest
+    np.testing.assert_array_equal(bulk, x)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        Copy(0, (4,), 7, (1,), 0, (1,), "float32"),
+        Copy(0, (4,), 0, (4,), 0, (1,), "float32"),
+        Copy(0, (4,), -1, (1,), 0, (1,), "float32"),
+        Copy(0, (2, 2), 0, (1, -1), 0, (2, 1), "float32"),
+        Copy(0, (0,), 0, (1,), 0, (1,), "float32"),
+    ],
+)
+def test_a_copy_that_leaves_the_tensor_is_refused(copy):
+    with pytest.raises(ValueError, match="leaves a buffer"):
+        source_view(np.zeros(10, np.float32), copy)
+
+
+def test_a_copy_that_leaves_the_slot_is_refused():
+    with pytest.raises(ValueError, match="leaves a buffer of 100"):
+        slot_view(memoryview(bytearray(400)), Copy(0, (4,), 0, (1,), 97, (1,), "float32"))
+
+
+def test_a_cast_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="cannot cast float64 to float32"):
+        move(np.zeros(4), "float64", np.zeros(4, np.float32), "float32")
