@@ -1,11 +1,10 @@
 """Reads the headers of an HF checkpoint directory: which tensor lies where in which safetensors file.
 
 safetensors: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the data. Nothing is
-executed and every offset is checked against the file before anything is mapped.
+executed and every offset is checked against the file before anything is read.
 """
 
 import json
-import mmap
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -42,34 +41,29 @@ class Tensor:
 
 
 class TensorFile:
-    """An open, mapped safetensors file."""
+    """An open safetensors file. It is read, not mapped: a file cut short meanwhile is an error and not a SIGBUS."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError naming the file."""
         self.path = path
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
-            self.size = info.st_size
-            if self.size < 8:
-                raise CheckpointError(f"{path} is too short for a safetensors file")
-            self.data = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
-        finally:
-            os.close(fd)
+        info = os.fstat(self._fd)
+        self.size = info.st_size
+        if not stat.S_ISREG(info.st_mode) or self.size < 8:
+            self.close()
+            raise CheckpointError(f"{path} is no safetensors file: not a regular file, or too short")
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the header, in the file's order."""
-        length = int.from_bytes(self.data[:8], "little")
+        length = int.from_bytes(self._bytes(8, 0), "little")
         start = 8 + length
         if length > MAX_HEADER or start > self.size:
             raise CheckpointError(f"{self.path}: its header claims {length} bytes")
         try:
-            header: dict[str, Any] = json.loads(self.data[8:start])
+            header: dict[str, Any] = json.loads(self._bytes(length, 8))
             header.pop("__metadata__", None)
             entries = msgspec.convert(header, dict[str, _Entry])
         except (ValueError, AttributeError, RecursionError) as error:
@@ -84,14 +78,25 @@ class TensorFile:
                 raise CheckpointError(f"{message} for {entry.dtype} of shape {entry.shape}", [name])
             yield Tensor(Part(name, dtype, entry.shape), self, start + first, stop - first)
 
-    def prefetch(self, tensor: Tensor) -> None:
-        """Ask the kernel for a tensor's pages ahead of reading them."""
-        first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self.data.madvise(mmap.MADV_WILLNEED, first, tensor.offset + tensor.nbytes - first)
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from the file. Raises CheckpointError when the file ends before."""
+        while buffer:
+            try:
+                count = os.preadv(self._fd, [buffer], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path} was cut short while it was read")
+            buffer, offset = buffer[count:], offset + count
 
     def close(self) -> None:
-        """Drop the mapping; views must be gone."""
-        self.data.close()
+        """Close the file."""
+        os.close(self._fd)
+
+    def _bytes(self, count: int, offset: int) -> bytes:
+        buffer = bytearray(count)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

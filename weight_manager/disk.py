@@ -1,12 +1,15 @@
-"""A checkpoint directory as a source of a version: the same plan as a trainer's push, copied from mapped files."""
+"""A checkpoint directory as a source of a version: the same plan as a trainer's push, read into its place."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from rollout_client.copying import WIRE_DTYPE, move, slot_view, source_view
 from rollout_client.protocol import Copy
@@ -29,6 +32,9 @@ class Loaded(NamedTuple):
     digests: list[int]
 
 
+_COMPARED = 8 << 20
+"""Bytes of two tensors compared at a time."""
+Bytes = npt.NDArray[np.uint8]
 Reader = Callable[[memoryview, Event], Loaded]
 """Fills a slot in a thread; stops with PushRefused "aborted" soon after the event is set."""
 
@@ -38,26 +44,39 @@ def read_checkpoint(directory: Path, layout: Layout, slot: memoryview, cancelled
 
     Raises PlanError or CheckpointError listing tensors.
     """
-    files = [TensorFile(path) for path in weight_files(directory)]
+    files: list[TensorFile] = []
     try:
+        for path in weight_files(directory):
+            files.append(TensorFile(path))  # noqa: PERF401  a failure has to close those that are open
         tensors = _wanted([tensor for file in files for tensor in file.tensors()], layout)
         parts = [tensor.part for tensor in tensors]
         prove([parts], layout)
         copies = place(parts, layout)
-        digests = [_copy(tensors[copy.part], copy, slot, cancelled) for copy in copies]
+        scratch = np.empty(max((tensor.nbytes for tensor in tensors), default=0), np.uint8)
+        digests: list[int] = []
+        for part, group in groupby(copies, key=lambda copy: copy.part):
+            if cancelled.is_set():
+                raise PushRefused("aborted", "the load was ended")
+            digests += _load(tensors[part], list(group), slot, scratch)
     finally:
         for file in files:
             file.close()
     return Loaded(copies, [parts[copy.part].name for copy in copies], digests)
 
 
-def _copy(tensor: Tensor, copy: Copy, slot: memoryview, cancelled: Event) -> int:
-    if cancelled.is_set():
-        raise PushRefused("aborted", "the load was ended")
-    tensor.file.prefetch(tensor)
-    dtype = WIRE_DTYPE[tensor.part.dtype]
-    flat = np.frombuffer(tensor.file.data, dtype, tensor.nbytes // dtype.itemsize, tensor.offset)
-    return move(source_view(flat, copy), tensor.part.dtype, slot_view(slot, copy), copy.dst_dtype)
+def _load(tensor: Tensor, copies: list[Copy], slot: memoryview, scratch: Bytes) -> Iterator[int]:
+    """Digests of a tensor's copies: one read straight into the slot where that is all, else through scratch."""
+    targets = [slot_view(slot, copy) for copy in copies]
+    if len(copies) == 1 and tensor.part.dtype == copies[0].dst_dtype and targets[0].flags.c_contiguous:
+        target = targets[0].reshape(-1).view(np.uint8)
+        tensor.file.read_into(target.data, tensor.offset)
+        yield xxhash.xxh3_64_intdigest(target.data)
+        return
+    raw = scratch[: tensor.nbytes]
+    tensor.file.read_into(raw.data, tensor.offset)
+    flat = raw.view(WIRE_DTYPE[tensor.part.dtype])
+    for copy, view in zip(copies, targets, strict=True):
+        yield move(source_view(flat, copy), tensor.part.dtype, view, copy.dst_dtype)
 
 
 def _wanted(tensors: list[Tensor], layout: Layout) -> list[Tensor]:
@@ -71,12 +90,20 @@ def _wanted(tensors: list[Tensor], layout: Layout) -> list[Tensor]:
             continue
         first = kept.setdefault(name, tensor)
         if first is not tensor and not _equal(first, tensor):
-            message = f"{tensor.file.path}: {tensor.part.name} is tied to {first.part.name} but holds other values"
-            raise CheckpointError(message, [tensor.part.name], code="duplicate_tensor")
+            names = [first.part.name, tensor.part.name]
+            message = f"{tensor.file.path}: {names[0]} and {names[1]} are tied, but hold different values"
+            raise CheckpointError(message, names, code="duplicate_tensor")
     return list(kept.values())
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    left, right = (memoryview(t.file.data)[t.offset : t.offset + t.nbytes] for t in (a, b))
-    with left, right:
-        return (a.part.dtype, a.part.shape) == (b.part.dtype, b.part.shape) and left == right
+    if (a.part.dtype, a.part.shape) != (b.part.dtype, b.part.shape):
+        return False
+    left, right = bytearray(_COMPARED), bytearray(_COMPARED)
+    for start in range(0, a.nbytes, _COMPARED):
+        count = min(_COMPARED, a.nbytes - start)
+        for tensor, buffer in ((a, left), (b, right)):
+            tensor.file.read_into(memoryview(buffer)[:count], tensor.offset + start)
+        if left[:count] != right[:count]:
+            return False
+    return True

@@ -72,6 +72,15 @@ class Snapshots:
 
         self._files.submit(lambda: write_snapshot(self._path, Head(self._layout.digest, live), slot), done, failed)
 
+    def finish(self, live: Live | None) -> None:
+        """The store stops and its threads have ended: write what is live now, unless the file holds it."""
+        if not self._enabled or live is None or read_head(self._path, self._layout) == live:
+            return
+        try:
+            write_snapshot(self._path, Head(self._layout.digest, live), self._slots.arena.slot(live.slot))
+        except OSError as error:
+            log.error("version %d could not be saved: %s", live.version, error, extra={"version": live.version})
+
     def adopted(self, live: Live) -> None:
         """This version came from the snapshot; it need not be written again."""
         self._written = live.epoch

@@ -233,6 +233,8 @@ class Store:
             self._fleet.close()
         self._files.close()
         self._background.close()
+        if self._opened:
+            self._snapshots.finish(self._history.live)
         for router in self._routers:
             router.close()
         self._context.term()

@@ -53,7 +53,11 @@ class Router:
         self.socket.set(zmq.LINGER, 500)
         if endpoint.startswith("tcp://"):
             self.socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
-        self.socket.bind(endpoint)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
         self.endpoint = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def send(self, peer: bytes, content: bytes) -> bool:

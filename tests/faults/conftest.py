@@ -331,7 +331,8 @@ def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Store]]:
     stores: list[Store] = []
 
     def start(**config: Any) -> Store:
-        stores.append(Store(tmp_path / f"run{len(stores)}", model, tmp_path / f"arena{len(stores)}", **config))
+        here, n = config.pop("model", model), len(stores)
+        stores.append(Store(tmp_path / f"run{n}", here, tmp_path / f"arena{n}", **config))
         return stores[-1]
 
     yield start
