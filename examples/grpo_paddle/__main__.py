@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def main() -> int:
     os.environ.setdefault("FLAGS_use_stride_kernel", "0")
     from examples.grpo_paddle.train import run  # noqa: PLC0415
 
+    logging.getLogger().setLevel(logging.WARNING)  # Paddle's import turned everybody's INFO on
     console = Console()
     try:
         summary = run(args.out, args.steps, args.replicas, args.seed, console)

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import paddle
 
+from examples.grpo_paddle.grpo import Float32
 from examples.grpo_paddle.model import MixedVersions, OneVersion, Operators, Shape, token_logprobs
 from examples.grpo_paddle.rollouts import Rollouts
+from examples.grpo_paddle.task import Ids
 
 
 class History:
@@ -36,15 +38,22 @@ class History:
 
         Raises KeyError for a version that was never pushed or is no longer kept.
         """
-        batch, versions = rollouts.batch, rollouts.versions
-        present = np.unique(versions[versions >= 0])
-        if len(present) == 1:
-            ops: Operators = OneVersion(self._versions[int(present[0])])
-        else:
-            filled = np.where(versions < 0, versions[:, :1], versions)
-            prompt = np.repeat(filled[:, :1], batch.first - 1, axis=1)
-            owner = np.searchsorted(present, np.concatenate([prompt, filled], axis=1))
+        batch = rollouts.batch
+        made_by = np.where(rollouts.versions < 0, rollouts.versions[:, :1], rollouts.versions)
+        mixed = made_by.min(axis=1) != made_by.max(axis=1)
+        expected = np.zeros_like(batch.logprobs)
+        for version in np.unique(made_by[~mixed]):
+            rows = ~mixed & (made_by[:, 0] == version)
+            expected[rows] = self._logprobs(OneVersion(self._versions[int(version)]), batch.ids[rows], batch.first)
+        if mixed.any():
+            present = np.unique(made_by[mixed])
+            prompt = np.repeat(made_by[mixed, :1], batch.first - 1, axis=1)
+            owner = np.searchsorted(present, np.concatenate([prompt, made_by[mixed]], axis=1))
             ops = MixedVersions([self._versions[int(version)] for version in present], owner)
-        with paddle.no_grad():
-            expected = token_logprobs(ops, self._shape, paddle.to_tensor(batch.ids), batch.first).numpy()
+            expected[mixed] = self._logprobs(ops, batch.ids[mixed], batch.first)
         return float(np.abs((expected - batch.logprobs) * batch.mask).max())
+
+    def _logprobs(self, ops: Operators, ids: Ids, first: int) -> Float32:
+        with paddle.no_grad():
+            result: Float32 = token_logprobs(ops, self._shape, paddle.to_tensor(ids), first).numpy()
+        return result

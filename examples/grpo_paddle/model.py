@@ -4,7 +4,7 @@ Weights are a flat dict of HF names and HF shapes (Linear = [out, in]): what is 
 The embedding is tied to the output head. Sequences have one length here, so no padding and no mask but the causal one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,11 +61,11 @@ class Operators(Protocol):
     """What a forward pass asks of its weights."""
 
     def embed(self, name: str, ids: Any) -> Any:
-        """[B, T] ids -> [B, T, hidden]."""
+        """[..., T] ids -> [..., T, hidden]."""
         ...
 
     def linear(self, name: str, x: Any) -> Any:
-        """[B, T, in] -> [B, T, out]."""
+        """[..., in] -> [..., out]."""
         ...
 
     def norm(self, name: str, x: Any, eps: float) -> Any:
@@ -97,31 +97,48 @@ class MixedVersions:
 
     def __init__(self, versions: list[Mapping[str, Any]], owner: Ids):
         """owner: [B, T], for every position the index into versions of the weights that computed it."""
+        flat = owner.reshape(-1)
+        order = np.argsort(flat, kind="stable")
         self._parts = [OneVersion(weights) for weights in versions]
-        self._masks = [paddle.to_tensor((owner == v)[..., None].astype(np.float32)) for v in range(len(versions))]
+        self._sizes = np.bincount(flat, minlength=len(versions)).tolist()
+        self._order, self._back = paddle.to_tensor(order), paddle.to_tensor(np.argsort(order))
 
-    def _select(self, results: list[Any]) -> Any:
-        return paddle.add_n([r * mask for r, mask in zip(results, self._masks, strict=True)])
+    def _each(self, x: Any, work: Callable[[OneVersion, Any], Any]) -> Any:
+        """Positions sorted by version, each run of them to its own weights, and back in place."""
+        batch, length = x.shape[:2]
+        rows = paddle.index_select(x.reshape([batch * length, *x.shape[2:]]), self._order)
+        pieces = zip(self._parts, paddle.split(rows, self._sizes), strict=True)
+        done = paddle.concat([work(part, piece) for part, piece in pieces])
+        return paddle.index_select(done, self._back).reshape([batch, length, -1])
 
     def embed(self, name: str, ids: Any) -> Any:
         """See `Operators`."""
-        return self._select([part.embed(name, ids) for part in self._parts])
+        return self._each(ids, lambda part, x: part.embed(name, x))
 
     def linear(self, name: str, x: Any) -> Any:
         """See `Operators`."""
-        return self._select([part.linear(name, x) for part in self._parts])
+        return self._each(x, lambda part, x: part.linear(name, x))
 
     def norm(self, name: str, x: Any, eps: float) -> Any:
         """See `Operators`."""
-        return self._select([part.norm(name, x, eps) for part in self._parts])
+        return self._each(x, lambda part, x: part.norm(name, x, eps))
 
 
-def _rope(shape: Shape, length: int) -> tuple[Any, Any]:
-    """Cosines and sines, each [1, 1, length, head_dim], half-split layout."""
+def _constants(shape: Shape, batch: int, length: int) -> tuple[Any, Any, Any]:
+    """Cosines, sines [B, heads, T, head_dim] (half-split layout) and the causal mask [B, heads, T, T].
+
+    Whole rather than broadcast, which this build of Paddle does many times slower.
+    """
     half = np.arange(0, shape.head_dim, 2) / shape.head_dim
     angles = np.outer(np.arange(length), shape.rope_theta**-half)
-    angles = np.concatenate([angles, angles], axis=-1)[None, None].astype(np.float32)
-    return paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
+    angles = np.concatenate([angles, angles], axis=-1)
+    causal = np.triu(np.full((length, length), -1e9), 1)
+
+    def whole(values: Any) -> Any:
+        tiled = np.broadcast_to(values.astype(np.float32), (batch, shape.heads, *values.shape))
+        return paddle.to_tensor(np.ascontiguousarray(tiled))
+
+    return whole(np.cos(angles)), whole(np.sin(angles)), whole(causal)
 
 
 def _rotate(x: Any, cos: Any, sin: Any) -> Any:
@@ -132,8 +149,7 @@ def _rotate(x: Any, cos: Any, sin: Any) -> Any:
 def forward(ops: Operators, shape: Shape, ids: Any) -> Any:
     """Logits [B, T, vocab] of ids [B, T]."""
     batch, length = ids.shape
-    cos, sin = _rope(shape, length)
-    causal = paddle.to_tensor(np.triu(np.full((length, length), -1e9, np.float32), 1))
+    cos, sin, causal = _constants(shape, batch, length)
 
     def split_heads(x: Any) -> Any:
         return x.reshape([batch, length, shape.heads, shape.head_dim]).transpose([0, 2, 1, 3])

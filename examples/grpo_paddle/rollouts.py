@@ -1,7 +1,8 @@
 """Rollouts over HTTP, one batch ahead of the trainer, on a thread and event loop of their own.
 
-While the trainer learns from batch k, batch k+1 is being generated; the push of the new version lands in the
-middle of it. Workers keep going over that push, so one answer may hold tokens of two versions: its spans say so.
+While the trainer learns from batch k, the first half of batch k+1 is being generated; the second half starts right
+before the push, so that the new version lands in the middle of it. Workers keep going over that push: one answer
+may hold tokens of two versions, and its spans say which.
 """
 
 import asyncio
@@ -12,10 +13,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from examples.grpo_paddle.grpo import Batch
-from examples.grpo_paddle.task import ANSWER_LEN, EOS, PROMPT_LEN, problems, rewards
+from examples.grpo_paddle.task import ANSWER_LEN, EOS, PROMPT_LEN, Ids, problems, rewards
 from rollout_client.http import AsyncRolloutClient, Generation, Output
 
 T = TypeVar("T")
@@ -26,37 +26,45 @@ class Rollouts:
     """A batch to learn from; versions [B, ANSWER_LEN]: the weight version of each answer token, -1 = no token."""
 
     batch: Batch
-    versions: npt.NDArray[np.int64]
+    versions: Ids
     tokens: int
 
 
 class RolloutStream:
-    """Keeps one batch of `prompts` x `group` samples on its way. Use as a context manager."""
+    """Batches of `prompts` x `group` samples: `take` one, then `feed` once before the next `take`."""
 
     def __init__(self, url: str, rng: np.random.Generator, prompts: int = 16, group: int = 16):
         self._url, self._rng = url, rng
-        self._prompts, self._group = prompts, group
+        self._half, self._group = prompts // 2, group
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._coming: list[Future[Samples]] = []
 
     def __enter__(self) -> "RolloutStream":
         self._thread.start()
         self._client = self._call(self._connect()).result()
-        self._next = self._call(self._sample())
+        self.feed()
+        self.feed()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._next.cancel()
+        for half in self._coming:
+            half.cancel()
         self._call(self._close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def take(self) -> Rollouts:
-        """The batch that was on its way; the one after it starts now."""
-        rollouts = self._next.result()
-        self._next = self._call(self._sample())
-        return rollouts
+        """The batch that was on its way; the first half of the one after it starts now."""
+        halves = [half.result() for half in self._coming]
+        self._coming = []
+        self.feed()
+        return collate(halves)
+
+    def feed(self) -> None:
+        """Start half a batch."""
+        self._coming.append(self._call(self._sample()))
 
     def _call(self, work: Coroutine[None, None, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -67,8 +75,8 @@ class RolloutStream:
     async def _close(self) -> None:
         await self._client.aclose()
 
-    async def _sample(self) -> Rollouts:
-        prompts, answers = problems(self._rng, self._prompts)
+    async def _sample(self) -> "Samples":
+        prompts, answers = problems(self._rng, self._half)
         calls = (
             self._client.generate(
                 prompt_ids=prompt, n=self._group, max_tokens=ANSWER_LEN, temperature=1.0, stop_token_ids=[EOS]
@@ -79,14 +87,25 @@ class RolloutStream:
         outputs = [output for reply in replies for output in reply.outputs]
         if broken := [o for o in outputs if o.finish_reason not in ("stop", "length")]:
             raise RuntimeError(f"{len(broken)} of {len(outputs)} samples ended with {broken[0].finish_reason}")
-        return collate(np.repeat(prompts, self._group, axis=0), np.repeat(answers, self._group, axis=0), outputs)
+        return Samples(np.repeat(prompts, self._group, axis=0), np.repeat(answers, self._group, axis=0), outputs)
 
 
-def collate(prompts: npt.NDArray[np.int64], answers: npt.NDArray[np.int64], outputs: list[Output]) -> Rollouts:
-    """Rows of prompts [B, PROMPT_LEN] with their samples, padded with the end token."""
+@dataclass(frozen=True)
+class Samples:
+    """Row by row: prompts [B, PROMPT_LEN], right answers [B, ANSWER_LEN], what came back."""
+
+    prompts: Ids
+    answers: Ids
+    outputs: list[Output]
+
+
+def collate(parts: list[Samples]) -> Rollouts:
+    """One batch of all samples, padded with the end token."""
+    outputs = [output for part in parts for output in part.outputs]
     rows = len(outputs)
     ids = np.full((rows, PROMPT_LEN + ANSWER_LEN), EOS, np.int64)
-    ids[:, :PROMPT_LEN] = prompts
+    ids[:, :PROMPT_LEN] = np.concatenate([part.prompts for part in parts])
+    answers = np.concatenate([part.answers for part in parts])
     logprobs = np.zeros((rows, ANSWER_LEN), np.float32)
     versions = np.full((rows, ANSWER_LEN), -1, np.int64)
     for row, output in enumerate(outputs):

@@ -1,7 +1,9 @@
 """Start `paddle-rollout serve` as a child, and stop it whatever happens to the trainer."""
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +21,14 @@ class Service:
     """
 
     def __init__(self, model: Path, replicas: int, out: Path):
-        """model: checkpoint directory. out: where service.log and the run directory go."""
-        self._run_dir = out / "run"
+        """model: checkpoint directory. out: where service.log goes."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="grpo-demo-")  # sockets need a short path
+        self._run_dir = Path(self._scratch.name) / "run"
         self._log = out / "service.log"
         command = Path(sys.executable).with_name("paddle-rollout")
         self._args = [
             *(str(command), "serve", str(model), "--replicas", str(replicas)),
-            *("--name", "grpo-demo", "--run-dir", str(self._run_dir)),
+            *("--name", f"grpo-demo-{os.getpid()}", "--run-dir", str(self._run_dir)),
             *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*"),
         ]
         self.url = self.push_endpoint = ""
@@ -66,3 +69,4 @@ class Service:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._scratch.cleanup()

@@ -37,7 +37,7 @@ def run(out: Path, steps: int, replicas: int, seed: int, console: Console) -> di
     console.print(f"starting {replicas} replicas")
     with (
         Service(out / "model", replicas, out) as service,
-        WeightPublisher(service.push_endpoint, run_id=f"grpo-demo-{seed}") as publisher,
+        WeightPublisher(service.push_endpoint, run_id="grpo-demo") as publisher,
         RolloutStream(service.url, rng, group=GROUP) as stream,
         Progress(console, steps) as progress,
     ):
@@ -48,6 +48,7 @@ def run(out: Path, steps: int, replicas: int, seed: int, console: Console) -> di
             gap = history.logprob_gap(rollouts)
             learner.step(rollouts.batch)
             snapshot = history.add(version, weights)
+            stream.feed()
             started = time.monotonic()
             pushed = publisher.push(snapshot, version, in_flight="keep")
             report.push_ms.append((time.monotonic() - started) * 1e3)
