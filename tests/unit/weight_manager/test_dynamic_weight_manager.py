@@ -1,0 +1,241 @@
+import numpy as np
+import pytest
+import xxhash
+
+from rollout_client.errors import ArenaError
+from weight_manager.arena import Arena
+from weight_manager.dynamic_weight_manager import DynamicWeightManager, WeightsRefused
+from weight_manager.layout import make_layout, region_digests, region_views, version_digest
+from weight_manager.manifest import Manifest, Parameter
+from weight_manager.messages import Live
+
+MANIFEST = Manifest(
+    "M",
+    "float32",
+    (
+        Parameter("gate", (4, 3), split=0, fused="gate_up"),
+        Parameter("up", (4, 3), split=0, fused="gate_up"),
+        Parameter("down", (3, 4), split=1),
+        Parameter("embed", (6, 3), aliases=("head",)),
+    ),
+)
+LAYOUT = make_layout(MANIFEST, 2)
+
+
+class Engine:
+    """Records what it is asked; `computes` is the sum of everything it is bound to, read when asked."""
+
+    def __init__(self):
+        self.bound = None
+        self.log = []
+        self.fails = None
+
+    def prepare(self, views):
+        self.log.append("prepare")
+        if self.fails:
+            raise ValueError(self.fails)
+        return dict(views)
+
+    def bind(self, prepared):
+        self.log.append("bind" if prepared else "bind none")
+        self.bound = prepared
+
+    @property
+    def computes(self):
+        return None if self.bound is None else float(self.bound["embed"][0, 0])
+
+
+@pytest.fixture
+def arena(tmp_path):
+    with Arena.create(tmp_path, "unit", LAYOUT.slot_bytes) as made:
+        yield made
+
+
+@pytest.fixture
+def put(arena):
+    """Write a version, every element `version`, into a slot as a session would; returns its Live."""
+
+    def write(version, slot):
+        epoch = arena.bump(slot)
+        for view in region_views(LAYOUT, arena.slot(slot)):
+            view[...] = version
+        digest = version_digest(LAYOUT, region_digests(LAYOUT, arena.slot(slot)))
+        return Live("run", version, version, slot, digest, epoch)
+
+    return write
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def manager(arena, engine):
+    return DynamicWeightManager(arena.path, LAYOUT, 1, engine)
+
+
+def test_nothing_is_held_at_first(manager, engine):
+    assert manager.live is None
+    assert manager.verify() == {}
+    assert not manager.fenced()
+    assert engine.log == []
+
+
+def test_a_commit_flips_and_lets_the_old_version_go(manager, engine, put):
+    first, second = put(1, 0), put(2, 1)
+    manager.adopt(first)
+    manager.prepare(second)
+    assert (manager.live, engine.computes) == (first, 1)
+    manager.flip()
+    assert (manager.live, engine.computes) == (second, 2)
+    manager.finalize()
+    manager.rollback()
+    assert (manager.live, engine.computes) == (second, 2)
+    assert engine.log == ["prepare", "bind", "prepare", "bind"]
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_rollback_serves_the_old_version_as_it_was(manager, engine, put, flipped):
+    first = put(1, 0)
+    manager.adopt(first)
+    manager.prepare(put(2, 1))
+    if flipped:
+        manager.flip()
+    for _ in range(2):
+        manager.rollback()
+        assert (manager.live, engine.computes) == (first, 1)
+    with pytest.raises(WeightsRefused, match="nothing is prepared"):
+        manager.flip()
+    manager.prepare(put(3, 1))
+    manager.flip()
+    assert engine.computes == 3
+
+
+def test_rollback_to_nothing(manager, engine, put):
+    manager.prepare(put(1, 0))
+    manager.flip()
+    manager.rollback()
+    assert manager.live is None
+    assert engine.bound is None
+
+
+def test_an_engine_that_refuses_changes_nothing(manager, engine, put):
+    first = put(1, 0)
+    manager.adopt(first)
+    engine.fails = "embed: NaN"
+    with pytest.raises(WeightsRefused, match="embed: NaN"):
+        manager.prepare(put(2, 1))
+    with pytest.raises(WeightsRefused, match="embed: NaN"):
+        manager.adopt(put(2, 1))
+    assert (manager.live, engine.computes) == (first, 1)
+
+
+def test_views_are_this_ranks_and_read_only(manager, engine, put):
+    manager.adopt(put(1, 0))
+    shapes = {name: view.shape for name, view in engine.bound.items()}
+    assert shapes == {"gate": (2, 3), "up": (2, 3), "gate_up": (4, 3), "down": (3, 2), "embed": (6, 3)}
+    with pytest.raises(ValueError, match="read-only"):
+        engine.bound["embed"][0] = 0
+
+
+def test_adopt_checks_the_bytes_against_the_digest(manager, put, arena):
+    live = put(1, 0)
+    arena.slot(0)[LAYOUT.regions[-1].offset] ^= 1
+    with pytest.raises(WeightsRefused, match="slot 0 does not hold version 1"):
+        manager.adopt(live)
+    assert manager.live is None
+
+
+def test_a_slot_given_away_meanwhile_is_refused(manager, engine, put, arena):
+    live = put(1, 0)
+    arena.bump(0)
+    for take in (manager.adopt, manager.prepare):
+        with pytest.raises(WeightsRefused, match="given away"):
+            take(live)
+    assert engine.bound is None
+
+
+def test_a_rank_that_slept_through_a_commit_knows(manager, put, arena):
+    manager.adopt(put(1, 0))
+    put(2, 1)
+    assert not manager.fenced()
+    arena.bump(0)
+    assert manager.fenced()
+    manager.adopt(put(3, 0))
+    assert not manager.fenced()
+
+
+def test_clear_and_reload(manager, engine, put):
+    first = put(1, 0)
+    manager.adopt(first)
+    held = sum(engine.bound[name].nbytes for name in ("gate", "up", "down", "embed"))
+    assert manager.clear_parameters() == held
+    assert manager.clear_parameters() == 0
+    assert manager.cleared
+    assert (manager.live, engine.bound, manager.verify()) == (None, None, {})
+    second = put(2, 1)
+    manager.prepare(second)
+    manager.flip()
+    manager.finalize()
+    assert engine.bound is None
+    manager.update_parameters(second)
+    assert not manager.cleared
+    assert (manager.live, engine.computes) == (second, 2)
+
+
+def mapped(path):
+    with open("/proc/self/maps") as maps:
+        return sum(str(path) in line for line in maps)
+
+
+def test_clear_lets_every_mapping_go(manager, engine, put, arena):
+    before = mapped(arena.path)
+    manager.adopt(put(1, 0))
+    manager.prepare(put(2, 1))
+    manager.flip()
+    manager.clear_parameters()
+    assert mapped(arena.path) == before - 3  # header and two slots
+
+
+def test_verify_names_what_differs(manager, put, arena):
+    manager.adopt(put(1, 0))
+    before = manager.verify()
+    assert set(before) == {"gate", "up", "down", "embed"}
+    assert before["embed"] == xxhash.xxh3_64_hexdigest(np.ones(18, np.float32).tobytes())
+    (mine,) = (r for r in LAYOUT.regions if (r.name, r.rank) == ("down", 1))
+    arena.slot(0)[mine.offset] ^= 1
+    assert {name for name, digest in manager.verify().items() if digest != before[name]} == {"down"}
+
+
+def test_aliases_are_one_region_after_any_number_of_changes(manager, engine, put):
+    for version in range(1, 6):
+        manager.prepare(put(version, version % 2))
+        manager.flip()
+        manager.finalize()
+        if version == 3:
+            manager.clear_parameters()
+            manager.update_parameters(put(3, 1))
+        assert "head" not in engine.bound
+        assert engine.computes == version
+
+
+def test_a_store_that_came_back_with_another_arena(manager, engine, put, tmp_path):
+    manager.adopt(put(1, 0))
+    with Arena.create(tmp_path, "fresh", LAYOUT.slot_bytes) as fresh:
+        manager.use_arena(fresh.path)
+        assert engine.computes == 1
+        for view in region_views(LAYOUT, fresh.slot(1)):
+            view[...] = 7
+        digest = version_digest(LAYOUT, region_digests(LAYOUT, fresh.slot(1)))
+        manager.adopt(Live("run", 7, 9, 1, digest))
+        assert engine.computes == 7
+        assert not manager.fenced()
+
+
+def test_an_arena_of_another_layout_is_refused(tmp_path, engine):
+    with (
+        Arena.create(tmp_path, "other", 2 * LAYOUT.slot_bytes) as other,
+        pytest.raises(ArenaError, match="this layout needs"),
+    ):
+        DynamicWeightManager(other.path, LAYOUT, 0, engine)
