@@ -1,0 +1,118 @@
+import errno
+import os
+
+import pytest
+
+from weight_manager import history as module
+from weight_manager.errors import StartError
+from weight_manager.history import RESERVE, History, Record, write_atomically
+from weight_manager.messages import Live
+
+
+def live(version, epoch, run_id="run"):
+    return Live(run_id, version, epoch, epoch % 2, f"{version:016x}")
+
+
+def record(one):
+    return Record(one.run_id, one.version, one.epoch, one.digest, 1.5, "push")
+
+
+def commit(history, version, run_id="run"):
+    one = live(version, history.next_epoch(), run_id)
+    history.commit(one, record(one))
+    return one
+
+
+def test_a_restart_goes_on_where_the_last_life_ended(tmp_path):
+    path = tmp_path / "h.json"
+    first = History(path, 10)
+    first.moved(tmp_path / "a.arena", "layout")
+    commit(first, 1)
+    newest = commit(first, 2)
+    second = History(path, 10)
+    assert second.live == newest
+    assert second.previous.version == 1
+    assert second.saved.arena == str(tmp_path / "a.arena")
+    assert [r["version"] for r in second.tail(5)] == [1, 2]
+    assert second.last("run").version == 2
+    assert second.last("another") is None
+
+
+def test_an_epoch_never_comes_twice_even_if_its_commit_was_never_written(tmp_path):
+    path = tmp_path / "h.json"
+    seen = set()
+    for _ in range(3):
+        history = History(path, 10)
+        for _ in range(RESERVE + 5):
+            epoch = history.next_epoch()
+            assert epoch not in seen
+            assert epoch > max(seen, default=0)
+            seen.add(epoch)
+
+
+def test_a_commit_that_cannot_be_written_did_not_happen(tmp_path, monkeypatch):
+    history = History(tmp_path / "h.json", 10)
+    before = commit(history, 1)
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        commit(history, 2)
+    monkeypatch.undo()
+    assert history.live == before
+    assert History(tmp_path / "h.json", 10).live == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["h.json"]
+    assert commit(history, 2).version == 2
+
+
+@pytest.mark.parametrize("moment", ["write", "replace"])
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch, moment):
+    path = tmp_path / "h.json"
+    write_atomically(path, b"old")
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_):
+        raise Crash
+
+    monkeypatch.setattr(*(module.os, "fsync", crash) if moment == "write" else (module.Path, "replace", crash))
+    with pytest.raises(Crash):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_the_log_is_capped_and_amended(tmp_path):
+    history = History(tmp_path / "h.json", 3)
+    for version in range(1, 6):
+        newest = commit(history, version)
+    assert [r["version"] for r in history.tail(10)] == [3, 4, 5]
+    history.amend(newest.epoch, {"0": 2.5})
+    assert history.tail(1)[0]["stall_ms"] == {"0": 2.5}
+    commit(history, 6)
+    assert History(tmp_path / "h.json", 3).tail(2)[0]["stall_ms"] == {"0": 2.5}
+
+
+def test_a_new_arena_holds_nothing_but_versions_go_on(tmp_path):
+    history = History(tmp_path / "h.json", 3)
+    commit(history, 9)
+    history.moved(tmp_path / "new.arena", "layout")
+    assert (history.live, history.previous) == (None, None)
+    assert history.last("run").version == 9
+
+
+def test_going_back_by_force_makes_the_older_version_the_last(tmp_path):
+    history = History(tmp_path / "h.json", 10)
+    for version in (7, 3):
+        commit(history, version)
+    commit(history, 1, "another")
+    assert history.last("run").version == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"records": 3}', b'{"format": 99}', b"\xff\xfe"])
+def test_a_file_that_cannot_be_understood_stops_the_start(tmp_path, content):
+    (tmp_path / "h.json").write_bytes(content)
+    with pytest.raises(StartError, match="move it away"):
+        History(tmp_path / "h.json", 3)
