@@ -1,0 +1,65 @@
+"""Two ranks over gloo serve what one rank serves, through pushes and a clear and reload."""
+
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.integration.conftest import running
+from tests.integration.live import LiveService
+from tests.reference.checkpoint import Checkpoint, random_weights
+from tests.reference.llama import Replay
+
+PROMPTS = np.random.default_rng(3).integers(1, 128, (8, 12)).tolist()
+
+
+@pytest.fixture(scope="module")
+def split(tiny: Checkpoint) -> Iterator[LiveService]:
+    """One replica of two ranks."""
+    yield from running(tiny.directory, "--tp", "2")
+
+
+def greedy(live: LiveService) -> list[list[int]]:
+    with live.client() as client:
+        reply = client.generate(prompt_ids=PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
+    return [output.token_ids for output in reply.outputs]
+
+
+def logprobs(live: LiveService, ids: list[int]) -> list[float]:
+    with live.client() as client:
+        return (
+            client.generate(prompt_ids=ids, max_tokens=16, temperature=1.0, seed=7, ignore_eos=True).outputs[0].logprobs
+        )
+
+
+def test_two_ranks_make_the_tokens_of_one(service: LiveService, split: LiveService, tiny: Checkpoint) -> None:
+    for version, seed in enumerate((301, 302, 303), start=1):
+        weights = random_weights(tiny.config, seed)
+        for live in (service, split):
+            with live.publisher("tp") as publisher:
+                assert publisher.push(weights, version).version == version
+        assert greedy(split) == greedy(service)
+        np.testing.assert_allclose(logprobs(split, PROMPTS[0]), logprobs(service, PROMPTS[0]), atol=1e-4)
+
+
+def test_they_come_back_after_clear_and_reload(split: LiveService, tiny: Checkpoint) -> None:
+    weights = random_weights(tiny.config, 304)
+    with split.publisher("tp-clear") as publisher:
+        publisher.push(weights, 1)
+    before = greedy(split)
+    for route in ("/v1/rollout/memory/release", "/v1/rollout/memory/resume"):
+        answer = httpx.post(split.url + route, timeout=30)
+        assert answer.status_code == 200, answer.text
+    assert greedy(split) == before
+    replay = Replay(tiny.config, [weights])
+    expected = replay.logprobs(PROMPTS[0] + before[0], [0] * 36).argmax(-1)
+    assert before[0] == expected[11:-1].tolist()
+
+
+def test_every_rank_holds_its_share(split: LiveService) -> None:
+    found = httpx.post(f"{split.url}/v1/rollout/weights/verify", timeout=30).json()["replicas"]["0"]
+    assert sorted(found) == ["0", "1"]
+    assert found["0"]["model.norm.weight"] == found["1"]["model.norm.weight"]
+    shard = "model.layers.0.mlp.up_proj.weight"
+    assert found["0"][shard] != found["1"][shard]
