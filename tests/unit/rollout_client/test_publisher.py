@@ -187,6 +187,8 @@ def test_tied_memory_given_twice_is_sent_once(store, publisher):
     report = publisher().push({"a": A, "b": B, "tied": A}, 1)
     assert [p.name for p in store.begun.parts] == ["a", "b"]
     assert report.nbytes == 68
+    publisher().push({"a": A, "b": B, "tied": A, "untied here": A}, 1)
+    assert [p.name for p in store.begun.parts] == ["a", "b", "untied here"]
     with pytest.raises(errors.InvalidPush, match="tied was also sent as a"):
         publisher().push({"a": A, "b": B, "tied": A.copy()}, 1)
 
