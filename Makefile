@@ -44,7 +44,7 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.render_states --check
 
-test: check ## everything that must hold before a commit: check, then all tests
+test: check model ## everything that must hold before a commit: check, then all tests
 	$(BIN)/python -m pytest
 
 format: $(STAMP) ## rewrite files the way `make check` wants them
