@@ -182,6 +182,11 @@ class Staging:
             if target.contiguous:
                 self._digests[target.span] = digest
 
+    def forget(self) -> None:
+        """The session is over; only the sums are of interest still."""
+        self.targets.clear()
+        self._digests.clear()
+
     def unwritten(self, first: int, count: int) -> list[str]:
         """Tensors of which a copy in this range has not been reported complete."""
         return list(dict.fromkeys(t.name for t in self.targets[first : first + count] if not t.written))

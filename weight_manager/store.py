@@ -175,7 +175,8 @@ class Store:
 
     def _patience(self, now: float) -> int | None:
         """Milliseconds until something must be done though nothing arrives; None = for ever."""
-        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), self._fleet.next_silence())
+        silence = self._fleet.next_silence() if self._coordinator.settled else None
+        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence)
         soonest = min((t for t in times if t is not None), default=None)
         return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
 

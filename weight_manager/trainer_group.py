@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rollout_client.protocol import (
     Abort,
     Aborted,
@@ -196,19 +198,27 @@ class TrainerGroup:
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
-        self.outcome = report
+        self._over_with(report)
         self._reply_all(Commit, report)
         self._reply_all(Abort, PushRefused("refused", f"{session.intent} is already live").to_wire(session.id))
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
-        self.outcome = refusal
+        self._over_with(refusal)
         self._reply_all(Abort, Aborted(session.id))
         self._reply_all((Seal, Commit), refusal.to_wire(session.id))
 
+    def _over_with(self, outcome: Committed | PushRefused) -> None:
+        """Keep what late requests are answered from, not the plan."""
+        self.outcome = outcome
+        self._running.staging.forget()
+        for member in self.members.values():
+            member.begin = msgspec.structs.replace(member.begin, parts=[])
+
     @property
     def _committing(self) -> bool:
-        return any(isinstance(r, Commit) for m in self.members.values() for r in m.owed)
+        asked = any(isinstance(r, Commit) for m in self.members.values() for r in m.owed)
+        return asked or self._coordinator.committing(self._running)  # an operator may have asked instead
 
     @property
     def _complete(self) -> bool:

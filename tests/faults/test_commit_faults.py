@@ -1,5 +1,7 @@
 """Replicas that say no, fail, die or fall silent during a commit. All of them serve the new version, or none does."""
 
+import time
+
 import pytest
 
 from rollout_client import errors
@@ -123,6 +125,8 @@ def test_a_replica_that_comes_during_a_commit_waits_for_its_outcome(
     until(lambda: other.saw(messages.Flip), 1)
     assert store.status().session["state"] == "committing"
     late = replica(2, wait=False)
+    time.sleep(0.4)  # flip_s is 1
+    assert store.status().session["state"] == "committing"
     assert not store.status().replicas.get("2")
     assert not late.saw(messages.Registered), "the outcome is not known yet"
     assert t.hear(3).code == "deadline"
