@@ -8,10 +8,34 @@ from fastapi import FastAPI
 from api import replies
 from api.bodies import Bodies
 from api.reply_counts import ReplyCounts
-from api.routes import chat, completions, health, models, rollout
+from api.routes import (
+    chat,
+    completions,
+    fastdeploy,
+    health,
+    models,
+    rollout,
+    sglang_control,
+    sglang_generate,
+    tokens,
+    vllm,
+)
 from api.service import Service
 
 DESCRIPTION = "Rollout workers with dynamic weight sync. Control routes need the admin token when one is set."
+ROUTERS = (
+    rollout.router,
+    completions.router,
+    chat.router,
+    models.router,
+    tokens.router,
+    vllm.router,
+    sglang_generate.router,
+    sglang_control.router,
+    fastdeploy.router,
+    fastdeploy.v1,
+    health.router,
+)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -30,8 +54,8 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
-    for module in (rollout, completions, chat, models, health):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     replies.install(app)
     app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
     app.add_middleware(ReplyCounts, answered=service.metrics.answered)

@@ -14,7 +14,6 @@ from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut
 from api.link import LinkDown
 from api.replicas import Fleet, PauseIntent
 from worker.messages import (
-    Abort,
     CallFailed,
     Clear,
     Done,
@@ -85,7 +84,8 @@ class Control:
         """Release parameters and/or KV on every rank; returns bytes released. Idempotent."""
         replies = await self._move("clear", lambda call: Clear(call, tags), deadline_s)
         self._fleet.cleared |= set(tags)
-        return sum(int(reply.data.get("bytes", 0)) for reply in replies.values())
+        freed = [rank for reply in replies.values() for rank in reply.data.get("released", [])]
+        return sum(int(nbytes) for rank in freed for nbytes in rank.values())
 
     async def reload(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> None:
         """Undo `clear` for these tags. A pause that was in force stays in force. Idempotent."""
@@ -97,13 +97,10 @@ class Control:
             self._fleet.reloading = False
         self._fleet.release_held()
 
-    async def abort(self, attempt_ids: list[str] | None = None) -> None:
-        """End running requests by the replicas' ids, or all of them; partial results reach their callers."""
-        await self._ask_all(lambda call: Abort(call, attempt_ids), deadline_s=30.0)
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached blocks. Raises Conflict when a replica says that they are in use."""
-        await self._ask_all(ResetPrefixCache, deadline_s=30.0)
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks that no sequence holds; True if none is left anywhere."""
+        replies = await self._ask_all(ResetPrefixCache, deadline_s=30.0)
+        return all(reply.data.get("empty", True) for reply in replies.values())
 
     async def verify(self, *, deadline_s: float = 120.0) -> dict[int, dict[str, dict[str, str]]]:
         """xxh3-64 of every parameter as each rank holds it: replica -> rank -> name -> 16 hex digits."""

@@ -7,6 +7,7 @@ on another replica as long as nobody has seen a token of it. Several HTTP reques
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.errors import ApiError
@@ -48,7 +49,7 @@ class Sample:
 
 
 Update = tuple["Flight", Chunk | None]
-"""What a watcher's queue carries: a chunk, or None once the flight has ended (or failed: see `error`)."""
+"""What a watcher hears: a chunk, or None once the flight has ended (or failed: see `error`)."""
 
 
 class Flight:
@@ -77,7 +78,7 @@ class Flight:
         self.open = request.sampling.n
         self.error: ApiError | None = None
         self.done = asyncio.Event()
-        self._queues: list[asyncio.Queue[Update]] = []
+        self._watchers: list[Callable[[Update], None]] = []
         self._streamed = False
 
     @property
@@ -105,16 +106,16 @@ class Flight:
             cache_salt=request.cache_salt,
         )
 
-    def watch(self, queue: asyncio.Queue[Update]) -> None:
-        """Everything that came and will come goes to this queue, ending with None."""
+    def watch(self, on_update: Callable[[Update], None]) -> None:
+        """Everything that came and will come goes there, ending with None."""
         for sample in self.samples:
             if sample.token_ids or sample.finish:
-                queue.put_nowait((self, _replayed(sample)))
+                on_update((self, _replayed(sample)))
                 self._streamed = True
         if self.done.is_set():
-            queue.put_nowait((self, None))
+            on_update((self, None))
         else:
-            self._queues.append(queue)
+            self._watchers.append(on_update)
 
     def add(self, chunk: Chunk) -> None:
         """A chunk arrived from the replica."""
@@ -122,8 +123,8 @@ class Flight:
         if sample.finish is not None:
             return
         sample.add(chunk)
-        for queue in self._queues:
-            queue.put_nowait((self, chunk))
+        for on_update in self._watchers:
+            on_update((self, chunk))
             self._streamed = True
         if chunk.finish is not None:
             self.open -= 1
@@ -148,9 +149,9 @@ class Flight:
 
     def _end(self) -> None:
         self.done.set()
-        for queue in self._queues:
-            queue.put_nowait((self, None))
-        self._queues.clear()
+        for on_update in self._watchers:
+            on_update((self, None))
+        self._watchers.clear()
 
 
 def _replayed(sample: Sample) -> Chunk:

@@ -6,9 +6,11 @@ the first still runs share its job, and it is ended when the last of them has go
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
+
+import msgspec
 
 from api.errors import BadInput, Conflict, EngineFailed, TooMany
 from api.flight import Flight, Sample, Update
@@ -73,24 +75,35 @@ class Job:
                     raise EngineFailed(sample.error or "the engine gave no reason")
         return [flight.samples for flight in self.flights]
 
+    def watch(self, on_update: Callable[[Update], None]) -> None:
+        """Hear of every update that came and will come; hand it to `check`."""
+        for flight in self.flights:
+            flight.watch(on_update)
+
+    def check(self, update: Update) -> Chunk | None:
+        """The chunk of an update; None when its flight has landed. Raises as `samples`."""
+        flight, chunk = update
+        if chunk is None:
+            if flight.error is not None:
+                raise flight.error
+            return None
+        if chunk.finish == "error":
+            raise EngineFailed(chunk.error or "the engine gave no reason")
+        return chunk
+
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
         """(prompt index, chunk) as they come, interleaved. Raises as `samples`."""
         queue: asyncio.Queue[Update] = asyncio.Queue()
-        index = {}
-        for i, flight in enumerate(self.flights):
-            index[flight] = i
-            flight.watch(queue)
-        landed = 0
-        while landed < len(self.flights):
-            flight, chunk = await queue.get()
+        index = {flight: i for i, flight in enumerate(self.flights)}
+        self.watch(queue.put_nowait)
+        flying = len(self.flights)
+        while flying:
+            update = await queue.get()
+            chunk = self.check(update)
             if chunk is None:
-                landed += 1
-                if flight.error is not None:
-                    raise flight.error
-            elif chunk.finish == "error":
-                raise EngineFailed(chunk.error or "the engine gave no reason")
+                flying -= 1
             else:
-                yield index[flight], chunk
+                yield index[update[0]], chunk
 
 
 class Generations:
@@ -110,12 +123,15 @@ class Generations:
                 raise Conflict(f"request id {request_id!r} is in use by a different request")
             return running
         self._check(ask)
+        # A stop id that the model cannot sample stops nothing; clients take theirs from a tokenizer that may know more.
+        stops = [i for i in ask.sampling.stop_token_ids if i < self._model.vocab_size]
+        sampling = msgspec.structs.replace(ask.sampling, stop_token_ids=stops)
         if len(self._fleet.flights) + len(ask.prompts) > self._max_requests:
             raise TooMany(f"{len(self._fleet.flights)} requests are held or running; the limit is {self._max_requests}")
         deadline = asyncio.get_running_loop().time() + ask.version_timeout_s
         flights = [
             Flight(
-                Generate(request_id, ids, ask.sampling, ask.stream, ask.priority, ask.cache_salt),
+                Generate(request_id, ids, sampling, ask.stream, ask.priority, ask.cache_salt),
                 session=ask.session,
                 min_version=ask.min_version,
                 max_staleness=ask.max_staleness,
@@ -165,7 +181,6 @@ class Generations:
             raise BadInput(f"{len(ask.prompts)} prompts x n={sampling.n} is over {MAX_SEQUENCES} sequences; split it")
         for i, ids in enumerate(ask.prompts):
             model.check_prompt(ids, f"prompt {i}" if len(ask.prompts) > 1 else "prompt")
-        model.check_ids(sampling.stop_token_ids, "stop_token_ids")
         model.check_ids(list(sampling.logit_bias), "logit_bias")
         if sampling.allowed_token_ids is not None:
             if not sampling.allowed_token_ids:

@@ -1,6 +1,7 @@
 """Errors to HTTP replies, in one place: what a route raises is turned into a body here."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -47,13 +48,13 @@ def error_response(error: ApiError) -> Response:
     return Json(body, status, headers)
 
 
-def explain(error: RequestValidationError) -> str:
+def explain(errors: Sequence[Any]) -> str:
     """What is wrong with a body, without repeating it: it may be huge, secret, or no valid text."""
     problems = []
-    for problem in error.errors()[:MAX_PROBLEMS]:
+    for problem in errors[:MAX_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"] if part != "body")
         problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
-    more = len(error.errors()) - MAX_PROBLEMS
+    more = len(errors) - MAX_PROBLEMS
     return "; ".join(problems) + (f"; and {more} more" if more > 0 else "")
 
 
@@ -66,7 +67,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(BadInput(explain(error)))
+        return error_response(BadInput(explain(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

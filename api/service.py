@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from api.config import ApiConfig
 from api.control import Control
 from api.generation import Generations
+from api.http_push import HttpPush
 from api.metrics import Metrics
 from api.model import Model
 from api.rate_limit import RateLimit
@@ -39,9 +40,18 @@ class Service:
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.versions = VersionNames(self.weights)
         self.control = Control(self.fleet)
+        self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
         self.metrics = Metrics(self.fleet, self.weights, model=model.name, aliases=config.vllm_metrics)
+
+    @property
+    def push_endpoint(self) -> str:
+        """Where trainers connect; the store writes down which port it got."""
+        try:
+            return (self.config.run_dir / "push_endpoint").read_text().strip()
+        except OSError:
+            return self.config.push_endpoint
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from api.errors import Conflict, EngineFailed, TimedOut, Unavailable, from_store
@@ -10,7 +10,18 @@ from api.link import Link, LinkDown
 from api.replicas import Fleet
 from rollout_client.protocol import InFlight
 from weight_manager import messages
-from weight_manager.messages import AbortSession, GetStatus, Live, LoadDisk, Refused, Result, Status, ToApi
+from weight_manager.messages import (
+    AbortSession,
+    CommitSession,
+    GetStatus,
+    Live,
+    LoadDisk,
+    Refused,
+    Result,
+    SessionTensors,
+    Status,
+    ToApi,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +113,16 @@ class Weights:
     async def abort_session(self, reason: str) -> dict[str, Any]:
         """End the push session in progress, whoever holds it."""
         return await self._do(lambda call: AbortSession(call, reason), 30.0)
+
+    async def missing(self, names: Sequence[str]) -> list[str]:
+        """Which of these tensors have not yet arrived intact in the push in progress."""
+        data = await self._do(lambda call: SessionTensors(call, list(names)), 10.0)
+        missing: list[str] = data.get("missing", [])
+        return missing
+
+    async def commit_session(self, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Commit the push in progress, which its trainer has sealed. Raises why it did not go live."""
+        return await self._do(lambda call: CommitSession(call, timeout_s), timeout_s + MARGIN_S)
 
     async def _do(self, build: Any, timeout_s: float) -> dict[str, Any]:
         answer = await self._ask(build, timeout_s)

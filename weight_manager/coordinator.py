@@ -64,6 +64,10 @@ class Coordinator:
         """The commit that is running, or still waits for stall figures."""
         return self._round
 
+    def committing(self, session: PushSession) -> bool:
+        """Whether the running commit is this session's."""
+        return self._round is not None and self._committing is session
+
     @property
     def settled(self) -> bool:
         """No commit is between its first question and its outcome: `history.live` is what everybody serves."""

@@ -178,6 +178,20 @@ class AbortSession(Message, tag="abort_session", frozen=True):
     reason: str = "aborted by an operator"
 
 
+class SessionTensors(Message, tag="session_tensors", frozen=True):
+    """[API] -> Result.data {"session", "missing"}: which of these have not arrived intact in the running push."""
+
+    call: str
+    names: list[str]
+
+
+class CommitSession(Message, tag="commit_session", frozen=True):
+    """[API] commit the sealed push in its trainer's stead -> Result once it is live, or why it is not."""
+
+    call: str
+    deadline_s: float = 60.0
+
+
 class Result(Message, tag="result", frozen=True):
     """[STORE] answer to an API call."""
 
@@ -196,7 +210,7 @@ class Refused(Message, tag="refused", frozen=True):
 
 
 FromReplica = Register | Adopted | Beat | Prepared | Flipped | Finalized | RolledBack
-FromApi = GetStatus | LoadDisk | AbortSession
+FromApi = GetStatus | LoadDisk | AbortSession | SessionTensors | CommitSession
 ToReplica = Registered | Adopt | Prepare | Flip | Finalize | Rollback | Refused
 ToApi = Status | Result | Refused
 

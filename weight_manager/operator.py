@@ -17,9 +17,19 @@ from weight_manager.disk import read_checkpoint
 from weight_manager.disk_load import DiskLoad
 from weight_manager.errors import PushRefused
 from weight_manager.fleet import Fleet
-from weight_manager.messages import AbortSession, FromApi, GetStatus, LoadDisk, Result, Status, ToApi
+from weight_manager.messages import (
+    AbortSession,
+    CommitSession,
+    FromApi,
+    GetStatus,
+    LoadDisk,
+    Result,
+    SessionTensors,
+    Status,
+    ToApi,
+)
 from weight_manager.metrics import Counters
-from weight_manager.push_session import Intent
+from weight_manager.push_session import Intent, PushSession
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +58,7 @@ class Operator:
         self._send = send
         self._subscribers: list[bytes] = []
         self._shown = 0
+        self._commits: list[tuple[bytes, str, PushSession]] = []  # who waits for which
 
     def request(self, peer: bytes, request: FromApi) -> None:
         """One call of the API."""
@@ -61,14 +72,19 @@ class Operator:
                     self._load(peer, request)
                 case AbortSession():
                     self._abort(peer, request)
+                case SessionTensors():
+                    self._tensors(peer, request)
+                case CommitSession():
+                    self._commit(peer, request)
         except PushRefused as refusal:
             self._send(peer, refused(request.call, refusal))
 
     def publish(self) -> None:
-        """Tell subscribers, if anything has changed since the last time."""
+        """Tell subscribers, if anything has changed since the last time, and those who wait for a commit."""
         if self._coordinator.changes == self._shown:
             return
         self._shown = self._coordinator.changes
+        self._answer_commits()
         if self._subscribers:
             status = self.status("")
             self._subscribers = [peer for peer in self._subscribers if self._send(peer, status)]
@@ -127,11 +143,44 @@ class Operator:
         reader = functools.partial(read_checkpoint, directory, self._coordinator.layout)
         load.start(intent, reader, time.monotonic())
 
-    def _abort(self, peer: bytes, request: AbortSession) -> None:
-        session = self._coordinator.session
-        if session is None:
+    def _tensors(self, peer: bytes, request: SessionTensors) -> None:
+        session = self._open_session()
+        arrived: dict[str, bool] = {}
+        for target in session.staging.targets:
+            arrived[target.name] = arrived.get(target.name, True) and target.digest is not None
+        missing = [name for name in request.names if not arrived.get(name, False)]
+        self._send(peer, Result(request.call, ok=True, data={"session": session.id, "missing": missing}))
+
+    def _commit(self, peer: bytes, request: CommitSession) -> None:
+        session = self._open_session()
+        if not session.digest:
+            raise PushRefused("refused", f"{session.intent} is not sealed yet: its trainer still sends")
+        self._commits.append((peer, request.call, session))
+        if not self._coordinator.committing(session):
+            deadline_s = min(request.deadline_s, self._config.max_deadline_s)
+            self._coordinator.commit(session, deadline_s, time.monotonic())
+
+    def _answer_commits(self) -> None:
+        waiting, self._commits = self._commits, []
+        live, running = self._coordinator.history.live, self._coordinator.session
+        for peer, call, session in waiting:
+            intent = session.intent
+            if session is running:
+                self._commits.append((peer, call, session))
+            elif live is not None and (live.run_id, live.version) == (intent.run_id, intent.version):
+                self._send(peer, Result(call, ok=True, data={"version": live.version, "seconds": session.seconds}))
+            else:
+                error = self._coordinator.last_error or {}
+                message = error.get("message", f"{intent} did not go live")
+                self._send(peer, Result(call, ok=False, code=error.get("code", "internal"), message=message))
+
+    def _open_session(self) -> PushSession:
+        if self._coordinator.session is None:
             raise PushRefused("unknown_session", "no push is running")
-        aborted = session.extra()
+        return self._coordinator.session
+
+    def _abort(self, peer: bytes, request: AbortSession) -> None:
+        aborted = self._open_session().extra()
         self._coordinator.abort(PushRefused("aborted", request.reason), time.monotonic())
         self._send(peer, Result(request.call, ok=True, data=aborted))
 

@@ -72,11 +72,14 @@ def _tensors(files: list[TensorFile]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:
-    """A view of the file; bfloat16, which numpy lacks, as the equal float32 values."""
-    raw = np.frombuffer(tensor.file.data, np.uint8, tensor.nbytes, tensor.offset)
-    if tensor.part.dtype == "bfloat16":
-        return (raw.view("<u2").astype("<u4") << 16).view("<f4").reshape(tensor.part.shape)
-    return raw.view(np.dtype(tensor.part.dtype)).reshape(tensor.part.shape)
+    """The tensor, mapped; bfloat16, which numpy lacks, as the equal float32 values."""
+    part, path = tensor.part, tensor.file.path
+    if tensor.nbytes == 0:
+        return np.empty(part.shape, np.float32)
+    if part.dtype == "bfloat16":
+        bits = np.memmap(path, "<u2", "r", tensor.offset, part.shape)
+        return (bits.astype("<u4") << 16).view("<f4")
+    return np.memmap(path, np.dtype(part.dtype).newbyteorder("<"), "r", tensor.offset, part.shape)
 
 
 def _endpoint(name: str) -> str:

@@ -32,6 +32,7 @@ async def generate(
 ) -> Response:
     """Continue prompts. With `stream`, server-sent events of the same shape, ended by `data: [DONE]`."""
     prompts = await _prompt_ids(body, service.model)
+    service.model.check_ids(body.stop_token_ids, "stop_token_ids")
     ask = Ask(
         prompts=prompts,
         sampling=body.sampling(),
@@ -106,10 +107,9 @@ async def bring_back(service: Uses, body: schema.MemoryRequest | None = None) ->
 
 
 @router.post("/prefix_cache/reset", dependencies=admin)
-async def reset_prefix_cache(service: Uses) -> schema.Ok:
-    """Forget cached prompt prefixes."""
-    await service.control.reset_prefix_cache()
-    return schema.Ok()
+async def reset_prefix_cache(service: Uses) -> schema.PrefixCacheReset:
+    """Forget cached prompt prefixes that no sequence holds."""
+    return schema.PrefixCacheReset(empty=await service.control.reset_prefix_cache())
 
 
 @router.get("/weights", dependencies=data)

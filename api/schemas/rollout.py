@@ -277,3 +277,9 @@ class Ok(Strict):
     """Done."""
 
     ok: bool = True
+
+
+class PrefixCacheReset(Strict):
+    """empty: nothing is cached any more; false while running sequences hold blocks."""
+
+    empty: bool

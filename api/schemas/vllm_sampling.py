@@ -49,7 +49,12 @@ class VllmSampling(Lenient):
     prompt_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
 
     def params(
-        self, *, logprobs: int, max_tokens: int | None = None, prompt_logprobs: int | None = None
+        self,
+        *,
+        logprobs: int,
+        max_tokens: int | None = None,
+        prompt_logprobs: int | None = None,
+        sampling_mask: bool = False,
     ) -> SamplingParams:
         """As the worker wants it."""
 
@@ -75,6 +80,7 @@ class VllmSampling(Lenient):
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
+            sampling_mask=sampling_mask,
         )
 
 

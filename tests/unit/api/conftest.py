@@ -24,7 +24,16 @@ from api.config import ApiConfig
 from api.model import Model
 from api.service import Service
 from weight_manager import messages as store_messages
-from weight_manager.messages import AbortSession, GetStatus, Live, LoadDisk, Result, Status
+from weight_manager.messages import (
+    AbortSession,
+    CommitSession,
+    GetStatus,
+    Live,
+    LoadDisk,
+    Result,
+    SessionTensors,
+    Status,
+)
 from worker import messages
 from worker.messages import (
     Abort,
@@ -179,14 +188,14 @@ class ScriptedReplica:
                 self._send(origin, Done(call))
             case Clear(call=call):
                 self.move("cleared")
-                self._send(origin, Done(call, {"bytes": 1000}))
+                self._send(origin, Done(call, {"released": [{"weights": 700, "kv_cache": 300}]}))
             case Reload(call=call):
                 self.move("serving" if self.pause_mode is None else "paused")
                 self._send(origin, Done(call))
             case Verify(call=call):
                 self._send(origin, Done(call, {"0": {"model.norm.weight": "00000000000000ff"}}))
             case ResetPrefixCache(call=call):
-                self._send(origin, Done(call))
+                self._send(origin, Done(call, {"empty": not self.running}))
 
     async def _generate(self, origin: bytes, g: Generate) -> None:
         limit = g.sampling.max_tokens if g.sampling.max_tokens is not None else CONTEXT - len(g.prompt_ids)
@@ -254,6 +263,7 @@ class ScriptedStore:
         self.results: dict[type, Result] = {}
         self.received: list[Any] = []
         self.session: dict[str, Any] | None = None
+        self.arrived: set[str] = set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{run_dir}/store.sock")
@@ -300,6 +310,13 @@ class ScriptedStore:
                     if subscribe:
                         self._subscribers.add(origin)
                     self._send(origin, self.status(call))
+                case SessionTensors(call=call, names=names):
+                    missing = [name for name in names if name not in self.arrived]
+                    self._send(origin, Result(call, True, data={"missing": missing}))
+                case CommitSession(call=call):
+                    self.session = None
+                    self.commit((self.live.version if self.live else 0) + 1)
+                    self._send(origin, Result(call, True, data={"version": self.live.version}))
                 case LoadDisk() | AbortSession():
                     answer = self.results.get(type(message), Result("", True, data={}))
                     if answer.ok and isinstance(message, LoadDisk):

@@ -1,0 +1,193 @@
+"""SGLang's control and info routes, and AReaL's accents of them."""
+
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+from api import disk, info
+from api.auth import require_admin, require_data
+from api.errors import ApiError, BadInput, Forbidden, status_of
+from api.replica import Replica
+from api.replies import Json
+from api.schemas import sglang as schema
+from api.schemas.base import ERRORS
+from api.service import Service, Uses
+from rollout_client.protocol import InFlight
+from worker.messages import PauseMode, Tag
+
+router = APIRouter(tags=["sglang"], responses=ERRORS)
+data = [Depends(require_data)]
+admin = [Depends(require_admin)]
+
+MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
+
+
+@router.post("/pause_generation", dependencies=admin)
+async def pause_generation(service: Uses, body: schema.SglangPause | None = None) -> schema.Said:
+    """abort ends what runs, retract computes its KV anew afterwards, in_place keeps it."""
+    mode = (body or schema.SglangPause()).mode
+    await service.control.pause(MODES[mode], clear_cache=mode != "in_place")
+    return schema.Said(message="generation is paused")
+
+
+@router.post("/continue_generation", dependencies=admin)
+async def continue_generation(service: Uses) -> schema.Said:
+    """Go on. Idempotent."""
+    await service.control.resume()
+    return schema.Said(message="generation goes on")
+
+
+@router.post("/areal_pause_generation", dependencies=admin)
+async def areal_pause_generation(service: Uses) -> schema.Said:
+    """AReaL: what runs ends with `abort` and is sent again by the client."""
+    await service.control.pause("abort")
+    return schema.Said(message="generation is paused")
+
+
+@router.post("/areal_continue_generation", dependencies=admin)
+async def areal_continue_generation(service: Uses) -> schema.Said:
+    """AReaL: go on."""
+    return await continue_generation(service)
+
+
+@router.post("/areal_update_weights", dependencies=admin, response_model=schema.DiskUpdated)
+async def areal_update_weights(body: schema.DiskUpdate, service: Uses) -> Response:
+    """AReaL: from disk."""
+    return await update_weights_from_disk(body, service)
+
+
+@router.post("/update_weights_from_disk", dependencies=admin, response_model=schema.DiskUpdated)
+async def update_weights_from_disk(body: schema.DiskUpdate, service: Uses) -> Response:
+    """Make a checkpoint directory live on every replica, or change nothing and say why."""
+    in_flight: InFlight = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"
+    waiting = len(service.fleet.flights) if service.control.paused else 0
+    try:
+        report = await disk.load(
+            service.weights, service.versions, body.model_path, name=body.weight_version, in_flight=in_flight
+        )
+    except ApiError as error:
+        reply = {"success": False, "message": error.message, "num_paused_requests": waiting}
+        return Json(reply, status_of(error))
+    message = f"version {service.versions.live} is live"
+    return Json({"success": True, "message": message, "num_paused_requests": waiting, "report": report})
+
+
+@router.post("/update_weight_version", dependencies=admin)
+async def update_weight_version(body: schema.NewVersion, service: Uses) -> schema.NewVersionSet:
+    """Give the live version a name of the trainer's; also vLLM's route."""
+    if service.weights.live is None:
+        raise BadInput("nothing is live yet")
+    if body.abort_all_requests:
+        await service.generations.abort(None)
+    service.versions.give(body.new_version)
+    return schema.NewVersionSet(new_version=service.versions.live)
+
+
+@router.get("/get_weight_version", dependencies=data)
+@router.get("/weight_version", dependencies=data)
+async def get_weight_version(service: Uses) -> schema.WeightVersion:
+    """The name of the live version."""
+    return schema.WeightVersion(weight_version=service.versions.live)
+
+
+@router.post("/flush_cache", dependencies=admin, response_model=schema.Said)
+async def flush_cache(service: Uses) -> Response:
+    """Forget cached prefixes: 200 when done, 400 while requests run."""
+    running = sum(1 for flight in service.fleet.flights if not flight.held_since)
+    if running or not await service.control.reset_prefix_cache():
+        return Json({"success": False, "status": "busy", "message": f"not flushed: {running} requests run"}, 400)
+    return Json({"success": True, "status": "ok", "message": "cache flushed"})
+
+
+@router.get("/flush_cache", dependencies=admin, response_model=schema.Said)
+async def flush_cache_by_get(service: Uses) -> Response:
+    """The same, as older clients ask for it."""
+    if not service.config.legacy_get:
+        raise Forbidden("GET is switched off for routes that change something (legacy_get): use POST")
+    return await flush_cache(service)
+
+
+@router.post("/abort_request", dependencies=admin)
+async def abort_request(service: Uses, body: schema.AbortRid) -> schema.Aborted:
+    """End one request by its exact id, or all; callers get what there is."""
+    if not body.rid and not body.abort_all:
+        raise BadInput("send rid, or abort_all: true")
+    count = await service.generations.abort(None if body.abort_all else [body.rid or ""])
+    return schema.Aborted(message=f"{count} requests ended", aborted=count)
+
+
+@router.get("/model_info", dependencies=data)
+@router.get("/get_model_info", dependencies=data)
+async def model_info(service: Uses) -> schema.ModelInfo:
+    """What is served."""
+    model = service.model
+    return schema.ModelInfo(
+        model_path=str(model.path),
+        tokenizer_path=str(model.path) if model.tokenizer is not None else "",
+        weight_version=service.versions.live,
+        architectures=[model.architecture],
+    )
+
+
+@router.post("/release_memory_occupation", dependencies=admin)
+async def release_memory_occupation(service: Uses, body: schema.MemoryTags | None = None) -> schema.Said:
+    """Release parameters, KV or both on every rank. Again is a clean reply."""
+    freed = await service.control.clear(_tags(body))
+    return schema.Said(message=f"{freed} bytes released")
+
+
+@router.post("/resume_memory_occupation", dependencies=admin)
+async def resume_memory_occupation(service: Uses, body: schema.MemoryTags | None = None) -> schema.Said:
+    """Bring back what was released, at the live version. Again is a clean reply."""
+    await service.control.reload(_tags(body))
+    return schema.Said(message="memory is back")
+
+
+@router.post("/weights_checker", dependencies=admin)
+async def weights_checker(service: Uses, body: schema.WeightsChecker | None = None) -> schema.WeightsChecked:
+    """Checksum what every rank holds, or compare it to an earlier answer."""
+    body = body or schema.WeightsChecker()
+    found = info.flat_checksums(await service.control.verify())
+    if body.action != "compare":
+        return schema.WeightsChecked(checksums=found)
+    if body.baseline is None:
+        raise BadInput("compare needs a baseline: the checksums of an earlier answer")
+    wrong = info.mismatches(found, body.baseline)
+    return schema.WeightsChecked(match=not wrong, mismatches=wrong)
+
+
+@router.get("/v1/loads", dependencies=data)
+async def loads(service: Uses) -> schema.LoadsV1:
+    """Load per replica."""
+    return schema.LoadsV1(loads=_loads(service))
+
+
+@router.get("/get_load", dependencies=data)
+async def get_load(service: Uses) -> list[schema.Loads]:
+    """Load per replica, as a list."""
+    return _loads(service)
+
+
+def _tags(body: schema.MemoryTags | None) -> tuple[Tag, ...]:
+    return tuple(body.tags) if body and body.tags else ("weights", "kv_cache")
+
+
+def _loads(service: Service) -> list[schema.Loads]:
+    return [_load(replica) for replica in service.fleet.replicas]
+
+
+def _load(replica: Replica) -> schema.Loads:
+    stats = replica.stats
+    used = stats.kv_blocks_used * stats.block_size if stats else 0
+    total = stats.kv_blocks_total * stats.block_size if stats else 0
+    waiting = stats.waiting + stats.held if stats else 0
+    running = stats.running if stats else 0
+    return schema.Loads(
+        dp_rank=replica.index,
+        num_reqs=running + waiting,
+        num_waiting_reqs=waiting,
+        num_running_reqs=running,
+        num_tokens=used,
+        num_used_tokens=used,
+        max_total_num_tokens=total,
+        token_usage=used / total if total else 0.0,
+    )

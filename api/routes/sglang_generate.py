@@ -1,0 +1,150 @@
+"""POST /generate: SGLang's by `text` or `input_ids`, older TRL's by `prompts`."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from api import sglang_output
+from api.answering import version_header
+from api.auth import require_data
+from api.errors import BadInput
+from api.flight import Sample, Update
+from api.generation import Ask, Job
+from api.prompts import prompt_ids
+from api.replies import Json, explain
+from api.schemas.base import ERRORS
+from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, SglangSampling
+from api.schemas.vllm_sampling import VllmSampling
+from api.service import Service, Uses
+from api.sglang_output import Wanted
+from api.sse import DONE, EventStream, event, while_connected
+
+router = APIRouter(tags=["sglang"], responses=ERRORS, dependencies=[Depends(require_data)])
+
+SessionHeader = Annotated[str, Header(max_length=256)]
+
+
+@router.post("/generate", response_model=SglangOutput | list[SglangOutput] | LegacyTrlOutput)
+async def generate(body: SglangGenerate, request: Request, service: Uses, x_session_id: SessionHeader = "") -> Response:
+    """Continue one prompt or a batch. Several prompts, or n > 1, are answered with a list, prompt by prompt."""
+    if body.prompts is not None:
+        return await _legacy_trl(body, request, service)
+    if (body.text is None) == (body.input_ids is None):
+        raise BadInput("send exactly one of text, input_ids and prompts")
+    given = body.text if body.text is not None else body.input_ids
+    is_batch = bool(given) and isinstance(given, list) and not isinstance(given[0], int)
+    prompts = await prompt_ids(given, service.model, add_special_tokens=True)
+    wanted = [_wanted(body, i, len(prompts)) for i in range(len(prompts))]
+    asks = [
+        Ask(
+            prompts=[ids],
+            sampling=w.params(len(ids)),
+            request_id=_rid(body, i, len(prompts)),
+            stream=bool(body.stream),
+            priority=body.priority or 0,
+            session=x_session_id,
+            min_version=body.min_weight_version,
+            version_timeout_s=body.version_timeout_s,
+        )
+        for i, (ids, w) in enumerate(zip(prompts, wanted, strict=True))
+    ]
+    as_list = is_batch or any(ask.sampling.n > 1 for ask in asks)
+    if body.stream:
+        return EventStream(_stream(asks, wanted, service, as_list))
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
+        samples = await while_connected(request.receive, _all(jobs))
+    outputs = [
+        sglang_output.output(job, w, sample, service)
+        for job, w, of_job in zip(jobs, wanted, samples, strict=True)
+        for sample in of_job
+    ]
+    return Json(outputs if as_list else outputs[0], headers=version_header(samples))
+
+
+async def _all(jobs: list[Job]) -> list[list[Sample]]:
+    return [(await job.samples())[0] for job in jobs]
+
+
+def _wanted(body: SglangGenerate, i: int, count: int) -> Wanted:
+    """What the batch's i-th prompt asked for; fields may be given once for all."""
+
+    def pick(value: Any, default: Any) -> Any:
+        if not isinstance(value, list):
+            return default if value is None else value
+        if len(value) != count:
+            raise BadInput(f"a list of {len(value)} values came with {count} prompts")
+        return value[i]
+
+    return Wanted(
+        sampling=pick(body.sampling_params, None) or SglangSampling(),
+        logprobs=pick(body.return_logprob, False),
+        logprobs_from=pick(body.logprob_start_len, -1),
+        top_n=pick(body.top_logprobs_num, 0),
+        texts=bool(body.return_text_in_logprobs),
+    )
+
+
+def _rid(body: SglangGenerate, i: int, count: int) -> str:
+    if isinstance(body.rid, list):
+        if len(body.rid) != count:
+            raise BadInput(f"{len(body.rid)} rids came with {count} prompts")
+        return body.rid[i]
+    return f"{body.rid}_{i}" if body.rid and count > 1 else body.rid or ""
+
+
+async def _stream(
+    asks: list[Ask], wanted: list[Wanted], service: Service, as_list: bool
+) -> AsyncGenerator[bytes, None]:
+    """Events hold a sample as it is so far: text, ids and logprobs from the beginning."""
+    moved: asyncio.Queue[Update] = asyncio.Queue()
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
+        owner = {job.flights[0]: i for i, job in enumerate(jobs)}
+        for job in jobs:
+            job.watch(moved.put_nowait)
+        ended: set[tuple[int, int]] = set()
+        running = len(jobs)
+        while running:
+            update = await moved.get()
+            i = owner[update[0]]
+            chunk = jobs[i].check(update)
+            if chunk is None:
+                running -= 1
+                continue
+            sample = jobs[i].flights[0].samples[chunk.index]
+            if (i, chunk.index) in ended:
+                continue  # an earlier event had these tokens already
+            if sample.finish is not None:
+                ended.add((i, chunk.index))
+            output = sglang_output.output(jobs[i], wanted[i], sample, service)
+            if as_list:
+                output["index"] = sum(ask.sampling.n for ask in asks[:i]) + chunk.index
+            yield event(output)
+        yield DONE
+
+
+async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) -> Response:
+    fields = {name: getattr(body, name) for name in ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    fields |= {"repetition_penalty": body.repetition_penalty} | (body.generation_kwargs or {})
+    prompts = await prompt_ids(body.prompts, service.model, add_special_tokens=True)
+    try:
+        sampling = VllmSampling.model_validate(fields).params(logprobs=0)
+    except ValidationError as error:
+        raise BadInput(f"generation_kwargs: {explain(error.errors())}") from None
+    ask = Ask(prompts=prompts, sampling=sampling)
+    with service.generations.submit(ask) as job:
+        samples = await while_connected(request.receive, job.samples())
+    flat = [sample for of_prompt in samples for sample in of_prompt]
+    reply = {
+        "prompt_ids": prompts,
+        "completion_ids": [sample.token_ids for sample in flat],
+        "logprobs": [sample.logprobs for sample in flat],
+        "weight_versions": [service.versions.spans(sample.spans) for sample in flat],
+    }
+    return Json(reply, headers=version_header(samples))

@@ -1,0 +1,95 @@
+"""POST /inference/v1/generate: vLLM's token-in token-out route, which prime-rl, verifiers and TRL speak."""
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request
+from starlette.responses import Response
+
+from api import logprobs as shapes
+from api.answering import usage, version_header, whole
+from api.auth import require_data
+from api.flight import Sample
+from api.generation import Ask, Job
+from api.replies import Json
+from api.schemas.base import ERRORS
+from api.schemas.tokens import TokenRequest, TokenResponse
+from api.service import Service, Uses
+from api.sse import DONE, EventStream, event
+from worker.messages import Chunk
+
+router = APIRouter(tags=["vllm"], responses=ERRORS, dependencies=[Depends(require_data)])
+
+MAX_TOP = 64
+SessionHeader = Annotated[str, Header(max_length=256)]
+
+
+@router.post("/inference/v1/generate", response_model=TokenResponse)
+async def generate(body: TokenRequest, request: Request, service: Uses, x_session_id: SessionHeader = "") -> Response:
+    """Continue token ids exactly as they are."""
+    wanted = body.sampling_params
+    top_n = MAX_TOP if wanted.logprobs == -1 else wanted.logprobs or 0
+    params = wanted.params(
+        # Ranks come with alternatives only, and an entry has its rank.
+        logprobs=max(1, top_n) if wanted.logprobs is not None else 0,
+        sampling_mask=bool(wanted.sampling_mask),
+    )
+    ask = Ask(
+        prompts=[body.token_ids],
+        sampling=params,
+        request_id=body.request_id or "",
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        session=x_session_id,
+        min_version=body.min_weight_version,
+        version_timeout_s=body.version_timeout_s,
+        max_staleness=body.max_staleness,
+    )
+    if body.stream:
+        return EventStream(_stream(service.generations.submit(ask), body, service, top_n))
+    job, samples = await whole(request, service, ask)
+    reply = _envelope(job, [_choice(s, body, service, top_n) for s in samples[0]], service)
+    reply |= {"usage": usage(ask.prompts, samples)} | _prompt(body, samples[0][0], service)
+    return Json(reply, headers=version_header(samples))
+
+
+def _envelope(job: Job, choices: list[dict[str, Any]], service: Service) -> dict[str, Any]:
+    newest = choices[-1]["weight_version"] if choices else service.versions.live
+    return {"request_id": job.request_id, "model": service.model.name, "choices": choices, "weight_version": newest}
+
+
+def _prompt(body: TokenRequest, first: Sample, service: Service) -> dict[str, Any]:
+    return {
+        "prompt_logprobs": shapes.prompt_by_id(first.prompt_logprobs, service.model),
+        "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+    }
+
+
+def _choice(part: Sample | Chunk, body: TokenRequest, service: Service, top_n: int) -> dict[str, Any]:
+    wanted = body.sampling_params
+    return {
+        "index": part.index,
+        "token_ids": part.token_ids,
+        "finish_reason": part.finish,
+        "stop_reason": part.stop_reason,
+        "logprobs": shapes.by_id(part, top_n) if wanted.logprobs is not None else None,
+        "sampling_mask": part.masks if wanted.sampling_mask else None,
+        "weight_version": service.versions.newest(part.spans),
+        "weight_versions": service.versions.spans(part.spans),
+    }
+
+
+async def _stream(job: Job, body: TokenRequest, service: Service, top_n: int) -> AsyncGenerator[bytes, None]:
+    opened = False
+    with job:
+        async for _, chunk in job.chunks():
+            part = _envelope(job, [_choice(chunk, body, service, top_n)], service)
+            if not opened:
+                part |= _prompt(body, job.flights[0].samples[0], service)
+                opened = True
+            yield event(part)
+        if body.stream_options is not None and body.stream_options.include_usage:
+            counted = usage(job.ask.prompts, [job.flights[0].samples])
+            yield event(_envelope(job, [], service) | {"usage": counted})
+        yield DONE

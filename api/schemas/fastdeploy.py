@@ -1,0 +1,52 @@
+"""Bodies of FastDeploy's routes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from api.schemas.base import Lenient
+
+
+class Msg(Lenient):
+    """Of the two legacy routes."""
+
+    msg: str
+
+
+class Control(Lenient):
+    """Of the /v1 control routes that succeeded."""
+
+    status: Literal["success"] = "success"
+    request_id: str
+    result: Any = None
+
+
+class ControlError(Lenient):
+    """Of those that did not."""
+
+    status: Literal["error"] = "error"
+    request_id: str
+    message: str
+
+
+class UpdateWeights(Lenient):
+    """/v1/update_weights: load the model's directory again."""
+
+    version: int | str | None = None
+    """None: `step` of the directory's version.yaml, or one above the live one."""
+    verify_checksum: bool | None = True
+    """Every byte is checked on the way to every rank in any case."""
+    timeout: Annotated[float, Field(gt=0, le=3600)] = 180.0
+
+
+class Tags(Lenient):
+    """ "weight", "kv_cache" or both with a comma; missing = both."""
+
+    tags: str | None = None
+
+
+class AbortRequests(Lenient):
+    """All, or some by exact id."""
+
+    abort_all: bool | None = False
+    req_ids: list[str] | None = None

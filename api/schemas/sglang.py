@@ -1,0 +1,241 @@
+"""Bodies of SGLang's routes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from api.schemas.base import Finite, Ids, Lenient
+from api.schemas.openai import VersionSpan
+from api.schemas.vllm_sampling import Stop, stops_of, top_k_of
+from worker.messages import SamplingParams
+
+
+class SglangSampling(Lenient):
+    """sampling_params."""
+
+    max_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    """None: whatever fits the context."""
+    min_new_tokens: Annotated[int, Field(ge=0)] | None = 0
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = -1
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
+    presence_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = 1.0
+    stop: Stop = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    no_stop_trim: bool | None = False
+    sampling_seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, lt=1 << 31)], Finite] | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = 1
+
+    def params(self, *, top_n: int, prompt_logprobs: int | None) -> SamplingParams:
+        """As the worker wants it."""
+        return SamplingParams(
+            n=self.n or 1,
+            max_tokens=self.max_new_tokens,
+            min_tokens=self.min_new_tokens or 0,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=top_k_of(self.top_k),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            seed=self.sampling_seed,
+            stop=stops_of(self.stop),
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=top_n,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class SglangGenerate(Lenient):
+    """/generate: text or input_ids, one or a batch (then a list is answered); or `prompts`, as older TRL sends."""
+
+    text: str | list[str] | None = None
+    input_ids: Ids | list[Ids] | None = None
+    sampling_params: SglangSampling | list[SglangSampling] | None = None
+    return_logprob: bool | list[bool] | None = False
+    logprob_start_len: int | list[int] | None = -1
+    """From which prompt token on logprobs are wanted; -1 = only those of the output."""
+    top_logprobs_num: Annotated[int, Field(ge=0, le=64)] | list[Annotated[int, Field(ge=0, le=64)]] | None = 0
+    return_text_in_logprobs: bool | None = False
+    stream: bool | None = False
+    rid: str | list[str] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = 0
+    min_weight_version: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """Ours: wait until this version is live; 409 after version_timeout_s."""
+    version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+    prompts: list[str] | list[Ids] | None = None
+    """Older TRL; then the fields below count, and ids and logprobs per sample are answered."""
+    n: Annotated[int, Field(ge=1, le=1024)] | None = 1
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = -1
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = 1.0
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    generation_kwargs: dict[str, Any] | None = None
+
+
+class MetaInfo(Lenient):
+    """About one sample. Logprob entries are [logprob, token id, text or null]."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    weight_versions: list[VersionSpan]
+    e2e_latency: float
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
+    input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    input_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
+
+
+class SglangOutput(Lenient):
+    """One sample."""
+
+    text: str
+    output_ids: list[int]
+    index: int | None = None
+    meta_info: MetaInfo
+
+
+class LegacyTrlOutput(Lenient):
+    """What `prompts` is answered with: per prompt its ids, per sample ids and one logprob per token."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[float]]
+    weight_versions: list[list[VersionSpan]]
+
+
+class SglangPause(Lenient):
+    """/pause_generation."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Said(Lenient):
+    """Of most control routes."""
+
+    message: str
+    status: str = "ok"
+    success: bool = True
+
+
+class DiskUpdate(Lenient):
+    """/update_weights_from_disk."""
+
+    model_path: str = Field(min_length=1, max_length=4096)
+    load_format: str | None = None
+    abort_all_requests: bool | None = False
+    weight_version: str | None = None
+    flush_cache: bool | None = True
+    keep_pause: bool | None = None
+
+
+class DiskUpdated(Lenient):
+    """How it went."""
+
+    success: bool
+    message: str
+    num_paused_requests: int
+
+
+class NewVersion(Lenient):
+    """/update_weight_version. new_version names what is live."""
+
+    new_version: str = Field(min_length=1, max_length=256)
+    abort_all_requests: bool | None = False
+
+
+class NewVersionSet(Lenient):
+    """How it went."""
+
+    success: bool = True
+    message: str = "weight version updated"
+    new_version: str
+
+
+class WeightVersion(Lenient):
+    """The name of the live version."""
+
+    weight_version: str
+
+
+class AbortRid(Lenient):
+    """/abort_request: one by its exact id, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = False
+
+
+class Aborted(Said):
+    """How many were open."""
+
+    aborted: int
+
+
+class ModelInfo(Lenient):
+    """/model_info."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool = True
+    weight_version: str
+    preferred_sampling_params: dict[str, Any] | None = None
+    model_type: str = ""
+    architectures: list[str] = Field(default_factory=list)
+
+
+class MemoryTags(Lenient):
+    """Which memory; none or null = all of it."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
+class WeightsChecker(Lenient):
+    """/weights_checker."""
+
+    action: Literal["checksum", "compare", "snapshot"] = "checksum"
+    baseline: dict[str, str] | None = None
+
+
+class WeightsChecked(Lenient):
+    """xxh3-64 per replica, rank and parameter, or how they compare to a baseline."""
+
+    success: bool = True
+    message: str = ""
+    checksums: dict[str, str] | None = None
+    match: bool | None = None
+    mismatches: list[str] | None = None
+
+
+class Loads(Lenient):
+    """Load of one replica."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_running_reqs: int
+    num_tokens: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+
+
+class LoadsV1(Lenient):
+    """/v1/loads."""
+
+    loads: list[Loads]

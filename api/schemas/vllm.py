@@ -1,0 +1,157 @@
+"""Bodies of vLLM's control routes for RL trainers."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from api.schemas.base import Lenient
+
+
+class Status(Lenient):
+    """Of /pause and /resume."""
+
+    status: str
+
+
+class IsPaused(Lenient):
+    """Of /is_paused."""
+
+    is_paused: bool
+
+
+class AbortRequests(Lenient):
+    """Empty or missing = all."""
+
+    request_ids: list[str] | None = None
+
+
+class AbortedRequests(Status):
+    """How many were open."""
+
+    aborted: int
+
+
+class Message(Lenient):
+    """What was done."""
+
+    message: str
+
+
+class InitTransfer(Lenient):
+    """/init_weight_transfer_engine. Whatever init_info says, the bytes go over ZMQ."""
+
+    init_info: dict[str, Any] = Field(default_factory=dict)
+
+
+class TransferReady(Message):
+    """Where the trainer's WeightPublisher connects."""
+
+    backend: Literal["zmq"] = "zmq"
+    endpoints: list[str]
+    weight_version: str
+
+
+class UpdateInfo(Lenient):
+    """The tensors of one bucket."""
+
+    names: list[str] = Field(min_length=1)
+    dtype_names: list[str] | None = None
+    shapes: list[list[int]] | None = None
+
+
+class UpdateWeights(Lenient):
+    """A bucket that is being pushed over ZMQ, or a directory to load."""
+
+    update_info: UpdateInfo | None = None
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "UpdateWeights":
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise ValueError("send exactly one of update_info and weight_dir")
+        return self
+
+
+class FinishUpdate(Lenient):
+    """What the trainer calls the new version; null = its number."""
+
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class WeightInfo(Lenient):
+    """The name of the live version."""
+
+    weight_version: str
+
+
+class WeightChecker(Lenient):
+    """compare needs the baseline: checksums of an earlier answer."""
+
+    action: Literal["checksum", "compare"]
+    baseline: dict[str, str] | None = None
+
+
+class WeightCheck(Lenient):
+    """Keys are dp<replica>:tp<rank>:<parameter>."""
+
+    checksums: dict[str, str] | None = None
+    match: bool | None = None
+    mismatches: list[str] | None = None
+
+
+class WorldSize(Lenient):
+    """Ranks that hold weights."""
+
+    world_size: int
+
+
+class Sleeping(Status):
+    """Of /sleep."""
+
+    level: int
+
+
+class Awake(Status):
+    """status: awake, or sleeping while other tags are still released."""
+
+    tags: list[str] | None
+
+
+class IsSleeping(Lenient):
+    """Of /is_sleeping."""
+
+    is_sleeping: bool
+
+
+class Success(Lenient):
+    """Of /reset_prefix_cache: false while running sequences hold blocks."""
+
+    success: bool
+
+
+class VllmConfig(Lenient):
+    """The part of vLLM's configuration that trainers look at."""
+
+    weight_transfer_config: dict[str, Any]
+    model_config_: dict[str, Any] = Field(alias="model_config")
+    lora_config: dict[str, Any] | None
+    parallel_config: dict[str, Any]
+
+
+class ServerInfo(Lenient):
+    """vLLM's nested keys and SGLang's flat ones."""
+
+    vllm_config: VllmConfig
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    disaggregation_mode: str
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    max_model_len: int
+    context_length: int
+    dtype: str
+    weight_version: str
+    version: str
+    internal_states: list[dict[str, Any]]

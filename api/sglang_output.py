@@ -1,0 +1,88 @@
+"""One sample in SGLang's shape."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from api.flight import Sample
+from api.generation import Job
+from api.model import Model
+from api.schemas.sglang import SglangSampling
+from api.service import Service
+from api.text import TextOptions, final_text
+from worker.messages import SamplingParams
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one prompt of a batch asked for. logprobs_from: first prompt token with a logprob, -1 = none."""
+
+    sampling: SglangSampling
+    logprobs: bool
+    logprobs_from: int
+    top_n: int
+    texts: bool
+
+    def params(self, prompt_tokens: int) -> SamplingParams:
+        """As the worker wants it."""
+        of_prompt = self.logprobs and 0 <= self.logprobs_from < prompt_tokens
+        top_n = self.top_n if self.logprobs else 0
+        return self.sampling.params(top_n=top_n, prompt_logprobs=top_n if of_prompt else None)
+
+
+def output(job: Job, wanted: Wanted, sample: Sample, service: Service) -> dict[str, Any]:
+    """schemas.sglang.SglangOutput as plain data; an unfinished sample has finish_reason null."""
+    flight, model = job.flights[0], service.model
+    text = ""
+    if model.tokenizer is not None:
+        sampling = wanted.sampling
+        options = TextOptions(sampling.skip_special_tokens is not False, bool(sampling.no_stop_trim))
+        text = final_text(model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, options)
+    meta: dict[str, Any] = {
+        "id": job.request_id,
+        "finish_reason": _finish(sample),
+        "prompt_tokens": len(flight.request.prompt_ids),
+        "completion_tokens": len(sample.token_ids),
+        "cached_tokens": sample.cached_tokens,
+        "weight_version": service.versions.newest(sample.spans),
+        "weight_versions": service.versions.spans(sample.spans),
+        "e2e_latency": time.monotonic() - flight.started,
+    }
+    if wanted.logprobs:
+        meta |= _logprobs(wanted, sample, flight.samples[0], flight.request.prompt_ids, model)
+    return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
+
+
+def _finish(sample: Sample) -> dict[str, Any] | None:
+    match sample.finish:
+        case None:
+            return None
+        case "stop":
+            matched = sample.stop_reason
+            if matched is None and sample.token_ids:
+                matched = sample.token_ids[-1]  # the model's own end
+            return {"type": "stop", "matched": matched}
+        case "length":
+            return {"type": "length", "length": len(sample.token_ids)}
+        case reason:
+            return {"type": reason, "message": sample.error or "aborted"}
+
+
+def _logprobs(wanted: Wanted, sample: Sample, first: Sample, prompt: list[int], model: Model) -> dict[str, Any]:
+    def entry(logprob: float | None, token_id: int) -> list[Any]:
+        return [logprob, token_id, model.token_text(token_id) if wanted.texts and model.tokenizer else None]
+
+    made: dict[str, Any] = {
+        "output_token_logprobs": [entry(p, i) for p, i in zip(sample.logprobs, sample.token_ids, strict=True)],
+        "input_token_logprobs": [],
+    }
+    if wanted.top_n:
+        made["output_top_logprobs"] = [[entry(p, i) for i, p in top] for top in sample.top]
+        made["input_top_logprobs"] = []
+    if first.prompt_logprobs is not None:
+        start = wanted.logprobs_from
+        found = first.prompt_logprobs[start:]  # of the tokens after `start`, which itself has none here
+        made["input_token_logprobs"] = [entry(None, prompt[start])] + [entry(c[0][1], c[0][0]) for c in found]
+        if wanted.top_n:
+            made["input_top_logprobs"] = [None] + [[entry(p, i) for i, p, _ in c[: wanted.top_n]] for c in found]
+    return made

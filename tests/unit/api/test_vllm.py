@@ -1,0 +1,157 @@
+import asyncio
+import json
+
+import pytest
+
+from api.schemas.tokens import TokenResponse
+from weight_manager.messages import CommitSession, LoadDisk
+from worker.messages import Clear, Generate, Pause, Reload
+
+URL = "/inference/v1/generate"
+
+
+async def post(client, path, body=None, status=200, **params):
+    reply = await client.post(path, json=body, params=params)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+async def test_tokens_in_tokens_out(client, replicas):
+    params = {"max_tokens": 3, "logprobs": 1, "prompt_logprobs": 0, "stop_token_ids": [9, 5000], "detokenize": False}
+    body = await post(client, URL, {"model": "x", "token_ids": [65, 66], "sampling_params": params, "request_id": "r1"})
+    TokenResponse.model_validate(body)
+    assert body["request_id"] == "r1"
+    (choice,) = body["choices"]
+    assert choice["token_ids"] == [67, 68, 69]
+    assert len(choice["logprobs"]["content"]) == 3
+    assert choice["logprobs"]["content"][0] == {
+        "token": "token_id:67",
+        "token_id": 67,
+        "logprob": -0.5,
+        "rank": 1,
+        "top_logprobs": [{"token": "token_id:67", "token_id": 67, "logprob": -0.5}],
+    }
+    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
+    assert body["prompt_logprobs"] == [None, {"66": {"logprob": -1.0, "rank": 1, "decoded_token": "B"}}]
+    assert body["usage"]["completion_tokens"] == 3
+    (message,) = [m for r in replicas for m in r.got(Generate)]
+    assert message.sampling.stop_token_ids == [9], "a stop id the model cannot sample is dropped, not refused"
+
+
+async def test_no_logprobs_unless_asked(client):
+    body = await post(client, URL, {"token_ids": [65], "sampling_params": {"max_tokens": 1}})
+    assert body["choices"][0]["logprobs"] is None
+    body = await post(client, URL, {"token_ids": [65], "sampling_params": {"max_tokens": 1, "logprobs": 0}})
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert entry["top_logprobs"] == []
+    assert entry["rank"] == 1
+
+
+async def test_streamed_tokens(client):
+    body = {"token_ids": [65], "sampling_params": {"max_tokens": 3, "n": 2}, "stream": True}
+    events = (await client.post(URL, json=body)).text.strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    parts = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events[:-1]]
+    assert [i for p in parts if p["index"] == 1 for i in p["token_ids"]] == [66, 67, 68]
+
+
+@pytest.mark.parametrize(
+    ("query", "mode", "clear"),
+    [
+        ({}, "abort", True),
+        ({"mode": "wait"}, "wait", True),
+        ({"mode": "keep"}, "recompute", True),
+        ({"mode": "keep", "clear_cache": "false"}, "keep", False),
+    ],
+)
+async def test_pause(client, replicas, query, mode, clear):
+    assert await post(client, "/pause", **query) == {"status": "paused"}
+    assert (await client.get("/is_paused")).json() == {"is_paused": True}
+    (message,) = replicas[0].got(Pause)
+    assert (message.mode, message.clear_cache) == (mode, clear)
+    for _ in range(2):
+        assert await post(client, "/resume") == {"status": "resumed"}
+    assert (await client.get("/is_paused")).json() == {"is_paused": False}
+
+
+async def test_bad_pause_mode_is_400(client):
+    await post(client, "/pause", status=400, mode="sleepy")
+
+
+async def test_abort_requests(client):
+    assert await post(client, "/abort_requests") == {"status": "aborted", "aborted": 0}
+    assert await post(client, "/abort_requests", {"request_ids": []}) == {"status": "aborted", "aborted": 0}
+
+
+async def test_four_phases(client, store, replicas):
+    ready = await post(client, "/init_weight_transfer_engine", {"init_info": {"backend": "zmq"}})
+    assert ready["endpoints"] == ["tcp://127.0.0.1:5600"]
+    await post(client, "/start_weight_update", {})
+    await post(client, "/start_weight_update", {}, status=409)
+    bucket = {"update_info": {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[1], [2]]}}
+    waiting = asyncio.create_task(client.post("/update_weights", json=bucket))
+    await asyncio.sleep(0.1)
+    store.arrived.add("a")
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    store.arrived.add("b")
+    assert (await waiting).json() == {"message": "weights updated"}
+    assert (await client.get("/weight_info")).json() == {"weight_version": "default"}
+    assert (await post(client, "/finish_weight_update", {"weight_version": "step 1"}))["message"]
+    assert [m for m in store.received if isinstance(m, CommitSession)]
+    assert (await client.get("/weight_info")).json() == {"weight_version": "step 1"}
+    await post(client, "/finish_weight_update", status=409)
+    await post(client, "/update_weights", bucket, status=409)
+
+
+async def test_finish_does_not_commit_again_what_the_trainer_committed(client, store, until, service):
+    await post(client, "/start_weight_update")
+    store.commit(1)
+    await until(lambda: service.weights.live.version == 1)
+    await post(client, "/finish_weight_update")
+    assert not [m for m in store.received if isinstance(m, CommitSession)]
+    assert (await client.get("/weight_info")).json() == {"weight_version": "1"}
+
+
+async def test_a_directory_is_loaded_at_once_or_at_finish(client, store):
+    await post(client, "/update_weights", {"weight_dir": "/ckpt/1"})
+    await post(client, "/start_weight_update")
+    await post(client, "/update_weights", {"weight_dir": "/ckpt/2"})
+    assert [m.path for m in store.received if isinstance(m, LoadDisk)] == ["/ckpt/1"]
+    await post(client, "/finish_weight_update")
+    assert [m.path for m in store.received if isinstance(m, LoadDisk)] == ["/ckpt/1", "/ckpt/2"]
+    await post(client, "/update_weights", {}, status=400)
+    assert (await post(client, "/shutdown_weight_transfer_engine"))["message"]
+
+
+async def test_weight_checker(client):
+    found = (await post(client, "/weight_checker", {"action": "checksum"}))["checksums"]
+    assert set(found) == {"dp0:tp0:model.norm.weight", "dp1:tp0:model.norm.weight"}
+    assert await post(client, "/weight_checker", {"action": "compare", "baseline": found}) == {
+        "match": True,
+        "mismatches": [],
+    }
+    await post(client, "/weight_checker", {"action": "compare"}, status=400)
+
+
+async def test_world_size(client):
+    assert (await client.get("/get_world_size")).json() == {"world_size": 2}
+    assert (await client.get("/get_world_size", params={"include_dp": False})).json() == {"world_size": 1}
+
+
+async def test_sleep_and_wake(client, replicas):
+    assert await post(client, "/sleep", level=1) == {"status": "sleeping", "level": 1}
+    assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+    assert replicas[0].got(Clear)
+    assert await post(client, "/wake_up", tags=["weights"]) == {"status": "sleeping", "tags": ["weights"]}
+    assert await post(client, "/wake_up", tags=["kv_cache"]) == {"status": "awake", "tags": ["kv_cache"]}
+    assert [m.tags for m in replicas[0].got(Reload)] == [("weights",), ("kv_cache",)]
+    assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+    assert (await client.get("/is_paused")).json() == {"is_paused": False}
+    assert await post(client, "/sleep", level=0) == {"status": "sleeping", "level": 0}
+    assert await post(client, "/wake_up") == {"status": "awake", "tags": None}
+    await post(client, "/sleep", status=400, level=3)
+
+
+async def test_reset_prefix_cache(client):
+    assert await post(client, "/reset_prefix_cache") == {"success": True}
