@@ -141,5 +141,6 @@ def test_five_hundred_pushes_leave_no_trace(store, replica, weights):
             publisher.push(versions[version % 3], version, timeout_s=5)
     after = size()
     assert after[0] - before[0] < 2 << 20  # one forgotten plan per push would be more
-    assert after[1:] == before[1:]
+    assert after[1] <= before[1]
+    assert after[2] == before[2]
     assert r.live.version == 500
