@@ -112,7 +112,7 @@ class Joined:
 
 
 def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_s: float) -> Joined:
-    """Meet the other ranks. The supervisor's `group_environment` says where. Raises TimeoutError.
+    """Meet the other ranks. The supervisor's `rendezvous.group_environment` says where. Raises TimeoutError.
 
     Paddle's rendezvous server listens on all interfaces, without a password: a firewall must cover the ports.
     """
@@ -128,19 +128,6 @@ def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_
     signal = dist.new_group(ranks, backend="gloo")
     tp = dist.new_group(ranks, backend=tp_backend)
     return Joined(ProcessGroups(dist), signal, tp)
-
-
-def group_environment(rank: int, ports: list[int]) -> dict[str, str]:
-    """What `join` needs in the environment. ports: one for the rendezvous, then one for each rank; all free."""
-    master, *rest = (f"127.0.0.1:{port}" for port in ports)
-    return {
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": str(len(rest)),
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(rest),
-        "PADDLE_CURRENT_ENDPOINT": rest[rank],
-        "PADDLE_MASTER": master,
-        "PADDLE_DISTRI_BACKEND": "gloo",
-    }
 
 
 def _wait_for(endpoint: str, deadline_s: float) -> None:

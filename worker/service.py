@@ -5,7 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
-from worker.process_groups import group_environment
+from worker.rendezvous import group_environment
 from worker.unit import ProcessSpec, UnitSpec
 
 

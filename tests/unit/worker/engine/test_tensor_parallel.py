@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.process_groups import group_environment
+from worker.rendezvous import group_environment
 
 HERE = Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())

@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel run over the fixture checkpoints; rank 0 prints how far it is from HF.
 
-argv: rank, size, then checkpoint names. The environment is `process_groups.group_environment`'s.
+argv: rank, size, then checkpoint names. The environment is `rendezvous.group_environment`'s.
 """
 
 import importlib.util
