@@ -12,7 +12,7 @@ from rollout_client.protocol import Committed
 from weight_manager.checking import Checker
 from weight_manager.commit import Limits, Phase, Round
 from weight_manager.config import StoreConfig
-from weight_manager.errors import PushRefused
+from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.fleet import Fleet
 from weight_manager.history import History, Record
 from weight_manager.manifest import Layout
@@ -113,6 +113,8 @@ class Coordinator:
 
         While nothing is live nobody serves and there is nothing to protect: no votes, replicas adopt it after.
         """
+        if not self.settled:
+            raise IllegalTransition(f"commit of {session.id} while another commit is in {self._round}")
         if self._round is not None:
             self._finish_round(now)  # the last commit still waits for stall figures: answer it without
         epoch = self.history.next_epoch()

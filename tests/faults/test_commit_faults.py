@@ -169,3 +169,15 @@ def test_without_replicas_a_push_commits_for_whoever_comes(store, replica, push,
     assert push(weights(1), 1).replicas == 0
     assert store.serving() == (1, digest_of(weights(1)))
     assert replica().served() == (1, digest_of(weights(1)))
+
+
+def test_a_trainer_may_ask_for_what_an_operator_already_commits(fleet, store, trainer, weights, digest_of, until):
+    good, other = fleet(flip="silent", rollback="silent")
+    t = trainer()
+    placement = t.begin(weights(9), 2)
+    t.say(wire.Written(placement.session, t.write()))
+    assert isinstance(t.ask(wire.Seal(placement.session)), wire.Sealed)
+    store.api.send(messages.encode(messages.CommitSession("op")))
+    until(lambda: other.saw(messages.Flip), 1)
+    assert t.ask(wire.Commit(placement.session), 3).code == "deadline"
+    assert store.serving() == good.served() == (1, digest_of(weights(1)))
