@@ -46,6 +46,6 @@ class StopCheck:
         if not piece:
             return None
         text = self._tail + piece  # the tail is shorter than any match, so a match ends inside the piece
-        self._tail = text[len(text) - self._rules.overlap :] if self._rules.overlap else ""
+        self._tail = text[-self._rules.overlap :] if self._rules.overlap else ""
         found = [(at, string) for string in self._rules.strings if (at := text.find(string)) >= 0]
         return min(found, key=lambda match: match[0])[1] if found else None

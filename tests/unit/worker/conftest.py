@@ -1,0 +1,156 @@
+"""A scheduler and a fake engine in one hand: `rig` runs requests and checks what comes out against a replay."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker.engine.base import EngineSpec, ForwardBatch
+from worker.engine.fake_engine import FakeEngine, fake_logits
+from worker.logit_edits import LogitEdits
+from worker.messages import Chunk, Generate, SamplingParams, Span
+from worker.sampler import Draw, Pick, Sampler
+from worker.scheduler import Scheduler
+from worker.tokenizer import Tokenizer
+
+
+@dataclass
+class Result:
+    """Everything one sequence's chunks said."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def last(self) -> Chunk:
+        return self.chunks[-1]
+
+    @property
+    def finish(self) -> str | None:
+        return self.last.finish
+
+
+class Rig:
+    """One replica without a loop. Version v has epoch 100 + v unless told otherwise."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = 32,
+        max_model_len: int = 64,
+        eos: tuple[int, ...] = (),
+        kv_weights: bool = True,
+        max_batch: int = 8,
+        max_tokens: int = 16,
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        self.spec = EngineSpec(vocab_size, max_model_len, block_size, num_blocks, eos)
+        self.engine = FakeEngine(self.spec, kv_weights=kv_weights)
+        self.engine.allocate_kv()
+        self.scheduler = Scheduler(self.spec, tokenizer, max_batch=max_batch, max_tokens_per_step=max_tokens, **options)
+        self.sent: dict[str, Generate] = {}
+        self.results: dict[tuple[str, int], Result] = {}
+        self.batches: list[ForwardBatch] = []
+        self.version = 0
+        self.bind(0)
+
+    def weights(self, version: int) -> int:
+        handle = self.engine.prepare({"w": np.array([version])})
+        assert isinstance(handle, int)
+        return handle
+
+    def bind(self, version: int) -> None:
+        self.version = version
+        self.engine.bind(self.weights(version))
+
+    def update(self, policy: Any, version: int) -> None:
+        self.bind(version)
+        self.scheduler.on_update(policy, version, 100 + version)
+        self.collect()
+
+    def add(self, request_id: str, prompt: list[int], **fields: Any) -> None:
+        request = {name: fields.pop(name) for name in ("stream", "priority", "cache_salt") if name in fields}
+        self.sent[request_id] = Generate(request_id, prompt, SamplingParams(**fields), **request)
+        self.scheduler.add(b"api", self.sent[request_id])
+
+    def schedule(self, **options: Any) -> ForwardBatch | None:
+        return self.scheduler.schedule(self.version, 100 + self.version, **options)
+
+    def step(self, **options: Any) -> bool:
+        batch = self.schedule(**options)
+        if batch is not None:
+            self.batches.append(batch)
+            logits = self.engine.forward(ForwardBatch.unpack(batch.pack()))
+            assert logits is not None
+            self.scheduler.apply(logits)
+        self.collect()
+        self.check_blocks()
+        return batch is not None
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if self.scheduler.idle:
+                break
+            self.step()
+        self.collect()
+        assert self.scheduler.idle, "no progress"
+        assert self.scheduler.blocks_used == 0
+
+    def collect(self) -> None:
+        for chunk in self.scheduler.take_outputs().get(b"api", []):
+            result = self.results.setdefault((chunk.request_id, chunk.index), Result())
+            assert not result.chunks or result.finish is None, "a chunk after the last"
+            result.tokens += chunk.token_ids
+            result.logprobs += chunk.logprobs
+            result.spans = chunk.spans
+            result.chunks.append(chunk)
+
+    def check_blocks(self) -> None:
+        """Counts equal holders, and nothing is both held and available."""
+        batcher, pool = self.scheduler._batcher, self.scheduler._kv.pool
+        holders = Counter(block for sequence in batcher.running for block in sequence.kv.table)
+        assert all(not sequence.kv.table for sequence in batcher.waiting)
+        assert {b: pool.count(b) for b in range(pool.num_blocks) if pool.count(b)} == dict(holders)
+        assert pool.available == pool.num_blocks - len(holders)
+
+    def expected(self, request_id: str, index: int, known: list[int], version: int) -> Draw:
+        """What must be drawn after `known` (prompt and output) under a version: computed alone, from nothing."""
+        g = self.sent[request_id]
+        done = len(known) - len(g.prompt_ids)
+        stops = frozenset(self.spec.eos_token_ids if not g.sampling.ignore_eos else ()) | set(g.sampling.stop_token_ids)
+        edits = LogitEdits(g.sampling, g.prompt_ids, stops)
+        for token in known[len(g.prompt_ids) :]:
+            edits.record(token)
+        logits = fake_logits(self.weights(version), known, self.spec.vocab_size)[None]
+        pick = Pick(0, g.sampling, edits, g.sampling.seed or 0, index, done)
+        return Sampler(self.spec.vocab_size).sample(logits, [pick])[0]
+
+    def check_replay(self, request_id: str, index: int = 0) -> None:
+        """Every token and logprob of a result follows from the version its span claims."""
+        result, prompt = self.results[request_id, index], self.sent[request_id].prompt_ids
+        assert self.covers(result)
+        for span in result.spans:
+            for at in range(span.start, span.end):
+                draw = self.expected(request_id, index, prompt + result.tokens[:at], span.version)
+                assert draw.token == result.tokens[at], f"{request_id}/{index} token {at}"
+                assert abs(draw.logprob - result.logprobs[at]) < 1e-5
+
+    def covers(self, result: Result) -> bool:
+        """Spans are half-open, adjoining, and cover the tokens."""
+        ends = [0, *(span.end for span in result.spans)]
+        starts = [span.start for span in result.spans]
+        return bool(result.spans) and starts == ends[:-1] and ends[-1] == len(result.tokens)
+
+
+@pytest.fixture
+def rig() -> Callable[..., Rig]:
+    """Makes rigs; keywords are sizes and Scheduler options."""
+    return Rig

@@ -1,0 +1,35 @@
+"""The engine contract's data."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from worker.engine.base import ForwardBatch
+
+
+def _ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(("rows", "copies"), [((0, 2), 2), ((), 0)])
+def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int) -> None:
+    batch = ForwardBatch(
+        token_ids=_ints(5, 6, 7),
+        positions=_ints(9, 0, 1),
+        slots=_ints(33, 40, 41),
+        query_lens=_ints(1, 2),
+        context_lens=_ints(10, 2),
+        block_tables=np.array([[1, 2, 8], [10, 0, 0]], np.int32),
+        logits_rows=_ints(*rows),
+        block_copies=np.arange(copies * 2, dtype=np.int32).reshape(-1, 2),
+    )
+    flat = batch.pack()
+    assert flat.dtype == np.int32
+    assert flat.ndim == 1
+    again = ForwardBatch.unpack(flat)
+    for field in dataclasses.fields(batch):
+        before, after = getattr(batch, field.name), getattr(again, field.name)
+        assert after.dtype == np.int32
+        assert after.shape == before.shape
+        assert np.array_equal(after, before)

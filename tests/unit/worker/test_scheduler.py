@@ -1,0 +1,517 @@
+"""What the scheduler promises, one promise a test."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from worker.engine.base import EngineSpec
+from worker.messages import Chunk, Generate, SamplingParams, Span
+from worker.scheduler import Scheduler
+from worker.tokenizer import Tokenizer
+
+MakeRig = Callable[..., Any]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+def test_a_request_runs_to_its_length_in_one_chunk(rig: MakeRig) -> None:
+    replica = rig()
+    replica.add("a", PROMPT, temperature=0.0, max_tokens=5)
+    replica.run()
+    result = replica.results["a", 0]
+    assert len(result.chunks) == 1
+    assert (result.finish, result.last.stop_reason, len(result.tokens)) == ("length", None, 5)
+    assert result.spans == [Span(0, 0, 5)]
+    replica.check_replay("a")
+
+
+def test_a_stream_has_a_chunk_a_step_and_origins_are_apart(rig: MakeRig) -> None:
+    replica = rig()
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    replica.scheduler.add(b"one", Generate("a", PROMPT, sampling, stream=True))
+    replica.scheduler.add(b"two", Generate("b", PROMPT, sampling))
+    seen: list[tuple[bytes, Chunk]] = []
+    while not replica.scheduler.idle:
+        replica.scheduler.apply(replica.engine.forward(replica.schedule()))
+        seen += [(origin, chunk) for origin, chunks in replica.scheduler.take_outputs().items() for chunk in chunks]
+    one = [chunk for origin, chunk in seen if origin == b"one"]
+    two = [chunk for origin, chunk in seen if origin == b"two"]
+    assert [len(chunk.token_ids) for chunk in one] == [1, 1, 1]
+    assert [chunk.finish for chunk in one] == [None, None, "length"]
+    assert one[1].spans == [Span(0, 0, 2)]
+    assert [chunk.request_id for chunk in two] == ["b"]
+    assert len(two[0].token_ids) == 3
+
+
+def test_samples_share_one_prefill_and_copy_what_they_write(rig: MakeRig) -> None:
+    replica = rig(num_blocks=64)
+    replica.add("a", PROMPT, n=4, max_tokens=6, seed=3, temperature=2.0)
+    replica.step()
+    assert sum(int(batch.query_lens.sum()) for batch in replica.batches) == len(PROMPT)
+    assert replica.scheduler.blocks_used == 3
+    replica.step()
+    assert len(replica.batches[-1].block_copies) == 3  # the last writer keeps the original
+    replica.run()
+    assert {index for _, index in replica.results} == {0, 1, 2, 3}
+    assert len({tuple(result.tokens) for result in replica.results.values()}) == 4
+    for index in range(4):
+        replica.check_replay("a", index)
+
+
+def test_more_samples_than_seats_take_turns(rig: MakeRig) -> None:
+    replica = rig(max_batch=3, max_tokens=12)
+    replica.add("a", PROMPT, n=7, max_tokens=4, seed=3)
+    replica.run()
+    assert len(replica.results) == 7
+    assert max(len(batch.query_lens) for batch in replica.batches) == 3
+    for index in range(7):
+        replica.check_replay("a", index)
+
+
+def test_a_long_prompt_does_not_stall_a_decode(rig: MakeRig) -> None:
+    replica = rig(max_tokens=8)
+    replica.add("decode", PROMPT[:3], max_tokens=30, stream=True, temperature=0.0)
+    replica.step()
+    replica.add("long", list(range(30)), max_tokens=1)
+    for _ in range(4):
+        before = len(replica.results["decode", 0].tokens)
+        replica.step()
+        assert len(replica.results["decode", 0].tokens) == before + 1
+        assert replica.batches[-1].query_lens.sum() <= 8
+    assert replica.batches[-1].query_lens.tolist() == [1, 7]
+
+
+def test_same_seed_same_tokens_whatever_else_is_in_the_batch(rig: MakeRig) -> None:
+    def tokens(crowd: int, **sizes: Any) -> list[list[int]]:
+        replica = rig(**sizes)
+        for i in range(crowd):
+            replica.add(f"crowd{i}", [i, *PROMPT], max_tokens=9 + i, seed=i)
+        replica.add("a", PROMPT, n=2, max_tokens=12, seed=2**70 + 1, temperature=1.5, top_p=0.9)
+        replica.run()
+        return [replica.results["a", index].tokens for index in range(2)]
+
+    alone = tokens(0)
+    assert tokens(5) == alone
+    assert tokens(3, num_blocks=11, max_model_len=44) == alone  # preempted on the way
+    assert alone[0] != alone[1]
+
+
+def test_without_a_seed_every_request_is_its_own(rig: MakeRig) -> None:
+    replica = rig()
+    for name in "ab":
+        replica.add(name, PROMPT, max_tokens=12, temperature=2.0)
+    replica.run()
+    assert replica.results["a", 0].tokens != replica.results["b", 0].tokens
+
+
+def test_preemption_gives_way_to_the_first_and_is_counted(rig: MakeRig) -> None:
+    replica = rig(num_blocks=10, max_model_len=40)
+    for name in ("first", "second", "third"):
+        replica.add(name, [*PROMPT, ord(name[0]) % 32], max_tokens=20, temperature=0.0)
+    finished: list[str] = []
+    for _ in range(200):
+        if replica.scheduler.idle:
+            break
+        replica.step()
+        finished += [key[0] for key, result in replica.results.items() if result.finish and key[0] not in finished]
+    assert finished == ["first", "second", "third"]
+    assert replica.scheduler.counters["preempted"] > 0
+    assert replica.scheduler.counters["wasted_tokens"] > 0
+    for name in finished:
+        replica.check_replay(name)
+
+
+def test_a_lower_priority_number_displaces_what_runs(rig: MakeRig) -> None:
+    replica = rig(max_batch=2, max_tokens=16)
+    for name in ("slow1", "slow2"):
+        replica.add(name, PROMPT, max_tokens=20, priority=5)
+    replica.step()
+    replica.step()
+    replica.add("urgent", PROMPT, max_tokens=2, priority=1, seed=0)
+    replica.add("later", PROMPT, max_tokens=2, priority=5)
+    for _ in range(3):
+        replica.step()
+    assert {key[0] for key in replica.results} == {"urgent"}
+    replica.run()
+    replica.check_replay("urgent")
+
+
+def test_a_cached_prompt_is_not_computed_again_and_still_gives_its_logits(rig: MakeRig) -> None:
+    replica = rig()
+    prompt = PROMPT[:8]  # two whole blocks
+    replica.add("a", prompt, max_tokens=3, temperature=0.0)
+    replica.run()
+    replica.batches.clear()
+    replica.add("b", prompt, max_tokens=3, temperature=0.0)
+    replica.run()
+    assert replica.batches[0].query_lens.tolist() == [4]
+    assert replica.results["b", 0].last.cached_tokens == 4
+    assert replica.results["a", 0].tokens == replica.results["b", 0].tokens
+    assert replica.scheduler.counters["prefix_hits"] == 4
+    assert replica.scheduler.counters["prefix_queries"] == 16
+
+
+def test_equal_prompts_that_arrive_together_are_prefilled_once(rig: MakeRig) -> None:
+    replica = rig(max_tokens=64)
+    for i in range(4):
+        replica.add(str(i), [*PROMPT, 0, 0, 0, i], max_tokens=2, temperature=0.0)
+    replica.step()
+    replica.step()
+    assert [batch.query_lens.tolist() for batch in replica.batches] == [[13], [1, 1, 1, 1]]
+    replica.run()
+    for i in range(4):
+        replica.check_replay(str(i))
+
+
+def test_a_salt_keeps_prefixes_apart(rig: MakeRig) -> None:
+    replica = rig()
+    for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant")):
+        replica.add(name, PROMPT, max_tokens=1, cache_salt=salt)
+        replica.run()
+    assert [replica.results[name, 0].last.cached_tokens for name in "abc"] == [0, 0, 8]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "abort", "wait"])
+def test_spans_name_the_version_of_each_token(rig: MakeRig, policy: str) -> None:
+    replica = rig(kv_weights=False)
+    replica.add("a", PROMPT, max_tokens=9, temperature=0.0)
+    for _ in range(4):
+        replica.step()
+    replica.update(policy, 1)
+    replica.run()
+    result = replica.results["a", 0]
+    if policy == "abort":
+        assert (result.finish, result.spans, len(result.tokens)) == ("abort", [Span(0, 0, 4)], 4)
+    else:
+        assert result.spans == [Span(0, 0, 4), Span(1, 4, 9)]
+    replica.check_replay("a")
+    assert replica.scheduler.drain_samples()["staleness"] == [1.0 if policy != "abort" else 0.0]
+
+
+def test_recompute_renews_all_kv(rig: MakeRig) -> None:
+    replica = rig(kv_weights=True)
+    replica.add("a", PROMPT, n=2, max_tokens=9, temperature=0.0)
+    for _ in range(3):
+        replica.step()
+    replica.update("recompute", 1)
+    assert replica.scheduler.blocks_used == 0
+    replica.run()
+    for index in range(2):
+        replica.check_replay("a", index)
+    assert replica.scheduler.counters["recomputed"] == 2
+    assert replica.scheduler.counters["preempted"] == 0
+
+
+def test_kv_kept_over_an_update_is_no_prefix_for_others(rig: MakeRig) -> None:
+    """ "old" finishes its prefill after the update; "new" names the same first blocks anew; "victim" matches them."""
+    replica = rig(kv_weights=True, max_tokens=8)
+    prompt = list(range(1, 25))
+    replica.add("old", [*prompt, 0], max_tokens=2, temperature=0.0)
+    replica.step()
+    replica.update("keep", 1)
+    replica.run()
+    for name in ("new", "victim"):
+        replica.add(name, prompt, max_tokens=4, temperature=0.0)
+        replica.run()
+        replica.check_replay(name)
+    assert replica.results["new", 0].last.cached_tokens == 0
+    assert replica.results["victim", 0].last.cached_tokens == 20
+
+
+def test_abort_on_update_leaves_the_queue(rig: MakeRig) -> None:
+    replica = rig(max_batch=1, max_tokens=16)
+    replica.add("running", PROMPT, max_tokens=9)
+    replica.add("queued", PROMPT, max_tokens=2)
+    replica.step()
+    replica.update("abort", 1)
+    replica.run()
+    assert replica.results["running", 0].finish == "abort"
+    assert replica.results["queued", 0].spans == [Span(1, 0, 2)]
+
+
+def test_a_drain_lets_nobody_new_in(rig: MakeRig) -> None:
+    replica = rig(num_blocks=8, max_model_len=32, max_batch=2)
+    for name in ("a", "b"):
+        replica.add(name, [ord(name) % 32, *PROMPT], max_tokens=16, seed=0)
+    replica.step()
+    replica.step()
+    replica.add("c", PROMPT, max_tokens=1)
+    for _ in range(100):
+        if not replica.scheduler.running:
+            break
+        assert replica.step(admit=False)
+    assert replica.scheduler.counters["preempted"] > 0  # who was sent back still belongs to the drain
+    assert (replica.scheduler.running, replica.scheduler.waiting) == (0, 1)
+    assert not replica.step(admit=False)
+    assert {key[0] for key in replica.results} == {"a", "b"}
+
+
+def test_a_discarded_step_is_done_again(rig: MakeRig) -> None:
+    replica = rig()
+    replica.add("a", PROMPT, n=3, max_tokens=6, seed=1)
+    while not replica.scheduler.idle:
+        batch = replica.schedule()
+        before = [array.tolist() for array in (batch.token_ids, batch.positions, batch.query_lens)]
+        replica.engine.forward(batch)
+        replica.scheduler.discard()
+        replica.collect()
+        again = replica.schedule()
+        assert [array.tolist() for array in (again.token_ids, again.positions, again.query_lens)] == before
+        replica.scheduler.apply(replica.engine.forward(again))
+        replica.collect()
+        replica.check_blocks()
+    for index in range(3):
+        replica.check_replay("a", index)
+    assert replica.scheduler.counters["discarded_steps"] == 7 - 1
+
+
+def test_a_step_is_applied_or_discarded_before_the_next(rig: MakeRig) -> None:
+    replica = rig()
+    replica.add("a", PROMPT, max_tokens=2)
+    replica.schedule()
+    with pytest.raises(AssertionError, match="neither applied nor discarded"):
+        replica.schedule()
+
+
+def test_abort_takes_exact_ids_and_gives_back_what_there_is(rig: MakeRig) -> None:
+    replica = rig()
+    for name in ("a", "ab"):
+        replica.add(name, PROMPT, n=2, max_tokens=9, seed=4)
+    for _ in range(3):
+        replica.step()
+    assert replica.scheduler.abort(["a", "nobody"]) == 1
+    assert replica.scheduler.abort(["a"]) == 0
+    replica.run()
+    for index in range(2):
+        assert (replica.results["a", index].finish, len(replica.results["a", index].tokens)) == ("abort", 3)
+        assert replica.results["ab", index].finish == "length"
+        replica.check_replay("a", index)
+
+
+def test_abort_before_anything_ran_answers_for_every_sample(rig: MakeRig) -> None:
+    replica = rig()
+    replica.update("keep", 6)
+    replica.add("a", PROMPT, n=3, max_tokens=9)
+    assert replica.scheduler.abort(None) == 1
+    replica.collect()
+    assert [replica.results["a", i].last for i in range(3)] == [
+        Chunk("a", i, [], [], [Span(6, 0, 0)], finish="abort") for i in range(3)
+    ]
+    assert replica.scheduler.idle
+
+
+def test_nothing_to_generate_still_names_the_version(rig: MakeRig) -> None:
+    replica = rig()
+    replica.bind(3)
+    replica.add("none", PROMPT, max_tokens=0, n=2)
+    replica.add("full", list(range(30)) + list(range(30)) + [1, 2, 3, 4])
+    assert not replica.step(admit=False)
+    assert not replica.results
+    replica.step()
+    for key in (("none", 0), ("none", 1), ("full", 0)):
+        assert (replica.results[key].finish, replica.results[key].spans) == ("length", [Span(3, 0, 0)])
+    assert replica.scheduler.idle
+
+
+def test_scoring_a_prompt_without_generating(rig: MakeRig) -> None:
+    replica = rig(max_tokens=8)
+    replica.add("warm", PROMPT, max_tokens=1)
+    replica.run()
+    replica.add("score", PROMPT, max_tokens=0, prompt_logprobs=2, temperature=1.0)
+    replica.run()
+    scores = replica.results["score", 0].last.prompt_logprobs
+    assert len(scores) == len(PROMPT) - 1
+    for at, entries in enumerate(scores, 1):
+        token, logprob, rank = entries[0]
+        assert token == PROMPT[at]
+        replica.sent["score"] = Generate("score", [1], SamplingParams(temperature=1.0, logprobs=2))
+        draw = replica.expected("score", 0, PROMPT[:at], 0)
+        assert [(i, pytest.approx(p, abs=1e-5)) for i, p in draw.top if i != token] == [
+            (i, p) for i, p, _ in entries[1:]
+        ]
+        assert rank >= 1
+        assert logprob <= 0
+    assert replica.results["score", 0].tokens == []
+
+
+@pytest.mark.parametrize("upset", ["recompute", "discard", "preempt"])
+def test_scores_are_whole_whatever_interrupts_them(rig: MakeRig, upset: str) -> None:
+    replica = rig(max_tokens=8, max_batch=1)
+    replica.add("a", list(range(20)), max_tokens=2, prompt_logprobs=0, priority=1, n=2)
+    replica.step()
+    if upset == "recompute":
+        replica.update("recompute", 1)
+    elif upset == "discard":
+        replica.schedule()
+        replica.scheduler.discard()
+    else:
+        replica.add("urgent", PROMPT, max_tokens=1)
+    replica.run()
+    first, second = (replica.results["a", index] for index in range(2))
+    assert [entries[0][0] for entries in first.last.prompt_logprobs] == list(range(1, 20))
+    assert second.last.prompt_logprobs is None
+    assert len(first.tokens) == len(second.tokens) == 2
+
+
+def test_logits_that_are_not_finite_end_their_request_only(rig: MakeRig) -> None:
+    replica = rig()
+    replica.bind(7)
+    replica.add("bad", PROMPT, n=2, max_tokens=6, seed=1)
+    replica.add("good", PROMPT[:5], max_tokens=6, seed=1)
+    replica.step()
+    logits = replica.engine.forward(replica.schedule())
+    logits[1, 3] = np.nan
+    replica.scheduler.apply(logits)
+    replica.run()
+    for index in range(2):
+        result = replica.results["bad", index]
+        assert (result.finish, len(result.tokens)) == ("error", 2 if index == 0 else 1)
+        assert "version 7" in result.last.error
+    assert replica.results["good", 0].finish == "length"
+    replica.check_replay("good")
+    assert replica.scheduler.counters["finished_error"] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([], {}, "empty"),
+        ([1] * 65, {}, "65 tokens"),
+        ([32], {}, "[0, 32)"),
+        ([-1], {}, "[0, 32)"),
+        ([1], {"logit_bias": {32: 1.0}}, "[0, 32)"),
+        ([1], {"allowed_token_ids": [40]}, "[0, 32)"),
+        ([1], {"stop": ["x"]}, "tokenizer"),
+        ([1], {"allowed_token_ids": []}, "masked"),
+    ],
+)
+def test_impossible_requests_end_with_an_error(
+    rig: MakeRig, prompt: list[int], fields: dict[str, Any], message: str
+) -> None:
+    replica = rig()
+    replica.add("a", prompt, n=2, **fields)
+    replica.run()
+    for index in range(2):
+        assert replica.results["a", index].finish == "error"
+        assert message in replica.results["a", index].last.error
+
+
+def test_the_context_ends_a_sequence_with_length(rig: MakeRig) -> None:
+    replica = rig(num_blocks=5, max_model_len=64)  # five blocks of four: less than the model allows
+    replica.add("a", PROMPT, n=2, temperature=0.0)
+    replica.run()
+    for index in range(2):
+        assert (replica.results["a", index].finish, len(replica.results["a", index].tokens)) == ("length", 11)
+        replica.check_replay("a", index)
+
+
+def test_eos_ends_with_its_id_in_the_tokens(rig: MakeRig) -> None:
+    probe = rig()
+    probe.add("a", PROMPT, temperature=0.0, max_tokens=6)
+    probe.run()
+    eos = probe.results["a", 0].tokens[3]
+    for fields, expected in (
+        ({}, ("stop", None, 4)),
+        ({"stop_token_ids": [eos]}, ("stop", eos, 4)),
+        ({"ignore_eos": True}, ("length", None, 6)),
+        ({"max_tokens": 4}, ("stop", None, 4)),
+    ):
+        replica = rig(eos=(eos,))
+        replica.add("a", PROMPT, **{"temperature": 0.0, "max_tokens": 6, **fields})
+        replica.run()
+        result = replica.results["a", 0]
+        assert (result.finish, result.last.stop_reason, len(result.tokens)) == expected
+    replica = rig(eos=(eos,))
+    replica.add("a", PROMPT, temperature=0.0, max_tokens=20, min_tokens=12)
+    replica.run()
+    assert eos not in replica.results["a", 0].tokens[:12]
+
+
+def test_stop_strings_span_tokens_of_each_sample_alone(rig: MakeRig) -> None:
+    letters = tokenizers.Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)}, unk_token="a"))
+    letters.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(letters, {}, {}, ())
+    probe = rig(vocab_size=26)
+    probe.add("a", PROMPT, n=2, seed=9, max_tokens=12, temperature=3.0)
+    probe.run()
+    free = [probe.results["a", index].tokens for index in range(2)]
+    stop = tokenizer.decode(free[0][4:7])
+    assert stop not in tokenizer.decode(free[1])
+    replica = rig(vocab_size=26, tokenizer=tokenizer)
+    replica.add("a", PROMPT, n=2, seed=9, max_tokens=12, temperature=3.0, stop=["zzzz", stop])
+    replica.run()
+    first, second = (replica.results["a", index] for index in range(2))
+    assert (first.tokens, first.finish, first.last.stop_reason) == (free[0][:7], "stop", stop)
+    assert (second.tokens, second.finish) == (free[1], "length")
+
+
+def test_clear_cache_forgets_and_says_whether_blocks_are_held(rig: MakeRig) -> None:
+    replica = rig()
+    replica.add("a", PROMPT, max_tokens=8, temperature=0.0)
+    replica.step()
+    assert not replica.scheduler.clear_cache(keep_running=True)
+    replica.add("b", PROMPT, max_tokens=1)
+    replica.step()
+    assert replica.results["b", 0].last.cached_tokens == 0
+    assert replica.scheduler.clear_cache(keep_running=False)
+    assert replica.scheduler.blocks_used == 0
+    replica.engine.release_kv()
+    replica.engine.allocate_kv()
+    replica.run()
+    replica.check_replay("a")
+
+
+def test_fail_all_ends_what_runs_or_everything(rig: MakeRig) -> None:
+    replica = rig(max_batch=1)
+    for name in "abc":
+        replica.add(name, PROMPT, max_tokens=8)
+    replica.step()
+    replica.schedule()
+    assert replica.scheduler.fail_all("the engine broke", waiting=False) == 1
+    replica.collect()
+    assert replica.results["a", 0].last.error == "the engine broke"
+    assert replica.scheduler.waiting == 2
+    assert replica.scheduler.fail_all("going down") == 2
+    replica.collect()
+    assert replica.scheduler.idle
+    replica.check_blocks()
+
+
+def test_chunks_are_plain_json(rig: MakeRig) -> None:
+    import msgspec
+
+    replica = rig()
+    replica.add("a", PROMPT, max_tokens=3, logprobs=3, prompt_logprobs=1, top_k=4, sampling_mask=True)
+    replica.run()
+    chunk = replica.results["a", 0].last
+    document = json.loads(msgspec.json.encode(chunk))
+    assert msgspec.convert(document, Chunk) == chunk
+    assert [len(top) for top in chunk.top] == [3, 3, 3]
+    assert [len(mask) for mask in chunk.masks] == [4, 4, 4]
+    assert len(chunk.ranks) == 3
+
+
+def test_times_are_sampled_once() -> None:
+    now = [0.0]
+    spec = EngineSpec(8, 64, 4, 16, ())
+    scheduler = Scheduler(spec, None, max_batch=4, max_tokens_per_step=8, clock=lambda: now[0])
+    scheduler.add(b"", Generate("a", [1, 2], SamplingParams(max_tokens=3)))
+    for at in (1.0, 3.0, 6.0):
+        now[0] = at
+        assert scheduler.schedule(0, 0) is not None
+        now[0] = at + 0.5
+        scheduler.apply(np.zeros((1, 8), np.float32))
+    samples = scheduler.drain_samples()
+    assert samples == {"queue_s": [1.0], "ttft_s": [1.5], "itl_s": [2.0, 3.0], "e2e_s": [6.5], "staleness": [0.0]}
+    assert not any(scheduler.drain_samples().values())
+    assert scheduler.counters["generation_tokens"] == 3
+    assert scheduler.counters["prompt_tokens"] == 2
+
+
+def test_a_budget_below_the_seats_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens_per_step \(3\)"):
+        Scheduler(EngineSpec(8, 64, 4, 16, ()), None, max_batch=4, max_tokens_per_step=3)

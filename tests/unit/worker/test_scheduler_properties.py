@@ -1,0 +1,143 @@
+"""Whatever arrives in whatever order: tokens replay, spans cover, blocks come back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+Action = tuple[str, Any]
+
+_prompts = st.builds(
+    lambda head, tail: list(range(1, 1 + head)) + tail,
+    st.one_of(st.integers(0, 20), st.just(20)),
+    st.lists(st.integers(0, 31), min_size=1, max_size=4),
+)
+_requests = st.fixed_dictionaries(
+    {
+        "prompt": _prompts,
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "max_tokens": st.sampled_from([0, 1, 5, 14, None]),
+        "temperature": st.sampled_from([0.0, 1.0, 0.7]),
+        "seed": st.integers(0, 3),
+        "top_k": st.sampled_from([0, 0, 4]),
+        "stream": st.booleans(),
+        "priority": st.sampled_from([0, 0, 1]),
+        "cache_salt": st.sampled_from(["", "", "other"]),
+        "prompt_logprobs": st.sampled_from([None, None, 2]),
+        "stop_token_ids": st.sampled_from([[], [7]]),
+    }
+)
+_steps = st.lists(st.sampled_from(["done", "done", "discarded before the engine", "discarded after it"]), max_size=5)
+_calm: list[st.SearchStrategy[Action]] = [
+    st.tuples(st.just("add"), _requests),
+    st.tuples(st.just("add"), _requests),
+    st.tuples(st.just("step"), _steps),
+    st.tuples(st.just("step"), _steps),
+    st.tuples(st.just("abort"), st.integers(0, 12)),
+    st.tuples(st.just("clear"), st.booleans()),
+]
+
+
+def _actions(*policies: str) -> st.SearchStrategy[list[Action]]:
+    updates = st.tuples(st.just("update"), st.sampled_from(policies))
+    return st.lists(st.one_of(*_calm, updates), min_size=3, max_size=30)
+
+
+def _play(rig: Any, actions: list[Action]) -> set[str]:
+    """Runs the actions, then everything to its end. Returns the requests whose KV mixes weights by policy "keep"."""
+    mixed: set[str] = set()
+    for kind, value in actions:
+        if kind == "add":
+            request = dict(value)
+            rig.add(str(len(rig.sent)), request.pop("prompt"), **request)
+        elif kind == "step":
+            for fate in value:
+                if fate == "done":
+                    rig.step()
+                else:
+                    if (batch := rig.schedule()) is not None and fate == "discarded after it":
+                        rig.engine.forward(batch)
+                    rig.scheduler.discard()
+                    rig.collect()
+                    rig.check_blocks()
+        elif kind == "abort":
+            rig.scheduler.abort([str(value)])
+            rig.collect()
+        elif kind == "clear":
+            rig.scheduler.clear_cache(value)
+        else:
+            if value == "keep":
+                mixed |= {s.request.request_id for s in rig.scheduler._batcher.running}
+            rig.update(value, rig.version + 1)
+        rig.check_blocks()
+    rig.run()
+    for request_id, g in rig.sent.items():
+        assert {key for key in rig.results if key[0] == request_id} == {(request_id, i) for i in range(g.sampling.n)}
+    for (request_id, _), result in rig.results.items():
+        assert rig.covers(result)
+        assert result.finish in ({"stop", "length", "abort"})
+        limit = rig.sent[request_id].sampling.max_tokens
+        room = min(rig.spec.max_model_len, rig.spec.num_blocks * rig.spec.block_size)
+        room -= len(rig.sent[request_id].prompt_ids)
+        if result.finish == "length":
+            assert len(result.tokens) == (room if limit is None else min(limit, room))
+    return mixed
+
+
+_quick = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+_SIZES = [
+    pytest.param({"num_blocks": 64, "max_tokens": 9}, id="roomy"),
+    pytest.param({"num_blocks": 9, "max_model_len": 36}, id="tight"),
+    pytest.param({"num_blocks": 9, "max_model_len": 36, "max_batch": 3, "max_tokens": 5}, id="tight-few-seats"),
+    pytest.param({"num_blocks": 64, "block_size": 1, "prefix_caching": False}, id="blocks-of-one"),
+]
+
+
+@pytest.mark.parametrize("sizes", _SIZES)
+def test_every_token_replays_under_its_version_when_kv_is_renewed(
+    rig: Callable[..., Any], sizes: dict[str, Any]
+) -> None:
+    @_quick
+    @given(_actions("recompute", "abort"))
+    def check(actions: list[Action]) -> None:
+        played = rig(kv_weights=True, **sizes)
+        assert not _play(played, actions)
+        for request_id, index in played.results:
+            played.check_replay(request_id, index)
+
+    check()
+
+
+@pytest.mark.parametrize("sizes", _SIZES)
+def test_kept_kv_stays_with_its_own_sequences(rig: Callable[..., Any], sizes: dict[str, Any]) -> None:
+    """KV of older weights changes the logits here, so any request that meets another's fails to replay."""
+
+    @_quick
+    @given(_actions("keep"))
+    def check(actions: list[Action]) -> None:
+        played = rig(kv_weights=True, **sizes)
+        mixed = _play(played, actions)
+        for request_id, index in played.results:
+            if request_id not in mixed:
+                played.check_replay(request_id, index)
+
+    check()
+
+
+@pytest.mark.parametrize("sizes", _SIZES)
+def test_spans_are_exact_under_every_policy(rig: Callable[..., Any], sizes: dict[str, Any]) -> None:
+    """Here logits depend on tokens and the weights of the step alone: a wrong stamp is a wrong token."""
+
+    @_quick
+    @given(_actions("keep", "recompute", "abort", "wait"))
+    def check(actions: list[Action]) -> None:
+        played = rig(kv_weights=False, **sizes)
+        _play(played, actions)
+        for request_id, index in played.results:
+            played.check_replay(request_id, index)
+
+    check()

@@ -1,0 +1,172 @@
+"""Text and ids of a checkpoint directory built here: byte-level, byte-fallback and character vocabularies."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from worker.tokenizer import Tokenizer, eos_token_ids
+
+TEXT = "Hello there, naïve café. 中文字符 and 🙂🙃 emoji.\n\n  Indented code: x += 1\n"
+
+
+def _byte_level() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<end>", special=True)])
+    return tokenizer
+
+
+def _byte_fallback() -> tokenizers.Tokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def _characters() -> tokenizers.Tokenizer:
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", *"0123456789>"])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<end>"])
+    return tokenizer
+
+
+def _save(path: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any] | None = None, **files: Any) -> Path:
+    tokenizer.save(str(path / "tokenizer.json"))
+    for name, content in {"tokenizer_config": config, **files}.items():
+        if content is not None:
+            (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+def test_streamed_pieces_join_to_the_whole(tmp_path: Path, make: Any) -> None:
+    tokenizer = Tokenizer.load(_save(tmp_path, make()))
+    ids = tokenizer.encode("ab 🙂 中 aé" if make is _byte_fallback else TEXT)
+    stream = tokenizer.stream()
+    pieces = [stream.push(i) for i in ids]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces  # a character of several tokens comes whole
+
+
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+@pytest.mark.parametrize("skip", [True, False])
+def test_any_ids_can_be_streamed(tmp_path: Path, make: Any, skip: bool) -> None:
+    """A model may sample bytes that are no text. Nothing raises, and what came out is the start of the whole."""
+    tokenizer = Tokenizer.load(_save(tmp_path, make()))
+    rng = random.Random(0)
+    for _ in range(50):
+        ids = [rng.randrange(tokenizer.vocab_size + 5) for _ in range(40)]
+        stream = tokenizer.stream(skip_special=skip)
+        text = "".join(stream.push(i) for i in ids)
+        if make is _byte_level:  # byte fallback rewrites what it gave out when invalid bytes follow
+            whole = tokenizer.decode(ids, skip)
+            assert whole.startswith(text)
+            assert whole == text or whole.endswith("\ufffd")  # an unfinished character is held back
+
+
+def test_a_character_vocabulary_needs_nothing_special(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(_save(tmp_path, _characters(), {"eos_token": "<end>", "pad_token": "<pad>"}))
+    assert tokenizer.encode("31>13<end>") == [5, 3, 12, 3, 5, 1]
+    assert tokenizer.decode([5, 3, 12, 3, 5, 1]) == "31>13"
+    assert tokenizer.decode([5, 1], skip_special=False) == "3<end>"
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.token(12) == ">"
+
+
+def test_tokenizer_json_says_what_encoding_adds_unless_the_config_does(tmp_path: Path) -> None:
+    made = _byte_level()
+    bos, end = made.token_to_id("<s>"), made.token_to_id("<end>")
+    plain = made.encode("Hello").ids
+    names = {"bos_token": {"content": "<s>"}, "eos_token": "<end>"}
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [bos, *plain]),
+        ({"add_bos_token": False}, plain),
+        ({"add_bos_token": True, "add_eos_token": True}, [bos, *plain, end]),
+    ]
+    for config, expected in cases:
+        tokenizer = Tokenizer.load(_save(tmp_path, made, {**names, **config}))
+        assert tokenizer.encode("Hello") == expected
+        assert tokenizer.encode("Hello", add_special_tokens=False) == plain
+
+
+def test_eos_comes_from_the_generation_config_first(tmp_path: Path) -> None:
+    made = _byte_level()
+    _save(tmp_path, made, {"eos_token": "<end>"})
+    assert Tokenizer.load(tmp_path).eos_token_ids == (made.token_to_id("<end>"),)
+    assert eos_token_ids(tmp_path) == ()
+    _save(tmp_path, made, config=None, config_=None)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))
+    assert Tokenizer.load(tmp_path).eos_token_ids == (4,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert eos_token_ids(tmp_path) == (5, 6)
+
+
+def test_padding_and_truncation_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    made = _byte_level()
+    made.enable_truncation(2)
+    made.enable_padding(length=50)
+    tokenizer = Tokenizer.load(_save(tmp_path, made))
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_bad_files_say_which(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    _save(tmp_path, _byte_level())
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not a JSON object"):
+        Tokenizer.load(tmp_path)
+
+
+def test_lone_surrogates_are_an_error_of_the_text(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeError):
+        Tokenizer.load(_save(tmp_path, _byte_level())).encode("\ud800")
+
+
+def test_chat_templates_of_files_win_and_have_names(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "config"},
+        {"name": "tool_use", "template": "tools of {{ bos_token }}"},
+    ]
+    _save(tmp_path, _byte_level(), {"bos_token": "<s>", "chat_template": templates})
+    hello = [{"role": "user", "content": "hi"}]
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(hello) == "config"
+    assert tokenizer.apply_chat_template(hello, tools=[{"type": "function"}]) == "tools of <s>"
+    assert tokenizer.apply_chat_template(hello, chat_template="{{ messages[0].content }}!{{ x }}", x=1) == "hi!1"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents | length }}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.apply_chat_template(hello) == "file"
+    assert tokenizer.apply_chat_template(hello, chat_template="rag", documents=[{}, {}]) == "2"
+
+
+def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(_save(tmp_path, _byte_level()))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
