@@ -20,6 +20,7 @@ from tests.integration.live import LiveService
 
 MODEL = Path("models/SmolLM2-135M-Instruct")
 EMBED = "model.embed_tokens.weight"
+STREAMED = 200
 CLOSE_LOGITS = 1e-3
 LOGPROB_TOLERANCE = 1e-3
 
@@ -92,7 +93,7 @@ def test_the_command_line_pushes_under_a_running_stream(smollm2: LiveService, ca
     with smollm2.client() as client:
         live = client.weights().live
         assert live is not None
-        stream = client.stream(prompt_ids=cases[0]["prompt"], max_tokens=400, temperature=0.0, ignore_eos=True)
+        stream = client.stream(prompt_ids=cases[0]["prompt"], max_tokens=STREAMED, temperature=0.0, ignore_eos=True)
         pieces = [next(stream)]
         command = [str(Path(sys.executable).with_name("paddle-rollout")), "push", str(MODEL)]
         command += ["--endpoint", smollm2.push_endpoint, "--run-id", "by-hand", "--version", "9"]
@@ -101,5 +102,5 @@ def test_the_command_line_pushes_under_a_running_stream(smollm2: LiveService, ca
         pieces += list(stream)
     spans = pieces[-1].outputs[0].spans
     assert [span.version for span in spans] == [live.version, 9]
-    assert sum(len(piece.outputs[0].token_ids) for piece in pieces) == 400
+    assert sum(len(piece.outputs[0].token_ids) for piece in pieces) == STREAMED
     assert [output.token_ids for output in greedy(smollm2, [cases[0]["prompt"]], 8)] == [cases[0]["ids"][:8]]
