@@ -21,6 +21,8 @@ from tests.reference.llama import Replay
 
 PUSHES = 16
 LENGTH = 40
+# Few and long, so that the prefix cache is hit, also right after a push.
+PROMPTS = [np.random.default_rng(n).integers(1, 128, 4 + 8 * n).tolist() for n in range(6)]
 TOLERANCE = 1e-3
 CLOSE = 1e-4
 
@@ -51,7 +53,7 @@ class Load:
         try:
             with RolloutClient(self.url) as client:
                 while not self._stop.is_set():
-                    prompt = rng.integers(1, 128, rng.integers(2, 24)).tolist()
+                    prompt = PROMPTS[rng.integers(len(PROMPTS))]
                     temperature = float(rng.choice([0.0, 1.0]))
                     reply = client.generate(
                         prompt_ids=prompt, n=2, max_tokens=LENGTH, temperature=temperature, ignore_eos=True
