@@ -292,6 +292,24 @@ def test_abort_takes_exact_ids_and_gives_back_what_there_is(rig: MakeRig) -> Non
         replica.check_replay("a", index)
 
 
+def test_what_comes_between_schedule_and_apply_throws_the_step_away(rig: MakeRig) -> None:
+    for upset in (
+        lambda scheduler: scheduler.abort(None),
+        lambda scheduler: scheduler.fail_all("broken"),
+        lambda scheduler: scheduler.on_update("recompute", 1, 101),
+        lambda scheduler: scheduler.clear_cache(keep_running=False),
+    ):
+        replica = rig()
+        replica.add("a", PROMPT, n=3, max_tokens=5)
+        replica.step()
+        assert len(replica.schedule().block_copies) == 2
+        upset(replica.scheduler)
+        replica.check_blocks()
+        assert replica.scheduler.blocks_used == 0
+        replica.run()
+        assert replica.scheduler.counters["discarded_steps"] == 1
+
+
 def test_abort_before_anything_ran_answers_for_every_sample(rig: MakeRig) -> None:
     replica = rig()
     replica.update("keep", 6)
@@ -318,11 +336,13 @@ def test_nothing_to_generate_still_names_the_version(rig: MakeRig) -> None:
 
 
 def test_scoring_a_prompt_without_generating(rig: MakeRig) -> None:
-    replica = rig(max_tokens=8)
+    replica = rig(max_tokens=32)
     replica.add("warm", PROMPT, max_tokens=1)
     replica.run()
     replica.add("score", PROMPT, max_tokens=0, prompt_logprobs=2, temperature=1.0)
+    replica.add("beside", [7, *PROMPT], max_tokens=4, temperature=0.0)
     replica.run()
+    replica.check_replay("beside")
     scores = replica.results["score", 0].last.prompt_logprobs
     assert len(scores) == len(PROMPT) - 1
     for at, entries in enumerate(scores, 1):
@@ -357,19 +377,20 @@ def test_scores_are_whole_whatever_interrupts_them(rig: MakeRig, upset: str) -> 
     assert len(first.tokens) == len(second.tokens) == 2
 
 
-def test_logits_that_are_not_finite_end_their_request_only(rig: MakeRig) -> None:
+@pytest.mark.parametrize(("row", "lengths"), [(0, [1, 1]), (1, [2, 1])])
+def test_logits_that_are_not_finite_end_their_request_only(rig: MakeRig, row: int, lengths: list[int]) -> None:
     replica = rig()
     replica.bind(7)
-    replica.add("bad", PROMPT, n=2, max_tokens=6, seed=1)
+    replica.add("bad", PROMPT, n=2, max_tokens=6, seed=1, stream=True)
     replica.add("good", PROMPT[:5], max_tokens=6, seed=1)
     replica.step()
     logits = replica.engine.forward(replica.schedule())
-    logits[1, 3] = np.nan
+    logits[row, 3] = np.nan
     replica.scheduler.apply(logits)
     replica.run()
     for index in range(2):
         result = replica.results["bad", index]
-        assert (result.finish, len(result.tokens)) == ("error", 2 if index == 0 else 1)
+        assert (result.finish, len(result.tokens)) == ("error", lengths[index])
         assert "version 7" in result.last.error
     assert replica.results["good", 0].finish == "length"
     replica.check_replay("good")
