@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from worker.rendezvous import SIGNAL_STORE
+
 log = logging.getLogger(__name__)
 
 DefaultPolicy = Literal["keep", "shut"]
@@ -109,12 +111,13 @@ class Joined:
     groups: ProcessGroups
     signal: Any  # gloo, CPU tensors; made once, never shut
     tp: Any  # carries the matrices' sums: NCCL on a GPU, gloo on a CPU
+    store: Any  # kept alive for as long as the signal group
 
 
 def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_s: float) -> Joined:
-    """Meet the other ranks. The supervisor's `rendezvous.group_environment` says where. Raises TimeoutError.
+    """Meet the other ranks where `rendezvous.group_environment` says. Raises TimeoutError.
 
-    Paddle's rendezvous server listens on all interfaces, without a password: a firewall must cover the ports.
+    Paddle's rendezvous servers listen on all interfaces, without a password: a firewall must cover their ports.
     """
     if os.environ.get("PADDLE_TRAINER_ID") != str(rank) or os.environ.get("PADDLE_TRAINERS_NUM") != str(size):
         raise ValueError("tensor-parallel ranks need the PADDLE_* variables that `paddle-rollout serve` sets")
@@ -122,12 +125,34 @@ def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_
         # Paddle's client sleeps for 3 s when nobody listens yet.
         _wait_for(os.environ["PADDLE_MASTER"], deadline_s)
     import paddle.distributed as dist  # noqa: PLC0415  a replica of one rank needs no group
+    from paddle.base.core import TCPStore  # noqa: PLC0415
 
     dist.init_parallel_env()
+    host, _, port = os.environ[SIGNAL_STORE].rpartition(":")
+    if rank:
+        _wait_for(os.environ[SIGNAL_STORE], deadline_s)
+    store = TCPStore(host, int(port), rank == 0, size, int(deadline_s))
     ranks = list(range(size))
-    signal = dist.new_group(ranks, backend="gloo")
-    tp = dist.new_group(ranks, backend=tp_backend)
-    return Joined(ProcessGroups(dist), signal, tp)
+    signal = _gloo_group(dist, ranks, store)
+    # The world group is gloo (rendezvous.py) and nobody else's, so on a CPU it carries the sums.
+    tp = dist.get_group(0) if tp_backend == "gloo" else dist.new_group(ranks, backend=tp_backend)
+    return Joined(ProcessGroups(dist), signal, tp, store)
+
+
+def _gloo_group(distributed: Any, ranks: list[int], store: Any) -> Any:
+    """A gloo group that meets on a store of its own.
+
+    Paddle's gloo groups all publish their addresses under the same keys ("/" and the rank), so a second group
+    on the same store may read those of the first: with three ranks every few starts hung, or was refused a
+    connection, until gloo gave up after 30 s.
+    """
+    collective = distributed.collective
+    before = collective._default_store
+    collective._set_default_store(store)
+    try:
+        return distributed.new_group(ranks, backend="gloo")
+    finally:
+        collective._set_default_store(before)
 
 
 def _wait_for(endpoint: str, deadline_s: float) -> None:

@@ -5,7 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
-from worker.rendezvous import group_environment
+from worker.rendezvous import group_environment, ports_needed
 from worker.unit import ProcessSpec, UnitSpec
 
 
@@ -29,7 +29,7 @@ def _replica(config_path: Path, replica: int, tp: int, drain_s: float) -> UnitSp
     )
 
     def meet() -> list[dict[str, str]]:
-        ports = free_ports(1 + tp)
+        ports = free_ports(ports_needed(tp))
         return [group_environment(rank, ports) for rank in range(tp)]
 
     return UnitSpec(f"replica-{replica}", "replica", ranks, stop_s=drain_s + 5, incarnation=meet if tp > 1 else None)

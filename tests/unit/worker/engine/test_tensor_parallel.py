@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.rendezvous import group_environment
+from worker.rendezvous import group_environment, ports_needed
 
 HERE = Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())
@@ -27,7 +27,7 @@ def _free_ports(count):
 
 def _gaps(tp, names):
     """Largest logit difference per checkpoint, from rank 0 of `tp` processes."""
-    ports = _free_ports(tp + 1)
+    ports = _free_ports(ports_needed(tp))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(HERE / "tp_rank.py"), str(rank), str(tp), *names],
