@@ -1,22 +1,47 @@
 """The HTTP socket of the API process: bound before anything slow, and written down where clients look."""
 
 import socket
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from api.config import ApiConfig
 
 
 def listen(config: ApiConfig) -> socket.socket:
-    """The bound socket; its URL is also in run_dir/http_url. Raises OSError saying what to change."""
+    """The bound socket; its URL is also in run_dir/http_url. Raises OSError saying what to change.
+
+    Port 0 is the same port again after a restart, so that clients find the service where it was.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    url_file = config.run_dir / "http_url"
     try:
-        listener.bind((config.host, config.port))
+        _bind(listener, config, url_file)
     except OSError as error:
         listener.close()
         where = f"{config.host}:{config.port}"
         raise OSError(f"cannot listen on {where}: {error.strerror}; choose another --port") from None
     listener.listen(2048)
     host = f"[{config.host}]" if family is socket.AF_INET6 else config.host
-    (config.run_dir / "http_url").write_text(f"http://{host}:{listener.getsockname()[1]}\n")
+    url_file.write_text(f"http://{host}:{listener.getsockname()[1]}\n")
     return listener
+
+
+def _bind(listener: socket.socket, config: ApiConfig, url_file: Path) -> None:
+    if config.port == 0 and (before := _port_before(url_file)):
+        try:
+            listener.bind((config.host, before))
+        except OSError:
+            pass  # somebody took it meanwhile
+        else:
+            return
+    listener.bind((config.host, config.port))
+
+
+def _port_before(url_file: Path) -> int:
+    """The port of the process before this one; 0 = there was none."""
+    try:
+        return urlsplit(url_file.read_text().strip()).port or 0
+    except (OSError, ValueError):
+        return 0

@@ -1,6 +1,7 @@
 """``paddle-rollout push``: a checkpoint directory becomes the next version, as a trainer would push it."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,6 @@ from weight_manager.checkpoint import Tensor, TensorFile, weight_files
 from weight_manager.errors import CheckpointError
 
 console = Console(highlight=False)
-
-CLI_RUN = "cli"
-"""Names the run when nobody has pushed before."""
 
 
 def run(
@@ -58,10 +56,11 @@ def _push(
 ) -> PushReport:
     """Versions go on from the live one, in its run, unless told otherwise."""
     token = read_token(token_file) or os.environ.get("PADDLE_ROLLOUT_PUSH_TOKEN", "")
-    with WeightPublisher(endpoint, run_id=run_id or CLI_RUN, token=token) as publisher:
+    fresh_run = f"cli-{time.time():.0f}"
+    with WeightPublisher(endpoint, run_id=fresh_run, token=token) as publisher:
         live = publisher.connect()
     target = 1 if live.live_version is None else live.live_version + 1
-    with WeightPublisher(endpoint, run_id=run_id or live.live_run or CLI_RUN, token=token) as publisher:
+    with WeightPublisher(endpoint, run_id=run_id or live.live_run or fresh_run, token=token) as publisher:
         return publisher.push(tensors, target if version is None else version, in_flight=in_flight)
 
 

@@ -1,9 +1,12 @@
 """SGLang's control and info routes, and AReaL's accents of them."""
 
+import asyncio
+from typing import Any
+
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from api import disk, info
+from api import disk, info, parameters
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Forbidden, status_of
 from api.replica import Replica
@@ -153,6 +156,25 @@ async def weights_checker(service: Uses, body: schema.WeightsChecker | None = No
         raise BadInput("compare needs a baseline: the checksums of an earlier answer")
     wrong = info.mismatches(found, body.baseline)
     return schema.WeightsChecked(match=not wrong, mismatches=wrong)
+
+
+@router.post("/get_weights_by_name", dependencies=admin)
+async def get_weights_by_name(body: schema.WeightsByName, service: Uses) -> list[Any]:
+    """The first rows of a live parameter, under any of its names."""
+    config = service.config
+    values = await asyncio.to_thread(
+        parameters.rows,
+        service.model,
+        service.weights.live,
+        body.name,
+        body.truncate_size,
+        arena_dir=config.arena_dir,
+        service=config.name,
+        dtype=config.dtype,
+        tp=config.tp,
+    )
+    found: list[Any] = values.tolist()
+    return found
 
 
 @router.get("/v1/loads", dependencies=data)

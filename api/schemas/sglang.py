@@ -205,6 +205,13 @@ class MemoryTags(Lenient):
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
+class WeightsByName(Lenient):
+    """/get_weights_by_name: the first truncate_size rows."""
+
+    name: str = Field(min_length=1, max_length=1024)
+    truncate_size: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
 class WeightsChecker(Lenient):
     """/weights_checker."""
 

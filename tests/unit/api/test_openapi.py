@@ -1,0 +1,52 @@
+"""The page at /docs: every route is on it, with schemas for what goes in and what comes out."""
+
+
+async def operations(client):
+    document = (await client.get("/openapi.json")).json()
+    return [
+        (method.upper(), path, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ], document
+
+
+async def test_every_route_has_response_schemas(client):
+    found, _ = await operations(client)
+    assert len(found) > 60
+    for method, path, operation in found:
+        if path == "/metrics":
+            continue
+        content = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        assert content, (method, path)
+        assert any(status.startswith(("4", "default")) for status in operation["responses"]), (method, path)
+        if "requestBody" in operation:
+            assert operation["requestBody"]["content"]["application/json"]["schema"], (method, path)
+
+
+async def test_operation_ids_are_unique_and_every_route_is_described(client):
+    found, _ = await operations(client)
+    ids = [operation["operationId"] for _, _, operation in found]
+    assert len(ids) == len(set(ids))
+    for method, path, operation in found:
+        assert operation.get("description"), (method, path)
+        assert operation["tags"], (method, path)
+
+
+async def test_the_routes_that_clients_of_each_dialect_call(client):
+    found, _ = await operations(client)
+    there = {(method, path) for method, path, _ in found}
+    posts = """/v1/rollout/generate /v1/rollout/pause /v1/rollout/resume /v1/rollout/abort /v1/rollout/weights/load
+        /v1/rollout/weights/abort /v1/completions /v1/chat/completions /tokenize /detokenize /inference/v1/generate
+        /pause /resume /abort_requests /init_weight_transfer_engine /start_weight_update /update_weights
+        /finish_weight_update /shutdown_weight_transfer_engine /update_weight_version /weight_checker /sleep /wake_up
+        /reset_prefix_cache /generate /pause_generation /continue_generation /update_weights_from_disk /flush_cache
+        /abort_request /release_memory_occupation /resume_memory_occupation /weights_checker /get_weights_by_name
+        /areal_pause_generation /areal_continue_generation /areal_update_weights /clear_load_weight
+        /update_model_weight /v1/pause /v1/resume /v1/update_weights /v1/sleep /v1/wakeup /v1/abort_requests"""
+    gets = """/v1/rollout/weights /v1/rollout/weights/wait /v1/models /is_paused /weight_info /get_world_size
+        /is_sleeping /server_info /get_server_info /model_info /get_model_info /get_weight_version /flush_cache
+        /v1/loads /get_load /health /live /ready /health_generate /metrics /clear_load_weight /update_model_weight
+        /v1/is_paused"""
+    missing = {("POST", path) for path in posts.split()} | {("GET", path) for path in gets.split()}
+    assert missing - there == set()
+    assert (await client.get("/docs")).status_code == 200

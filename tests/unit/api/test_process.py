@@ -1,0 +1,36 @@
+import socket
+
+import pytest
+
+from api.config import ApiConfig
+from api.process import listen
+
+
+@pytest.fixture
+def settings():
+    return {"port": 0}
+
+
+def test_a_free_port_is_written_down_and_kept_over_a_restart(config):
+    first = listen(config)
+    port = first.getsockname()[1]
+    assert (config.run_dir / "http_url").read_text() == f"http://127.0.0.1:{port}\n"
+    first.close()
+    second = listen(config)
+    assert second.getsockname()[1] == port
+    second.close()
+
+
+def test_a_taken_port_says_what_to_do(config):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="choose another --port"):
+            listen(ApiConfig(**config.model_dump() | {"port": port}))
+        (config.run_dir / "http_url").write_text(f"http://127.0.0.1:{port}\n")
+        free = listen(config)
+        assert free.getsockname()[1] not in (0, port)
+        free.close()
+    (config.run_dir / "http_url").write_text("nonsense")
+    listen(config).close()
