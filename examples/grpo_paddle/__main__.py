@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +22,7 @@ def main() -> int:
     # Read by Paddle while it is imported. The workers need the other cores; strided copies are slow in this build.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("FLAGS_use_stride_kernel", "0")
+    warnings.filterwarnings("ignore", message="No ccache found")  # nothing is compiled here
     from examples.grpo_paddle.train import run  # noqa: PLC0415
 
     logging.getLogger().setLevel(logging.WARNING)  # Paddle's import turned everybody's INFO on
