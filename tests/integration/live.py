@@ -110,11 +110,18 @@ class LiveService:
         assert not left, f"left behind: {left}\n{self.tail()}"
 
     def close(self) -> None:
-        """End whatever still runs and remove the scratch directory."""
-        for pid in self.processes() if self.process.poll() is None else self._seen:
-            if self._is_ours(pid):
-                os.kill(pid, signal.SIGKILL)
+        """End whatever still runs, whatever a test did to it, and remove what it would have removed."""
+        if self.process.poll() is None:
+            self.processes()
+            self.process.kill()
         self.process.wait()
+        deadline = time.monotonic() + GONE_S
+        while any(map(self._is_ours, self._seen)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in filter(self._is_ours, self._seen):
+            os.kill(pid, signal.SIGKILL)
+        for name in self.shared_memory():
+            (SHM / name).unlink()
         shutil.rmtree(self.scratch)
 
     def tail(self, lines: int = 40) -> str:

@@ -35,6 +35,7 @@ def test_it_is_ready_within_six_seconds(tiny: Checkpoint) -> None:
         live = LiveService(tiny.directory, "--replicas", "2")
         try:
             seconds.append(live.start().ready_s)
+            live.stop()
         finally:
             live.close()
         if seconds[-1] < READY_BAR_S:
