@@ -133,6 +133,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 def below_roots(path: str, roots: tuple[Path, ...]) -> Path:
     """The real directory behind `path`, if it and its weight files lie below a root. Raises CheckpointError."""
+    if "\0" in path:
+        raise CheckpointError("a path holds no NUL", code="bad_message")
     real = Path(path).resolve()
     allowed = [root.resolve() for root in roots]
     if not any(real.is_relative_to(root) for root in allowed):

@@ -131,6 +131,10 @@ class StoreConfig(BaseModel):
         """Where history and snapshots live."""
         return self.state_dir or self.run_dir
 
+    def patience(self, asked_s: float) -> float:
+        """A deadline somebody asked for, within bounds; what is no number gets no time."""
+        return max(0.0, min(asked_s, self.max_deadline_s))
+
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the "store" part of a service's config file. Raises StartError saying what to change."""

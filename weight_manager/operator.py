@@ -29,7 +29,7 @@ from weight_manager.messages import (
     ToApi,
 )
 from weight_manager.metrics import Counters
-from weight_manager.push_session import Intent, PushSession
+from weight_manager.push_session import MAX_VERSION, Intent, PushSession
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,10 @@ class Operator:
         live = self._coordinator.history.live
         run_id = request.run_id if request.run_id is not None else (live.run_id if live else "")
         version = request.version if request.version is not None else (live.version + 1 if live else 0)
-        if version < 0:
-            raise PushRefused("bad_message", f"version {version} is negative")
+        if not 0 <= version <= MAX_VERSION:
+            raise PushRefused("bad_message", f"version {version} is out of range")
         intent = Intent(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force)
-        deadline_s = min(request.deadline_s, self._config.max_deadline_s)
+        deadline_s = self._config.patience(request.deadline_s)
 
         def done(outcome: Committed | PushRefused) -> None:
             if isinstance(outcome, PushRefused):
@@ -157,7 +157,7 @@ class Operator:
             raise PushRefused("refused", f"{session.intent} is not sealed yet: its trainer still sends")
         self._commits.append((peer, request.call, session))
         if not self._coordinator.committing(session):
-            deadline_s = min(request.deadline_s, self._config.max_deadline_s)
+            deadline_s = self._config.patience(request.deadline_s)
             self._coordinator.commit(session, deadline_s, time.monotonic())
 
     def _answer_commits(self) -> None:

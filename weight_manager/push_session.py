@@ -8,6 +8,8 @@ from rollout_client.protocol import Committed, InFlight
 from weight_manager.errors import PushRefused
 from weight_manager.staging import Staging
 
+MAX_VERSION = (1 << 63) - 1
+"""Versions travel as signed 64-bit integers between ranks."""
 Source = Literal["push", "disk", "snapshot"]
 
 

@@ -145,7 +145,7 @@ class TrainerGroup:
             message = f"sealed, but these were not reported complete: {', '.join(missing[:20])}"
             self._coordinator.abort(PushRefused("missing_tensor", message, missing), now)
             return
-        deadline = now + min(seal.deadline_s, self._config.max_deadline_s)
+        deadline = now + self._config.patience(seal.deadline_s)
         if session.deadline is not None:
             deadline = min(deadline, session.deadline)
         session.deadline = deadline
@@ -164,7 +164,7 @@ class TrainerGroup:
         starts = not self._committing
         member.owed.append(commit)
         if starts:
-            self._coordinator.commit(session, min(commit.deadline_s, self._config.max_deadline_s), now)
+            self._coordinator.commit(session, self._config.patience(commit.deadline_s), now)
 
     def abort(self, peer: bytes, abort: Abort, now: float) -> None:
         """Give it up."""

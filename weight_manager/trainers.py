@@ -29,7 +29,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.errors import PushRefused
 from weight_manager.metrics import Counters
-from weight_manager.push_session import Intent
+from weight_manager.push_session import MAX_VERSION, Intent
 from weight_manager.trainer_group import TrainerGroup
 from weight_manager.wire import Router
 
@@ -66,7 +66,9 @@ class Trainers:
                     self._answer(peer, self._begin(peer, request, now))
                 case Written():
                     group = self._group(peer, request.session)
-                    if group is not None:
+                    if group is None:
+                        self._counters.add("bad_messages")
+                    elif group.outcome is None:
                         group.written(peer, request, now)
                 case Renew() | Seal() | Commit() | Abort():
                     self._of_session(peer, request, now)
@@ -158,7 +160,7 @@ class Trainers:
         return placement
 
     def _check(self, begin: Begin) -> None:
-        if begin.version < 0 or not 0 <= begin.rank < begin.world:
+        if not 0 <= begin.version <= MAX_VERSION or not 0 <= begin.rank < begin.world:
             message = f"version {begin.version}, rank {begin.rank} of {begin.world}: out of range"
             raise PushRefused("bad_message", message)
         for what, count, cap in (

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from rollout_client.protocol import MAX_HEADER_BYTES, Chunk, ErrorCode, Request, decode_request
+from weight_manager.errors import IllegalTransition
 from weight_manager.messages import FromApi, FromReplica, decode_incoming
 from weight_manager.metrics import Counters
 
@@ -91,7 +92,7 @@ class Router:
 
 
 def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, counters: Counters) -> None:
-    """One turn on the trainers' socket."""
+    """One turn on the trainers' socket. A bug of ours costs one message its answer, not everybody the store."""
     for _ in range(TURN_MESSAGES):
         message = router.next()
         if message is None:
@@ -111,13 +112,18 @@ def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, count
             counters.add("bad_messages")
             receiver.malformed(peer, "bad_message", f"not a message of this protocol: {error}")
             continue
-        if isinstance(request, Chunk):
-            _receive_chunk(router, receiver, peer, request, max_frame=max_frame, counters=counters)
-        elif router.drain():
-            counters.add("bad_messages")
-            receiver.malformed(peer, "bad_message", f"{type(request).__name__} takes no payload frames")
-        else:
-            receiver.request(peer, request)
+        try:
+            if isinstance(request, Chunk):
+                _receive_chunk(router, receiver, peer, request, max_frame=max_frame, counters=counters)
+            elif router.drain():
+                counters.add("bad_messages")
+                receiver.malformed(peer, "bad_message", f"{type(request).__name__} takes no payload frames")
+            else:
+                receiver.request(peer, request)
+        except Exception as error:
+            router.drain()
+            log.exception("a %s could not be handled", type(request).__name__)
+            receiver.malformed(peer, "internal", f"the store failed: {error!r}", getattr(request, "session", ""))
 
 
 def _receive_chunk(
@@ -151,7 +157,7 @@ def receive_internal(
     malformed: Callable[[bytes, str], Any],
     counters: Counters,
 ) -> None:
-    """One turn on the service's own socket."""
+    """One turn on the service's own socket; see `receive_pushes`."""
     for _ in range(TURN_MESSAGES):
         message = router.next()
         if message is None:
@@ -166,4 +172,10 @@ def receive_internal(
             counters.add("bad_messages")
             malformed(peer, f"not a message of the store: {error}")
             continue
-        request(peer, decoded)
+        try:
+            request(peer, decoded)
+        except IllegalTransition:
+            raise  # nobody knows what is served any more; the next life of the store does
+        except Exception as error:
+            log.exception("a %s could not be handled", type(decoded).__name__)
+            malformed(peer, f"the store failed: {error!r}")

@@ -154,6 +154,7 @@ def test_only_configured_roots_are_read(store, root, load, save, weights, tmp_pa
         result = load(name)
         assert (result.ok, result.code) == (False, "refused"), name
     assert load("nothing").code == "io"
+    assert load("one\0").code == "bad_message"
     assert store.serving() == (0, digest_of(weights(0)))
 
 

@@ -39,7 +39,7 @@ def test_a_trainer_in_mid_push_hears_that_the_store_stops(store, weights, traine
     assert t.hear(2).message == "the store is stopping"
 
 
-def test_a_killed_store_takes_its_arena_over_and_goes_on(store, replica, push, weights, digest_of, until, trainer):
+def test_a_killed_store_takes_its_arena_over_and_goes_on(store, replica, push, weights, digest_of, until, trainer, run):
     r = replica()
     push(weights(7), 7)
     epoch = store.status().live.epoch
@@ -52,7 +52,7 @@ def test_a_killed_store_takes_its_arena_over_and_goes_on(store, replica, push, w
     store.wait_live()
     assert list(store.arena_dir.iterdir()) == [arena]
     live = store.status().live
-    assert (live.run_id, live.version, live.epoch) == ("run", 7, epoch)
+    assert (live.run_id, live.version, live.epoch) == (run, 7, epoch)
     assert store.serving() == r.served() == (7, digest_of(weights(7)))
     until(lambda: store.status().replicas.get("0", {}).get("ready"), 3)
     assert t.ask(wire.Seal(t.placement.session)).code == "unknown_session"
@@ -107,7 +107,7 @@ def test_an_arena_that_was_tampered_with_is_not_taken_over(store, push, weights,
 
 @pytest.mark.parametrize("store_config", [{"snapshot": True}])
 def test_a_snapshot_brings_the_last_version_back_into_an_empty_container(
-    store, push, weights, digest_of, until, store_config
+    store, push, weights, digest_of, until, store_config, run
 ):
     push(weights(7), 7)
     until(lambda: store.status().counters["snapshots"] >= 2, 3)
@@ -117,7 +117,7 @@ def test_a_snapshot_brings_the_last_version_back_into_an_empty_container(
     store.start()
     store.wait_live()
     live = store.status().live
-    assert (live.run_id, *store.serving()) == ("run", 7, digest_of(weights(7)))
+    assert (live.run_id, *store.serving()) == (run, 7, digest_of(weights(7)))
     assert store.status().history[-1]["source"] == "snapshot"
     with pytest.raises(errors.StaleVersion):
         push(weights(6), 6)

@@ -1,0 +1,103 @@
+"""Stands for rank 0 of a replica (worker/membership.py): answers the store as told.
+
+Its liveness is a real process, and what it serves it reads from the arena as a rank would.
+"""
+
+import subprocess
+import threading
+from typing import Any
+
+import zmq
+
+from tests.faults.small_model import LAYOUT
+from tests.faults.store_process import Store
+from weight_manager import messages
+from weight_manager.arena import ArenaReader
+from weight_manager.layout import region_digests, version_digest
+
+
+class Replica:
+    """Rank 0 of a replica, scripted. `plan`: what it does instead of yes: "no", "silent", "die", by message."""
+
+    def __init__(self, store: Store, number: int = 0, *, beats: bool = True, **plan: str) -> None:
+        self.store, self.number, self.plan, self.beats = store, number, plan, beats
+        self.process = subprocess.Popen(["sleep", "300"])
+        self.seen: list[Any] = []
+        self.live: messages.Live | None = None
+        self._staged: messages.Live | None = None
+        self._flipped = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def served(self) -> tuple[int, str]:
+        """(version, digest of the bytes it computes with)."""
+        assert self.live is not None
+        with ArenaReader(self.arena_path) as reader:
+            slot = reader.slot(self.live.slot)
+            return self.live.version, version_digest(LAYOUT, region_digests(LAYOUT, slot))
+
+    def saw(self, kind: type) -> list[Any]:
+        return [m for m in self.seen if isinstance(m, kind)]
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._stop.set()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.set(zmq.LINGER, 200)
+            socket.connect(f"ipc://{self.store.run_dir}/store.sock")
+            self._talk(socket)
+
+    def _talk(self, socket: zmq.Socket) -> None:
+        register = messages.Register(self.number, [self.process.pid], self.plan.get("layout", LAYOUT.digest))
+        socket.send(messages.encode(register))
+        while not self._stop.is_set():
+            if not socket.poll(100):
+                if self.beats:
+                    socket.send(messages.encode(messages.Beat(self.live.epoch if self.live else 0)))
+                continue
+            message = messages.decode_for_replica(socket.recv())
+            self.seen.append(message)
+            what = self.plan.get(type(message).__name__.lower(), "yes")
+            reply = register if isinstance(message, messages.Refused) else None
+            reply = self._answer(message, what) if reply is None or what != "yes" else reply
+            if reply is not None:
+                socket.send(messages.encode(reply))
+
+    def _answer(self, message: Any, what: str) -> Any:
+        if what == "die":
+            self.die()
+        if what in ("die", "silent"):
+            return None
+        ok, error = what == "yes", "" if what == "yes" else "model.norm.weight does not fit"
+        match message:
+            case messages.Registered():
+                self.arena_path = message.arena_path
+                self.live = message.live
+                return messages.Adopted(message.live.epoch) if message.live else None
+            case messages.Adopt():
+                self.live = message.live
+                return messages.Adopted(message.live.epoch)
+            case messages.Prepare():
+                self._staged = message.live
+                return messages.Prepared(message.session, ok, 0, error, [] if ok else ["model.norm.weight"])
+            case messages.Flip():
+                if ok:
+                    self._flipped, self._before, self.live = message.session, self.live, self._staged
+                return messages.Flipped(message.session, ok, 0, error)
+            case messages.Finalize():
+                return messages.Finalized(message.session, 1.5)
+            case messages.Rollback():
+                if self._flipped == message.session:
+                    self.live = self._before
+                return messages.RolledBack(message.session)

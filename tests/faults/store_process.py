@@ -1,0 +1,83 @@
+"""A real store process, and what the API would ask it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from tests.faults.small_model import LAYOUT
+from tests.faults.waiting import until
+from weight_manager import messages
+from weight_manager.arena import ArenaReader
+from weight_manager.layout import region_digests, version_digest
+
+
+class Store:
+    """`python -m weight_manager` and what the API would ask it."""
+
+    def __init__(self, run_dir: Path, model: Path, arena_dir: Path, **config: Any) -> None:
+        self.run_dir, self.arena_dir = run_dir, arena_dir
+        run_dir.mkdir(exist_ok=True)
+        arena_dir.mkdir(exist_ok=True)
+        part = {"name": "t", "run_dir": str(run_dir), "model": str(model), "arena_dir": str(arena_dir)}
+        part |= {"push_endpoint": f"ipc://{run_dir}/push.sock", "lease_s": 1.0, "flip_s": 1.0, "rollback_s": 0.5}
+        self.config_file = run_dir / "config.json"
+        self.config_file.write_text(json.dumps({"store": part | config}))
+        self.context = zmq.Context()
+        self.api = self.context.socket(zmq.DEALER)
+        self.api.set(zmq.LINGER, 0)
+        self.start()
+
+    def start(self) -> None:
+        self.log = (self.run_dir / "log").open("ab")
+        command = [sys.executable, "-m", "weight_manager", "--config", str(self.config_file)]
+        self.process = subprocess.Popen(command, stderr=self.log)
+        self.api.connect(f"ipc://{self.run_dir}/store.sock")
+
+    @property
+    def endpoint(self) -> str:
+        return (self.run_dir / "push_endpoint").read_text().strip()
+
+    def ask(self, message: Any, seconds: float = 10.0) -> Any:
+        self.api.send(messages.encode(message))
+        end = time.monotonic() + seconds
+        while self.api.poll(max(0, int((end - time.monotonic()) * 1000))):
+            reply = messages.decode_for_api(self.api.recv())
+            if getattr(reply, "call", None) == message.call:
+                return reply
+        raise AssertionError(f"no answer from the store:\n{(self.run_dir / 'log').read_text()[-3000:]}")
+
+    def status(self) -> messages.Status:
+        return self.ask(messages.GetStatus(os.urandom(4).hex()))
+
+    def serving(self) -> tuple[int | None, str]:
+        """(live version, digest of the bytes in its slot, read here and now)."""
+        live = self.status().live
+        if live is None:
+            return None, ""
+        (path,) = self.arena_dir.glob("*.arena")
+        with ArenaReader(path) as reader:
+            return live.version, version_digest(LAYOUT, region_digests(LAYOUT, reader.slot(live.slot)))
+
+    def wait_live(self) -> "Store":
+        until(lambda: self.status().live, 20)
+        return self
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(10)
+        self.log.close()
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.end()
+        self.log.close()
+        self.api.close()
+        self.context.term()
