@@ -1,0 +1,47 @@
+"""The demo in short: every step pushes, every logprob fits its version, and Ctrl-C leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "examples.grpo_paddle", "--steps"]
+
+
+def left_by(pid: int) -> list[str]:
+    """Shared memory and processes of the service that this trainer started."""
+    name = f"grpo-demo-{pid}"
+    left = [path.name for path in Path("/dev/shm").iterdir() if f"{name}-" in path.name]
+    return left + subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False).stdout.split()
+
+
+def test_a_few_steps(tmp_path: Path) -> None:
+    trainer = subprocess.Popen([*COMMAND, "6", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    output = trainer.communicate(timeout=55)[0]
+    assert trainer.returncode == 0, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == summary["versions_pushed"] == 6
+    assert summary["logprob_gap_max"] < 1e-4
+    assert summary["answers_of_mixed_versions"] > 0, "no push landed inside an answer"
+    assert (tmp_path / "reward.png").exists()
+    assert not left_by(trainer.pid)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    trainer = subprocess.Popen(
+        [*COMMAND, "500", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert trainer.stdout is not None
+    line = ""
+    while "serving at" not in line:
+        line = trainer.stdout.readline()
+        assert line, "it ended early"
+    time.sleep(0.5)
+    assert left_by(trainer.pid)
+    os.killpg(trainer.pid, signal.SIGINT)  # what a terminal does
+    trainer.communicate(timeout=30)
+    assert trainer.returncode == 130
+    assert not left_by(trainer.pid)
