@@ -80,7 +80,7 @@ class StoreConfig(BaseModel):
     beat_s: Seconds = 2.0
     """How often a replica must say that its loop turns."""
 
-    silent_s: Seconds = 20.0
+    silent_s: Seconds = 60.0
     """A replica unheard for this long, outside a commit, must register again."""
 
     max_deadline_s: Seconds = 600.0

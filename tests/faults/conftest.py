@@ -54,7 +54,8 @@ def launcher(directory: Path, model: Path) -> Iterator[Callable[..., Store]]:
 
     def start(**config: Any) -> Store:
         here, n = config.pop("model", model), len(stores)
-        stores.append(Store(directory / f"run{n}", here, directory / f"arena{n}", **config))
+        arena_dir = config.pop("arena_dir", directory / f"arena{n}")
+        stores.append(Store(directory / f"run{n}", here, arena_dir, **config))
         return stores[-1]
 
     yield start

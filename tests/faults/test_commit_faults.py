@@ -6,6 +6,8 @@ import pytest
 
 from rollout_client import errors
 from rollout_client import protocol as wire
+from rollout_client.publisher import WeightPublisher
+from tests.faults.replica import Replica
 from weight_manager import messages
 
 
@@ -181,3 +183,22 @@ def test_a_trainer_may_ask_for_what_an_operator_already_commits(fleet, store, tr
     until(lambda: other.saw(messages.Flip), 1)
     assert t.ask(wire.Commit(placement.session), 3).code == "deadline"
     assert store.serving() == good.served() == (1, digest_of(weights(1)))
+
+
+@pytest.mark.parametrize("store_config", [{"load_weights": False}])
+def test_the_first_version_of_all_is_adopted_after_the_fact(launch, store_config, weights, digest_of, until, run):
+    store = launch(**store_config)
+    until(lambda: (store.run_dir / "push_endpoint").exists(), 10)
+    assert store.status().live is None
+    replica = Replica(store)
+    try:
+        until(lambda: replica.saw(messages.Registered))
+        assert replica.saw(messages.Registered)[0].live is None
+        with WeightPublisher(store.endpoint, run_id=run, progress=False) as publisher:
+            assert publisher.push(weights(1), 1, timeout_s=5).replicas == 0
+            until(lambda: store.status().replicas["0"]["ready"])
+            assert replica.served() == (1, digest_of(weights(1)))
+            assert publisher.push(weights(2), 2, timeout_s=5).replicas == 1
+        assert replica.served() == (2, digest_of(weights(2)))
+    finally:
+        replica.close()

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from rollout_client import errors
 from rollout_client import protocol as wire
 from rollout_client.publisher import WeightPublisher
+from tests.faults.small_model import CONFIG
 from weight_manager import messages
 
 
@@ -221,3 +223,27 @@ def test_an_idle_store_sleeps(store, replica):
     before = busy_s()
     time.sleep(3)
     assert busy_s() - before <= 0.09  # 3 % of a core, with a replica that beats ten times a second
+
+
+def test_sigterm_while_the_arena_is_being_made_leaves_nothing(launch, tmp_path, until):
+    big = tmp_path / "big"
+    big.mkdir()
+    (big / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 20}))  # two slots of 256 MiB
+    with TemporaryDirectory(dir="/dev/shm") as arenas:
+        store = launch(model=big, load_weights=False, arena_dir=Path(arenas))
+        until(lambda: list(store.arena_dir.iterdir()), 10)
+        assert store.end(signal.SIGTERM) == 0
+        assert list(store.arena_dir.iterdir()) == []
+
+
+def test_a_store_does_not_outlive_its_parent(store, tmp_path, until):
+    store.end()
+    start = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", start, sys.executable, "-m", "weight_manager", "--config", str(store.config_file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        store.wait_live()
+        assert len(list(store.arena_dir.iterdir())) == 1
+        parent.kill()
+    until(lambda: not list(store.arena_dir.iterdir()), 3)
+    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes(), 3)
