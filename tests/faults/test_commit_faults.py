@@ -188,7 +188,7 @@ def test_a_trainer_may_ask_for_what_an_operator_already_commits(fleet, store, tr
 @pytest.mark.parametrize("store_config", [{"load_weights": False}])
 def test_the_first_version_of_all_is_adopted_after_the_fact(launch, store_config, weights, digest_of, until, run):
     store = launch(**store_config)
-    until(lambda: (store.run_dir / "push_endpoint").exists(), 10)
+    until((store.run_dir / "push_endpoint").exists, 10)
     assert store.status().live is None
     replica = Replica(store)
     try:
