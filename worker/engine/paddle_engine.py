@@ -5,18 +5,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-import paddle
 
 from weight_manager.manifest import Manifest
 from worker.config import WorkerConfig
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.models import decoder_spec
-from worker.models.decoder import decode
-from worker.models.paddle_ops import PaddleOps
+from worker.models.decoder import Backend
+from worker.models.onednn_backend import OneDnnBackend, why_not
+from worker.models.paddle_backend import PaddleBackend
 from worker.models.shard import shard_of
-from worker.models.weights import Weights, collect
 
 log = logging.getLogger(__name__)
 
@@ -29,41 +27,46 @@ class PaddleEngine:
 
     def __init__(self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
-        self._model = decoder_spec(hf_config)
-        self._shard = shard_of(self._model, manifest, rank, config.tp)
+        model = decoder_spec(hf_config)
+        self._shard = shard_of(model, manifest, rank, config.tp)
         self._dtype = manifest.dtype
-        self.spec = engine_spec(config, hf_config, self._model.max_positions)
-        self._ops = PaddleOps(self._model, self._shard, tp_group, self.spec.max_model_len)
-        self._weights: Weights[Any] | None = None
+        self.spec = engine_spec(config, hf_config, model.max_positions)
+        self._bound = False
+        self._backend: Backend
+        reason = "the device is a GPU" if config.device == "gpu" else why_not(manifest.dtype)
+        if reason is None:
+            tokens = max(config.max_tokens_per_step, config.max_batch)
+            self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, self.spec.max_model_len, tokens)
+        else:
+            self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len)
+            cast = ", weights cast to float32" if manifest.dtype != "float32" else ""
+            log.warning("computing with Paddle's own kernels in float32%s: %s", cast, reason)
 
-    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Weights[Any]:
-        """Tensors over the views, without a copy in float32. Raises ValueError naming a tensor that does not fit."""
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """A handle on these weights. Raises ValueError naming a tensor that is missing or does not fit."""
         for name in self._shard.shapes:
             if name not in views:
                 raise ValueError(f"{name}: missing")
             self._shard.check(name, views[name], self._dtype)
-        return collect(self._model, {name: _tensor(views[name]) for name in self._shard.shapes})
+        return self._backend.prepare({name: views[name] for name in self._shard.shapes})
 
     def bind(self, prepared: object | None) -> None:
         """Serve these weights from the next step on."""
-        assert prepared is None or isinstance(prepared, Weights)
-        self._weights = prepared
+        self._backend.bind(prepared)
+        self._bound = prepared is not None
 
     def allocate_kv(self) -> None:
         """Make the KV cache; idempotent."""
-        self._ops.allocate_kv(self.spec.num_blocks, self.spec.block_size)
+        self._backend.allocate_kv(self.spec.num_blocks, self.spec.block_size)
 
     def release_kv(self) -> int:
         """Free the KV cache; bytes freed."""
-        return self._ops.release_kv()
+        return self._backend.release_kv()
 
     def forward(self, batch: ForwardBatch) -> Float32 | None:
-        """Logits [L, vocab] on rank 0."""
-        assert self._weights is not None, "no weights are bound"
-        with paddle.no_grad():
-            self._ops.begin(batch)
-            logits = decode(self._ops, self._model, self._weights)
-        return None if logits is None else logits.numpy()
+        """Logits [L, vocab] on rank 0; the array is reused by the next call."""
+        assert self._bound, "no weights are bound"
+        return self._backend.forward(batch)
 
 
 def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: int) -> EngineSpec:
@@ -88,10 +91,3 @@ def _eos(config: WorkerConfig, hf_config: dict[str, Any]) -> tuple[int, ...]:
     if found is None:
         found = hf_config.get("eos_token_id")
     return tuple(int(i) for i in found) if isinstance(found, list) else () if found is None else (int(found),)
-
-
-def _tensor(view: npt.NDArray[Any]) -> Any:
-    if view.dtype == np.uint16:
-        # Paddle's CPU kernels have no bfloat16 matmul: the bits become the high halves of float32.
-        return paddle.to_tensor((view.astype(np.uint32) << 16).view(np.float32))
-    return paddle.utils.dlpack.from_dlpack(view)

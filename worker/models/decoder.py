@@ -1,11 +1,15 @@
 """The forward pass of every family, written once over a small set of operations.
 
-`Ops` is what a backend supplies: `paddle_ops` computes with Paddle tensors; other backends may record or
-fuse, so an operation is as large as what can be fused (a projection adds to the residual stream itself).
+`Ops` is what a backend supplies: `paddle_backend` computes at once with Paddle tensors, `onednn_backend` records
+a program. An operation is as large as what can be fused (a projection adds to the residual stream itself).
 """
 
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
+import numpy.typing as npt
+
+from worker.engine.base import Float32, ForwardBatch
 from worker.models.spec import DecoderSpec, MoeSpec
 from worker.models.weights import Experts, Linear, Mlp, Weights
 
@@ -40,13 +44,9 @@ class Ops(Protocol[W, X]):
         """x + the routed experts' weighted outputs (+ the shared expert's), summed over ranks."""
         ...
 
-    def logits(self, x: X, norm: W, head: W) -> X:
-        """Logits of the wanted rows: [L, vocab] on rank 0."""
-        ...
 
-
-def decode(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W]) -> X:
-    """One forward pass over the step that `ops` was prepared for."""
+def hidden(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W]) -> X:
+    """One forward pass up to the last layer's residual stream, over the step that `ops` was prepared for."""
     x = ops.embed(weights.embed)
     for index, layer in enumerate(weights.layers):
         h = ops.norm(x, layer.input_norm)
@@ -59,4 +59,28 @@ def decode(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W]) -> X:
             moe = spec.moe[index]
             assert moe is not None
             x = ops.add_experts(x, h, layer.mlp, moe)
-    return ops.logits(x, weights.norm, weights.head)
+    return x
+
+
+class Backend(Protocol):
+    """A way to compute a decoder on one rank: the parts of `Engine` that depend on it."""
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """A handle on these weights for `bind`. May run beside `forward`. The views have been checked."""
+        ...
+
+    def bind(self, prepared: Any) -> None:
+        """Compute with these weights from now on; None = with none."""
+        ...
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the cache; idempotent."""
+        ...
+
+    def release_kv(self) -> int:
+        """Free it; bytes freed."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> Float32 | None:
+        """Logits [L, vocab] on rank 0, None elsewhere; the array is reused by the next call."""
+        ...

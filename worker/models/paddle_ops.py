@@ -90,16 +90,6 @@ class PaddleOps:
             out = out + self._mlp(h, experts.shared)
         return x + self._summed(out)
 
-    def logits(self, x: Tensor, norm: Tensor, head: Tensor) -> Tensor | None:
-        """[L, vocab] on rank 0, None elsewhere."""
-        rows = paddle.index_select(x, paddle.to_tensor(self._batch.logits_rows))
-        part = paddle.matmul(rms_norm(rows, norm, self._spec.eps), head, transpose_y=True)
-        if head.shape[0] == self._spec.vocab_size:
-            return part if self._shard.rank == 0 else None
-        parts: list[Tensor] = []
-        paddle.distributed.all_gather(parts, part, group=self._group)
-        return paddle.concat(parts, axis=-1) if self._shard.rank == 0 else None
-
     def _mlp(self, h: Tensor, mlp: Mlp[Tensor]) -> Tensor:
         y = _linear(self.gated(h, mlp.gate_up), Linear(mlp.down.weight, None))
         # Every rank adds this to a sum over ranks, so only one of them may bring the bias.

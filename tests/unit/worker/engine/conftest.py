@@ -64,14 +64,17 @@ class Feeder:
         self.done = [0] * len(sequences)
         self.logits: list[list[np.ndarray]] = [[] for _ in sequences]
 
-    def step(self, counts: dict[int, int], copies: list[tuple[int, int]] | None = None) -> None:
-        """Advance these sequences by that many tokens in one step; all rows' logits are kept."""
+    def step(
+        self, counts: dict[int, int], copies: list[tuple[int, int]] | None = None, *, last_only: bool = False
+    ) -> None:
+        """Advance these sequences by that many tokens in one step; all rows' logits are kept, or only the last's."""
         size = self.engine.spec.block_size
         positions = {i: np.arange(self.done[i], self.done[i] + n) for i, n in counts.items()}
         slots = [self.tables[i][p // size] * size + p % size for i, ps in positions.items() for p in ps]
         width = max(len(self.tables[i]) for i in counts)
         tables = [self.tables[i] + [0] * (width - len(self.tables[i])) for i in counts]
-        total = sum(counts.values())
+        ends = np.cumsum(list(counts.values()))
+        rows = ends - 1 if last_only else np.arange(ends[-1])
         logits = self.engine.forward(
             ForwardBatch(
                 token_ids=_int32([self.sequences[i][p] for i, ps in positions.items() for p in ps]),
@@ -80,15 +83,16 @@ class Feeder:
                 query_lens=_int32(list(counts.values())),
                 context_lens=_int32([self.done[i] + n for i, n in counts.items()]),
                 block_tables=_int32(tables),
-                logits_rows=np.arange(total, dtype=np.int32),
+                logits_rows=_int32(rows),
                 block_copies=_int32(copies or []).reshape(-1, 2),
             )
         )
         row = 0
         for i, n in counts.items():
+            kept = 1 if last_only else n
             if logits is not None:
-                self.logits[i].extend(logits[row : row + n])
-            row += n
+                self.logits[i].extend(logits[row : row + kept].copy())  # the engine reuses its array
+            row += kept
             self.done[i] += n
 
     def all_logits(self, sequence: int) -> np.ndarray:
@@ -102,6 +106,11 @@ def _int32(values: Any) -> np.ndarray:
 @pytest.fixture
 def checkpoint() -> Callable[..., Checkpoint]:
     return lambda name, **kw: Checkpoint(MODELS / name, **kw)
+
+
+@pytest.fixture
+def checkpoint_class() -> type[Checkpoint]:
+    return Checkpoint
 
 
 @pytest.fixture

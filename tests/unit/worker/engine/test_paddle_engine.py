@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from worker.engine import paddle_engine
+
 MODELS = Path(__file__).parents[3] / "fixtures" / "models"
 FAMILIES = sorted(path.name for path in MODELS.iterdir())
+
+
+@pytest.fixture(autouse=True, params=["onednn", "paddle"])
+def backend(request, monkeypatch):
+    """Everything holds for both ways to compute."""
+    if request.param == "paddle":
+        monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+    return request.param
 
 
 @pytest.fixture(params=FAMILIES)

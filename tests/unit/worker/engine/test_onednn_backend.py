@@ -1,0 +1,99 @@
+"""What only the oneDNN backend promises: bfloat16, fast kernels throughout, poison that stays where it is."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from worker.cpu import onednn
+from worker.engine import paddle_engine
+from worker.models import onednn_backend
+from worker.models.onednn_backend import padded
+
+FAMILIES = sorted(path.name for path in (Path(__file__).parents[3] / "fixtures" / "models").iterdir())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypatch, name):
+    model = checkpoint(name, dtype="bfloat16")
+    ids = np.random.default_rng(0).integers(0, 96, 30).tolist()
+    results = {}
+    for backend in ("onednn", "paddle"):
+        if backend == "paddle":
+            monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+        run = feeder(model.engine(), [ids, ids[:9]])
+        run.step({0: 20, 1: 8})
+        run.step({1: 1, 0: 1})
+        while run.done[0] < len(ids):
+            run.step({0: 1})
+        results[backend] = run.all_logits(0)
+    # The same weights; activations are rounded on the way into every product.
+    gap = np.abs(results["onednn"] - results["paddle"])
+    assert gap.mean() < 0.02 * results["paddle"].std()
+    assert gap.max() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_slow_kernel_is_recorded(checkpoint, feeder, dtype, name):
+    """A reference kernel gives the right numbers a thousand times too slowly, so only its name shows it."""
+    engine = checkpoint(name, dtype=dtype).engine()
+    run = feeder(engine, [list(range(40)), list(range(7))])
+    for counts in ({0: 1}, {1: 5}, {0: 30, 1: 2}):
+        run.step(counts)
+    backend, dnn = engine._backend, onednn.load()
+    recorded = [program for program, *_ in (*backend._programs.values(), *backend._heads.values())]
+    kernels = [dnn.implementation(step) for p in recorded for step in p._steps if hasattr(step, "kept")]
+    assert len(kernels) > 50
+    assert not [kernel for kernel in kernels if "ref" in kernel]
+
+
+def test_not_a_number_stays_in_its_sequence(checkpoint, feeder):
+    model = checkpoint("llama")
+    engine = model.engine(num_blocks=3)
+    good = feeder(model.engine(num_blocks=3), [[1, 2, 3, 4, 5]])
+    good.step({0: 5})
+    sick = feeder(engine, [[1, 2, 3, 4, 5, 6, 7, 8]])
+    engine.bind(engine.prepare(model.views(change=lambda x: np.full_like(x, np.nan))))
+    sick.step({0: 8})
+    assert np.isnan(sick.all_logits(0)).all()
+    # The next request gets the sick one's blocks, prefilled in one go or token by token.
+    engine.bind(engine.prepare(model.views()))
+    for counts in ([5], [1] * 5, [3, 2]):
+        run = feeder(engine, [[1, 2, 3, 4, 5]])
+        run.tables = [table[::-1] for table in sick.tables]
+        for n in counts:
+            run.step({0: n})
+        np.testing.assert_allclose(run.all_logits(0), good.all_logits(0), atol=2e-5)
+
+
+def test_weights_are_read_in_place(checkpoint, feeder):
+    model = checkpoint("llama")
+    engine = model.engine(bound=False)
+    views = {name: view.copy() for name, view in model.views().items()}
+    engine.bind(engine.prepare(views))
+    run = feeder(engine, [[1, 2, 3]])
+    run.step({0: 1})
+    views["lm_head.weight"] *= 2
+    run.done[0] = 0
+    run.step({0: 1})
+    np.testing.assert_allclose(run.logits[0][1], 2 * run.logits[0][0], atol=1e-5)
+
+
+def test_padding_grows_with_the_step():
+    assert [padded(n) for n in (1, 16, 17, 64, 65, 256, 257, 1000)] == [1, 16, 20, 64, 80, 256, 320, 1024]
+
+
+def test_a_build_without_the_library_says_so(monkeypatch):
+    monkeypatch.setattr(onednn, "library_path", lambda: None)
+    onednn.load.cache_clear()
+    try:
+        assert "without oneDNN" in onednn_backend.why_not("float32")
+    finally:
+        onednn.load.cache_clear()
+
+
+def test_the_fall_back_is_announced(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "no such kernel")
+    checkpoint("llama", dtype="bfloat16").engine(bound=False)
+    assert "weights cast to float32: no such kernel" in caplog.text

@@ -1,0 +1,30 @@
+"""Sums and gathers over a replica's ranks for buffers that Paddle does not own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+
+
+def sum_in_place(array: npt.NDArray[Any], group: Any) -> Callable[[], None]:
+    """A call that sums `array` over the ranks of `group`, on every rank. The array must stay where it is."""
+    import paddle  # noqa: PLC0415
+
+    tensor = paddle.utils.dlpack.from_dlpack(array)
+
+    def run() -> None:
+        paddle.distributed.all_reduce(tensor, group=group)
+
+    return run
+
+
+def gathered(array: Float32, group: Any) -> Float32:
+    """Every rank's [n, m] side by side in rank order, on every rank."""
+    import paddle  # noqa: PLC0415
+
+    parts: list[Any] = []
+    paddle.distributed.all_gather(parts, paddle.utils.dlpack.from_dlpack(array), group=group)
+    return np.concatenate([part.numpy() for part in parts], axis=1)

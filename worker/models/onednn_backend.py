@@ -1,0 +1,156 @@
+"""A decoder on the oneDNN and MKL of Paddle's wheel: float32 exactly, or bfloat16 matrices read as they lie."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_manager.manifest import Dtype
+from worker.cpu import mkl, onednn
+from worker.engine.base import Float32, ForwardBatch
+from worker.models import collectives
+from worker.models.decoder import hidden
+from worker.models.onednn_attention import BlockedAttention, KvBlocks
+from worker.models.onednn_experts import RoutedExperts
+from worker.models.onednn_program import Buffers, Program, Rows
+from worker.models.onednn_weights import BoundWeights
+from worker.models.rope import rope_table
+from worker.models.shard import Shard
+from worker.models.spec import DecoderSpec
+
+_HEAD_ROWS = 64
+"""Rows of logits computed at a time: with a vocabulary of 150000 they are 38 MB."""
+
+
+def why_not(dtype: Dtype) -> str | None:
+    """Why this process cannot compute with oneDNN in this dtype; None when it can."""
+    try:
+        dnn = onednn.load()
+        mkl.load()
+    except (OSError, onednn.OneDnnError) as error:
+        return str(error)
+    matrix = np.zeros((32, 32), np.float32 if dtype == "float32" else np.uint16)
+    try:
+        kernel = dnn.implementation(dnn.matmul(matrix, matrix, np.zeros((32, 32), np.float32)))
+    except onednn.OneDnnError as error:
+        return str(error)
+    return f"oneDNN has no fast {dtype} matmul for this processor" if "ref" in kernel else None
+
+
+def padded(tokens: int) -> int:
+    """Columns computed for so many tokens: every distinct number costs some 10 ms once, for generated code."""
+    step = 1 if tokens <= 16 else 4 if tokens <= 64 else 16 if tokens <= 256 else 64
+    return -(-tokens // step) * step
+
+
+class OneDnnBackend:
+    """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1."""
+
+    def __init__(
+        self, spec: DecoderSpec, shard: Shard, group: Any, dtype: Dtype, max_len: int, max_tokens: int
+    ) -> None:
+        self._spec, self._shard, self._group = spec, shard, group
+        self._dnn = onednn.load()
+        self._weights = BoundWeights(self._dnn, spec, shard, dtype)
+        self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
+        self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
+        self._buffers = Buffers(padded(max_tokens))
+        self._head_buffers = Buffers(_HEAD_ROWS)
+        self._cos, self._sin = rope_table(spec.rope, max_len)
+        self._kv: KvBlocks | None = None
+        self._programs: dict[int, tuple[Program, Rows]] = {}
+        self._heads: dict[int, tuple[Program, Rows, Float32]] = {}
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """Addresses, and float32 copies of vectors. No matrix is copied."""
+        return self._weights.prepare(views)
+
+    def bind(self, prepared: Any) -> None:
+        """Some hundred pointers are set; no memory is touched."""
+        self._weights.bind(prepared)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the cache; idempotent."""
+        if self._kv is None:
+            self._kv = KvBlocks(self._spec.layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim)
+
+    def release_kv(self) -> int:
+        """Bytes freed."""
+        kv, self._kv = self._kv, None
+        return 0 if kv is None else kv.keys.nbytes + kv.values.nbytes
+
+    def forward(self, batch: ForwardBatch) -> Float32 | None:
+        """Logits [L, vocab] on rank 0."""
+        assert self._kv is not None, "no KV cache is allocated"
+        tokens = len(batch.token_ids)
+        program, x = self._programs.get(padded(tokens)) or self._record(padded(tokens))
+        program.embedded()[:tokens] = self._looked_up(batch.token_ids)
+        program.set_rotary(self._cos[batch.positions].T, self._sin[batch.positions].T)
+        self._experts.tokens = tokens
+        self._kv.begin(batch)
+        self._attention.begin(batch, self._kv, program.qkv_rows(), program.attention_out())
+        program.run()
+        return self._logits(x, batch.logits_rows)
+
+    def _new_program(self, buffers: Buffers, columns: int) -> Program:
+        return Program(
+            self._dnn,
+            self._spec,
+            self._shard,
+            self._weights,
+            buffers,
+            columns,
+            attend=self._attention,
+            reduce=self._summed if self._shard.tp > 1 else None,
+            route=self._experts.step,
+        )
+
+    def _record(self, columns: int) -> tuple[Program, Rows]:
+        program = self._new_program(self._buffers, columns)
+        self._programs[columns] = program, hidden(program, self._spec, self._weights.by_role)
+        return self._programs[columns]
+
+    def _record_head(self, columns: int) -> tuple[Program, Rows, Float32]:
+        """Final norm and vocabulary projection of `columns` residual columns -> logits [columns, vocab]."""
+        program, weights = self._new_program(self._head_buffers, columns), self._weights.by_role
+        x = self._head_buffers("last", self._spec.hidden_size, columns)
+        rows = weights.head.shape[0]
+        logits = self._head_buffers("logits", rows, columns)
+        program.linear(weights.head, program.norm(x, weights.norm), logits)
+        token_major = self._head_buffers("logits_rows", rows, columns).reshape(columns, rows)
+        program.copy(logits.T, token_major)
+        self._heads[columns] = program, x, token_major
+        return self._heads[columns]
+
+    def _logits(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32 | None:
+        pieces = [self._piece(x, rows[i : i + _HEAD_ROWS]) for i in range(0, len(rows), _HEAD_ROWS)]
+        if self._shard.rank:
+            return None
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.zeros((0, self._spec.vocab_size), np.float32)
+
+    def _piece(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32:
+        columns = padded(len(rows))
+        program, last, logits = self._heads.get(columns) or self._record_head(columns)
+        last[:, : len(rows)] = x[:, rows]
+        program.run()
+        logits = logits[: len(rows)]
+        if logits.shape[1] < self._spec.vocab_size:
+            return collectives.gathered(logits, self._group)
+        return logits
+
+    def _looked_up(self, ids: npt.NDArray[np.int32]) -> Rows:
+        """Embedding rows [T, hidden]; zeros for ids that other ranks hold."""
+        table = self._weights.array(self._weights.by_role.embed.name)
+        low, high = self._shard.vocab
+        if len(table) == self._spec.vocab_size:
+            return table[ids]
+        mine = (ids >= low) & (ids < high)
+        rows = table[np.where(mine, ids - low, 0)]
+        rows[~mine] = 0
+        return rows
+
+    def _summed(self, array: Rows) -> Callable[[], None]:
+        return collectives.sum_in_place(array, self._group)

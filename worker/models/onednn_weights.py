@@ -1,0 +1,83 @@
+"""A rank's weights as oneDNN operands that are pointed at a slot when it is bound."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_manager.manifest import Dtype
+from worker.cpu.onednn import OneDnn, Slot
+from worker.models.shard import Shard
+from worker.models.spec import DecoderSpec
+from worker.models.weights import Weights, collect
+
+Array = npt.NDArray[Any]
+Prepared = dict[str, tuple[Array, int]]
+"""Per tensor its array and the array's address."""
+
+
+class NamedSlot(Slot):
+    """An operand that lies in the tensor `name`, from element `offset` on."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> None:
+        super().__init__(shape, dtype)
+        self.name, self.offset = name, offset
+
+
+class BoundWeights:
+    """All operands over one rank's weights. Matrices are read in place; what is small is kept as float32."""
+
+    def __init__(self, dnn: OneDnn, spec: DecoderSpec, shard: Shard, dtype: Dtype) -> None:
+        self._dnn, self._shapes = dnn, dict(shard.shapes)
+        self.matrix_dtype = np.dtype(np.float32 if dtype == "float32" else np.uint16)
+        self._slots: dict[Any, NamedSlot] = {}
+        self._bound: Prepared = {}
+        # A head's norm acts on every head's rows: such vectors are repeated once per head.
+        self._repeats = {
+            name: shard.heads if name.endswith("q_norm.weight") else shard.kv_heads
+            for name in shard.shapes
+            if name.endswith(("q_norm.weight", "k_norm.weight"))
+        }
+        for name, times in self._repeats.items():
+            self._shapes[name] = (times * spec.head_dim,)
+        self.by_role: Weights[NamedSlot] = collect(spec, {name: self.part(name) for name in self._shapes})
+
+    def part(self, name: str, shape: tuple[int, ...] | None = None, offset: int = 0) -> NamedSlot:
+        """The operand of this shape that begins `offset` elements into a tensor; the whole tensor by default."""
+        shape = shape or self._shapes[name]
+        key = (name, shape, offset)
+        if key not in self._slots:
+            self._slots[key] = NamedSlot(name, shape, self.matrix_dtype if self._stays(name) else np.float32, offset)
+            if self._bound:
+                self._point(self._slots[key], self._bound[name][1])
+        return self._slots[key]
+
+    def prepare(self, views: Mapping[str, Array]) -> Prepared:
+        """What `bind` takes."""
+        arrays = {name: view if self._stays(name) else _float32(view) for name, view in views.items()}
+        for name, times in self._repeats.items():
+            arrays[name] = np.tile(arrays[name], times)
+        return {name: (array, array.ctypes.data) for name, array in arrays.items()}
+
+    def bind(self, prepared: Prepared | None) -> None:
+        """Point every operand at these weights; None lets go of the arrays."""
+        self._bound = prepared or {}
+        if prepared:
+            for slot in self._slots.values():
+                self._point(slot, prepared[slot.name][1])
+
+    def array(self, name: str) -> Array:
+        """The tensor bound now."""
+        return self._bound[name][0]
+
+    def _point(self, slot: NamedSlot, base: int) -> None:
+        self._dnn.point(slot, base + slot.offset * slot.dtype.itemsize)
+
+    def _stays(self, name: str) -> bool:
+        """Norms, biases and routers are small, and wanted in float32."""
+        return len(self._shapes[name]) == 2 and not name.endswith((".mlp.gate.weight", "correction_bias"))
+
+
+def _float32(view: Array) -> npt.NDArray[np.float32]:
+    return (view.astype(np.uint32) << 16).view(np.float32) if view.dtype == np.uint16 else view

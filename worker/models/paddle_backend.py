@@ -1,0 +1,62 @@
+"""A decoder on Paddle tensors: the form that runs everywhere, and the one the others are checked against."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+
+from worker.engine.base import Float32, ForwardBatch
+from worker.models.decoder import hidden
+from worker.models.paddle_ops import PaddleOps, rms_norm
+from worker.models.shard import Shard
+from worker.models.spec import DecoderSpec
+from worker.models.weights import Weights, collect
+
+
+class PaddleBackend:
+    """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1."""
+
+    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int) -> None:
+        self._spec, self._shard, self._group = spec, shard, group
+        self._ops = PaddleOps(spec, shard, group, max_len)
+        self._weights: Weights[Any] | None = None
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Weights[Any]:
+        """Tensors over the views, without a copy in float32."""
+        return collect(self._spec, {name: _tensor(view) for name, view in views.items()})
+
+    def bind(self, prepared: Weights[Any] | None) -> None:
+        """One reference changes hands."""
+        self._weights = prepared
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the cache; idempotent."""
+        self._ops.allocate_kv(num_blocks, block_size)
+
+    def release_kv(self) -> int:
+        """Bytes freed."""
+        return self._ops.release_kv()
+
+    def forward(self, batch: ForwardBatch) -> Float32 | None:
+        """Logits [L, vocab] on rank 0."""
+        weights = self._weights
+        assert weights is not None, "no weights are bound"
+        with paddle.no_grad():
+            self._ops.begin(batch)
+            x = hidden(self._ops, self._spec, weights)
+            rows = paddle.index_select(x, paddle.to_tensor(batch.logits_rows))
+            part = paddle.matmul(rms_norm(rows, weights.norm, self._spec.eps), weights.head, transpose_y=True)
+            if weights.head.shape[0] < self._spec.vocab_size:
+                parts: list[Any] = []
+                paddle.distributed.all_gather(parts, part, group=self._group)
+                part = paddle.concat(parts, axis=-1)
+        return part.numpy() if self._shard.rank == 0 else None
+
+
+def _tensor(view: npt.NDArray[Any]) -> Any:
+    if view.dtype == np.uint16:
+        # Paddle's CPU kernels have no bfloat16 matmul: the bits become the high halves of float32.
+        return paddle.to_tensor((view.astype(np.uint32) << 16).view(np.float32))
+    return paddle.utils.dlpack.from_dlpack(view)
