@@ -19,8 +19,8 @@ A push, step by step:
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
     the slot's write epoch with the placement's (slot_lock.py), writes straight into the staged slot, and
     lets the lock go after its last copy. ZMQ: `Chunk` + payload, received straight into the staged slot.
-    Either way `Written` follows with the xxh3-64 digest of each finished copy, computed from the
-    trainer's own memory.
+    Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
+    memory: xxh3-64, or from tensors on a GPU the page sums that the GPU itself made (page_sums.py).
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
     lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
     accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
@@ -159,10 +159,11 @@ class Chunk(Message, tag="chunk", frozen=True):
 
 
 class Written(Message, tag="written", frozen=True):
-    """[TRAINER] these copies are complete; digest is xxh3-64 over the copy's bytes in C order."""
+    """[TRAINER] these copies are complete; digests are over the copy's bytes in C order."""
 
     session: str
     digests: list[tuple[int, int]]  # (copy, xxh3_64)
+    sums: list[tuple[int, int]] = []  # (copy, digest of its page sums), of copies that a GPU made
 
 
 class Renew(Message, tag="renew", frozen=True):

@@ -1,8 +1,9 @@
 """Same host: the trainer writes into the staged slot itself, one copy in all.
 
-A few threads move tensors, largest first; the thread that owns the channel reports what they finish. The
-writer lock is held from before the first byte until no thread can write any more: a trainer that is stopped
-in between keeps the store from giving the slot away (slot_lock.py).
+Tensors in a GPU's memory are copied by the GPU (cuda_copy.py). A few threads move all others, largest
+first; the thread that owns the channel reports what they finish. The writer lock is held from before the
+first byte until no thread and no GPU can write any more: a trainer that is stopped in between keeps the store
+from giving the slot away (slot_lock.py).
 """
 
 import os
@@ -14,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.copying import move, slot_view, source_view
+from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.errors import ArenaError, SessionLost
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
@@ -22,6 +24,8 @@ from rollout_client.transport import Reporter, Transport, by_part
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
 MAX_THREADS = 4
+Job = tuple[int, list[tuple[int, Copy]]]
+"""A part and its numbered copies."""
 
 
 class ShmTransport(Transport):
@@ -32,6 +36,7 @@ class ShmTransport(Transport):
     def __init__(self, arena: ArenaFile, threads: int | None = None) -> None:
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
+        self._cuda: CudaCopier | None = None
         cores = len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(threads or min(cores, MAX_THREADS), thread_name_prefix="push")
         for slot in range(arena.slots):
@@ -66,19 +71,25 @@ class ShmTransport(Transport):
         try:
             if self._arena.write_epoch(number) != placement.write_epoch:
                 raise SessionLost("unknown_session", "the slot has been given to another session", retryable=True)
-            self._move_all(placement, slot, sources, reporter)
+            jobs = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
+            on_gpu = [(sources[part], copies) for part, copies in jobs if can_copy(sources[part], copies)]
+            if on_gpu:
+                self._cuda = self._cuda or CudaCopier()
+                self._cuda.stage(number, slot, on_gpu, reporter)
+            self._move_all([job for job in jobs if not can_copy(sources[job[0]], job[1])], slot, sources, reporter)
         finally:
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
 
     def close(self) -> None:
-        """Stop the threads and unmap."""
+        """Stop the threads, unpin and unmap."""
         self._pool.shutdown()
+        if self._cuda is not None:
+            self._cuda.close()
         self._arena.close()
 
-    def _move_all(self, placement: Placement, slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
-        parts = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
-        if sum(source.nbytes for source in sources) < INLINE_BYTES:
+    def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
+        if sum(sources[part].nbytes for part, _ in parts) < INLINE_BYTES:
             for part, copies in parts:
                 for done in _move_part(sources[part], copies, slot, threading.Event()):
                     _report(reporter, done)

@@ -43,6 +43,7 @@ class Source:
     load: Callable[[], Array]
     key: tuple[Any, ...]  # equal for two names of the very same memory
     nbytes: int
+    on_gpu: Any = None  # the torch tensor, if it lies in a CUDA device's memory
 
 
 def sources(named: Named) -> list[Source]:
@@ -62,7 +63,8 @@ def _source(name: str, value: Any) -> Source:
     dtype, shape = _describe(name, data)
     part = Part(name, dtype, shape) if piece is None else _slice_part(name, dtype, shape, piece)
     nbytes = prod(shape) * _itemsize(data)
-    return Source(part, lambda: _flat(data), (_address(data), dtype, part.shape, shape, part.offset, part.flat), nbytes)
+    key = (_address(data), dtype, part.shape, shape, part.offset, part.flat)
+    return Source(part, lambda: _flat(data), key, nbytes, data if _on_cuda(data) else None)
 
 
 def _slice_part(name: str, dtype: str, shape: tuple[int, ...], piece: Slice) -> Part:
@@ -93,6 +95,11 @@ def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
 def _itemsize(data: Any) -> int:
     size = getattr(data, "element_size", None)  # torch, Paddle
     return int(size()) if callable(size) else int(data.dtype.itemsize)
+
+
+def _on_cuda(data: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor) and data.is_cuda
 
 
 def _address(data: Any) -> Any:

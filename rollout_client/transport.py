@@ -39,6 +39,7 @@ class Reporter:
         self._deadline = deadline
         self._progress = progress
         self._digests: list[tuple[int, int]] = []
+        self._sums: list[tuple[int, int]] = []
         self._bytes = 0
         self._spoke = time.monotonic()
         self._unanswered: float | None = None  # since when the store owes a word, or room in the socket
@@ -63,18 +64,18 @@ class Reporter:
         self._progress(nbytes)
         self._unanswered = None
 
-    def written(self, copy: int, digest: int, nbytes: int) -> None:
-        """This copy is complete."""
-        self._digests.append((copy, digest))
+    def written(self, copy: int, digest: int, nbytes: int, *, sums: bool = False) -> None:
+        """This copy is complete. sums: the digest is of its page sums, not of its bytes."""
+        (self._sums if sums else self._digests).append((copy, digest))
         self._bytes += nbytes
         if self._bytes >= BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Report what has been held back."""
-        if self._digests:
-            self._channel.send(Written(self.session, self._digests), timeout_s=self.left_s)
-            self._digests, self._bytes, self._spoke = [], 0, time.monotonic()
+        if self._digests or self._sums:
+            self._channel.send(Written(self.session, self._digests, self._sums), timeout_s=self.left_s)
+            self._digests, self._sums, self._bytes, self._spoke = [], [], 0, time.monotonic()
 
     def turn(self) -> None:
         """Keep the lease and listen.

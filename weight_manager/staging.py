@@ -5,6 +5,7 @@ Nothing here knows sockets or leases. Copies are numbered over all trainer ranks
 
 import bisect
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client.page_sums import both_digests
 from rollout_client.protocol import Copy
 from weight_manager.errors import PushRefused
 from weight_manager.layout import VIEW_DTYPE, region_views, version_digest
@@ -24,7 +26,7 @@ BATCH_BYTES = 32 << 20
 class Target:
     """Where one copy lands in the slot."""
 
-    __slots__ = ("_scratch", "_start", "_view", "digest", "name", "nbytes", "received", "written")
+    __slots__ = ("_scratch", "_start", "_view", "by_sums", "digest", "name", "nbytes", "received", "written")
 
     def __init__(self, name: str, copy: Copy, slot: memoryview) -> None:
         dtype = VIEW_DTYPE[copy.dst_dtype]
@@ -36,7 +38,8 @@ class Target:
         self.nbytes = prod(copy.shape) * dtype.itemsize
         self.received = Intervals()
         self.written = False
-        self.digest: int | None = None  # once it has been found to match
+        self.by_sums = False  # its trainer sends a digest of page sums
+        self.digest: int | None = None  # xxh3-64, once it has been found to match
 
     @property
     def contiguous(self) -> bool:
@@ -63,13 +66,19 @@ class Target:
         """Received in scratch: `compute` still has to write it into the slot."""
         return self._scratch is not None
 
-    def compute(self) -> int:
-        """xxh3-64 of what the slot holds, in the copy's C order; scatters scratch into the slot first."""
+    def compute(self) -> tuple[int, int]:
+        """xxh3-64 of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.
+
+        Scatters scratch into the slot first.
+        """
         if self._scratch is not None:
             self._view[...] = self._scratch
             self._scratch = None
         whole = self._view if self.contiguous else np.ascontiguousarray(self._view)
-        return xxhash.xxh3_64_intdigest(whole.reshape(-1).data)
+        if self.by_sums:
+            return both_digests(whole)
+        digest = xxhash.xxh3_64_intdigest(whole.reshape(-1).data)
+        return digest, digest
 
 
 class Intervals:
@@ -151,17 +160,21 @@ class Staging:
             offset += size
         return views
 
-    def written(self, digests: Iterable[tuple[int, int]]) -> list[Check]:
-        """The trainer says these copies are complete: what to check, in pieces for threads."""
+    def written(self, digests: Iterable[tuple[int, int]], sums: Iterable[tuple[int, int]] = ()) -> list[Check]:
+        """The trainer says these copies are complete: what to check, in pieces for threads.
+
+        digests: (copy, xxh3-64). sums: (copy, digest of its page sums).
+        """
         checks: list[Check] = []
         room = 0
-        for number, digest in digests:
+        claims = chain(((*claim, False) for claim in digests), ((*claim, True) for claim in sums))
+        for number, digest, by_sums in claims:
             target = self.targets[number]
             if target.written:
                 raise PushRefused("duplicate_tensor", f"{target.name} was reported complete twice", [target.name])
             if self.chunked and not target.received.covers(target.nbytes):
                 raise PushRefused("missing_tensor", f"{target.name} is not complete, bytes are missing", [target.name])
-            target.written = True
+            target.written, target.by_sums = True, by_sums
             if room <= 0:
                 checks.append([])
                 room = BATCH_BYTES
@@ -171,16 +184,16 @@ class Staging:
         return checks
 
     def checked(self, check: Check, wrong: Sequence[str]) -> None:
-        """A thread is done with a check."""
+        """A thread is done with a check, and has noted each target's digest."""
         self.checking -= 1
         if wrong:
             message = f"the bytes in the slot are not the trainer's: {', '.join(wrong)}"
             raise PushRefused("checksum_mismatch", message, wrong)
-        for target, digest in check:
-            target.digest = digest
+        for target, _ in check:
+            assert target.digest is not None
             self.verified_bytes += target.nbytes
             if target.contiguous:
-                self._digests[target.span] = digest
+                self._digests[target.span] = target.digest
 
     def forget(self) -> None:
         """The session is over; only the sums are of interest still."""
@@ -204,4 +217,11 @@ class Staging:
 
 def run_check(check: Check) -> list[str]:
     """In a thread: names of the tensors whose bytes in the slot differ from their digest."""
-    return list(dict.fromkeys(target.name for target, digest in check if target.compute() != digest))
+    wrong: list[str] = []
+    for target, claimed in check:
+        digest, expected = target.compute()
+        if expected == claimed:
+            target.digest = digest
+        elif target.name not in wrong:
+            wrong.append(target.name)
+    return wrong

@@ -115,7 +115,8 @@ class TrainerGroup:
         try:
             member = self._staging_member(peer, now)
             digests = [(self._number(member, copy), digest) for copy, digest in written.digests]
-            checks = self._running.staging.written(digests)
+            sums = [(self._number(member, copy), digest) for copy, digest in written.sums]
+            checks = self._running.staging.written(digests, sums)
         except PushRefused as refusal:
             self._refuse(refusal, now)
             return

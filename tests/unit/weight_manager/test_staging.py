@@ -4,6 +4,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy, Part
 from weight_manager.errors import PushRefused
 from weight_manager.layout import make_layout, region_digests, version_digest
@@ -117,3 +118,22 @@ def test_bytes_after_written_are_refused():
         staging.destinations(0, 0, [4])
     with pytest.raises(PushRefused, match="reported complete twice"):
         staging.written([(0, 0)])
+
+
+def test_page_sums_prove_a_copy_and_its_xxh3_names_the_version():
+    staging, copies = staged()
+    for number, copy in enumerate(copies):
+        raw = payload(copy)
+        receive(staging, number, raw, 5)
+        (check,) = staging.written([], [(number, digest_of_sums(page_sums(np.frombuffer(raw, np.uint8))))])
+        staging.checked(check, run_check(check))
+    assert staging.version() == version_digest(LAYOUT, region_digests(LAYOUT, staging.slot))
+    assert [t.digest for t in staging.targets] == [xxhash.xxh3_64_intdigest(payload(copy)) for copy in copies]
+
+
+def test_page_sums_of_other_bytes_are_refused():
+    staging, copies = staged()
+    raw = payload(copies[0])
+    receive(staging, 0, raw, 5)
+    (check,) = staging.written([], [(0, xxhash.xxh3_64_intdigest(raw))])
+    assert run_check(check) == ["a"]

@@ -1,0 +1,59 @@
+"""A real store and real CUDA tensors; skipped where there is no torch or no device."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from rollout_client.publisher import WeightPublisher
+from tests.faults import small_model
+from tests.faults.store_process import Store
+from weight_manager.arena import ArenaReader
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout, region_digests, version_digest
+
+
+@pytest.fixture(scope="session")
+def device() -> Any:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.fixture(params=[("float32", 1), ("bfloat16", 1), ("float32", 2)], ids=lambda p: f"{p[0]}-tp{p[1]}")
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    dtype, tp = request.param
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(small_model.CONFIG))
+    save_file(small_model.weights(0), model / "model.safetensors")
+    store = Store(tmp_path / "run", model, tmp_path / "arena", dtype=dtype, tp=tp, lease_s=10.0)
+    store.status()  # answers once it is up
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def served(store: Store, request: pytest.FixtureRequest) -> Callable[[], tuple[int | None, str]]:
+    """(live version, digest of the bytes in its slot, read here and now)."""
+    dtype, tp = request.node.callspec.params["store"]
+    layout = make_layout(manifest_for(small_model.CONFIG, dtype), tp)
+
+    def read() -> tuple[int | None, str]:
+        status = store.status()
+        (path,) = store.arena_dir.glob("*.arena")
+        with ArenaReader(path) as reader:
+            digests = region_digests(layout, reader.slot(status.live.slot))
+        return status.live.version, version_digest(layout, digests)
+
+    return read
+
+
+@pytest.fixture
+def publisher(store: Store, device: Any) -> Iterator[WeightPublisher]:
+    with WeightPublisher(store.endpoint, run_id="gpu", transport="shm") as publisher:
+        yield publisher
