@@ -33,8 +33,10 @@ class Rollouts:
 class RolloutStream:
     """Batches of `prompts` x `group` samples: `take` one, then `feed` once before the next `take`."""
 
-    def __init__(self, url: str, rng: np.random.Generator, prompts: int = 16, group: int = 16):
-        self._url, self._rng = url, rng
+    def __init__(
+        self, url: str, rng: np.random.Generator, prompts: int = 16, group: int = 16, token: str | None = None
+    ):
+        self._url, self._token, self._rng = url, token, rng
         self._half, self._group = prompts // 2, group
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -70,7 +72,7 @@ class RolloutStream:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _connect(self) -> AsyncRolloutClient:
-        return AsyncRolloutClient(self._url)
+        return AsyncRolloutClient(self._url, token=self._token)
 
     async def _close(self) -> None:
         await self._client.aclose()

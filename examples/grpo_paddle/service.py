@@ -10,12 +10,14 @@ from types import TracebackType
 
 import httpx
 
+from examples.grpo_paddle.access import Access
+
 READY_S = 60.0
 STOP_S = 20.0
 
 
 class Service:
-    """A context manager; inside it the service is ready. Attributes: url (HTTP), push_endpoint (ZMQ).
+    """A context manager that gives access to the service once it is ready.
 
     It shares the trainer's terminal and so its Ctrl-C; all it needs besides is to be waited for.
     """
@@ -31,32 +33,30 @@ class Service:
             *("--name", f"grpo-demo-{os.getpid()}", "--run-dir", str(self._run_dir)),
             *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*"),
         ]
-        self.url = self.push_endpoint = ""
 
-    def __enter__(self) -> "Service":
+    def __enter__(self) -> Access:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(self._args, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
-            self._wait_until_ready(time.monotonic() + READY_S)
+            return self._wait_until_ready(time.monotonic() + READY_S)
         except BaseException:
             self._stop()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
 
-    def _wait_until_ready(self, deadline: float) -> None:
+    def _wait_until_ready(self, deadline: float) -> Access:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the service ended with status {self._process.returncode}; see {self._log}")
             try:
-                self.url = (self._run_dir / "http_url").read_text().strip()
-                self.push_endpoint = (self._run_dir / "push_endpoint").read_text().strip()
-                if httpx.get(f"{self.url}/ready", timeout=2.0).is_success:
-                    return
+                url = (self._run_dir / "http_url").read_text().strip()
+                push_endpoint = (self._run_dir / "push_endpoint").read_text().strip()
+                if httpx.get(f"{url}/ready", timeout=2.0).is_success:
+                    return Access(url, push_endpoint)
             except (OSError, httpx.TransportError):
                 pass
             time.sleep(0.05)
