@@ -1,0 +1,136 @@
+"""One model: versions pushed from the device while replicas idle, and while all of them generate."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from benchmarks.gpu.limit import PinnedCopy
+from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.shapes import SHAPES
+from rollout_client import WeightPublisher
+from rollout_client.publisher import PushReport
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout, version_digest
+
+WARM_UP_S, PAUSE_S = 8.0, 1.0
+
+
+class Trainer:
+    """Holds the tensors, changes them all between two pushes, and times the pushes."""
+
+    def __init__(self, torch: Any, device: Any, shape: str) -> None:
+        self._torch, self._device = torch, device
+        self.layout = make_layout(manifest_for(SHAPES[shape], "bfloat16"), 1)
+        generator = torch.Generator(device).manual_seed(0)
+        self.tensors = {
+            p.name: torch.empty(p.shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+            for p in self.layout.manifest.parameters
+        }
+        self.nbytes = sum(t.numel() * 2 for t in self.tensors.values())
+        self.version = 0
+
+    def push(self, publisher: WeightPublisher, *, by_cpu: bool = False) -> dict[str, float]:
+        """Milliseconds from the call to the answer that every replica serves it, and of its stages."""
+        with self._torch.no_grad():
+            for tensor in self.tensors.values():
+                tensor.mul_(1.03)  # more than bfloat16 rounds away
+        if self._device.type == "cuda":
+            self._torch.cuda.synchronize()
+        self.version += 1
+        started = time.perf_counter()
+        tensors = {name: t.cpu() for name, t in self.tensors.items()} if by_cpu else self.tensors
+        self.report = publisher.push(tensors, self.version, timeout_s=300.0)
+        total = time.perf_counter() - started
+        return _milliseconds(self.report, total)
+
+    def digest(self) -> str:
+        """What the store must call this version, computed by this process from copies of its own."""
+        bits = {name: t.cpu().view(self._torch.int16).numpy().view(np.uint16) for name, t in self.tensors.items()}
+        return version_digest(self.layout, [xxhash.xxh3_64_intdigest(bits[r.name].data) for r in self.layout.regions])
+
+
+def measure(
+    torch: Any, device: Any, shape: str, out: Path, *, replicas: int, pushes: int, clients: int, options: list[str]
+) -> dict[str, Any]:
+    """Everything about one shape."""
+    trainer = Trainer(torch, device, shape)
+    copy = PinnedCopy(torch, device, trainer.nbytes)
+    with (
+        EmptyService(SHAPES[shape], replicas, out / f"{shape}.log", *options) as service,
+        WeightPublisher(service.push_endpoint, run_id="gpu", transport="shm") as publisher,
+    ):
+        first = trainer.push(publisher)
+        service.wait_ready()
+        second = trainer.push(publisher)  # the other slot: pinned here
+        limit = copy.rate()
+        quiet = [trainer.push(publisher) for _ in range(pushes)]
+        by_cpu = trainer.push(publisher, by_cpu=True)
+        load = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu.load",
+                service.url,
+                str(clients),
+                str(SHAPES[shape]["vocab_size"]),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            time.sleep(WARM_UP_S)
+            busy_limit = copy.rate()
+            busy = []
+            for _ in range(pushes):
+                time.sleep(PAUSE_S)
+                busy.append(trainer.push(publisher))
+            time.sleep(PAUSE_S)
+            generated = json.loads(load.communicate("", timeout=120)[0])
+        finally:
+            load.kill()
+            load.wait()
+        matches = trainer.report.digest == trainer.digest()
+    least = trainer.nbytes / limit * 1e3
+    return {
+        "model": shape,
+        "bytes": trainer.nbytes,
+        "tensors": len(trainer.tensors),
+        "replicas": replicas,
+        "limit_gb_per_s": round(limit / 1e9, 2),
+        "limit_gb_per_s_while_generating": round(busy_limit / 1e9, 2),
+        "limit_ms": round(least, 1),
+        "first_push_ms": first,
+        "second_push_ms": second,
+        "by_way_of_the_cpu_ms": by_cpu,
+        "idle_replicas": summary(quiet, least),
+        "generating_replicas": summary(busy, least),
+        "generated": generated,
+        "digest_is_the_trainers": matches,
+    }
+
+
+def summary(runs: list[dict[str, float]], least: float) -> dict[str, Any]:
+    """Medians, and the least a push can take over what it took: to every byte checked, and to committed."""
+    middle = {stage: round(float(np.median([run[stage] for run in runs])), 1) for stage in runs[0]}
+    return {
+        "median_ms": middle,
+        "all_total_ms": [run["total"] for run in runs],
+        "limit_over_checked": round(least / middle["checked"], 3),
+        "limit_over_committed": round(least / middle["total"], 3),
+    }
+
+
+def _milliseconds(report: PushReport, total: float) -> dict[str, float]:
+    seconds = report.seconds
+    stages = {stage: round(seconds[stage] * 1e3, 1) for stage in ("begin", "move", "seal", "commit")}
+    checked = stages["begin"] + stages["move"] + stages["seal"]
+    store = {f"store_{s}": round(seconds.get(f"store_{s}", 0.0) * 1e3, 1) for s in ("prepare", "commit")}
+    stall = {"stall_max": round(max(report.stall_ms.values(), default=0.0), 1)}
+    return stages | {"checked": round(checked, 1), "total": round(total * 1e3, 1)} | store | stall

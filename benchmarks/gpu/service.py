@@ -1,0 +1,84 @@
+"""A service that starts without weights: the first push is its first version."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+SERVE = "from api.cli import main; main()"
+START_S, STOP_S = 300.0, 60.0
+
+
+class EmptyService:
+    """A context manager; inside it the store takes pushes. `wait_ready` waits for the replicas."""
+
+    def __init__(self, config: dict[str, Any], replicas: int, log: Path, *options: str) -> None:
+        """config: of the model, as in config.json. options: more of `paddle-rollout serve`."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="bench-gpu-")
+        root = Path(self._scratch.name)
+        (root / "model").mkdir()
+        (root / "model" / "config.json").write_text(json.dumps(config))
+        self.run_dir = root / "run"
+        self._log = log
+        self._args = [
+            *(sys.executable, "-c", SERVE, "serve", str(root / "model"), "--replicas", str(replicas)),
+            *("--dtype", "bfloat16", "--name", f"bench-gpu-{os.getpid()}", "--run-dir", str(self.run_dir)),
+            *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*", "--set", "store.load_weights=false", *options),
+        ]
+        self.url = self.push_endpoint = ""
+
+    def __enter__(self) -> "EmptyService":
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(self._args, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            self._until(self._has_endpoints, "its endpoints")
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def wait_ready(self) -> None:
+        """Until every replica serves."""
+        self._until(lambda: httpx.get(f"{self.url}/ready", timeout=5.0).is_success, "ready replicas")
+
+    def _has_endpoints(self) -> bool:
+        self.url = (self.run_dir / "http_url").read_text().strip()
+        self.push_endpoint = (self.run_dir / "push_endpoint").read_text().strip()
+        return bool(self.url and self.push_endpoint)
+
+    def _until(self, true: Any, what: str) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the service ended with {self._process.returncode}:\n{self._tail()}")
+            try:
+                if true():
+                    return
+            except (OSError, httpx.TransportError):
+                pass
+            time.sleep(0.1)
+        raise RuntimeError(f"the service has not got {what} after {START_S:.0f} s:\n{self._tail()}")
+
+    def _tail(self) -> str:
+        return self._log.read_text()[-4000:]
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._scratch.cleanup()
