@@ -180,7 +180,10 @@ class Generations:
         if len(ask.prompts) * sampling.n > MAX_SEQUENCES:
             raise BadInput(f"{len(ask.prompts)} prompts x n={sampling.n} is over {MAX_SEQUENCES} sequences; split it")
         for i, ids in enumerate(ask.prompts):
-            model.check_prompt(ids, f"prompt {i}" if len(ask.prompts) > 1 else "prompt")
+            what = f"prompt {i}" if len(ask.prompts) > 1 else "prompt"
+            model.check_prompt(ids, what)
+            if len(ids) > self._fleet.kv_tokens:
+                raise BadInput(f"{what} is too long: {len(ids)} tokens, the KV cache holds {self._fleet.kv_tokens:g}")
         model.check_ids(list(sampling.logit_bias), "logit_bias")
         if sampling.allowed_token_ids is not None:
             if not sampling.allowed_token_ids:

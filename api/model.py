@@ -43,7 +43,7 @@ class Model:
             name=config.model_name,
             path=config.model,
             vocab_size=vocab_size,
-            max_model_len=min(config.max_model_len or context, context),
+            max_model_len=config.max_model_len or context,
             architecture=str((document.get("architectures") or ["unknown"])[0]),
             tokenizer=tokenizer,
         )

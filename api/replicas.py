@@ -86,6 +86,12 @@ class Fleet:
             await asyncio.sleep(SWEEP_S)
             self.sweep(asyncio.get_running_loop().time())
 
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that the smallest replica's KV cache can hold; infinite before any has said."""
+        sizes = [r.stats.kv_blocks_total * r.stats.block_size for r in self.replicas if r.stats is not None]
+        return min(sizes, default=float("inf"))
+
     # Requests
 
     def submit(self, flight: Flight) -> None:

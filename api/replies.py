@@ -31,8 +31,8 @@ class Json(Response):
         return _encode(content)
 
 
-def error_body(status: int, message: str, kind: str, code: str, **more: Any) -> dict[str, Any]:
-    """The body of schemas.base.ErrorBody, and `message` at the top for clients that look there."""
+def error_body(message: str, kind: str, code: str, **more: Any) -> dict[str, Any]:
+    """schemas.base.ErrorBody as plain data."""
     return {"error": {"message": message, "type": kind, "code": code, "param": None, "tensors": []} | more}
 
 
@@ -44,7 +44,7 @@ def error_response(error: ApiError) -> Response:
     if isinstance(error, TooMany):
         headers["retry-after"] = "1"
     status = status_of(error)
-    body = error_body(status, error.message, type(error).__name__, error.code, tensors=error.tensors)
+    body = error_body(error.message, type(error).__name__, error.code, tensors=error.tensors)
     return Json(body, status, headers)
 
 
@@ -56,6 +56,11 @@ def explain(errors: Sequence[Any]) -> str:
         problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
     more = len(errors) - MAX_PROBLEMS
     return "; ".join(problems) + (f"; and {more} more" if more > 0 else "")
+
+
+def describe(error: HTTPException) -> str:
+    """What the framework refused; it says little of a body that it could not read."""
+    return "the request body is not valid JSON in UTF-8" if error.status_code == 400 else str(error.detail)
 
 
 def install(app: FastAPI) -> None:
@@ -71,15 +76,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        message = str(error.detail)
-        if error.status_code == 400:
-            message = "the request body is not valid JSON in UTF-8"
-        body = error_body(error.status_code, message, "HTTPException", str(error.status_code))
+        body = error_body(describe(error), "HTTPException", str(error.status_code))
         return Json(body, error.status_code, dict(error.headers or {}))
 
     @app.exception_handler(LinkDown)
     async def _lost(request: Request, error: LinkDown) -> Response:
-        return Json(error_body(503, str(error), "Unavailable", "Unavailable"), 503)
+        return Json(error_body(str(error), "Unavailable", "Unavailable"), 503)
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(request: Request, error: ClientDisconnect) -> Response:
@@ -88,4 +90,4 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return Json(error_body(500, "internal error; the log has the details", "InternalError", "internal"), 500)
+        return Json(error_body("internal error; the log has the details", "InternalError", "internal"), 500)

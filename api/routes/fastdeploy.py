@@ -9,12 +9,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from api import disk
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Conflict, TimedOut, status_of
-from api.replies import Json, explain
+from api.replies import Json, describe, explain
 from api.schemas import fastdeploy as schema
 from api.service import Uses
 from worker.messages import Tag
@@ -37,6 +38,8 @@ class ControlRoute(APIRoute):
                 return _refused(status_of(error), error.message)
             except RequestValidationError as error:
                 return _refused(400, explain(error.errors()))
+            except HTTPException as error:
+                return _refused(error.status_code, describe(error))
 
         return answered
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 NATIVE, COMPLETIONS, CHAT = "/v1/rollout/generate", "/v1/completions", "/v1/chat/completions"
@@ -100,6 +101,13 @@ async def test_a_body_that_lies_about_its_length_is_stopped_while_it_arrives(cli
     reply = await client.post(NATIVE, content=body())
     assert reply.status_code == 413
     assert "over 8388608 bytes" in reply.json()["error"]["message"]
+
+
+async def test_a_prompt_larger_than_the_kv_cache(client, service, replicas, until):
+    service.fleet.replicas[0].stats = msgspec.structs.replace(service.fleet.replicas[0].stats, kv_blocks_total=1)
+    reply = await client.post(NATIVE, json={"prompt": "A" * 17})
+    assert reply.status_code == 400
+    assert "17 tokens, the KV cache holds 16" in reply.json()["error"]["message"]
 
 
 async def test_unknown_routes_and_methods(client):
