@@ -101,7 +101,7 @@ class Unit:
                 await self._stop()
                 break
             planned, self._cycling = self._cycling, False
-            await self._end_rest(grace_s=2.0 if planned else 0.0)
+            await self._end_rest(planned)
             self.restarts += 1
             if planned:
                 continue
@@ -163,10 +163,10 @@ class Unit:
     async def _until_one_ends(self) -> None:
         await _first(self._stopping.wait(), *(child.wait() for child in self._children))
 
-    async def _end_rest(self, grace_s: float) -> None:
+    async def _end_rest(self, planned: bool) -> None:
         """One ended, so the others go: the ranks of a replica are of no use one by one."""
-        await _first(asyncio.sleep(grace_s), self._all_ended())
-        self._report()
+        await _first(asyncio.sleep(2.0 if planned else 0.0), self._all_ended())
+        self._report(planned)
         self.kill()
         await self._all_ended()
         self._note_exits()
@@ -206,11 +206,11 @@ class Unit:
             return None
         return self.spec.restart.delay(len(self._failures))
 
-    def _report(self) -> None:
+    def _report(self, planned: bool) -> None:
         """A readable account of a process that ended without being asked to."""
         for child in self._children:
-            if child.status in (None, 0):
-                continue
+            if child.status in (None, 0) or (planned and child.status == -signal.SIGTERM):
+                continue  # a planned end may come before the process has its handler
             assert child.status is not None
             how, lived = describe(child.status), time.monotonic() - child.started
             self._crashes.mkdir(parents=True, exist_ok=True)
