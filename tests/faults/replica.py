@@ -15,9 +15,11 @@ from weight_manager import messages
 from weight_manager.arena import ArenaReader
 from weight_manager.layout import region_digests, version_digest
 
+LATE_S = 0.5
+
 
 class Replica:
-    """Rank 0 of a replica, scripted. `plan`: what it does instead of yes: "no", "silent", "die", by message."""
+    """Rank 0 of a replica, scripted. `plan`: what it does instead of yes: "no", "silent", "die" or "late" by message."""
 
     def __init__(self, store: Store, number: int = 0, *, beats: bool = True, **plan: str) -> None:
         self.store, self.number, self.plan, self.beats = store, number, plan, beats
@@ -69,6 +71,9 @@ class Replica:
             message = messages.decode_for_replica(socket.recv())
             self.seen.append(message)
             what = self.plan.get(type(message).__name__.lower(), "yes")
+            if what == "late":
+                self._stop.wait(LATE_S)
+                what = "yes"
             reply = register if isinstance(message, messages.Refused) else None
             reply = self._answer(message, what) if reply is None or what != "yes" else reply
             if reply is not None:

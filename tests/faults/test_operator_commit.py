@@ -39,7 +39,7 @@ def test_commit_by_the_operator(store, trainer, replica, weights, digest_of):
 
 def test_operator_and_trainer_commit_at_once(store, trainer, replica, weights, until):
     store.wait_live()
-    one_replica = replica()
+    one_replica = replica(prepare="late")  # so that both ask during the same commit
     one = sealed(trainer, weights)
     one.say(wire.Commit(one.placement.session))
     assert store.ask(CommitSession("x")).ok
