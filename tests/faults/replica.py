@@ -19,7 +19,7 @@ LATE_S = 0.5
 
 
 class Replica:
-    """Rank 0 of a replica, scripted. `plan`: what it does instead of yes: "no", "silent", "die" or "late" by message."""
+    """Rank 0 of a replica, scripted. `plan`: instead of yes "no", "silent", "die" or "late" by message."""
 
     def __init__(self, store: Store, number: int = 0, *, beats: bool = True, **plan: str) -> None:
         self.store, self.number, self.plan, self.beats = store, number, plan, beats
