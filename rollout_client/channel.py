@@ -12,8 +12,8 @@ from rollout_client.errors import StoreUnavailable, from_wire
 from rollout_client.protocol import MAX_HEADER_BYTES, Error, Message, Reply, decode_reply, encode
 
 R = TypeVar("R", bound=Message)
-QUEUED_MESSAGES = 32
-"""Outgoing messages in the socket. With 1 MiB chunks enough to keep TCP busy, little to throw away on abort."""
+QUEUED_MESSAGES = 8
+"""Outgoing messages in the socket. With 2 MiB chunks enough to keep TCP busy, little to throw away on abort."""
 HEARTBEAT_MS = 2000
 SILENCE_MS = 10000
 """A peer whose machine is gone is noticed by ZMQ itself; the connection is then made anew."""

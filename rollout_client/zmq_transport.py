@@ -1,7 +1,8 @@
 """Any host: payload frames, which the store receives straight into the staged slot.
 
-Frames of 256 KiB, four to a message: small enough for the receiver to copy while the next is on its way,
-large enough that headers cost nothing. ZMQ sends from the trainer's own memory unless a cast made new bytes.
+One frame of 2 MiB to a message: large enough that headers and wake-ups cost nothing, small enough that the
+receiver copies one while the next is on its way (several frames in a message arrive only together). ZMQ
+sends from the trainer's own memory unless a cast made new bytes.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,7 @@ from rollout_client.protocol import Chunk, Copy, Placement
 from rollout_client.tensors import Array, Source
 from rollout_client.transport import Reporter, Transport, by_part
 
-FRAME_BYTES = 256 << 10
-FRAMES = 4
+FRAME_BYTES = 2 << 20
 
 
 class ZmqTransport(Transport):
@@ -39,15 +39,13 @@ class ZmqTransport(Transport):
     def _send(self, number: int, copy: Copy, flat: Array, src_dtype: str, reporter: Reporter) -> None:
         state = xxhash.xxh3_64()
         sent = 0
-        limit = self._frame * FRAMES // WIRE_DTYPE[copy.dst_dtype].itemsize
+        limit = self._frame // WIRE_DTYPE[copy.dst_dtype].itemsize
         for _, block in blocks(source_view(flat, copy), src_dtype, copy.dst_dtype, limit, fresh=True):
             raw = block.reshape(-1).data.cast("B")
             state.update(raw)
-            frames = [raw[i : i + self._frame] for i in range(0, len(raw), self._frame)]
-            chunk = Chunk(reporter.session, number, sent, [len(f) for f in frames])
             while not self._channel.ready(reporter.patience_s):
                 reporter.turn()
-            self._channel.send(chunk, frames, timeout_s=reporter.left_s)
+            self._channel.send(Chunk(reporter.session, number, sent, [len(raw)]), [raw], timeout_s=reporter.left_s)
             reporter.moved(len(raw))
             reporter.turn()
             sent += len(raw)

@@ -82,13 +82,14 @@ def test_any_strided_copy_lands_where_a_plain_loop_puts_it(data):
     assert digest == xxhash.xxh3_64_intdigest(np.array(moved, np.float32).tobytes())
 
 
-def test_a_bulk_copy_has_the_same_digest(monkeypatch):
-    x = np.random.default_rng(0).standard_normal(1000, dtype=np.float32)
-    small, bulk = np.empty_like(x), np.empty_like(x)
-    digest = move(x, "float32", small, "float32")
-    monkeypatch.setattr(copying, "BULK", 16)
-    assert move(x, "float32", bulk, "float32") == digest
-    np.testing.assert_array_equal(bulk, x)
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 100])
+def test_a_plain_copy_goes_block_by_block(monkeypatch, size):
+    monkeypatch.setattr(copying, "BLOCK", 2)
+    x = np.random.default_rng(0).standard_normal(size, dtype=np.float32).astype(np.float16)
+    out = np.zeros(size + 1, np.float16)
+    assert move(x, "float16", out[:size], "float16") == xxhash.xxh3_64_intdigest(x.tobytes())
+    np.testing.assert_array_equal(out[:size], x)
+    assert out[size] == 0
 
 
 @pytest.mark.parametrize(

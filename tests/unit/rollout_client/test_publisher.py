@@ -102,7 +102,7 @@ def test_a_large_tensor_spans_frames_of_the_size_the_store_takes(store, publishe
     store.place([Copy(0, (x.size,), 0, (1,), 0, (1,), "float32")])
     publisher(transport="zmq").push({"x": x}, 1)
     assert bytes(store.payload[0]) == x.tobytes()
-    assert max(size for c in store.of(wire.Chunk) for size in c.sizes) <= min(frame, 256 << 10)
+    assert max(size for c in store.of(wire.Chunk) for size in c.sizes) <= min(frame, 2 << 20)
     assert store.digests == {0: xxh(x)}
 
 
