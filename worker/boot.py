@@ -41,15 +41,13 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
         print(f"worker: {error}", file=sys.stderr)
         return EXIT_USAGE
     logs.setup(f"replica {replica} rank {rank}", config.log_level)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the supervisor, which stops us in order
-    if rank:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, then tells us
     channel = None
     if rank == 0:
         channel = Channel(config_path.parent, replica)  # bound before the slow imports: early messages wait in it
-        channel.on_sigterm()
+    _claim_signals(channel)
     try:
         loop = build_loop(config, channel, replica, rank)
+        _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process
         loop.run()
     except GroupDead as error:
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
@@ -58,6 +56,15 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
         if channel:
             channel.close()
     return 0
+
+
+def _claim_signals(channel: Channel | None) -> None:
+    """A Ctrl-C reaches the supervisor, which stops us in order. SIGTERM: rank 0 drains, then tells the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if channel:
+        channel.on_sigterm()
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank: int) -> EventLoop:

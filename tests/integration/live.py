@@ -83,6 +83,11 @@ class LiveService:
         self._seen.update(found)
         return found
 
+    def rank_zeros(self) -> list[int]:
+        """The process that decides for each replica."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in self.processes()}
+        return [pid for pid, words in commands.items() if b"worker" in words and words[-3:-1] == [b"--rank", b"0"]]
+
     def cpu_s(self) -> float:
         """Processor seconds that all its processes have used."""
         ticks = 0

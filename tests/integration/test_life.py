@@ -1,5 +1,6 @@
 """A service starts quickly, costs nothing while idle, and leaves nothing behind however it ends."""
 
+import os
 import signal
 import time
 
@@ -41,6 +42,26 @@ def test_it_is_ready_within_six_seconds(tiny: Checkpoint) -> None:
         if seconds[-1] < READY_BAR_S:
             return
     raise AssertionError(f"ready after {seconds} seconds")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_replica_told_to_stop_finishes_what_it_runs(tiny: Checkpoint, tp: int) -> None:
+    live = LiveService(tiny.directory, "--tp", str(tp))
+    try:
+        live.start()
+        with live.client() as client:
+            stream = client.stream(prompt_ids=[1, 2, 3], max_tokens=200, ignore_eos=True)
+            pieces = [next(stream)]
+            (leader,) = live.rank_zeros()
+            os.kill(leader, signal.SIGTERM)
+            pieces += list(stream)
+        assert sum(len(piece.outputs[0].token_ids) for piece in pieces) == 200
+        assert pieces[-1].outputs[0].finish_reason == "length"
+        assert live.stop() == 0
+        live.assert_nothing_left()
+        assert "Termination signal" not in live.log.read_text(), "Paddle's handler aborted a rank"
+    finally:
+        live.close()
 
 
 def test_an_idle_service_uses_next_to_no_processor(service: LiveService) -> None:
