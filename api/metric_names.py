@@ -12,7 +12,7 @@ GAUGES: Mapping[str, str] = {
     "version_skew": "newest minus oldest version among the replicas and the store",
     "replica_state": "1 for the state the replica is in",
     "replica_ready": "1 while the replica serves the live version",
-    "replica_version": "weight version the replica serves",
+    "weight_version": "weight version the replica serves",
     "rank_rss_bytes": "resident memory of a rank",
     "rank_private_bytes": "resident memory of a rank without what it shares",
     "running_sequences": "sequences in the batch of a replica",

@@ -110,7 +110,7 @@ class Metrics(Collector):
         live = self._fleet.live
         values: dict[str, list[tuple[Replica, Any]]] = {
             "replica_ready": [(r, float(r.serves(live))) for r in replicas],
-            "replica_version": [(r, r.version) for r in replicas],
+            "weight_version": [(r, r.version) for r in replicas],
             "running_sequences": [(r, r.stats and r.stats.running) for r in replicas],
             "waiting_requests": [(r, r.stats and r.stats.waiting) for r in replicas],
             "replica_held_requests": [(r, r.stats and r.stats.held) for r in replicas],

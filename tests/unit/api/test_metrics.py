@@ -29,7 +29,7 @@ async def test_a_scrape_says_what_the_fleet_and_the_store_are_doing(client, repl
     await client.post("/v1/rollout/pause")
     seen = await scrape(client)
     assert seen["rollout_version_skew", ()] == 3
-    assert seen["rollout_replica_version", (("replica", "1"),)] == 3
+    assert seen["rollout_weight_version", (("replica", "1"),)] == 3
     assert seen["rollout_replica_ready", (("replica", "1"),)] == 0
     assert seen["rollout_replica_state", (("replica", "0"), ("state", "paused"))] == 1
     assert seen["rollout_replica_state", (("replica", "0"), ("state", "serving"))] == 0
