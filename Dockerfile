@@ -17,7 +17,7 @@ FROM ${BASE} AS base
 RUN ldconfig -p | grep -q 'libgomp\.so\.1' \
     || (apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*)
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin rollout \
-    && install -d -o rollout -g rollout /state /out
+    && install -d -o rollout -g rollout /state /out /out/model
 
 FROM base AS build
 ARG PADDLE=""
