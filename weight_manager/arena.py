@@ -19,9 +19,10 @@ from rollout_client.arena_file import HEADER_BYTES, MAX_SLOTS, NONCE_BYTES, Aren
 from rollout_client.errors import ArenaError
 from weight_manager.errors import StartError
 
+_LEASE_WORD = 5
 _BACKED_WORD, _EPOCH_WORD, _SLOT_WORDS = 9, 8, 8
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_GIB = 1 << 30
+_MIB = 1 << 20
 
 
 class ArenaReader(ArenaFile):
@@ -89,6 +90,10 @@ class Arena(ArenaFile):
         """Move the write epoch: call before anybody may write into the slot. Returns the new epoch."""
         self._words[_EPOCH_WORD + _SLOT_WORDS * slot] += 1
         return self.write_epoch(slot)
+
+    def lease(self, until_ns: int) -> None:
+        """Ranks may serve until then (CLOCK_MONOTONIC); 0 = for ever, 1 = not now."""
+        self._words[_LEASE_WORD] = until_ns
 
     def writers_gone(self, slot: int) -> bool:
         """True if no trainer can still be writing into the slot through a mapping of its own."""
@@ -171,9 +176,14 @@ def _check_space(directory: Path, needed: int, max_fraction: float) -> None:
 
 def _no_space(directory: Path, needed: int) -> str:
     stat = os.statvfs(directory)
-    free, total = (n * stat.f_frsize / _GIB for n in (stat.f_bavail, stat.f_blocks))
+    free, total = (n * stat.f_frsize for n in (stat.f_bavail, stat.f_blocks))
+    enough = -(-(total - free + needed) * 11 // 10 // _MIB)
     return (
-        f"the weight arena needs {needed / _GIB:.2f} GiB in {directory}, which has {free:.2f} GiB free of {total:.2f}. "
-        f"In a container give it more shared memory (docker run --shm-size, compose shm_size, a Kubernetes emptyDir "
-        f"with medium: Memory); elsewhere remount {directory} with a larger size or set arena_dir"
+        f"the weight arena needs {_mib(needed)} in {directory}, which has {_mib(free)} free of {_mib(total)}. "
+        f"In a container give it at least {enough} MiB (docker run --shm-size {enough}m, compose shm_size, "
+        f"a Kubernetes emptyDir with medium: Memory); elsewhere remount {directory} with a larger size or set arena_dir"
     )
+
+
+def _mib(count: int) -> str:
+    return f"{count / _MIB:.1f} MiB"

@@ -157,7 +157,7 @@ def test_closing_may_remove_the_file(arena):
 def test_an_arena_that_cannot_fit_is_refused_before_anything_is_written(tmp_path):
     stat = os.statvfs(tmp_path)
     free = stat.f_bavail * stat.f_frsize // HEADER_BYTES * HEADER_BYTES
-    with pytest.raises(StartError, match=r"needs \d+\.\d+ GiB in .*shm_size.*arena_dir"):
+    with pytest.raises(StartError, match=r"needs \d+\.\d MiB in .*--shm-size \d+m.*shm_size.*arena_dir"):
         Arena.create(tmp_path, "unit", free)
     with pytest.raises(StartError, match="shm_size"):
         Arena.create(tmp_path, "unit", SLOT, max_fraction=SLOT / free)
@@ -200,7 +200,7 @@ def test_a_full_tmpfs_is_an_error_at_start_and_at_growth_and_never_a_crash(tmp_p
         pytest.skip("no user namespaces here: a small tmpfs cannot be mounted")
     assert done.returncode == 0, done.stderr
     start, left, growth, backed = done.stdout.splitlines()
-    assert start.startswith("start: the weight arena needs 0.00 GiB")
+    assert start.startswith("start: the weight arena needs 2.0 MiB")
     assert left == "left: []"
     assert "shm_size" in growth
     assert backed == "backed: False free: 220"
