@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup run model demo test check format bench image clean
+.PHONY: help setup run model demo test check format bench image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,8 +55,12 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 bench: $(STAMP) ## run the benchmarks and write their results as JSON
 	$(BIN)/python -m benchmarks
 
-image: ## build the container image
-	docker build -t paddle-rollout .
+image: ## build the container images: the service, and the demo's trainer
+	DOCKER_BUILDKIT=1 docker build $(IMAGE_ARGS) --target service -t paddle-rollout .
+	DOCKER_BUILDKIT=1 docker build $(IMAGE_ARGS) --target trainer -t paddle-rollout-trainer .
+
+image-test: $(STAMP) ## build and run the images and deploy/compose.yaml for real (root, Debian; 10 minutes the first time)
+	deploy/test/run.sh
 
 clean: ## remove what the other targets made, except models/
 	rm -rf $(VENV) out dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
