@@ -5,12 +5,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-import uvicorn
-
-from api.app import create_app
 from api.config import ApiConfig
 from api.model import Model
 from api.process import listen
+from api.server import Server
 from api.service import Service
 from weight_manager.logs import setup
 
@@ -23,22 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = ApiConfig.read(args.config)
         setup("api", config.log_level)
-        app = create_app(Service(config, Model.load(config)))
+        service = Service(config, Model.load(config))
         listener = listen(config)
     except (OSError, ValueError) as error:
         print(f"api: {error}", file=sys.stderr)
         return 2
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=int(config.shutdown_s),
-            timeout_keep_alive=75,
-            server_header=False,
-        )
-    )
-    asyncio.run(server.serve(sockets=[listener]))
+    asyncio.run(Server(service).serve(sockets=[listener]))
     return 0
 
 

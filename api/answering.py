@@ -30,6 +30,12 @@ def usage(prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[Sample]])
     }
 
 
+def live_header(service: Service) -> dict[str, str]:
+    """X-Weight-Version of a stream: what is live as it begins; its events say what made each token."""
+    live = service.weights.live
+    return {} if live is None else {"x-weight-version": str(live.version)}
+
+
 def version_header(samples: Sequence[Sequence[Sample]]) -> dict[str, str]:
     """X-Weight-Version: the newest version that made a token of the reply."""
     versions = [s.spans[-1].version for of_prompt in samples for s in of_prompt if s.spans]

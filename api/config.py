@@ -83,6 +83,8 @@ class ApiConfig(BaseModel):
     """How long a request waits for a replica that is ready; then 503."""
     paused_hold_s: float = Field(default=3600.0, gt=0)
     """How long a request waits while the fleet is paused or cleared; then 503."""
+    pause_lease_s: float = Field(default=3600.0, ge=0)
+    """After how long a pause that names no lease ends by itself; 0 = never."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     """Longest a request may take in all; then it ends with `abort` and what it has."""
     control_timeout_s: float = Field(default=60.0, gt=0, le=600)

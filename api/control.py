@@ -40,8 +40,9 @@ _FAILED: dict[str, type[ApiError]] = {
 class Control:
     """The verbs. Every one raises ApiError; Conflict means that the state does not allow it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, pause_lease_s: float = 0.0) -> None:
         self._fleet = fleet
+        self._pause_lease_s = pause_lease_s
         self.transition: Literal["clear", "reload"] | None = None
 
     @property
@@ -50,12 +51,19 @@ class Control:
         return self._fleet.paused is not None
 
     async def pause(
-        self, mode: PauseMode = "abort", *, lease_s: float = 0.0, clear_cache: bool = True, deadline_s: float = 60.0
+        self,
+        mode: PauseMode = "abort",
+        *,
+        lease_s: float | None = None,
+        clear_cache: bool = True,
+        deadline_s: float = 60.0,
     ) -> None:
         """Hold new requests and stop stepping everywhere, or nowhere.
 
-        A drain (mode wait) past deadline_s is undone and raises Conflict. lease_s > 0: resumes by itself.
+        A drain (mode wait) past deadline_s is undone and raises Conflict. lease_s: after how long it resumes by
+        itself; 0 = never, None = as configured, so that a trainer that died does not stop the service for ever.
         """
+        lease_s = self._pause_lease_s if lease_s is None else lease_s
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         before = fleet.paused
         intent = PauseIntent(mode, clear_cache, now + lease_s if lease_s > 0 else float("inf"))

@@ -76,6 +76,7 @@ class Flight:
         self.attempt_id = ""  # the id the replica knows it by
         self.samples = [Sample(i) for i in range(request.sampling.n)]
         self.open = request.sampling.n
+        self.overdue = False  # asked to end because it took too long
         self.error: ApiError | None = None
         self.done = asyncio.Event()
         self._watchers: list[Callable[[Update], None]] = []

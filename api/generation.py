@@ -149,7 +149,7 @@ class Generations:
         if self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
         for flight in job.flights:
-            self._fleet.cancel(flight)
+            self._fleet.drop(flight)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float = 10.0) -> int:
         """End requests by exact client id, or all; returns how many were open, once they have ended.

@@ -84,9 +84,15 @@ class Replica:
         if flight.attempt_id in self.flights and self.link.up:
             self.link.post(Abort(call="", request_ids=[flight.attempt_id]))
 
+    def forget(self, flight: Flight) -> None:
+        """Nobody waits for it: end it, and ignore what still comes."""
+        self.cancel(flight)
+        if self.flights.pop(flight.attempt_id, None) is not None:
+            self.load -= flight.open
+
     def on_up(self) -> None:
         """Connected. Whatever still runs there belongs to a connection that is gone: end it."""
-        log.info("replica %d: connected", self.index)
+        log.info("replica %d: connected", self.index, extra={"replica": self.index})
         self.down_reason = "not at the live version"
         self.link.post(Abort(call="", request_ids=None))
         self.link.post(GetStats(call="hello"))
@@ -110,7 +116,8 @@ class Replica:
                         del self.flights[chunk.request_id]
                         self._fleet.landed(flight)
             case StateChanged():
-                log.info("replica %d: %s, version %s: %s", self.index, message.state, message.version, message.reason)
+                said = {"replica": self.index, "version": message.version, "state": message.state}
+                log.info("replica %d: %s: %s", self.index, message.state, message.reason, extra=said)
                 self._moved(message)
             case Stats():
                 first, self.stats = self.stats is None, message
@@ -121,13 +128,15 @@ class Replica:
             case CallFailed(call=call, message=text) if call in self.flights:
                 self._refused(self.flights.pop(call), text)
             case CallFailed(call=call, code=code, message=text) if not call.startswith("c"):
-                log.error("replica %d refused %s: %s: %s", self.index, call or "a message", code, text)
+                said = {"replica": self.index, "code": code}
+                log.error("replica %d refused %s: %s", self.index, call or "a message", text, extra=said)
             case _:
                 pass
 
     def on_down(self, reason: str) -> None:
         """Gone: flights nobody has seen a token of start over elsewhere, the others end with what they have."""
-        log.warning("replica %d lost: %s; %d requests were there", self.index, reason, len(self.flights))
+        said = {"replica": self.index, "version": self.version, "requests": len(self.flights)}
+        log.warning("replica %d lost: %s", self.index, reason, extra=said)
         flights, self.flights = self.flights, {}
         version, self.version = self.version, None
         self.draining = False
@@ -143,7 +152,7 @@ class Replica:
 
     def _refused(self, flight: Flight, why: str) -> None:
         """It began nothing (draining, or too many held): another may take the flight, this one not for a while."""
-        log.info("replica %d refused a request: %s", self.index, why)
+        log.info("replica %d refused a request: %s", self.index, why, extra={"replica": self.index})
         self.load -= flight.open
         self.down_reason = why
         self._full_until = asyncio.get_running_loop().time() + REFUSED_FOR_S

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 """How late a deadline may be noticed."""
+LAST_WORD_S = 10.0
+"""How long a replica may take to hand over what it has of a request that took too long."""
 STICKY_SESSIONS = 65536
 """Sessions remembered for stickiness; the least recently used go first."""
 
@@ -66,6 +68,7 @@ class Fleet:
         self.live: Live | None = None
         self.paused: PauseIntent | None = None
         self.cleared: set[Tag] = set()
+        self.closing = False
         self.reloading = False  # what is cleared is on its way back
         self.retried = 0
         self.lease_expiries = 0
@@ -95,15 +98,29 @@ class Fleet:
     # Requests
 
     def submit(self, flight: Flight) -> None:
-        """Take a flight; it runs now or is held."""
+        """Take a flight; it runs now or is held. Raises Unavailable while the service leaves."""
+        if self.closing:
+            raise Unavailable("the service is stopping; the request never ran")
         flight.started = asyncio.get_running_loop().time()
         self.flights.add(flight)
         flight.held_since = flight.unready_since = flight.started
         self.held.append(flight)
         self.pump()
 
+    def close(self) -> None:
+        """Take nothing more, and send away what is held: it never ran, so its clients may try elsewhere."""
+        self.closing = True
+        for flight in self.held:
+            flight.fail(Unavailable("the service is stopping; the request never ran"))
+            self.landed(flight)
+        self.held.clear()
+
     def hold_again(self, flight: Flight) -> None:
         """Its replica died unseen: it is first in the line."""
+        if self.closing:
+            flight.fail(Unavailable("the service is stopping, and the replica is gone"))
+            self.landed(flight)
+            return
         self.retried += 1
         flight.held_since = flight.unready_since = asyncio.get_running_loop().time()
         flight.start_version = None
@@ -124,6 +141,17 @@ class Fleet:
     def heard(self, replica: Replica, stats: Stats) -> None:
         """New statistics of a replica."""
         self.on_stats(replica, stats)
+
+    def drop(self, flight: Flight) -> None:
+        """Nobody waits for it any more."""
+        if flight.done.is_set():
+            return
+        if flight in self.held:
+            self.held.remove(flight)
+        for replica in self.replicas:
+            replica.forget(flight)
+        flight.end_aborted(self.live.version if self.live else 0)
+        self.landed(flight)
 
     def landed(self, flight: Flight) -> None:
         """A flight ended, however it did."""
@@ -234,9 +262,11 @@ class Fleet:
             self.held.remove(flight)
             self.landed(flight)
         for flight in [f for f in self.flights if now - f.started >= self.settings.request_timeout_s]:
-            flight.end_aborted(self.live.version if self.live else 0)
-            self.cancel(flight)
-            self.landed(flight)
+            if not flight.overdue:
+                flight.overdue = True
+                self.cancel(flight)  # its partial result is on the way
+            elif now - flight.started >= self.settings.request_timeout_s + LAST_WORD_S:
+                self.drop(flight)
 
     def _overdue(self, flight: Flight, now: float) -> bool:
         held_s = now - flight.held_since

@@ -39,7 +39,7 @@ class Service:
         )
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.versions = VersionNames(self.weights)
-        self.control = Control(self.fleet)
+        self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)

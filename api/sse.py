@@ -25,6 +25,7 @@ def event(payload: Any) -> bytes:
 class EventStream(Response):
     """Sends what a generator yields, closes the generator when the client goes away.
 
+    A generator starts its work when it is first asked, so one that is never asked leaves nothing behind.
     The first event is awaited before the status goes out, so a request that never ran is a plain HTTP
     error. Later errors become an `error` event.
     """

@@ -109,9 +109,14 @@ class RolloutClient:
             raise Unreachable(f"{self._http.base_url}: {error}") from error
 
     def pause(
-        self, mode: PauseMode = "abort", *, lease_s: float = 0.0, clear_cache: bool = True, deadline_s: float = 60.0
+        self,
+        mode: PauseMode = "abort",
+        *,
+        lease_s: float | None = None,
+        clear_cache: bool = True,
+        deadline_s: float = 60.0,
     ) -> PauseState:
-        """Hold new requests and stop stepping on every replica. lease_s > 0: resumes by itself."""
+        """Hold new requests and stop stepping on every replica. lease_s: resumes by itself; 0 = never."""
         return self._do(calls.pause(mode, lease_s, clear_cache, deadline_s))
 
     def resume(self) -> PauseState:

@@ -83,7 +83,12 @@ class AsyncRolloutClient:
             raise Unreachable(f"{self._http.base_url}: {error}") from error
 
     async def pause(
-        self, mode: PauseMode = "abort", *, lease_s: float = 0.0, clear_cache: bool = True, deadline_s: float = 60.0
+        self,
+        mode: PauseMode = "abort",
+        *,
+        lease_s: float | None = None,
+        clear_cache: bool = True,
+        deadline_s: float = 60.0,
     ) -> PauseState:
         """See RolloutClient.pause."""
         return await self._do(calls.pause(mode, lease_s, clear_cache, deadline_s))

@@ -202,7 +202,7 @@ def _plain(ids: Any) -> Any:
     return [i if isinstance(i, int) else _plain(i) if hasattr(i, "__len__") else int(i) for i in ids]
 
 
-def pause(mode: PauseMode, lease_s: float, clear_cache: bool, deadline_s: float) -> Call[PauseState]:
+def pause(mode: PauseMode, lease_s: float | None, clear_cache: bool, deadline_s: float) -> Call[PauseState]:
     """Stop stepping."""
     body = {"mode": mode, "lease_s": lease_s, "clear_cache": clear_cache, "deadline_s": deadline_s}
     return Call("POST", "/v1/rollout/pause", PauseState, body, timeout_s=deadline_s + REPLY_MARGIN_S)

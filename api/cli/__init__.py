@@ -129,7 +129,7 @@ def status(
 @app.command()
 def pause(
     mode: Annotated[Literal["abort", "wait", "keep", "recompute"], typer.Option(help="Fate of what runs.")] = "abort",
-    lease_s: Annotated[float, typer.Option(help="Resume by itself after this; 0 = never.")] = 0.0,
+    lease_s: Annotated[float | None, typer.Option(help="Resume by itself after this; 0 = never. [as served]")] = None,
     url: Url = None,
     name: Name = "default",
     token: AdminToken = None,

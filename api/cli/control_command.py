@@ -13,7 +13,7 @@ from worker.supervisor_messages import Restart
 console = Console(highlight=False)
 
 
-def pause(mode: PauseMode, lease_s: float, url: str | None, name: str, token: str | None) -> int:
+def pause(mode: PauseMode, lease_s: float | None, url: str | None, name: str, token: str | None) -> int:
     """Pause every replica."""
     with explained(), connect(url, name, token) as client:
         _say(client.pause(mode, lease_s=lease_s))

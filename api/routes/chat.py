@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import usage, version_header, whole
+from api.answering import live_header, usage, version_header, whole
 from api.auth import require_data
 from api.flight import Sample
 from api.generation import Ask, Job
@@ -50,7 +50,7 @@ async def chat_completions(
     )
     writer = _Writer(body, service, ids, ask)
     if body.stream:
-        return EventStream(writer.stream(service.generations.submit(ask)))
+        return EventStream(writer.stream(), live_header(service))
     job, samples = await whole(request, service, ask)
     reply = writer.envelope(job, "chat.completion", [writer.choice(s) for s in samples[0]])
     reply |= {"usage": usage([ids], samples)} | writer.prompt(samples[0][0])
@@ -99,10 +99,10 @@ class _Writer:
         text = final_text(tokenizer, sample.token_ids, sample.finish, sample.stop_reason, self.options)
         return {"message": {"role": "assistant", "content": text}} | self._part(sample)
 
-    async def stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: the role first, one per chunk, usage if wanted, then [DONE]."""
         kind, texts = "chat.completion.chunk", {}
-        with job:
+        with self.service.generations.submit(self.ask) as job:
             async for _, chunk in job.chunks():
                 about: dict[str, Any] = {}
                 if chunk.index not in texts:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import usage, version_header, whole
+from api.answering import live_header, usage, version_header, whole
 from api.auth import require_data
 from api.flight import Flight, Sample
 from api.generation import Ask, Job
@@ -52,7 +52,7 @@ async def completions(
     )
     writer = _Writer(body, service, prompts, ask)
     if body.stream:
-        return EventStream(writer.stream(service.generations.submit(ask)))
+        return EventStream(writer.stream(), live_header(service))
     job, samples = await whole(request, service, ask)
     choices = [writer.choice(i, s, of_prompt[0]) for i, of_prompt in enumerate(samples) for s in of_prompt]
     reply = writer.envelope(job, choices) | {"usage": usage(prompts, samples)}
@@ -95,11 +95,11 @@ class _Writer:
             text = final_text(self.model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, self.options)
         return self._part(prompt_index, sample, text, "", first, begins=True)
 
-    async def stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events, one per chunk, then usage if wanted, then [DONE]."""
         texts: dict[int, StreamedText] = {}
         before: dict[int, str] = {}
-        with job:
+        with self.service.generations.submit(self.ask) as job:
             async for i, chunk in job.chunks():
                 key = i * self.ask.sampling.n + chunk.index
                 begins = key not in before

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
+from api.answering import live_header, usage, version_header, whole
 from api.auth import require_admin, require_data
 from api.errors import BadInput
 from api.flight import Sample
-from api.generation import Ask, Job
+from api.generation import Ask
 from api.model import Model
 from api.replies import Json
 from api.schemas import rollout as schema
 from api.schemas.base import ERRORS
 from api.service import Service, Uses
-from api.sse import DONE, EventStream, event, while_connected
+from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 
@@ -46,21 +47,14 @@ async def generate(
         max_staleness=body.max_staleness,
     )
     options = TextOptions(body.skip_special_tokens, body.include_stop, tuple(ask.sampling.stop))
-    job = service.generations.submit(ask)
     if body.stream:
-        return EventStream(_events(job, service.model, options))
-    with job:
-        samples = await while_connected(request.receive, job.samples())
+        return EventStream(_events(ask, service, options), live_header(service))
+    job, samples = await whole(request, service, ask)
     outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
-    completion = sum(len(output["token_ids"]) for output in outputs)
-    prompt_tokens = sum(map(len, prompts))
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
-    }
-    reply = {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": usage}
-    return Json(reply, headers={"x-weight-version": str(_newest(s.spans for p in samples for s in p))})
+    counted = usage(prompts, samples)
+    del counted["prompt_tokens_details"]
+    reply = {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": counted}
+    return Json(reply, headers=version_header(samples))
 
 
 @router.post("/pause", dependencies=admin)
@@ -161,9 +155,10 @@ async def _prompt_ids(body: schema.GenerateRequest, model: Model) -> list[list[i
     return ids if isinstance(ids[0], list) else [ids]
 
 
-async def _events(job: Job, model: Model, options: TextOptions) -> AsyncGenerator[bytes, None]:
+async def _events(ask: Ask, service: Service, options: TextOptions) -> AsyncGenerator[bytes, None]:
     texts: dict[tuple[int, int], StreamedText] = {}
-    with job:
+    model = service.model
+    with service.generations.submit(ask) as job:
         async for prompt_index, chunk in job.chunks():
             text = None
             if model.tokenizer is not None:
@@ -206,10 +201,6 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> dict[s
             [{"token_id": i, "logprob": p, "rank": r} for i, p, r in tops] for tops in part.prompt_logprobs
         ]
     return output
-
-
-def _newest(spans: Any) -> int:
-    return max((span.version for of_sample in spans for span in of_sample), default=0)
 
 
 def _pause_state(service: Service) -> schema.PauseState:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from api import sglang_output
-from api.answering import version_header
+from api.answering import live_header, version_header
 from api.auth import require_data
 from api.errors import BadInput
 from api.flight import Sample, Update
@@ -55,7 +55,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
     ]
     as_list = is_batch or any(ask.sampling.n > 1 for ask in asks)
     if body.stream:
-        return EventStream(_stream(asks, wanted, service, as_list))
+        return EventStream(_stream(asks, wanted, service, as_list), live_header(service))
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
         samples = await while_connected(request.receive, _all(jobs))

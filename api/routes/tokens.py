@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import usage, version_header, whole
+from api.answering import live_header, usage, version_header, whole
 from api.auth import require_data
 from api.flight import Sample
 from api.generation import Ask, Job
@@ -47,7 +47,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         max_staleness=body.max_staleness,
     )
     if body.stream:
-        return EventStream(_stream(service.generations.submit(ask), body, service, top_n))
+        return EventStream(_stream(ask, body, service, top_n), live_header(service))
     job, samples = await whole(request, service, ask)
     reply = _envelope(job, [_choice(s, body, service, top_n) for s in samples[0]], service)
     reply |= {"usage": usage(ask.prompts, samples)} | _prompt(body, samples[0][0], service)
@@ -80,9 +80,9 @@ def _choice(part: Sample | Chunk, body: TokenRequest, service: Service, top_n: i
     }
 
 
-async def _stream(job: Job, body: TokenRequest, service: Service, top_n: int) -> AsyncGenerator[bytes, None]:
+async def _stream(ask: Ask, body: TokenRequest, service: Service, top_n: int) -> AsyncGenerator[bytes, None]:
     opened = False
-    with job:
+    with service.generations.submit(ask) as job:
         async for _, chunk in job.chunks():
             part = _envelope(job, [_choice(chunk, body, service, top_n)], service)
             if not opened:

@@ -165,8 +165,8 @@ class PauseRequest(Strict):
 
     mode: PauseMode = "abort"
     """abort ends running requests with what they have; wait lets them finish; keep and recompute go on later."""
-    lease_s: float = Field(default=0.0, ge=0, le=86400)
-    """Resume by itself after this; 0 = only by /v1/rollout/resume."""
+    lease_s: float | None = Field(default=None, ge=0, le=86400)
+    """Resume by itself after this; 0 = only by /v1/rollout/resume, None = as configured (api.pause_lease_s)."""
     clear_cache: bool = True
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
     """Mode wait: how long requests may take to finish; then nothing is paused and the reply is 409."""

@@ -119,12 +119,15 @@ class ScriptedReplica:
         self._origins: set[bytes] = set()
 
     def start(self) -> None:
+        self.mute = False
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.endpoint)
         self._task = asyncio.create_task(self._serve())
 
     async def die(self) -> None:
+        """Without a last word."""
+        self.mute = True
         tasks = [task for task in (self._task, *self.running.values()) if task]
         for task in tasks:
             task.cancel()
@@ -168,8 +171,8 @@ class ScriptedReplica:
                 self.running[origin, message.request_id] = asyncio.create_task(self._generate(origin, message))
             case Abort(call=call, request_ids=ids):
                 ended = [key for key in self.running if ids is None or key[1] in ids]
-                for key in ended:
-                    self.running[key].cancel()
+                for key in ended:  # soon: a task that has not begun would end without a word
+                    asyncio.get_running_loop().call_soon(self.running[key].cancel)
                 self._send(origin, Done(call, {"aborted": len(ended)}))
             case GetStats(call=call):
                 self._origins.add(origin)

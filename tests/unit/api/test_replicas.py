@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.service import Service
-from worker.messages import Abort, Clear, Generate, Pause, Resume
+from worker.messages import Abort, CallFailed, Clear, Generate, Pause, Resume
 
 URL = "/v1/rollout/generate"
 BODY = {"prompt": "A", "max_tokens": 3}
@@ -124,12 +124,15 @@ async def test_a_replica_of_another_version_gets_nothing(client, replicas, store
 
 async def test_paused_requests_are_held_until_resume(client, replicas, until, service):
     assert (await client.post("/v1/rollout/pause", json={"mode": "keep"})).json()["paused"] is True
+    for replica in replicas:
+        replica.move("serving")  # what holds requests is the pause, not only the state of replicas
+    await until(lambda: all(r.state == "serving" for r in service.fleet.replicas))
     task = asyncio.create_task(client.post(URL, json=BODY))
     await asyncio.sleep(0.7)  # longer than the hold of a fleet that is not ready
     assert not task.done()
-    assert (await client.get("/v1/rollout/pause")).json() == {"paused": True, "mode": "keep", "held": 1} | {
-        "lease_left_s": None
-    }
+    state = (await client.get("/v1/rollout/pause")).json()
+    assert (state["paused"], state["mode"], state["held"]) == (True, "keep", 1)
+    assert 3590 < state["lease_left_s"] <= 3600, "a pause that names no lease has the configured one"
     assert (await client.post("/v1/rollout/resume")).json()["paused"] is False
     assert (await task).status_code == 200
 
@@ -154,14 +157,21 @@ async def test_an_expired_lease_resumes_and_says_so(client, replicas, until, ser
 
 
 async def test_a_failed_pause_is_undone_everywhere(client, replicas, service, until):
-    from worker.messages import CallFailed
-
     replicas[1].fail[Pause] = CallFailed("", "timeout", "3 sequences still ran", rank=0)
     reply = await client.post("/v1/rollout/pause", json={"mode": "wait"})
     assert reply.status_code == 409
     assert "replica 1" in reply.json()["error"]["message"]
     assert service.fleet.paused is None
+    assert (await client.get("/v1/rollout/pause")).json()["paused"] is False
     await until(lambda: replicas[0].state == "serving")
+    assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def test_a_failed_second_pause_leaves_the_first(client, replicas, service):
+    await client.post("/v1/rollout/pause", json={"mode": "keep"})
+    replicas[1].fail[Pause] = CallFailed("", "conflict", "not now")
+    assert (await client.post("/v1/rollout/pause", json={"mode": "wait"})).status_code == 409
+    assert service.fleet.paused.mode == "keep"
 
 
 async def test_a_restarted_api_finds_replicas_and_pause_again(config, model, replicas, store, service, until):
@@ -247,6 +257,28 @@ async def test_a_sequence_that_dies_in_the_engine_is_an_error(client, replicas):
     assert (await client.post(URL, json=BODY)).status_code == 500
     text = (await client.post(URL, json=BODY | {"stream": True})).text
     assert '"error":' in text
+
+
+async def test_a_request_that_takes_too_long_ends_with_what_it_has(client, replicas, service, until):
+    service.fleet.settings.request_timeout_s = 0.3
+    gate(replicas, 1)
+    output = (await client.post(URL, json=BODY)).json()["outputs"][0]
+    assert (output["finish_reason"], output["token_ids"]) == ("abort", [66])
+    assert not service.fleet.flights
+
+
+async def test_a_pause_may_have_no_lease(client):
+    assert (await client.post("/v1/rollout/pause", json={"lease_s": 0})).json()["lease_left_s"] is None
+
+
+async def test_leaving_sends_away_what_is_held_and_takes_nothing_more(client, service, until):
+    await client.post("/v1/rollout/pause")
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await until(lambda: service.fleet.held)
+    service.fleet.close()
+    for reply in (await task, await client.post(URL, json=BODY)):
+        assert reply.status_code == 503
+        assert "stopping" in reply.json()["error"]["message"]
 
 
 async def test_too_many_requests(client, service, until):

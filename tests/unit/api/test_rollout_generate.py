@@ -2,6 +2,9 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
+from api.app import create_app
 from api.schemas.rollout import GenerateResponse
 from worker.messages import Generate
 
@@ -90,3 +93,37 @@ async def test_repeating_a_running_id_joins_it(client, replicas, until):
     a, b = await asyncio.gather(first, second)
     assert a.json() == b.json()
     assert sum(len(r.got(Generate)) for r in replicas) == 1
+
+
+async def test_a_stream_whose_client_is_gone_before_it_begins_leaves_nothing(service):
+    sent = []
+
+    async def receive():
+        if not sent:
+            sent.append(True)
+            return {"type": "http.request", "body": b'{"prompt": "A", "stream": true}', "more_body": False}
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"host", b"x")], "query_string": b""}
+    await create_app(service)(
+        scope | {"client": None, "server": None, "scheme": "http", "root_path": ""}, receive, send
+    )
+    await asyncio.sleep(0.05)
+    assert service.generations.open == 0
+    assert not service.fleet.flights
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/completions", "/generate"])
+async def test_a_stream_that_is_left_in_the_middle_is_ended(client, replicas, service, until, path):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(1)
+    body = {"text" if path == "/generate" else "prompt": "A", "stream": True}
+    task = asyncio.create_task(client.post(path, json=body))
+    await until(lambda: any(r.running for r in replicas))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not any(r.running for r in replicas) and service.generations.open == 0)
