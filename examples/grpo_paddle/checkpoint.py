@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from examples.grpo_paddle.model import Shape
+from examples.grpo_paddle.shape import Shape
 from examples.grpo_paddle.task import EOS, VOCABULARY
 
 

@@ -4,40 +4,14 @@ GRPO: Shao et al. 2024 (DeepSeekMath); the clip: Schulman et al. 2017. The behav
 workers reported, token by token, so a rollout that is a version or two old is corrected for exactly.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import paddle
 
-from examples.grpo_paddle.model import OneVersion, Shape, token_logprobs
-from examples.grpo_paddle.task import Ids, Rewards
-
-Float32 = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rollouts to learn from. Rows of one prompt are neighbours.
-
-    ids: [B, T] prompt and answer, padded with the end token. logprobs, mask: [B, T - first], behaviour logprob
-    of each answer token and 1 where there is one. rewards: [B].
-    """
-
-    ids: Ids
-    first: int
-    logprobs: Float32
-    mask: Float32
-    rewards: Rewards
-
-
-def advantages(rewards: Rewards, group: int) -> Float32:
-    """[B] rewards -> [B] advantages, normalised within each group of `group` neighbours."""
-    grouped = rewards.reshape(-1, group)
-    centred = grouped - grouped.mean(axis=1, keepdims=True)
-    scaled: Float32 = (centred / (grouped.std(axis=1, keepdims=True) + 1e-4)).reshape(-1).astype(np.float32)
-    return scaled
+from examples.grpo_paddle.batch import Batch, advantages
+from examples.grpo_paddle.model import OneVersion, token_logprobs
+from examples.grpo_paddle.shape import Shape
 
 
 class Learner:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import paddle
 
-from examples.grpo_paddle.grpo import Float32
-from examples.grpo_paddle.model import MixedVersions, OneVersion, Operators, Shape, token_logprobs
+from examples.grpo_paddle.batch import Float32
+from examples.grpo_paddle.model import MixedVersions, OneVersion, Operators, token_logprobs
 from examples.grpo_paddle.rollouts import Rollouts
+from examples.grpo_paddle.shape import Shape
 from examples.grpo_paddle.task import Ids
 
 

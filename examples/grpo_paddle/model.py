@@ -5,53 +5,21 @@ The embedding is tied to the output head. Sequences have one length here, so no 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F  # noqa: N812 (its usual name)
 
-from examples.grpo_paddle.task import VOCAB_SIZE, Ids
-
-EMBED = "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model; the default has 108,864 parameters."""
-
-    hidden: int = 64
-    intermediate: int = 192
-    layers: int = 2
-    heads: int = 4
-    vocab: int = VOCAB_SIZE
-    context: int = 64
-    eps: float = 1e-5
-    rope_theta: float = 10000.0
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden // self.heads
+from examples.grpo_paddle.shape import EMBED, Shape, sizes
+from examples.grpo_paddle.task import Ids
 
 
 def initial_weights(shape: Shape, seed: int) -> dict[str, Any]:
     """Trainable float32 parameters by HF name: normal(0, 0.05), norms at one."""
     rng = np.random.default_rng(seed)
-    sizes: dict[str, tuple[int, ...]] = {EMBED: (shape.vocab, shape.hidden)}
-    for i in range(shape.layers):
-        layer = f"model.layers.{i}."
-        sizes[layer + "input_layernorm.weight"] = (shape.hidden,)
-        for proj in "qkvo":
-            sizes[layer + f"self_attn.{proj}_proj.weight"] = (shape.hidden, shape.hidden)
-        sizes[layer + "post_attention_layernorm.weight"] = (shape.hidden,)
-        sizes[layer + "mlp.gate_proj.weight"] = (shape.intermediate, shape.hidden)
-        sizes[layer + "mlp.up_proj.weight"] = (shape.intermediate, shape.hidden)
-        sizes[layer + "mlp.down_proj.weight"] = (shape.hidden, shape.intermediate)
-    sizes["model.norm.weight"] = (shape.hidden,)
     weights = {}
-    for name, size in sizes.items():
+    for name, size in sizes(shape).items():
         value = np.ones(size) if len(size) == 1 else rng.normal(0, 0.05, size)
         weights[name] = paddle.to_tensor(value.astype(np.float32), stop_gradient=False)
     return weights

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from examples.grpo_paddle.grpo import Batch
+from examples.grpo_paddle.batch import Batch
 from examples.grpo_paddle.task import ANSWER_LEN, EOS, PROMPT_LEN, Ids, problems, rewards
 from rollout_client.http import AsyncRolloutClient, Generation, Output
 

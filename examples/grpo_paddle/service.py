@@ -14,6 +14,8 @@ from examples.grpo_paddle.access import Access
 
 READY_S = 60.0
 STOP_S = 20.0
+SERVE = "from api.cli import main; main()"
+"""What the command `paddle-rollout` runs, also where only the packages are installed and no scripts."""
 
 
 class Service:
@@ -27,9 +29,8 @@ class Service:
         self._scratch = tempfile.TemporaryDirectory(prefix="grpo-demo-")  # sockets need a short path
         self._run_dir = Path(self._scratch.name) / "run"
         self._log = out / "service.log"
-        command = Path(sys.executable).with_name("paddle-rollout")
         self._args = [
-            *(str(command), "serve", str(model), "--replicas", str(replicas)),
+            *(sys.executable, "-c", SERVE, "serve", str(model), "--replicas", str(replicas)),
             *("--name", f"grpo-demo-{os.getpid()}", "--run-dir", str(self._run_dir)),
             *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*"),
         ]

@@ -6,7 +6,8 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F  # noqa: N812 (its usual name)
 
-from examples.grpo_paddle.model import OneVersion, Shape, forward
+from examples.grpo_paddle.model import OneVersion, forward
+from examples.grpo_paddle.shape import Shape
 from examples.grpo_paddle.task import PROMPT_LEN, problems
 
 

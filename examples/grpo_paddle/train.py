@@ -12,11 +12,12 @@ from examples.grpo_paddle import checkpoint
 from examples.grpo_paddle.access import Access
 from examples.grpo_paddle.grpo import Learner
 from examples.grpo_paddle.history import History
-from examples.grpo_paddle.model import Shape, initial_weights
+from examples.grpo_paddle.model import initial_weights
 from examples.grpo_paddle.progress import Progress
 from examples.grpo_paddle.report import Report
 from examples.grpo_paddle.rollouts import RolloutStream
 from examples.grpo_paddle.sft import warm_up
+from examples.grpo_paddle.shape import Shape
 from rollout_client.publisher import WeightPublisher
 
 GROUP = 16
