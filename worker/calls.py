@@ -80,6 +80,8 @@ class Calls:
         turn = self._current
         assert turn is not None
         if not verdict.ok:
+            if order.live:  # the slot may have been given away since the store told us of it
+                self._membership.register()
             self._fail(CallFailed(turn.message.call, "internal", verdict.error, verdict.rank))
             return
         match order.signal, order.phase:
