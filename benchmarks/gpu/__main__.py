@@ -50,7 +50,7 @@ def main() -> int:
         result["grpo"] = grpo(args.device, args.grpo_steps, args.replicas, logs / "grpo")
         write(args.out, result)
         console.print_json(json.dumps(result["grpo"]))
-    return 0 if all(m["digest_is_the_trainers"] for m in result["models"]) else 1
+    return 0 if all(m["same_digest_by_way_of_the_cpu"] for m in result["models"]) else 1
 
 
 def machine(torch: Any) -> dict[str, Any]:

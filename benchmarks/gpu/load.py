@@ -13,7 +13,7 @@ from collections import Counter
 
 from rollout_client import AsyncRolloutClient
 
-PROMPT, ANSWER = 32, 64
+PROMPT, ANSWER = 32, 24
 """Tokens."""
 
 

@@ -102,9 +102,10 @@ def test_a_driver_that_cannot_pin_is_said_once_and_torch_goes_on(
     slots = publisher._shm._arena
     blocked = [slots.slot(0), slots.slot(1)]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in blocked]
-    for address, memory in zip(addresses, blocked, strict=True):  # somebody else has pinned it: the driver says no
-        assert int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)) == 0
+    register = torch.cuda.cudart().cudaHostRegister
     try:
+        for address, memory in zip(addresses, blocked, strict=True):  # already pinned: the driver says no
+            assert int(register(address, memory.nbytes, 0)) == 0
         with caplog.at_level(logging.WARNING):
             for version in 2, 3, 4:
                 assert publisher.push(tensors, version).digest == expected
