@@ -11,6 +11,7 @@ import time
 from worker.actions import DONE, FAILED, Actions
 from worker.engine.base import ForwardBatch
 from worker.leader import Leader
+from worker.lifecycle import Event
 from worker.signals import Order, Signal, Signals
 from worker.verdict import Report, Verdict, judge
 
@@ -34,8 +35,13 @@ class EventLoop:
 
     def run(self) -> None:
         """Until STOP. Raises GroupDead when the ranks lost each other."""
-        while not self.stopped:
-            self.tick()
+        try:
+            while not self.stopped:
+                self.tick()
+        except BaseException as error:
+            if self._leader:
+                self._leader.lifecycle.apply(Event.FAIL, f"{type(error).__name__}: {error}")
+            raise
 
     def tick(self) -> None:
         """One turn."""

@@ -77,10 +77,10 @@ def step(state: WorkerState, event: Event) -> WorkerState:
     """The state after `event`. Raises IllegalTransition naming both."""
     after = TRANSITIONS.get((state, event))
     if after is None:
-        allowed = sorted(e.value for s, e in TRANSITIONS if s is state)
+        allowed = ", ".join(sorted(e.value for s, e in TRANSITIONS if s is state))
+        ended = state in (WorkerState.STOPPED, WorkerState.FAILED)
         raise IllegalTransition(
-            f"cannot {event.value} while {state.value}; "
-            + (f"possible now: {', '.join(allowed)}" if allowed else "it has ended")
+            f"cannot {event.value} while {state.value}; " + ("it has ended" if ended else f"possible now: {allowed}")
         )
     return after
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from tests.unit.worker.loop.rig import Rig
 from weight_manager import messages as store_messages
 from weight_manager.messages import Finalize, Finalized, Registered, Rollback, RolledBack
-from worker.messages import Abort, CallFailed, Clear, Done, Pause, Reload, ResetPrefixCache, Resume, Verify
+from worker.messages import Abort, Clear, Done, Pause, Reload, ResetPrefixCache, Resume, Verify
 
 TAGS = st.sampled_from([("weights", "kv_cache"), ("weights",), ("kv_cache",)])
 BETWEEN = st.sampled_from(["nothing", "clear", "reload", "clear and reload", "pause", "resume", "abort_all"])

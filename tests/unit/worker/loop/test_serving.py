@@ -1,3 +1,5 @@
+import msgspec
+
 from worker.messages import Abort, CallFailed, Verify
 
 
@@ -74,3 +76,15 @@ def test_an_id_that_runs_already_is_refused_and_the_first_goes_on(make_rig):
     rig.api.generate("same")
     answer = rig.api.answer("same")
     assert (answer.code, "is running" in answer.message) == ("conflict", True)
+
+
+def test_a_loop_that_cannot_go_on_says_so_before_it_ends(make_rig):
+    rig = make_rig()
+    rig.serve()
+    rig.api.stats()  # subscribes
+    rig.loop._leader.membership.serving = msgspec.structs.replace(rig.loop._actions.live, version=99)
+    rig.api.generate("a")
+    rig.api.until(lambda: any(getattr(m, "state", "") == "failed" for m in rig.api.announced))
+    rig._thread.join(5)
+    assert isinstance(rig.error, AssertionError)
+    rig.error = None

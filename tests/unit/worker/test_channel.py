@@ -1,0 +1,126 @@
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from weight_manager import messages as store_messages
+from worker import messages
+from worker.channel import Channel, FromApi, FromStore, OriginGone, StoreDown, StoreUp, Terminate
+
+
+@pytest.fixture
+def run_dir():
+    with tempfile.TemporaryDirectory(prefix="ch-", dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def channel(run_dir):
+    opened = Channel(run_dir, 0)
+    yield opened
+    opened.close()
+    assert not (run_dir / "replica-0.sock").exists()
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+
+
+def dealer(context, run_dir):
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(f"ipc://{run_dir / 'replica-0.sock'}")
+    return socket
+
+
+def store(context, run_dir):
+    (run_dir / "store.sock").unlink(missing_ok=True)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(f"ipc://{run_dir / 'store.sock'}")
+    return socket
+
+
+def receive_until(channel, kind, timeout=3.0):
+    deadline, seen = time.monotonic() + timeout, []
+    while time.monotonic() < deadline:
+        seen += channel.receive(0.1)
+        if any(isinstance(item, kind) for item in seen):
+            return seen
+    raise AssertionError(f"no {kind.__name__} in {seen}")
+
+
+def test_messages_of_one_connection_keep_their_order(channel, context, run_dir):
+    with dealer(context, run_dir) as api:
+        for number in range(20):
+            api.send(messages.encode(messages.Resume(str(number))))
+        seen = []
+        while len(seen) < 20:
+            seen += channel.receive(0.5)
+        assert [item.message.call for item in seen if isinstance(item, FromApi)] == [str(n) for n in range(20)]
+        channel.send_api(seen[0].origin, messages.Done("0"))
+        assert messages.decode_to_api(api.recv()) == messages.Done("0")
+
+
+def test_a_frame_too_many_is_answered(channel, context, run_dir):
+    with dealer(context, run_dir) as api:
+        api.send_multipart([messages.encode(messages.Resume("a")), b"more"])
+        assert channel.receive(0.5) == []
+        assert api.poll(2000)
+        assert messages.decode_to_api(api.recv()).code == "bad_message"
+    assert channel.bad_messages == 1
+
+
+def test_a_connection_that_is_gone_is_reported_once(channel, context, run_dir):
+    api = dealer(context, run_dir)
+    api.send(messages.encode(messages.Resume("a")))
+    origin = receive_until(channel, FromApi)[0].origin
+    api.close()
+    deadline = time.monotonic() + 3
+    while channel.send_api(origin, messages.Done("a")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not channel.send_api(origin, messages.Done("b"))
+    assert channel.receive(0) == [OriginGone(origin)]
+    assert channel.receive(0) == []
+
+
+def test_a_store_is_noticed_when_it_comes_goes_and_comes_again(channel, context, run_dir):
+    assert channel.receive(0.05) == []
+    assert not channel.send_store(store_messages.Beat(1))  # nobody there: nothing is kept for later
+    for _ in range(2):
+        with store(context, run_dir) as router:
+            receive_until(channel, StoreUp)
+            assert channel.send_store(store_messages.Beat(7))
+            identity, payload = router.recv_multipart()
+            assert store_messages.decode_incoming(payload) == store_messages.Beat(7)
+            router.send_multipart([identity, b"\xc1"])
+            router.send_multipart([identity, store_messages.encode(store_messages.Flip("s"))])
+            assert receive_until(channel, FromStore) == [FromStore(store_messages.Flip("s"))]
+        receive_until(channel, StoreDown)
+    assert channel.bad_messages == 2
+
+
+def test_sigterm_wakes_a_waiting_channel(channel):
+    before = signal.getsignal(signal.SIGTERM)
+    channel.on_sigterm()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        began = time.monotonic()
+        assert channel.receive(5.0) == [Terminate()]
+        assert time.monotonic() - began < 1
+        assert channel.receive(0) == []
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_socket_file_left_by_a_killed_predecessor_is_no_obstacle(run_dir):
+    (run_dir / "replica-1.sock").touch()
+    Channel(run_dir, 1).close()
