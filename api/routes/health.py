@@ -20,7 +20,7 @@ from worker.messages import GetStats, SamplingParams, Stats
 router = APIRouter(tags=["health"], responses=ERRORS)
 
 USABLE = {"serving", "paused", "cleared"}
-TOKEN_S = 1.0
+TOKEN_S = 0.5
 """How long /health_generate waits for a token before it is content with a turning loop."""
 LOOP_S = 3.0
 

@@ -1,0 +1,80 @@
+import asyncio
+import time
+
+from api.schemas.health import Health
+from worker.messages import Generate
+
+
+async def codes(client):
+    return [(await client.get(path)).status_code for path in ("/live", "/health", "/ready")]
+
+
+async def test_serving(client):
+    assert await codes(client) == [200, 200, 200]
+    body = (await client.get("/ready")).json()
+    Health.model_validate(body)
+    assert [r["ready"] for r in body["replicas"]] == [True, True]
+    assert (body["weight_version"], body["store_connected"]) == (0, True)
+
+
+async def test_paused_is_ready_since_requests_are_held(client):
+    await client.post("/v1/rollout/pause")
+    assert await codes(client) == [200, 200, 200]
+    assert (await client.get("/ready")).json()["paused"] is True
+
+
+async def test_cleared_is_healthy_but_not_ready(client):
+    await client.post("/v1/rollout/memory/release")
+    assert await codes(client) == [200, 200, 503]
+
+
+async def test_starting_and_dead_are_neither(client, replicas, until, service):
+    replicas[0].move("starting")
+    await replicas[1].die()
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["starting", "unreachable"])
+    assert await codes(client) == [200, 503, 503]
+    body = (await client.get("/health")).json()
+    assert body["replicas"][1]["reason"] == "the process is gone"
+
+
+async def test_a_replica_behind_the_live_version_is_not_ready(client, replicas, store, until, service):
+    store.commit(5)
+    await until(lambda: service.fleet.live.version == 5)
+    assert (await client.get("/ready")).status_code == 503
+    replicas[0].move("serving", 5)
+    await until(lambda: service.fleet.replicas[0].version == 5)
+    body = (await client.get("/ready")).json()
+    assert [r["ready"] for r in body["replicas"]] == [True, False]
+
+
+async def test_serving_goes_on_without_the_store(client, store, until, service):
+    await store.close()
+    await until(lambda: not service.weights.link.up)
+    assert (await client.get("/ready")).json()["store_connected"] is False
+    assert (await client.post("/v1/rollout/generate", json={"prompt": "A", "max_tokens": 1})).status_code == 200
+    reply = await client.post("/v1/rollout/weights/load", json={"path": "/x"})
+    assert reply.status_code == 503
+    assert "weight store is not there" in reply.json()["error"]["message"]
+
+
+async def test_health_generate_makes_a_token(client, replicas):
+    assert (await client.get("/health_generate")).json() == {"status": "ok", "generated": True}
+    assert sum(len(r.got(Generate)) for r in replicas) == 1
+
+
+async def test_health_generate_asks_the_loops_when_a_token_takes_long(client, replicas, until, service):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    began = time.monotonic()
+    assert (await client.get("/health_generate")).json() == {"status": "ok", "generated": False}
+    assert time.monotonic() - began < 2
+    await until(lambda: not any(r.running for r in replicas))
+    await client.post("/v1/rollout/pause")
+    assert (await client.get("/health_generate")).json()["generated"] is False
+
+
+async def test_health_generate_fails_when_no_loop_turns(client, replicas, until, service):
+    for replica in replicas:
+        await replica.die()
+    await until(lambda: not any(r.link.up for r in service.fleet.replicas))
+    assert (await client.get("/health_generate")).status_code == 503
