@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -22,6 +24,7 @@ from worker.channel import Channel
 from worker.config import FakeEngineConfig, WorkerConfig
 from worker.engine.fake_engine import replay, views_hash
 from worker.messages import CallFailed, Chunks, Done, Drain, Generate, GetStats, SamplingParams, Stats
+from worker.service import units_of_service
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,9 +92,9 @@ class ScriptedStore:
         assert isinstance(message, kind), f"wanted {kind.__name__}, got {message}"
         return message
 
-    def register(self, live):
+    def register(self, live, timeout=5.0):
         """Welcome the replica and have it map `live`."""
-        self.expect(store_messages.Register)
+        self.expect(store_messages.Register, timeout)
         self.send(store_messages.Registered(self.arena_path, live, 1.0))
         if live is not None:
             adopted = self.expect(store_messages.Adopted)
@@ -199,11 +202,13 @@ class Rig:
     def __init__(self, **config):
         run_dir = Path(tempfile.mkdtemp(prefix="rig-", dir="/dev/shm"))
         self.run_dir = run_dir
-        (run_dir / "config.json").write_text(json.dumps(MODEL))
+        model = run_dir / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL))
         fake = FakeEngineConfig(**config.pop("fake", {}))
         options = {"max_batch": 8, "max_tokens_per_step": 64, "num_blocks": 64, "block_size": 4, **config}
-        self.config = WorkerConfig(model_dir=run_dir, engine="fake", fake=fake, **options)
-        self.layout = make_layout(manifest_for(MODEL, "float32"), 1)
+        self.config = WorkerConfig(model_dir=model, engine="fake", fake=fake, **options)
+        self.layout = make_layout(manifest_for(MODEL, "float32"), self.config.tp)
         self.arena = Arena.create(run_dir, "rig", self.layout.slot_bytes)
         self.context = zmq.Context()
         self.store = ScriptedStore(run_dir, self.arena, self.layout, self.context)
@@ -211,11 +216,15 @@ class Rig:
         self._stopped = False
         self.loop = None
         self.error = None
+        self.launch()
+        self.api = self.connect()
+
+    def launch(self):
+        """Start the loop, in a thread of this process."""
         self._built = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         assert self._built.wait(10)
-        self.api = self.connect()
 
     def connect(self):
         self.apis.append(ScriptedApi(self.run_dir, self.context))
@@ -242,10 +251,7 @@ class Rig:
         if self._stopped:
             return
         self._stopped = True
-        if self._thread.is_alive():
-            self.api.send(Drain("stop", 0.0))
-            self._thread.join(5)
-        alive = self._thread.is_alive()
+        alive = not self.end()
         for api in self.apis:
             api.close()
         self.store.close()
@@ -255,6 +261,13 @@ class Rig:
         assert not alive, "the loop did not stop"
         if self.error:
             raise self.error
+
+    def end(self):
+        """Have the loop stop; whether it did."""
+        if self._thread.is_alive():
+            self.api.send(Drain("stop", 0.0))
+            self._thread.join(5)
+        return not self._thread.is_alive()
 
     def _run(self):
         channel = Channel(self.run_dir, 0)
@@ -267,3 +280,39 @@ class Rig:
             self._built.set()
         finally:
             channel.close()
+
+
+class ProcessRig(Rig):
+    """The same with every rank a process of its own, as the supervisor starts them."""
+
+    def launch(self):
+        config = self.run_dir / "config.json"
+        config.write_text(json.dumps({"worker": self.config.model_dump(mode="json")}))
+        (spec,) = [u for u in units_of_service(config, replicas=1, tp=self.config.tp) if u.kind == "replica"]
+        places = spec.incarnation() if spec.incarnation else [{}]
+        self.log = (self.run_dir / "ranks.log").open("w")
+        self.ranks = [
+            subprocess.Popen(process.argv, env={**os.environ, **place}, stderr=self.log)
+            for process, place in zip(spec.processes, places, strict=True)
+        ]
+
+    def end(self):
+        if all(rank.poll() is None for rank in self.ranks):
+            self.api.send(Drain("stop", 0.0))
+        try:
+            return all(rank.wait(10) is not None for rank in self.ranks)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+                rank.wait(5)
+            self.log.close()
+
+    def cpu(self):
+        """Seconds of processor time of each rank."""
+        seconds = []
+        for rank in self.ranks:
+            fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
+            seconds.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        return seconds
