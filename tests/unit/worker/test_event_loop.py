@@ -1,0 +1,174 @@
+"""How ranks agree on errors: two loops in two threads over signals that only pass messages."""
+
+import threading
+
+import pytest
+
+from worker.actions import Actions
+from worker.event_loop import EventLoop
+from worker.signals import GroupDead, Order, Phase, Signal
+from worker.verdict import Report, judge
+
+
+class ThreadSignals:
+    """Both ranks' calls meet at a barrier, as collectives do."""
+
+    def __init__(self, rank, shared):
+        self.rank, self.size, self._shared = rank, 2, shared
+
+    def meet(self, value):
+        self._shared["cells"][self.rank] = value
+        self._shared["barrier"].wait()
+        values = list(self._shared["cells"])
+        self._shared["barrier"].wait()
+        return values
+
+    def agree(self, order):
+        return self.meet(order)[0]
+
+    def share(self, batch):
+        return self.meet(batch)[0]
+
+    def vote(self, mine):
+        return [tuple(v) for v in self.meet(tuple(mine))]
+
+    def gather(self, data):
+        return self.meet(data)
+
+
+class ScriptedLeader:
+    """Gives the orders of a script, one a tick, with a vote in each but the first."""
+
+    def __init__(self, orders):
+        self.orders, self.settlements, self.failures = list(orders), [], []
+        self.stepping = self
+        self.lifecycle = self
+
+    def receive(self): ...
+    def reply(self): ...
+    def apply(self, event, reason): ...
+    def stepped(self, logits, seconds): ...
+    def raised(self): ...
+
+    def decide(self):
+        return self.orders.pop(0)
+
+    def schedule(self):
+        return Batch()
+
+    def settled(self, order, verdict):
+        self.settlements.append((order.phase, verdict))
+
+    def failed(self, verdict):
+        self.failures.append(verdict)
+
+
+class Batch:
+    def pack(self):
+        return [1]
+
+
+class Engine:
+    def __init__(self, fault=None):
+        self.fault, self.rebuilt = fault, 0
+
+    def forward(self, batch):
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return "logits"
+
+    def release_kv(self):
+        return 10
+
+    def allocate_kv(self):
+        self.rebuilt += 1
+
+
+class Weights:
+    """Fails where it is told to."""
+
+    live = None
+
+    def __init__(self, refuses=()):
+        self.refuses, self.calls = refuses, []
+
+    def __getattr__(self, name):
+        def call(*_args, **_kwargs):
+            self.calls.append(name)
+            if name in self.refuses:
+                raise ValueError(f"{name} of lm_head")
+            return 0
+
+        return call
+
+
+class NoGroups:
+    def shutdown(self):
+        return []
+
+    restart = shutdown
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Two ranks through a script of orders; (leader, actions of both)."""
+    monkeypatch.setattr("worker.event_loop.ForwardBatch", type("B", (), {"unpack": staticmethod(lambda flat: flat)}))
+
+    def play(orders, engines, weights):
+        shared = {"cells": [None, None], "barrier": threading.Barrier(2, timeout=10)}
+        leader = ScriptedLeader([*orders, Order(Signal.STOP, vote=True)])
+        actions = [Actions(e, lambda path: None, NoGroups()) for e in engines]
+        for own, held in zip(actions, weights, strict=True):
+            own.weights = held
+        loops = [EventLoop(ThreadSignals(r, shared), actions[r], None if r else leader) for r in range(2)]
+        errors = []
+
+        def target(loop):
+            try:
+                loop.run()
+            except BaseException as error:
+                errors.append(error)
+                shared["barrier"].abort()
+
+        threads = [threading.Thread(target=target, args=(loop,)) for loop in loops]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(15)
+            assert not thread.is_alive()
+        assert not errors, errors
+        return leader, actions
+
+    return play
+
+
+def test_a_step_that_fails_on_one_rank_ends_it_on_both_and_names_the_rank(run):
+    engines = [Engine(), Engine("out of memory")]
+    leader, _ = run([Order(step=True)], engines, [Weights(), Weights()])
+    assert [(v.rank, v.error) for v in leader.failures] == [(1, "RuntimeError: out of memory")]
+    assert [engine.rebuilt for engine in engines] == [1, 1]
+
+
+def test_a_flip_that_fails_on_one_rank_is_undone_on_both(run):
+    weights = [Weights(), Weights(refuses=("flip",))]
+    leader, _ = run([Order(Signal.UPDATE, Phase.FLIP, session="s")], [Engine(), Engine()], weights)
+    assert [(phase, v.ok, v.rank, v.error) for phase, v in leader.settlements] == [
+        (Phase.FLIP, False, 1, "ValueError: flip of lm_head")
+    ]
+    assert [w.calls for w in weights] == [["flip", "rollback"]] * 2
+
+
+def test_what_both_ranks_did_is_reported_in_rank_order(run):
+    orders = [Order(Signal.CLEAR, Phase.RELEASE, tags=("kv_cache",))]
+    leader, actions = run(orders, [Engine(), Engine()], [Weights(), Weights()])
+    ((_, verdict),) = leader.settlements
+    assert (verdict.ok, verdict.data) == (True, [{"kv_cache": 10}, {"kv_cache": 10}])
+    assert [a.released for a in actions] == [frozenset({"kv_cache"})] * 2
+
+
+def test_no_verdict_while_a_rank_is_pending():
+    assert judge(ThreadSignals(0, {}), [1, 0], Report()) is None
+
+
+def test_a_dead_group_names_who_is_lost():
+    assert GroupDead("rank 1 is gone", [1]).lost == (1,)
