@@ -102,7 +102,7 @@ class Link(Generic[T]):
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self.endpoint)
-            reason = "closed"
+            reason = ""  # we are being cancelled: nobody needs to be told
             try:
                 while (await recv_monitor_message(monitor))["event"] != zmq.Event.HANDSHAKE_SUCCEEDED:
                     pass
@@ -117,8 +117,8 @@ class Link(Generic[T]):
                 socket.close(linger=0)
                 for future in list(self._calls.values()):
                     if not future.done():
-                        future.set_exception(LinkDown(f"{self.endpoint}: {reason}"))
-                if was_up:
+                        future.set_exception(LinkDown(f"{self.endpoint}: {reason or 'closed'}"))
+                if was_up and reason:
                     self._listener.on_down(reason)
 
     async def _serve(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> str:
