@@ -12,7 +12,6 @@ from typing import Protocol
 
 from weight_manager.messages import Live
 from worker.engine.base import Engine
-from worker.memory import give_back_to_system
 from worker.messages import Tag
 from worker.signals import Order, Phase, Signal
 
@@ -101,13 +100,16 @@ class Work:
 class Actions:
     """One rank's hands. `work` is the order under way, None between orders."""
 
-    def __init__(self, engine: Engine, map_arena: Callable[[str], Weights], groups: Groups) -> None:
+    def __init__(
+        self, engine: Engine, map_arena: Callable[[str], Weights], groups: Groups, release_cached: Callable[[], None]
+    ) -> None:
         self.engine = engine
         self.weights: Weights | None = None
         self.released: frozenset[Tag] = frozenset()
         self.work: Work | None = None
         self._map_arena = map_arena
         self._groups = groups
+        self._release_cached = release_cached
         self._arena_path = ""
         self._mapping: tuple[str, Weights] | None = None
 
@@ -191,7 +193,7 @@ class Actions:
             if self.weights and "weights" not in self.released:
                 self.weights.rollback()  # a version that was only prepared goes too
             freed["weights"] = self.weights.clear_parameters() if self.weights else 0
-        give_back_to_system()
+        self._release_cached()
         return freed
 
     def _map(self, order: Order) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from weight_manager import logs
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
@@ -18,9 +18,11 @@ from worker.actions import Actions, Groups
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
 from worker.cpu.tuning import tune
+from worker.device import Device, device_for
 from worker.engine.base import Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.leader import Leader
+from worker.memory import give_back_to_system
 from worker.scheduler import Scheduler
 from worker.signals import GroupDead, LocalSignals, Signals
 from worker.tokenizer import Tokenizer
@@ -73,10 +75,19 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
     hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
-    world = _join(config, rank)
-    engine = _engine(config, hf_config, layout, world.tp_group, rank)
+    device = None
+    if config.engine == "paddle":
+        device = device_for(config.device)
+        device.select(rank)
+    world = _join(config, rank, device)
+    engine = _engine(config, hf_config, layout, world.tp_group, rank, device)
     engine.allocate_kv()
-    actions = Actions(engine, lambda path: DynamicWeightManager(path, layout, rank, engine), world.groups)
+    actions = Actions(
+        engine,
+        lambda path: DynamicWeightManager(path, layout, rank, engine),
+        world.groups,
+        device.release_cached if device else give_back_to_system,
+    )
     leader = None
     if channel:
         scheduler = Scheduler(
@@ -119,19 +130,21 @@ class _NoGroups:
         return []
 
 
-def _join(config: WorkerConfig, rank: int) -> _World:
+def _join(config: WorkerConfig, rank: int, device: Device | None) -> _World:
     if config.tp == 1:
         return _World(LocalSignals(), _NoGroups(), None, [os.getpid()])
     from worker.gloo_signals import GlooSignals  # noqa: PLC0415  loads Paddle
     from worker.process_groups import join  # noqa: PLC0415
 
-    backend: Literal["gloo", "nccl"] = "nccl" if config.device == "gpu" else "gloo"
+    backend = device.tp_backend if device else "gloo"
     joined = join(rank, config.tp, tp_backend=backend, deadline_s=config.connect_s)
     signals = GlooSignals(joined.signal, rank, config.tp)
     return _World(signals, joined.groups, joined.tp, signals.pids)
 
 
-def _engine(config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, tp_group: Any, rank: int) -> Engine:
+def _engine(
+    config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, tp_group: Any, rank: int, device: Device | None
+) -> Engine:
     if config.engine == "fake":
         from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
 
@@ -140,7 +153,7 @@ def _engine(config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, tp_
         )
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
-    return PaddleEngine(config, layout.manifest, tp_group, rank)
+    return PaddleEngine(config, layout.manifest, tp_group, rank, device)
 
 
 def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from weight_manager.manifest import Manifest
 from worker.config import WorkerConfig
+from worker.device import Device, device_for
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.models import decoder_spec
 from worker.models.decoder import Backend
@@ -25,7 +26,9 @@ class PaddleEngine:
     Raises ValueError when the checkpoint's config asks for something that is not served.
     """
 
-    def __init__(self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int) -> None:
+    def __init__(
+        self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int, device: Device | None = None
+    ) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
         self._shard = shard_of(model, manifest, rank, config.tp)
@@ -38,7 +41,9 @@ class PaddleEngine:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, self.spec.max_model_len, tokens)
         else:
-            self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len)
+            self._backend = PaddleBackend(
+                model, self._shard, tp_group, self.spec.max_model_len, device or device_for(config.device)
+            )
             cast = ", weights cast to float32" if manifest.dtype != "float32" else ""
             log.warning("computing with Paddle's own kernels in float32%s: %s", cast, reason)
 

@@ -1,12 +1,13 @@
 """A decoder on Paddle tensors: the form that runs everywhere, and the one the others are checked against."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import paddle
 
+from worker.device import Device
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import hidden
 from worker.models.paddle_ops import PaddleOps, rms_norm
@@ -15,21 +16,35 @@ from worker.models.spec import DecoderSpec
 from worker.models.weights import Weights, collect
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Weights that may still be on their way to the device."""
+
+    weights: Weights[Any]
+    wait: Callable[[], None]
+
+
 class PaddleBackend:
     """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int) -> None:
-        self._spec, self._shard, self._group = spec, shard, group
+    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, device: Device) -> None:
+        self._spec, self._shard, self._group, self._device = spec, shard, group, device
         self._ops = PaddleOps(spec, shard, group, max_len)
         self._weights: Weights[Any] | None = None
 
-    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Weights[Any]:
-        """Tensors over the views, without a copy in float32."""
-        return collect(self._spec, {name: _tensor(view) for name, view in views.items()})
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Prepared:
+        """Tensors over the views, without a copy in float32 on a CPU."""
+        upload = self._device.upload(views)
+        return Prepared(collect(self._spec, upload.tensors), upload.wait)
 
-    def bind(self, prepared: Weights[Any] | None) -> None:
+    def bind(self, prepared: Prepared | None) -> None:
         """One reference changes hands."""
-        self._weights = prepared
+        if prepared is None:
+            self._device.forget()
+            self._weights = None
+        else:
+            prepared.wait()
+            self._weights = prepared.weights
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
@@ -53,10 +68,3 @@ class PaddleBackend:
                 paddle.distributed.all_gather(parts, part, group=self._group)
                 part = paddle.concat(parts, axis=-1)
         return part.numpy() if self._shard.rank == 0 else None
-
-
-def _tensor(view: npt.NDArray[Any]) -> Any:
-    if view.dtype == np.uint16:
-        # Paddle's CPU kernels have no bfloat16 matmul: the bits become the high halves of float32.
-        return paddle.to_tensor((view.astype(np.uint32) << 16).view(np.float32))
-    return paddle.utils.dlpack.from_dlpack(view)

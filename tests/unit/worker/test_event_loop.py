@@ -117,7 +117,7 @@ def run(monkeypatch):
     def play(orders, engines, weights):
         shared = {"cells": [None, None], "barrier": threading.Barrier(2, timeout=10)}
         leader = ScriptedLeader([*orders, Order(Signal.STOP, vote=True)])
-        actions = [Actions(e, lambda path: None, NoGroups()) for e in engines]
+        actions = [Actions(e, lambda path: None, NoGroups(), lambda: None) for e in engines]
         for own, held in zip(actions, weights, strict=True):
             own.weights = held
         loops = [EventLoop(ThreadSignals(r, shared), actions[r], None if r else leader) for r in range(2)]
