@@ -4,16 +4,20 @@
  byte 8    nonce, 16 bytes                    byte 72 + 64 i    1 = slot i has memory behind it
  byte 24   bytes in a slot
  byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
+ byte 40   lease, CLOCK_MONOTONIC nanoseconds; 0 = none is needed
 
 The store moves a slot's write epoch before it lets anybody write there. A reader that remembers the
 epoch it saw when the slot became live knows, by reading it again after its work, whether the bytes it
-worked on stood still. `mmap` by hand: the resource tracker of multiprocessing.shared_memory unlinks
+worked on stood still. A store that belongs to a fleet of stores may serve only until its lease runs out,
+even if it is stopped or dead by then; a reader that finds the lease in the past throws its work away in
+the same manner. `mmap` by hand: the resource tracker of multiprocessing.shared_memory unlinks
 segments that other processes still use.
 """
 
 import mmap
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ HEADER_BYTES = 4096
 MAX_SLOTS = 8
 
 _FIXED = struct.Struct(f"<8s{NONCE_BYTES}sQQ")
+_LEASE = 5  # u64 word
 _EPOCH, _BACKED, _LINE = 8, 9, 8  # u64 words: first slot's entries, and from one slot to the next
 
 
@@ -63,6 +68,11 @@ class ArenaFile:
     def write_epoch(self, slot: int) -> int:
         """How often the store has given this slot away for writing. One aligned load, never torn."""
         return int(self._words[_EPOCH + _LINE * slot])
+
+    def expired(self) -> bool:
+        """Whether a lease is needed and has run out: nothing may be served."""
+        lease = int(self._words[_LEASE])
+        return lease != 0 and time.monotonic_ns() > lease
 
     def backed(self, slot: int) -> bool:
         """Whether the slot has memory; reading one without would silently allocate it."""

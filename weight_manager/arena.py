@@ -95,6 +95,11 @@ class Arena(ArenaFile):
         """Ranks may serve until then (CLOCK_MONOTONIC); 0 = for ever, 1 = not now."""
         self._words[_LEASE_WORD] = until_ns
 
+    @property
+    def needs_lease(self) -> bool:
+        """Whether ranks must look at a lease."""
+        return bool(self._words[_LEASE_WORD])
+
     def writers_gone(self, slot: int) -> bool:
         """True if no trainer can still be writing into the slot through a mapping of its own."""
         return slot_lock.is_free(self.fd, self.slot_offset(slot), self.slot_bytes)

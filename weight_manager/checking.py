@@ -27,7 +27,8 @@ class Checker:
         self._counters = counters
         self.on_refused: Callable[[PushSession, PushRefused], None] = lambda session, refusal: None
         self.on_checked: Callable[[PushSession], None] = lambda session: None
-        self.on_digest: Callable[[PushSession, str], None] = lambda session, digest: None
+        self.on_verified: Callable[[PushSession, Check], None] = lambda session, check: None
+        self.on_digest: Callable[[PushSession, list[int]], None] = lambda session, digests: None
 
     def check(self, session: PushSession, checks: Sequence[Check]) -> None:
         """Compare digests while the rest still arrives."""
@@ -54,8 +55,8 @@ class Checker:
     def digest(self, session: PushSession) -> None:
         """Name the whole version, reading what no single check has covered."""
         self._background.submit(
-            session.staging.version,
-            lambda digest: self.on_digest(session, digest),
+            session.staging.region_digests,
+            lambda digests: self.on_digest(session, digests),
             lambda error: self._broken(session, error),
         )
 
@@ -77,6 +78,7 @@ class Checker:
                 self.on_refused(session, refusal)
                 return
             self._counters.add("bytes_verified", session.staging.verified_bytes - before)
+            self.on_verified(session, check)
             self.on_checked(session)
 
         def failed(error: BaseException) -> None:

@@ -1,17 +1,21 @@
-"""Two-phase commit of one sealed version over all replicas: a pure state machine, driven by the store's loop.
+"""Two-phase commit of one sealed version over all voters: a pure state machine, driven by the store's loop.
 
-Who votes: every replica that is registered when the commit starts. With none, the version commits at once
-(it is live for whoever comes).
+Who votes: every replica that is registered when the commit starts, by its number, and every store below that
+takes part, by its name. With none, the version commits at once (it is live for whoever comes).
 
-What happens to a voter decides what happens to the commit:
+What happens to a replica decides what happens to the commit:
   - it says no, or its deadline passes in silence: everybody rolls back. The silent one must register again.
   - it dies (pidfd), or registers anew: it leaves the vote, because it will serve nothing before it has
     adopted whatever is live then; so a commit without it leaves no replica on another version. The rest
     must still all say yes, and at least one must: weights that kill everyone who maps them never go live.
   - it dies after the version was recorded: nothing to undo.
+A store below that fails the same way fails the commit, unless it is one of `may_miss`: then it is left behind, and
+the version is not recorded before it is fenced, by its own word or because its lease ran out.
+With `gated` there is a store above: it says when to flip (READY) and whether to record (RECORD).
 A version is live once it is recorded (see history.py), not before and not later.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -30,13 +34,17 @@ from weight_manager.messages import (
     ToReplica,
 )
 
+Voter = int | str
+"""A replica of this host, or a store below."""
+
 
 class Phase(Enum):
     """What the round waits for."""
 
     PREPARE = "prepare"  # votes
+    READY = "ready"  # the store above says flip
     FLIP = "flip"  # all ranks on the new slot, output held
-    RECORD = "record"  # the store writes the version down
+    RECORD = "record"  # the store writes the version down (gated: once the store above has)
     FINALIZE = "finalize"  # stall figures; nothing depends on them
     ROLLBACK = "rollback"  # everybody back on the old slot
     DONE = "done"
@@ -44,12 +52,22 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. prepare: until all votes are in. The others as in StoreConfig."""
+    """Seconds. prepare: until all votes are in. behind: patience with a store that may miss. The others as in
+    StoreConfig."""
 
     prepare: float
     flip: float
     rollback: float
     finalize: float
+    behind: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a yes of a voter stands for."""
+
+    stores: int = 0
+    replicas: int = 1
 
 
 @dataclass
@@ -59,116 +77,232 @@ class Round:
     session: str
     live: Live  # what would become live
     in_flight: InFlight
-    voters: set[int]
+    voters: set[Voter]
     limits: Limits
+    may_miss: frozenset[str] = frozenset()
+    needed: int = 1  # stores that must take part, this one included
+    gated: bool = False
+    serves_until: Callable[[str], float] = lambda store: 0.0  # until when a silent store may go on serving
     phase: Phase = Phase.PREPARE
-    outbox: list[tuple[int, ToReplica]] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)  # silent ones: they must register again
+    outbox: list[tuple[Voter, ToReplica]] = field(default_factory=list)
+    lost: list[Voter] = field(default_factory=list)  # silent ones: they must register again
     refusal: PushRefused | None = None
     stall_ms: dict[str, float] = field(default_factory=dict)
     flipped: int = 0  # replicas that serve the version from this commit on
-    deadline: float = 0.0
-    _waiting: set[int] = field(default_factory=set)
+    behind: dict[str, str] = field(default_factory=dict)  # stores left behind, and why
+    _tallies: dict[Voter, Tally] = field(default_factory=dict)
+    _waiting: set[Voter] = field(default_factory=set)
+    _fencing: dict[str, float] = field(default_factory=dict)  # left behind and perhaps still serving, until when
+    _hard: float = 0.0
+    _soft: float = 0.0
+
+    @property
+    def stores(self) -> int:
+        """That take part, this one included."""
+        return 1 + sum(self._tallies.get(v, Tally(1)).stores for v in self.voters if isinstance(v, str))
+
+    @property
+    def replicas(self) -> int:
+        """That take part, here and below."""
+        return sum(self._tallies.get(v, Tally()).replicas for v in self.voters)
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` has something to do."""
+        times = [self._hard] if self._waiting or not self._fencing else []
+        if any(v in self.may_miss for v in self._waiting):
+            times.append(self._soft)
+        if not self._waiting:
+            times += self._fencing.values()
+        return min(times)
 
     def start(self, now: float) -> None:
         """Ask everybody to prepare."""
         prepare = Prepare(self.session, self.live, self.in_flight, self.limits.prepare)
-        self._enter(Phase.PREPARE, now + self.limits.prepare, prepare)
+        self._enter(Phase.PREPARE, now, self.limits.prepare, prepare)
         self._advance(now)
 
     def prepared(self, replica: int, vote: Prepared, now: float) -> None:
         """A replica's vote on preparing."""
-        self._vote(Phase.PREPARE, replica, vote, "cannot prepare", now)
+        self._vote(Phase.PREPARE, replica, vote, f"replica {replica} rank {vote.rank}", now)
 
     def flipped_by(self, replica: int, vote: Flipped, now: float) -> None:
         """A replica flipped, or could not."""
-        self._vote(Phase.FLIP, replica, vote, "failed to flip", now)
+        self._vote(Phase.FLIP, replica, vote, f"replica {replica} rank {vote.rank}", now)
+
+    def store_voted(self, store: str, vote: Prepared | Flipped, tally: Tally, rank: str, now: float) -> None:
+        """A store below, for all of its subtree. rank: where its no comes from."""
+        self._tallies[store] = tally
+        where = f"store {store}" + (f", {rank}" if rank else "")
+        self._vote(Phase.PREPARE if isinstance(vote, Prepared) else Phase.FLIP, store, vote, where, now)
+
+    def leave_behind(self, store: str, why: str, now: float) -> None:
+        """Go on without a store that does not vote but may still be serving."""
+        self.behind[store] = why
+        self.outbox.append((store, Rollback(self.session, why)))
+        if self.serves_until(store) > now:
+            self._fencing[store] = self.serves_until(store)
+
+    def fenced(self, store: str, now: float) -> None:
+        """A store that was left behind says that nobody below it serves."""
+        if self._fencing.pop(store, None) is not None:
+            self._advance(now)
+
+    def proceed(self, seconds: float, now: float) -> None:
+        """The store above says: flip."""
+        if self.phase is Phase.READY:
+            self._flip(now, min(seconds, self.limits.flip * 2))
+            self._advance(now)
 
     def recorded(self, now: float) -> None:
         """The version is written down: it is live."""
         if self.phase is not Phase.RECORD:
             raise IllegalTransition(f"recorded in phase {self.phase.name}")
-        self.flipped = len(self.voters)
-        self._enter(Phase.FINALIZE, now + self.limits.finalize, Finalize(self.session))
+        self.flipped = self.replicas
+        self._enter(Phase.FINALIZE, now, self.limits.finalize, Finalize(self.session))
         self._advance(now)
 
-    def finalized(self, replica: int, report: Finalized, now: float) -> None:
+    def finalized(self, replica: Voter, report: Finalized, now: float) -> None:
         """A replica goes on under the new version."""
         if self.phase is Phase.FINALIZE and report.session == self.session and replica in self._waiting:
             self.stall_ms[str(replica)] = report.stall_ms
             self._settle(replica, now)
 
-    def rolled_back(self, replica: int, report: RolledBack, now: float) -> None:
+    def store_finalized(self, store: str, stall_ms: dict[str, float], now: float) -> None:
+        """All of a subtree goes on."""
+        if self.phase is Phase.FINALIZE and store in self._waiting:
+            self.stall_ms |= {f"{store}/{replica}": ms for replica, ms in stall_ms.items()}
+            self._settle(store, now)
+
+    def rolled_back(self, replica: Voter, report: RolledBack, now: float) -> None:
         """A replica serves the old version again."""
         if self.phase is Phase.ROLLBACK and report.session == self.session:
             self._settle(replica, now)
 
     def fail(self, refusal: PushRefused, now: float) -> None:
         """Give the commit up; everybody who was asked goes back. No effect once it is recorded."""
-        if self.phase in (Phase.PREPARE, Phase.FLIP, Phase.RECORD):
+        if self.phase in _OPEN:
             self.refusal = refusal
+            self._fencing.clear()
             rollback = Rollback(self.session, refusal.message)
-            self._enter(Phase.ROLLBACK, now + self.limits.rollback, rollback)
+            self._enter(Phase.ROLLBACK, now, self.limits.rollback, rollback)
             self._advance(now)
 
-    def gone(self, replica: int, why: str, now: float) -> None:
-        """A replica died or registered anew."""
-        if replica not in self.voters:
+    def gone(self, voter: Voter, why: str, now: float) -> None:
+        """A replica died or registered anew; or a store below is lost or has joined anew."""
+        if voter not in self.voters:
             return
-        self.voters.discard(replica)
-        if self.phase in (Phase.PREPARE, Phase.FLIP, Phase.RECORD) and not self.voters:
-            message = f"no replica is left to serve the version; the last, replica {replica}, {why}"
-            self.fail(PushRefused("refused", message, rank=f"replica {replica}"), now)
+        if isinstance(voter, str) and self.phase in _OPEN:
+            self._miss(voter, why, PushRefused("refused", f"store {voter} {why}", rank=voter, retryable=True), now)
+            return
+        self.voters.discard(voter)
+        if self.phase in _OPEN and isinstance(voter, int) and not any(isinstance(v, int) for v in self.voters):
+            message = f"no replica is left to serve the version; the last, replica {voter}, {why}"
+            self.fail(PushRefused("refused", message, rank=f"replica {voter}"), now)
         else:
-            self._settle(replica, now)
+            self._settle(voter, now)
 
     def tick(self, now: float) -> None:
         """Act on a passed deadline."""
-        if now < self.deadline or self.phase in (Phase.RECORD, Phase.DONE):
+        if self.phase in (Phase.RECORD, Phase.DONE) or now < self.deadline:
             return
-        silent = sorted(self._waiting)
+        if self.phase is Phase.READY:
+            self.fail(PushRefused("deadline", "the store above did not go on with the commit in time"), now)
+            return
+        for store in [s for s, until in self._fencing.items() if now >= until]:
+            del self._fencing[store]
+        silent = sorted(self._waiting, key=str)
         if self.phase is Phase.FINALIZE:
             self._waiting.clear()
             self._advance(now)
+        elif self.phase is Phase.ROLLBACK:
+            self._drop(silent)
+            self._advance(now)
+        elif now >= self._hard or any(v in self.may_miss for v in silent):
+            self._late(silent, now)
+        else:
+            self._advance(now)
+
+    def _late(self, silent: list[Voter], now: float) -> None:
+        for store in silent:
+            if isinstance(store, str) and store in self.may_miss and self.phase in _OPEN:
+                why = f"did not answer to {self.phase.value} in time"
+                self._miss(store, why, PushRefused("deadline", f"store {store} {why}", rank=store), now)
+        silent = sorted(self._waiting, key=str)
+        if self.phase not in (Phase.PREPARE, Phase.FLIP) or not silent or now < self._hard:
             return
+        self._drop(silent)
+        limit = self.limits.prepare if self.phase is Phase.PREPARE else self.limits.flip
+        names = [_name(v) for v in silent]
+        message = f"{', '.join(names)} did not answer to {self.phase.value} within {limit:g} s"
+        for voter in silent:  # should they wake, they find the rollback before anything else
+            self.outbox.append((voter, Rollback(self.session, message)))
+        self.fail(PushRefused("deadline", message, rank=names[0]), now)
+
+    def _drop(self, silent: list[Voter]) -> None:
         self.lost += silent
         self.voters.difference_update(silent)
         self._waiting.clear()
-        if self.phase is Phase.ROLLBACK:
-            self._advance(now)
-            return
-        limit = self.limits.prepare if self.phase is Phase.PREPARE else self.limits.flip
-        names = ", ".join(f"replica {r}" for r in silent)
-        message = f"{names} did not answer to {self.phase.value} within {limit:g} s"
-        for replica in silent:  # should they wake, they find the rollback before anything else
-            self.outbox.append((replica, Rollback(self.session, message)))
-        self.fail(PushRefused("deadline", message, rank=f"replica {silent[0]}"), now)
 
-    def _vote(self, phase: Phase, replica: int, vote: Prepared | Flipped, verb: str, now: float) -> None:
-        if self.phase is not phase or vote.session != self.session or replica not in self._waiting:
+    def _vote(self, phase: Phase, voter: Voter, vote: Prepared | Flipped, where: str, now: float) -> None:
+        if self.phase is not phase or vote.session != self.session or voter not in self._waiting:
             return  # late: the round has moved on
         if vote.ok:
-            self._settle(replica, now)
+            self._settle(voter, now)
             return
-        rank = f"replica {replica} rank {vote.rank}"
-        self.fail(PushRefused("refused", f"{rank} {verb}: {vote.error}", vote.tensors, rank=rank), now)
+        verb = "cannot prepare" if phase is Phase.PREPARE else "failed to flip"
+        refusal = PushRefused("refused", f"{where} {verb}: {vote.error}", vote.tensors, rank=where)
+        if isinstance(voter, str):
+            self._miss(voter, f"{verb}: {vote.error}", refusal, now)
+        else:
+            self.fail(refusal, now)
 
-    def _settle(self, replica: int, now: float) -> None:
-        self._waiting.discard(replica)
+    def _miss(self, store: str, why: str, refusal: PushRefused, now: float) -> None:
+        """A store does not take part after all: go on without it if that is allowed."""
+        if store not in self.may_miss:
+            self.fail(refusal, now)
+            return
+        self.voters.discard(store)
+        self._waiting.discard(store)
+        self.leave_behind(store, why, now)
+        if self.stores < self.needed:
+            message = f"{self.stores} stores are left, {self.needed} must take part; {refusal.message}"
+            self.fail(PushRefused(refusal.code, message, refusal.tensors, rank=refusal.rank, retryable=True), now)
+        else:
+            self._advance(now)
+
+    def _settle(self, voter: Voter, now: float) -> None:
+        self._waiting.discard(voter)
         self._advance(now)
 
     def _advance(self, now: float) -> None:
         if self._waiting:
             return
-        if self.phase is Phase.PREPARE:
-            self._enter(Phase.FLIP, now + self.limits.flip, Flip(self.session))
+        if self.phase is Phase.PREPARE and self.stores < self.needed:
+            self.fail(PushRefused("refused", f"{self.stores} stores take part, {self.needed} must"), now)
+        elif self.phase is Phase.PREPARE and self.gated:
+            self.phase, self._hard = Phase.READY, now + self.limits.prepare
+        elif self.phase is Phase.PREPARE:
+            self._flip(now, self.limits.flip)
             self._advance(now)
-        elif self.phase is Phase.FLIP:
+        elif self.phase is Phase.FLIP and not self._fencing:
             self.phase = Phase.RECORD
         elif self.phase in (Phase.FINALIZE, Phase.ROLLBACK):
             self.phase = Phase.DONE
 
-    def _enter(self, phase: Phase, deadline: float, message: ToReplica) -> None:
-        self.phase, self.deadline = phase, deadline
+    def _flip(self, now: float, seconds: float) -> None:
+        self._enter(Phase.FLIP, now, seconds, Flip(self.session))
+
+    def _enter(self, phase: Phase, now: float, seconds: float, message: ToReplica) -> None:
+        self.phase = phase
+        self._hard, self._soft = now + seconds, now + min(seconds, self.limits.behind)
         self._waiting = set(self.voters)
-        self.outbox += [(replica, message) for replica in sorted(self.voters)]
+        self.outbox += [(voter, message) for voter in sorted(self.voters, key=str)]
+
+
+_OPEN = (Phase.PREPARE, Phase.READY, Phase.FLIP, Phase.RECORD)
+"""Before the version is recorded everything can be undone."""
+
+
+def _name(voter: Voter) -> str:
+    return f"replica {voter}" if isinstance(voter, int) else f"store {voter}"

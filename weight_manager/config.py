@@ -65,6 +65,29 @@ class StoreConfig(BaseModel):
     token: str | None = Field(None, min_length=16, repr=False)
     """Shared secret of trainers; required for any endpoint that other hosts can reach."""
 
+    relay_endpoint: str | None = None
+    """Where stores of other hosts join this one, e.g. tcp://0.0.0.0:5601; run_dir/relay_endpoint tells what was bound.
+    None: nobody joins."""
+
+    upstream: str | None = None
+    """relay_endpoint of the store above. This store then takes its weights from there and no pushes of its own."""
+
+    relay_policy: Literal["all", "quorum"] = "all"
+    """Of the store that takes the pushes. all: every store that holds the live version must take part in a commit.
+    quorum: `relay_quorum` of them must; the others stop serving until they have caught up."""
+
+    relay_quorum: int | None = Field(None, ge=1)
+    """Stores that must take part, this one included; None = more than half of those that are there."""
+
+    relay_lease_s: Seconds = 15.0
+    """How long a store may serve without a word from above. A commit that goes on without it waits for that."""
+
+    relay_patience_s: Seconds = 30.0
+    """How long a push waits for a store that may miss it, once the others are done."""
+
+    relay_window: int = Field(16 << 20, ge=1 << 20)
+    """Bytes on their way to this store from above."""
+
     max_frame: int = Field(64 << 20, ge=1 << 12, le=1 << 30)
     """Bytes in one payload frame of a push over ZMQ."""
 
@@ -110,11 +133,11 @@ class StoreConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the JSON lines on stderr."""
 
-    @field_validator("push_endpoint")
+    @field_validator("push_endpoint", "relay_endpoint", "upstream")
     @classmethod
-    def _known_transport(cls, value: str) -> str:
-        if not value.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"push_endpoint {value!r} must start with tcp:// or ipc://, e.g. tcp://127.0.0.1:5600")
+    def _known_transport(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"endpoint {value!r} must start with tcp:// or ipc://, e.g. tcp://127.0.0.1:5600")
         return value
 
     @model_validator(mode="after")
@@ -123,6 +146,11 @@ class StoreConfig(BaseModel):
             raise ValueError(
                 f"push_endpoint {self.push_endpoint} can be reached from other hosts: set a token of at least 16 "
                 "characters (the trainers pass the same one), or bind to tcp://127.0.0.1:PORT"
+            )
+        if self.token is None and self.relay_endpoint is not None and not is_loopback(self.relay_endpoint):
+            raise ValueError(
+                f"relay_endpoint {self.relay_endpoint} can be reached from other hosts: set a token of at least 16 "
+                "characters, the same for all stores"
             )
         return self
 

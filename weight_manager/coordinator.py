@@ -10,15 +10,17 @@ from typing import Any
 
 from rollout_client.protocol import Committed
 from weight_manager.checking import Checker
-from weight_manager.commit import Limits, Phase, Round
+from weight_manager.commit import Limits, Phase, Round, Voter
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.fleet import Fleet
 from weight_manager.history import History, Record
+from weight_manager.layout import version_digest
 from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.push_session import Intent, Owner, PushSession
+from weight_manager.relay.downstreams import Downstreams
 from weight_manager.session import Event, Machine, State
 from weight_manager.slots import Slots
 from weight_manager.staging import Staging
@@ -39,6 +41,7 @@ class Coordinator:
         fleet: Fleet,
         checker: Checker,
         counters: Counters,
+        below: Downstreams,
     ) -> None:
         self._config = config
         self.layout = layout
@@ -47,6 +50,7 @@ class Coordinator:
         self._counters = counters
         self.history = history
         self.checker = checker
+        self.below = below
         self.machine = Machine()
         self.session: PushSession | None = None
         self.last_error: dict[str, Any] | None = None
@@ -57,7 +61,9 @@ class Coordinator:
         fleet.on_gone = self._replica_gone
         checker.on_refused = self._check_failed
         checker.on_checked = self._digest_if_checked
-        checker.on_digest = self._sealed
+        checker.on_verified = below.verified
+        checker.on_digest = self._sealed_here
+        below.coordinator = self
 
     @property
     def round(self) -> Round | None:
@@ -73,6 +79,11 @@ class Coordinator:
         """No commit is between its first question and its outcome: `history.live` is what everybody serves."""
         return self._round is None or self._round.phase in (Phase.FINALIZE, Phase.DONE)
 
+    def check_root(self) -> None:
+        """Only the store at the root takes pushes. Raises PushRefused."""
+        if self._config.upstream is not None:
+            raise PushRefused("refused", f"this store follows {self._config.upstream}; push to the root of the fleet")
+
     def check_version(self, intent: Intent) -> None:
         """Versions rise within a run. The run's last one may come again while another run's is live."""
         last, live = self.history.last(intent.run_id), self.history.live
@@ -83,23 +94,34 @@ class Coordinator:
             message = f"{intent} is not above {last.version}, the last of that run; force allows it"
             raise PushRefused("stale_version", message)
 
-    def begin(self, intent: Intent, owner: Owner, now: float) -> PushSession:
-        """IDLE -> STAGING with a slot to fill. Raises PushRefused busy, stale_version or io."""
+    def begin(self, intent: Intent, owner: Owner, now: float, *, reuse: Live | None = None) -> PushSession:
+        """IDLE -> STAGING with a slot to fill or one that is full. Raises PushRefused busy, stale_version or io.
+
+        Stores below hear of it at once, but by `announce` of a slot that is full and of the session of a store above.
+        """
         self.check_version(intent)
         if self.session is not None:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
-        live, previous = self.history.live, self.history.previous
-        slot, write_epoch = self.slots.take(live.slot if live else None)
-        if previous is not None and previous.slot == slot:
-            self.history.forget_previous()
-        staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport == "zmq")
+        live = self.history.live
+        if reuse is not None:
+            slot, write_epoch = reuse.slot, reuse.write_epoch
+        else:
+            slot, write_epoch = self.slots.take(live.slot if live else None)
+            self.history.forget_slot(slot)
+        staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport in ("zmq", "relay"))
         session = PushSession(intent, owner, slot, write_epoch, staging, now)
         self.machine.fire(Event.BEGIN, session.id)
         self.session = session
         self._counters.add("sessions")
         self.changes += 1
         log.info("push of %s began", intent, extra=session.extra() | {"slot": slot, "transport": intent.transport})
+        if reuse is None and intent.source != "relay":
+            self.announce(session, now)
         return session
+
+    def announce(self, session: PushSession, now: float) -> None:
+        """Tell the stores below."""
+        self.below.begin(session, now)
 
     def seal(self, session: PushSession, deadline: float, now: float) -> None:
         """Everything was sent: STAGING -> SEALED once all checks are back."""
@@ -120,12 +142,24 @@ class Coordinator:
         epoch = self.history.next_epoch()
         intent = session.intent
         live = Live(intent.run_id, intent.version, epoch, session.slot, session.digest, session.write_epoch)
-        voters = self._fleet.numbers() if self.history.live else set()
-        limits = Limits(seconds, self._config.flip_s, self._config.rollback_s, self._config.finalize_s)
+        replicas = self._fleet.numbers() if self.history.live else set()
+        stores = self.below.voters()
+        config, hops = self._config, 2 if stores else 1
+        times = (seconds, config.flip_s * hops, config.rollback_s * hops, config.finalize_s * hops)
+        limits = Limits(*times, config.relay_patience_s)
         session.deadline = None
         session.mark = now
         self._committing = session
-        self._round = Round(session.id, live, intent.in_flight, voters, limits)
+        voters: set[Voter] = {*replicas, *stores}
+        self._round = Round(
+            *(session.id, live, intent.in_flight, voters, limits),
+            may_miss=frozenset(name for name, required in stores.items() if not required),
+            needed=self.below.needed(),
+            gated=session.gated,
+            serves_until=self.below.serves_until,
+        )
+        for name, why in self.below.outsiders(now).items():
+            self._round.leave_behind(name, why, now)
         self._round.start(now)
         self.drive(now)
 
@@ -144,7 +178,8 @@ class Coordinator:
         session = self.session
         if session is not None and session.deadline is not None and now >= session.deadline:
             stage = "checked" if session.sealing else "staged"
-            self.abort(PushRefused("deadline", f"{session.intent} was not {stage} in time"), now)
+            late = f" on {', '.join(self.below.unstaged())}" if session.local_digest else ""
+            self.abort(PushRefused("deadline", f"{session.intent} was not {stage}{late} in time"), now)
         if self._round is not None:
             self._round.tick(now)
             self.drive(now)
@@ -160,14 +195,15 @@ class Coordinator:
         """Carry out what the round wants, until it waits for somebody."""
         while self._round is not None and self._committing is not None:
             round_, session = self._round, self._committing
-            self._deliver(round_)
+            self._deliver(round_, now)
             if self._round is not round_:
                 continue  # dropping a silent replica has settled it
-            if self.machine.state is State.SEALED and round_.refusal is None and round_.phase is not Phase.PREPARE:
+            asking = round_.phase in (Phase.PREPARE, Phase.READY)
+            if self.machine.state is State.SEALED and round_.refusal is None and not asking:
                 self.machine.fire(Event.ALL_PREPARED, session.id)
                 session.lap("prepare", now)
                 self.changes += 1
-            if round_.phase is Phase.RECORD:
+            if round_.phase is Phase.RECORD and not (session.gated and not session.decided):
                 self._record(round_, session, now)
             elif round_.phase is Phase.DONE:
                 self._finish_round(now)
@@ -181,13 +217,17 @@ class Coordinator:
         self.changes += 1
         log.warning("refused: %s", refusal.message, extra=extra | said)
 
-    def _deliver(self, round_: Round) -> None:
+    def _deliver(self, round_: Round, now: float) -> None:
         outbox, round_.outbox = round_.outbox, []
-        for number, message in outbox:
-            self._fleet.send(number, message)
+        for voter, message in outbox:
+            if isinstance(voter, int):
+                self._fleet.send(voter, message)
+            else:
+                self.below.tell(voter, message, max(round_.deadline - now, 0.0), fence=voter in round_.behind)
         lost, round_.lost = round_.lost, []
-        for number in lost:
-            self._fleet.drop(number, "did not answer in time during a commit")
+        for voter in lost:
+            drop = self._fleet.drop if isinstance(voter, int) else self.below.drop
+            drop(voter, "did not answer in time during a commit")  # type: ignore[arg-type]
 
     def _record(self, round_: Round, session: PushSession, now: float) -> None:
         session.lap("commit", now)
@@ -195,7 +235,7 @@ class Coordinator:
         record = Record(
             *(live.run_id, live.version, live.epoch, live.digest, time.time(), intent.source, intent.client),
             bytes=session.staging.total_bytes,
-            replicas=len(round_.voters),
+            replicas=round_.replicas,
             seconds=session.seconds,
         )
         try:
@@ -204,7 +244,8 @@ class Coordinator:
             refusal = PushRefused("io", f"the commit could not be written down: {error}", retryable=True)
             round_.fail(refusal, now)
             return
-        self._fleet.went_live(live, voted=bool(round_.voters))
+        self._fleet.went_live(live, voted=any(isinstance(v, int) for v in round_.voters))
+        self.below.went_live(live, round_)
         round_.recorded(now)
         self.machine.fire(Event.ALL_FLIPPED, session.id)
         self.session = None
@@ -246,16 +287,29 @@ class Coordinator:
         if session is self.session and session.sealing and session.staging.checking == 0:
             self.checker.digest(session)
 
-    def _sealed(self, session: PushSession, digest: str) -> None:
+    def _sealed_here(self, session: PushSession, digests: list[int]) -> None:
+        """The slot is complete and intact on this host."""
         if session is not self.session:
             return
-        now, intent = time.monotonic(), session.intent
+        now, intent, digest = time.monotonic(), session.intent, version_digest(self.layout, digests)
+        if session.expected not in ("", digest):
+            self.abort(PushRefused("checksum_mismatch", f"{intent} is {digest} here, not {session.expected}"), now)
+            return
         last = self.history.last(intent.run_id)
         if last is not None and last.version == intent.version and last.digest != digest and not intent.force:
             message = f"{intent} went live before as {last.digest} and is {digest} now; force allows it"
             self.abort(PushRefused("stale_version", message), now)
             return
-        session.digest = digest
+        session.local_digest = digest
+        self.below.seal(session, digest, digests, now)
+        self.staged_below(now)
+
+    def staged_below(self, now: float) -> None:
+        """STAGING -> SEALED once the stores below have it too, or are not waited for any more."""
+        session = self.session
+        if session is None or session.digest or not session.local_digest or self.below.unstaged():
+            return
+        session.digest = session.local_digest
         session.deadline = None
         self.machine.fire(Event.SEAL_OK, session.id)
         session.lap("seal", now)
@@ -268,3 +322,4 @@ class Coordinator:
         self._counters.add("sessions_failed")
         self.note_error(refusal, session.extra())
         session.owner.ended(session, refusal)
+        self.below.ended(session, refusal)

@@ -137,9 +137,12 @@ class DynamicWeightManager:
         return {name: xxhash.xxh3_64_hexdigest(view.data) for name, view in self._parameters().items()}
 
     def fenced(self) -> bool:
-        """True if the store gave the live slot away: this rank slept through a commit, its step is void."""
+        """True if this rank's step is void: it slept through a commit and its slot was given away, or the fleet of
+        stores may have gone on without this one."""
         held = self._live
-        return held is not None and held.reader.write_epoch(held.live.slot) != held.write_epoch
+        if held is None:
+            return False
+        return held.reader.write_epoch(held.live.slot) != held.write_epoch or held.reader.expired()
 
     def _parameters(self) -> dict[str, npt.NDArray[Any]]:
         views = self._live.views if self._live else {}

@@ -6,6 +6,7 @@ a replica in a commit that failed is not used again by the next life of the stor
 """
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ class Saved(msgspec.Struct, frozen=True):
     reserved: int = 1  # the next life of the store starts its epochs here
     records: list[Record] = []  # oldest first
     format: int = FORMAT
+    id: str = ""  # of this store, for the one above
+    members: list[str] = []  # stores below that may hold a lease
+    doubt: Live | None = None  # flipped at the word of the store above, which has not said yet whether it counts
 
 
 class History:
@@ -54,7 +58,8 @@ class History:
         """Reads `path` if it exists. Raises StartError when it is there and cannot be understood."""
         self._path = path
         self._keep = keep
-        self.saved = self._read()
+        saved = self._read()
+        self.saved = saved if saved.id else msgspec.structs.replace(saved, id=secrets.token_hex(8))
         self._next = self.saved.reserved
 
     @property
@@ -80,15 +85,31 @@ class History:
 
     def moved(self, arena: Path, layout: str) -> None:
         """A new arena: whatever the old one held is gone, nothing is live."""
-        self._write(msgspec.structs.replace(self.saved, arena=str(arena), layout=layout, live=None, previous=None))
+        empty = msgspec.structs.replace(self.saved, live=None, previous=None, doubt=None)
+        self._write(msgspec.structs.replace(empty, arena=str(arena), layout=layout))
 
     def commit(self, live: Live, record: Record) -> None:
         """Make `live` what is served: the commit point."""
         records = [*self.saved.records, record][-self._keep :]
-        self._write(msgspec.structs.replace(self.saved, live=live, previous=self.saved.live, records=records))
+        previous = self.saved.live
+        self._write(msgspec.structs.replace(self.saved, live=live, previous=previous, records=records, doubt=None))
+
+    def may_go_live(self, live: Live) -> None:
+        """Every rank here has flipped to `live`, but the store above has the word: a restart must find the bytes."""
+        self._write(msgspec.structs.replace(self.saved, doubt=live))
+
+    def remember(self, members: list[str]) -> None:
+        """Stores below that may serve for a lease after a crash of this one."""
+        if sorted(members) != self.saved.members:
+            self._write(msgspec.structs.replace(self.saved, members=sorted(members)))
+
+    def forget_slot(self, slot: int) -> None:
+        """It is being given away; a crash from here on must not trust it."""
+        previous, doubt = (v if v and v.slot != slot else None for v in (self.saved.previous, self.saved.doubt))
+        self.saved = msgspec.structs.replace(self.saved, previous=previous, doubt=doubt)
 
     def forget_previous(self) -> None:
-        """The previous version's slot is being given away; a crash from here on must not trust it."""
+        """Nobody vouches for its slot any more."""
         if self.saved.previous is not None:
             self.saved = msgspec.structs.replace(self.saved, previous=None)
 

@@ -157,6 +157,7 @@ class Status(Message, tag="status", frozen=True):
     last_push: dict[str, Any] | None
     history: list[dict[str, Any]]  # newest last, capped
     counters: dict[str, float]
+    relay: dict[str, Any] | None = None  # stores above and below; above.fenced: nothing may be served here
 
 
 class LoadDisk(Message, tag="load_disk", frozen=True):
@@ -169,6 +170,14 @@ class LoadDisk(Message, tag="load_disk", frozen=True):
     in_flight: InFlight = "keep"
     deadline_s: float = 180.0
     force: bool = False
+
+
+class RollbackWeights(Message, tag="rollback_weights", frozen=True):
+    """[API] make the previous version live again, from its slot -> Result, as after a push."""
+
+    call: str
+    in_flight: InFlight = "keep"
+    deadline_s: float = 60.0
 
 
 class AbortSession(Message, tag="abort_session", frozen=True):
@@ -192,6 +201,28 @@ class CommitSession(Message, tag="commit_session", frozen=True):
     deadline_s: float = 60.0
 
 
+class Checksums(Message, tag="checksums", frozen=True):
+    """[API] hash what is live -> Result.data {"version", "digest", "ranks": {rank: {name: 16 hex digits}}, "differ"}.
+
+    rank "-1": read by every rank. differ: names that `baseline` (name -> hex, or "name@rank" -> hex) says otherwise.
+    """
+
+    call: str
+    baseline: dict[str, str] = {}
+
+
+class ReadTensor(Message, tag="read_tensor", frozen=True):
+    """[API] one live tensor by any of its names -> Result.data {"name", "dtype", "shape", "offset", "bytes", "more"}.
+
+    offset and limit count bytes of the whole tensor in C order, whatever ranks it is split over; limit is capped.
+    """
+
+    call: str
+    name: str
+    offset: int = 0
+    limit: int = 1 << 20
+
+
 class Result(Message, tag="result", frozen=True):
     """[STORE] answer to an API call."""
 
@@ -210,7 +241,9 @@ class Refused(Message, tag="refused", frozen=True):
 
 
 FromReplica = Register | Adopted | Beat | Prepared | Flipped | Finalized | RolledBack
-FromApi = GetStatus | LoadDisk | AbortSession | SessionTensors | CommitSession
+FromApi = (
+    GetStatus | LoadDisk | RollbackWeights | Checksums | ReadTensor | AbortSession | SessionTensors | CommitSession
+)
 ToReplica = Registered | Adopt | Prepare | Flip | Finalize | Rollback | Refused
 ToApi = Status | Result | Refused
 

@@ -17,19 +17,24 @@ from weight_manager.disk import read_checkpoint
 from weight_manager.disk_load import DiskLoad
 from weight_manager.errors import PushRefused
 from weight_manager.fleet import Fleet
+from weight_manager.inspect import checksums, read_tensor
 from weight_manager.messages import (
     AbortSession,
+    Checksums,
     CommitSession,
     FromApi,
     GetStatus,
     LoadDisk,
+    ReadTensor,
     Result,
+    RollbackWeights,
     SessionTensors,
     Status,
     ToApi,
 )
 from weight_manager.metrics import Counters
 from weight_manager.push_session import MAX_VERSION, Intent, PushSession
+from weight_manager.rollback import RollbackToPrevious
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +53,7 @@ class Operator:
         fleet: Fleet,
         files: Background,
         counters: Counters,
+        relay: Callable[[float], dict[str, Any] | None],
         send: Callable[[bytes, ToApi], bool],
     ) -> None:
         self._config = config
@@ -55,6 +61,7 @@ class Operator:
         self._fleet = fleet
         self._files = files
         self._counters = counters
+        self._relay = relay
         self._send = send
         self._subscribers: list[bytes] = []
         self._shown = 0
@@ -70,6 +77,14 @@ class Operator:
                     self._send(peer, self.status(request.call))
                 case LoadDisk():
                     self._load(peer, request)
+                case RollbackWeights():
+                    self._rollback(peer, request)
+                case Checksums():
+                    read = functools.partial(checksums, baseline=request.baseline)
+                    self._inspect(peer, request.call, read)
+                case ReadTensor():
+                    read = functools.partial(read_tensor, name=request.name, offset=request.offset, limit=request.limit)
+                    self._inspect(peer, request.call, read)
                 case AbortSession():
                     self._abort(peer, request)
                 case SessionTensors():
@@ -103,6 +118,7 @@ class Operator:
             coordinator.last_push,
             history.tail(HISTORY_SHOWN),
             self._counters.values(),
+            self._relay(now),
         )
 
     def _session(self, now: float) -> dict[str, Any] | None:
@@ -124,6 +140,7 @@ class Operator:
         }
 
     def _load(self, peer: bytes, request: LoadDisk) -> None:
+        self._coordinator.check_root()
         directory = below_roots(request.path, (*self._config.disk_roots, self._config.model))
         live = self._coordinator.history.live
         run_id = request.run_id if request.run_id is not None else (live.run_id if live else "")
@@ -133,15 +150,37 @@ class Operator:
         intent = Intent(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force)
         deadline_s = self._config.patience(request.deadline_s)
 
-        def done(outcome: Committed | PushRefused) -> None:
-            if isinstance(outcome, PushRefused):
-                self._send(peer, refused(request.call, outcome))
-            else:
-                self._send(peer, Result(request.call, ok=True, data=msgspec.to_builtins(outcome)))
-
+        done = functools.partial(self._done, peer, request.call)
         load = DiskLoad(self._coordinator, self._files, done, deadline_s)
         reader = functools.partial(read_checkpoint, directory, self._coordinator.layout)
         load.start(intent, reader, time.monotonic())
+
+    def _done(self, peer: bytes, call: str, outcome: Committed | PushRefused) -> None:
+        if isinstance(outcome, PushRefused):
+            self._send(peer, refused(call, outcome))
+        else:
+            self._send(peer, Result(call, ok=True, data=msgspec.to_builtins(outcome)))
+
+    def _rollback(self, peer: bytes, request: RollbackWeights) -> None:
+        self._coordinator.check_root()
+        done = functools.partial(self._done, peer, request.call)
+        owner = RollbackToPrevious(self._coordinator, done, self._config.patience(request.deadline_s))
+        owner.start(request.in_flight, time.monotonic())
+
+    def _inspect(self, peer: bytes, call: str, read: Callable[..., dict[str, Any]]) -> None:
+        coordinator = self._coordinator
+        live, arena = coordinator.history.live, coordinator.slots.arena
+        if live is None:
+            raise PushRefused("not_ready", "nothing is live yet")
+
+        def failed(error: BaseException) -> None:
+            refusal = error if isinstance(error, PushRefused) else PushRefused("internal", f"reading failed: {error!r}")
+            self._send(peer, refused(call, refusal))
+
+        def done(data: dict[str, Any]) -> None:
+            self._send(peer, Result(call, ok=True, data=data))
+
+        self._files.submit(lambda: read(coordinator.layout, arena, live), done, failed)
 
     def _tensors(self, peer: bytes, request: SessionTensors) -> None:
         session = self._open_session()

@@ -10,7 +10,7 @@ from weight_manager.staging import Staging
 
 MAX_VERSION = (1 << 63) - 1
 """Versions travel as signed 64-bit integers between ranks."""
-Source = Literal["push", "disk", "snapshot"]
+Source = Literal["push", "disk", "snapshot", "relay", "rollback"]
 
 
 class Owner(Protocol):
@@ -61,6 +61,12 @@ class PushSession:
     digest: str = ""  # of the whole version, once sealed
     deadline: float | None = None  # for what it is doing now
     sealing: bool = False  # everything was sent
+    local_digest: str = ""  # of the version, sealed here but perhaps not on the stores below
+    expected: str = ""  # digest that it must have
+    gated: bool = False  # the store above says when to flip and whether to record
+    decided: bool = False  # it has said: record
+    catch_up: bool = False  # live above already
+    quorum: bool = False  # stores below may miss it
     seconds: dict[str, float] = field(default_factory=dict)
 
     def lap(self, stage: str, now: float) -> None:

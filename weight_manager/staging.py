@@ -16,7 +16,7 @@ import xxhash
 from rollout_client.page_sums import both_digests
 from rollout_client.protocol import Copy
 from weight_manager.errors import PushRefused
-from weight_manager.layout import VIEW_DTYPE, region_views, version_digest
+from weight_manager.layout import VIEW_DTYPE, region_views
 from weight_manager.manifest import ITEMSIZE, Layout
 
 BATCH_BYTES = 32 << 20
@@ -26,14 +26,14 @@ BATCH_BYTES = 32 << 20
 class Target:
     """Where one copy lands in the slot."""
 
-    __slots__ = ("_scratch", "_start", "_view", "by_sums", "digest", "name", "nbytes", "received", "written")
+    __slots__ = ("_scratch", "_view", "by_sums", "digest", "name", "nbytes", "received", "start", "written")
 
     def __init__(self, name: str, copy: Copy, slot: memoryview) -> None:
         dtype = VIEW_DTYPE[copy.dst_dtype]
         strides = tuple(s * dtype.itemsize for s in copy.dst_strides)
         self.name = name
-        self._start = copy.dst_offset * dtype.itemsize
-        self._view: npt.NDArray[Any] = np.ndarray(copy.shape, dtype, slot, self._start, strides)
+        self.start = copy.dst_offset * dtype.itemsize
+        self._view: npt.NDArray[Any] = np.ndarray(copy.shape, dtype, slot, self.start, strides)
         self._scratch: npt.NDArray[Any] | None = None
         self.nbytes = prod(copy.shape) * dtype.itemsize
         self.received = Intervals()
@@ -49,7 +49,7 @@ class Target:
     @property
     def span(self) -> tuple[int, int]:
         """(offset, bytes) in the slot; of contiguous targets only."""
-        return self._start, self.nbytes
+        return self.start, self.nbytes
 
     def destination(self, offset: int, size: int) -> memoryview:
         """Where these bytes of the copy are received: the slot itself, or scratch for a strided target."""
@@ -110,6 +110,20 @@ class Intervals:
             self._starts.insert(i, start)
             self._stops.insert(i, stop)
         return True
+
+    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """What of [start, stop) is not there."""
+        found = []
+        i = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        for begin, end in zip(self._starts[i:], self._stops[i:], strict=True):
+            if begin >= stop or start >= stop:
+                break
+            if begin > start:
+                found.append((start, begin))
+            start = max(start, end)
+        if start < stop:
+            found.append((start, stop))
+        return found
 
     def covers(self, size: int) -> bool:
         """[0, size) is all there."""
@@ -204,15 +218,15 @@ class Staging:
         """Tensors of which a copy in this range has not been reported complete."""
         return list(dict.fromkeys(t.name for t in self.targets[first : first + count] if not t.written))
 
-    def version(self) -> str:
-        """Digest of the whole version; hashes what no single verified copy covers. Run it in a thread."""
+    def region_digests(self) -> list[int]:
+        """xxh3-64 of every region; hashes what no single verified copy covers. Run it in a thread."""
         views = region_views(self.layout, self.slot)
         itemsize = ITEMSIZE[self.layout.manifest.dtype]
         digests = []
         for region, view in zip(self.layout.regions, views, strict=True):
             known = self._digests.get((region.offset, prod(region.shape) * itemsize))
             digests.append(xxhash.xxh3_64_intdigest(view.data) if known is None else known)
-        return version_digest(self.layout, digests)
+        return digests
 
 
 def run_check(check: Check) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import zmq
 
@@ -45,15 +45,17 @@ from weight_manager.messages import (
 )
 from weight_manager.metrics import Counters
 from weight_manager.operator import Operator
+from weight_manager.relay.downstreams import Downstreams
+from weight_manager.relay.upstream import Upstream
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainers import Trainers
-from weight_manager.wire import Router, receive_internal, receive_pushes
+from weight_manager.wire import Router, receive_internal, receive_pushes, receive_stores
 
 log = logging.getLogger(__name__)
 
 HISTORY_FILE = "weights.json"
-PUSH_BACKLOG, INTERNAL_BACKLOG = 64, 10_000
+PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
 
 
 class Store:
@@ -91,6 +93,10 @@ class Store:
         slots = Slots(self._arena)
         self._fleet = Fleet(config, self.layout.digest, str(self._arena.path), self, counters)
         checker = Checker(self._background, slots, counters)
+        self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
+        if config.relay_endpoint is not None:
+            self._below.router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG)
+            (config.run_dir / "relay_endpoint").write_text(self._below.router.endpoint + "\n")
         self._coordinator = Coordinator(
             config,
             self.layout,
@@ -99,7 +105,21 @@ class Store:
             fleet=self._fleet,
             checker=checker,
             counters=counters,
+            below=self._below,
         )
+        self._above: Upstream | None = None
+        if config.upstream is None:
+            self._arena.lease(0)
+        else:
+            self._above = Upstream(
+                config,
+                self._coordinator,
+                self._below,
+                arena=self._arena,
+                context=self._context,
+                moved=self._poll_instead,
+            )
+            self._below.left_s = self._above.left_s
         self._trainers = Trainers(config, self._coordinator, self._push, counters)
         self._operator = Operator(
             config,
@@ -107,6 +127,7 @@ class Store:
             fleet=self._fleet,
             files=self._files,
             counters=counters,
+            relay=self._relay_status,
             send=lambda peer, message: self._internal.send(peer, messages.encode(message)),
         )
         self._snapshots = Snapshots(config, self.layout, slots=slots, files=self._files, counters=counters)
@@ -132,7 +153,7 @@ class Store:
                 "store is up",
                 extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
             )
-            if not self._taken_over:
+            if not self._taken_over and self._above is None:
                 self._first.start()
             while not self._stopping:
                 self._receive()
@@ -168,6 +189,10 @@ class Store:
             receive_internal(self._internal, self._from_inside, self._malformed, self._counters)
         if self._push.socket in ready:
             receive_pushes(self._push, self._trainers, self._config.max_frame, self._counters)
+        if self._below.router is not None and self._below.router.socket in ready:
+            receive_stores(self._below.router, self._below, self._counters)
+        if self._above is not None and self._above.socket in ready:
+            self._above.receive()
         for fd in ready:
             readable = self._watched.get(fd) if isinstance(fd, int) else None
             if readable is not None:
@@ -176,15 +201,32 @@ class Store:
     def _patience(self, now: float) -> int | None:
         """Milliseconds until something must be done though nothing arrives; None = for ever."""
         silence = self._fleet.next_silence() if self._coordinator.settled else None
-        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence)
+        above = self._above.next_deadline() if self._above is not None else None
+        relay = (self._below.next_deadline(), above)
+        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence, *relay)
         soonest = min((t for t in times if t is not None), default=None)
         return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
 
     def _expire(self, now: float) -> None:
         self._trainers.expire(now)
         self._coordinator.tick(now)
+        self._below.tick(now)
+        if self._above is not None and self._above.tick(now) and self._coordinator.settled:
+            self._fleet.admit_held(self._history.live, now)
         if self._coordinator.settled:
             self._fleet.drop_silent(now)
+        self._below.pump()
+
+    def _relay_status(self, now: float) -> dict[str, Any] | None:
+        if self._above is None and self._below.router is None:
+            return None
+        above = self._above.status(now) if self._above is not None else None
+        return {"above": above, "below": self._below.status(now), "sent_bytes": self._below.sent_bytes}
+
+    def _poll_instead(self, old: "zmq.Socket[bytes] | None", new: "zmq.Socket[bytes]") -> None:
+        if old is not None:
+            self._poller.unregister(old)
+        self._poller.register(new, zmq.POLLIN)
 
     def _from_inside(self, peer: bytes, message: FromReplica | FromApi) -> None:
         if isinstance(message, FromApi):
@@ -194,7 +236,7 @@ class Store:
 
     def _from_replica(self, peer: bytes, message: FromReplica) -> None:
         now, coordinator = time.monotonic(), self._coordinator
-        live, settled = self._history.live, coordinator.settled
+        live, settled = self._history.live, coordinator.settled and not (self._above and self._above.closed)
         coordinator.changes += not isinstance(message, Beat)
         if isinstance(message, Register):
             self._fleet.register(peer, message, live, now, settled=settled)
@@ -230,8 +272,11 @@ class Store:
 
     def _close(self, *, keep_arena: bool = False) -> None:
         if self._opened:
-            self._coordinator.abort(PushRefused("aborted", "the store is stopping"), time.monotonic())
+            if self._above is None or not self._above.in_doubt:
+                self._coordinator.abort(PushRefused("aborted", "the store is stopping"), time.monotonic())
             self._fleet.close()
+        if self._opened and self._above is not None:
+            self._above.close()
         self._files.close()
         self._background.close()
         if self._opened:

@@ -110,6 +110,13 @@ class TrainerGroup:
             self._refuse(refusal, now)
             return None
 
+    def received(self, peer: bytes, chunk: Chunk) -> None:
+        """A chunk's bytes are in the slot, unless they still have to be scattered: stores below may have them."""
+        session = self._running
+        target = session.staging.targets[self.members[peer].first + chunk.copy]
+        if target.contiguous:
+            self._coordinator.below.arrived(session, target.start + chunk.offset, sum(chunk.sizes))
+
     def written(self, peer: bytes, written: Written, now: float) -> None:
         """Copies that are complete: check them while the rest arrives."""
         try:

@@ -83,6 +83,12 @@ class Trainers:
             return None
         return group.chunk(peer, chunk, time.monotonic()) if group.outcome is None else None
 
+    def received(self, peer: bytes, chunk: Chunk) -> None:
+        """Its payload is in its place."""
+        group = self._group(peer, chunk.session)
+        if group is not None and group.outcome is None:
+            group.received(peer, chunk)
+
     def malformed(self, peer: bytes, code: ErrorCode, message: str, session: str = "") -> None:
         """Answered at once; a member's running session ends, since what it sent is not what it meant."""
         log.warning("bad message from a trainer: %s", message, extra={"code": code, "session": session})
@@ -136,6 +142,7 @@ class Trainers:
         hello = self._peers.get(peer)
         if hello is None:
             raise PushRefused("unauthorized", "say Hello first")
+        self._coordinator.check_root()
         self._check(begin)
         live = self._coordinator.history.live
         if live is not None and (live.run_id, live.version) == (hello.run_id, begin.version) and not begin.force:

@@ -16,6 +16,7 @@ from rollout_client.protocol import MAX_HEADER_BYTES, Chunk, ErrorCode, Request,
 from weight_manager.errors import IllegalTransition
 from weight_manager.messages import FromApi, FromReplica, decode_incoming
 from weight_manager.metrics import Counters
+from weight_manager.relay.messages import FromBelow, decode_from_below
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ class PushReceiver(Protocol):
 
     def chunk(self, peer: bytes, chunk: Chunk) -> Sequence[memoryview] | None:
         """Where its payload goes, one buffer per frame; None = throw it away."""
+        ...
+
+    def received(self, peer: bytes, chunk: Chunk) -> None:
+        """Its payload is in those buffers."""
         ...
 
     def malformed(self, peer: bytes, code: ErrorCode, message: str, session: str = "") -> None:
@@ -69,6 +74,19 @@ class Router:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
+        return True
+
+    def send_payload(self, peer: bytes, head: bytes, payload: Sequence[memoryview]) -> bool:
+        """Queue one message whose payload is not copied; False as `send`, then nothing was queued."""
+        last = len(payload) - 1
+        try:
+            self.socket.send_multipart([peer, head], flags=zmq.DONTWAIT | (zmq.SNDMORE if payload else 0))
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        for i, buffer in enumerate(payload):
+            self.socket.send(buffer, flags=zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0), copy=False)
         return True
 
     def next(self) -> tuple[bytes, zmq.Frame] | None:
@@ -144,6 +162,7 @@ def _receive_chunk(
             break
     else:
         if not router.socket.get(zmq.RCVMORE):
+            receiver.received(peer, chunk)
             return
     router.drain()
     counters.add("bad_messages")
@@ -179,3 +198,33 @@ def receive_internal(
         except Exception as error:
             log.exception("a %s could not be handled", type(decoded).__name__)
             malformed(peer, f"the store failed: {error!r}")
+
+
+class StoreReceiver(Protocol):
+    """What stores below send (relay/downstreams.py)."""
+
+    def request(self, peer: bytes, message: FromBelow) -> None:
+        """One message."""
+        ...
+
+    def malformed(self, peer: bytes, why: str) -> None:
+        """Bytes that cannot be read."""
+        ...
+
+
+def receive_stores(router: Router, receiver: StoreReceiver, counters: Counters) -> None:
+    """One turn on the socket of the stores below; see `receive_pushes`."""
+    for _ in range(TURN_MESSAGES):
+        message = router.next()
+        if message is None:
+            return
+        peer, head = message
+        try:
+            if router.drain():
+                raise msgspec.DecodeError("frames too many")
+            decoded = decode_from_below(head.buffer)
+        except UNREADABLE as error:
+            counters.add("bad_messages")
+            receiver.malformed(peer, f"not a message of the relay: {error}")
+            continue
+        receiver.request(peer, decoded)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy, Part
 from weight_manager.errors import PushRefused
-from weight_manager.layout import make_layout, region_digests, version_digest
+from weight_manager.layout import make_layout, region_digests
 from weight_manager.manifest import Manifest, Parameter
 from weight_manager.plan import place
 from weight_manager.staging import Intervals, Staging, run_check
@@ -58,7 +58,7 @@ def test_chunks_become_the_version():
         for check in checks:
             staging.checked(check, run_check(check))
     assert (staging.checking, staging.verified_bytes, staging.total_bytes) == (0, 192, 192)
-    assert staging.version() == version_digest(LAYOUT, region_digests(LAYOUT, staging.slot))
+    assert staging.region_digests() == region_digests(LAYOUT, staging.slot)
     expected = memoryview(bytearray(LAYOUT.slot_bytes))
     for copy in copies:
         start = copy.dst_offset * 4
@@ -127,7 +127,7 @@ def test_page_sums_prove_a_copy_and_its_xxh3_names_the_version():
         receive(staging, number, raw, 5)
         (check,) = staging.written([], [(number, digest_of_sums(page_sums(np.frombuffer(raw, np.uint8))))])
         staging.checked(check, run_check(check))
-    assert staging.version() == version_digest(LAYOUT, region_digests(LAYOUT, staging.slot))
+    assert staging.region_digests() == region_digests(LAYOUT, staging.slot)
     assert [t.digest for t in staging.targets] == [xxhash.xxh3_64_intdigest(payload(copy)) for copy in copies]
 
 

@@ -28,6 +28,9 @@ class Receiver:
         view = memoryview(self.buffer)
         return [view[: max(size, 0)] for size in chunk.sizes]
 
+    def received(self, peer, chunk):
+        pass
+
     def malformed(self, peer, code, message, session=""):
         self.refused.append(code)
 

@@ -1,0 +1,454 @@
+"""The stores below: who has joined, who may serve until when, and what each is sent. Steps: relay/messages.py."""
+
+import hmac
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from weight_manager import messages as inner
+from weight_manager.background import Background
+from weight_manager.commit import Round, Tally
+from weight_manager.config import StoreConfig
+from weight_manager.errors import PushRefused
+from weight_manager.history import History
+from weight_manager.layout import region_digests
+from weight_manager.manifest import Layout
+from weight_manager.messages import Live
+from weight_manager.push_session import PushSession
+from weight_manager.relay import messages as wire
+from weight_manager.relay.link import Link, Part
+from weight_manager.relay.messages import RELAY_PROTOCOL, FromBelow, Version
+from weight_manager.relay.stream import Span, Stream
+from weight_manager.slots import Slots
+from weight_manager.staging import Check
+from weight_manager.wire import Router
+
+log = logging.getLogger(__name__)
+
+FRAME_BYTES = 256 << 10
+CHUNK_BYTES = 1 << 20
+SHRINK = 0.8
+"""Of a deadline, for the subtree below: its stores must be heard of before we have to answer ourselves."""
+
+
+class Commits(Protocol):
+    """What is asked of the coordinator."""
+
+    session: PushSession | None
+    changes: int
+
+    @property
+    def round(self) -> Round | None:
+        """The running commit."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """What is live is not in question."""
+        ...
+
+    def abort(self, refusal: PushRefused, now: float) -> None:
+        """End the running session."""
+        ...
+
+    def drive(self, now: float) -> None:
+        """Carry out what the round wants."""
+        ...
+
+    def staged_below(self, now: float) -> None:
+        """A store below is staged, or nobody waits for it any more."""
+        ...
+
+
+class Downstreams:
+    """Nobody, unless a router is bound."""
+
+    def __init__(
+        self, config: StoreConfig, layout: Layout, *, slots: Slots, history: History, background: Background
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._slots = slots
+        self._history = history
+        self._background = background
+        self.coordinator: Commits
+        self.router: Router | None = None
+        self.links: dict[str, Link] = {}
+        self.left_s: Callable[[float], float] = lambda now: float("inf")  # of our own lease
+        self._by_identity: dict[bytes, Link] = {}
+        self._held: dict[str, tuple[bytes, wire.Join]] = {}
+        self._absent = dict.fromkeys(history.saved.members, time.monotonic() + config.relay_lease_s)
+        self._session: PushSession | None = None
+        self._stream: Stream | None = None
+        self._quorum = config.relay_policy == "quorum"
+        self._patience = float("inf")
+        self._digests: tuple[int, list[int]] = (0, [])  # epoch, of every region
+        self.sent_bytes = 0
+
+    # a session, as the coordinator tells it
+
+    def begin(self, session: PushSession, now: float) -> None:
+        """Bytes are about to arrive in its slot."""
+        if self.router is None:
+            return
+        self._session, self._stream = session, Stream(self._layout)
+        self._patience = float("inf")
+        self._quorum = session.quorum if session.intent.source == "relay" else self._config.relay_policy == "quorum"
+        for link in self.links.values():
+            self._enrol(link, session)
+
+    def arrived(self, session: PushSession, start: int, size: int) -> None:
+        """Bytes of the slot that a trainer or the store above sent. They are forwarded before they are verified."""
+        if session is self._session and self._stream is not None:
+            self._stream.arrived(start, size)
+
+    def verified(self, session: PushSession, check: Check) -> None:
+        """Copies that were compared in place."""
+        if session is self._session and self._stream is not None:
+            for target, _ in check:
+                self._stream.proven(target.start, target.nbytes, target.digest, contiguous=target.contiguous)
+
+    def seal(self, session: PushSession, digest: str, digests: Sequence[int], now: float) -> None:
+        """The slot is complete and intact."""
+        if session is not self._session or self._stream is None:
+            return
+        self._stream.finish(digests)
+        self._digests = 0, list(digests)
+        self._patience = now + self._config.relay_patience_s
+        for link in self._parts():
+            assert link.part is not None
+            link.part.digest = digest
+
+    def unstaged(self) -> list[str]:
+        """Stores that the session still waits for."""
+        return [link.name for link in self._parts() if link.part and not (link.part.staged or link.part.out)]
+
+    def stores(self) -> int:
+        """That are staged, this one included."""
+        return 1 + sum(k.stores for k in self._parts() if k.part and k.part.staged and not k.part.out)
+
+    def voters(self) -> dict[str, bool]:
+        """Stores that vote in the commit -> whether it fails without them."""
+        return {k.name: k.part.required for k in self._parts() if k.part and k.part.staged and not k.part.out}
+
+    def outsiders(self, now: float) -> dict[str, str]:
+        """Stores that do not vote but may be serving -> why they do not."""
+        out = {k.name: k.part.out for k in self._parts() if k.part and k.part.out and k.serves_until > now}
+        return out | {name: "has not joined since we started" for name, until in self._absent.items() if until > now}
+
+    def serves_until(self, name: str) -> float:
+        """Until when a store may serve if it hears nothing more."""
+        link = self._named(name)
+        return link.serves_until if link else self._absent.get(name, 0.0)
+
+    def needed(self) -> int:
+        """Stores that must take part in the commit, this one included."""
+        if self._session is None or self._session.intent.source == "relay" or not self._quorum:
+            return 1
+        total = 1 + sum(k.stores for k in self.links.values())
+        return self._config.relay_quorum or total // 2 + 1
+
+    def went_live(self, live: Live, round_: Round) -> None:
+        """Recorded here: whoever voted holds it, the others have to catch up."""
+        if self.router is None:
+            return
+        self._digests = live.epoch, self._digests[1]
+        self._session = self._stream = None
+        for link in list(self.links.values()):
+            link.part, link.fenced = None, False
+            if link.name in round_.voters:
+                link.holds = _version(live)
+            self._catch_up(link)
+
+    def ended(self, session: PushSession, refusal: PushRefused) -> None:
+        """Nothing came of it."""
+        if session is not self._session:
+            return
+        self._session = self._stream = None
+        for link in list(self.links.values()):
+            part, link.part, link.fenced = link.part, None, False
+            if part is not None:
+                self._send(link, wire.Rollback(part.session, refusal.message))
+            self._catch_up(link)
+
+    def tell(self, name: str, message: inner.ToReplica, seconds: float, *, fence: bool) -> None:
+        """What the round says to one of its voters."""
+        link = self._named(name)
+        if link is None:
+            return
+        match message:
+            case inner.Prepare():
+                self._send(link, wire.Prepare(message.session, seconds * SHRINK))
+            case inner.Flip():
+                self._send(link, wire.Flip(message.session, seconds * SHRINK))
+            case inner.Finalize():
+                self._send(link, wire.Finalize(message.session))
+            case inner.Rollback():
+                link.fenced = link.fenced or fence
+                self._send(link, wire.Rollback(message.session, message.reason, fence))
+            case _:
+                pass
+
+    def drop(self, name: str, why: str) -> None:
+        """A store did not answer: it must join again."""
+        link = self._named(name)
+        if link is not None:
+            self._send(link, wire.NotJoined(f"store {name} {why}; join again"))
+            self._remove(link, why, absent=True)
+
+    # what stores below say
+
+    def request(self, peer: bytes, message: FromBelow) -> None:
+        """One message."""
+        now = time.monotonic()
+        if isinstance(message, wire.Join):
+            self._join(peer, message, now)
+            return
+        link = self._by_identity.get(peer)
+        if link is None:
+            self.malformed(peer, "this connection has not joined")
+            return
+        link.seen = now
+        match message:
+            case wire.Beat():
+                self._send(link, wire.Lease(message.seq, self._grant(link, now)))
+            case wire.Holds():
+                self.coordinator.changes += 1
+                link.holds, link.part = message.version, None if link.part and link.part.catch_up else link.part
+                self._catch_up(link)
+            case wire.Leave():
+                link.serves_until = 0.0
+                self._remove(link, "has stopped")
+            case _:
+                self._of_session(link, message, now)
+
+    def _of_session(self, link: Link, message: FromBelow, now: float) -> None:
+        part, round_ = link.part, self.coordinator.round
+        match message:
+            case wire.Credit() if part and part.session == message.session:
+                part.allowed = max(part.allowed, message.upto)
+            case wire.Staged() if part and part.session == message.session:
+                part.staged, link.stores = True, message.stores
+                self.coordinator.staged_below(now)
+            case wire.Failed() if part and part.session == message.session:
+                self._failed(link, part, message, now)
+            case wire.Vote() if round_ and round_.session == message.session:
+                kind = inner.Prepared if message.step == "prepare" else inner.Flipped
+                vote = kind(message.session, message.ok, 0, message.error, message.tensors)
+                round_.store_voted(link.name, vote, Tally(message.stores, message.replicas), message.rank, now)
+                self.coordinator.drive(now)
+            case wire.Over():
+                if message.fenced:
+                    link.serves_until = 0.0
+                if round_ and round_.session == message.session:
+                    if message.fenced:
+                        round_.fenced(link.name, now)
+                    round_.store_finalized(link.name, message.stall_ms, now)
+                    round_.rolled_back(link.name, inner.RolledBack(message.session), now)
+                    self.coordinator.drive(now)
+            case _:
+                pass
+
+    def malformed(self, peer: bytes, why: str) -> None:
+        """Cannot be read, or from nobody we know."""
+        if self.router is not None:
+            self.router.send(peer, wire.encode(wire.NotJoined(why)))
+
+    def tick(self, now: float) -> None:
+        """Silence, patience, and who waited for a commit to be settled."""
+        for link in list(self.links.values()):
+            if now >= link.seen + self._config.relay_lease_s:
+                self._remove(link, f"was silent for {self._config.relay_lease_s:g} s")
+        self._absent = {name: until for name, until in self._absent.items() if until > now}
+        if now >= self._patience:
+            self._patience = float("inf")
+            for link in self._parts():
+                if link.part and not link.part.required and not link.part.staged and not link.part.out:
+                    link.part.out = f"was not staged {self._config.relay_patience_s:g} s after the others"
+            self.coordinator.staged_below(now)
+        if self._held and self.coordinator.settled:
+            held, self._held = self._held, {}
+            for peer, join in held.values():
+                self._welcome(peer, join, now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [link.seen + self._config.relay_lease_s for link in self.links.values()]
+        return min([*times, self._patience], default=None) if times else None
+
+    def pump(self) -> None:
+        """Send what is good and wanted."""
+        for link in self._parts():
+            part = link.part
+            if part is None or part.out:
+                continue
+            for entry in part.cursor.read(part.stream, part.allowed - part.cursor.sent, CHUNK_BYTES):
+                if isinstance(entry, Span):
+                    self._send_span(link, part, entry)
+                else:
+                    self._send(link, wire.Claims(part.session, [(c.region, c.digest) for c in entry]))
+            if part.digest and not part.told and part.cursor.item == len(part.stream.log):
+                part.told = True
+                self._send(link, wire.Seal(part.session, part.digest))
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Per store, as the API shows it."""
+        live = _version(self._history.live)
+        return {link.name: link.status(live, now) for link in self.links.values()}
+
+    def _join(self, peer: bytes, join: wire.Join, now: float) -> None:
+        why = ""
+        if not hmac.compare_digest(join.token.encode(), (self._config.token or "").encode()):
+            why = "the token is wrong or missing"
+        elif join.protocol != RELAY_PROTOCOL:
+            why = f"relay protocol {join.protocol}, this store speaks {RELAY_PROTOCOL}: use the same release"
+        elif join.layout_digest != self._layout.digest:
+            why = "another layout: model config, dtype and tp must be the same on all stores"
+        if why:
+            log.error("store %s cannot join: %s", join.name, why)
+            if self.router is not None:
+                self.router.send(peer, wire.encode(wire.NotJoined(why, refused=True)))
+            return
+        known = self.links.get(join.store)
+        if known is not None:
+            known.seen = now
+            if known.identity != peer:
+                self._remove(known, "joined anew", absent=True)
+        if self.coordinator.settled:
+            self._welcome(peer, join, now)
+        else:
+            self._held[join.store] = peer, join
+
+    def _welcome(self, peer: bytes, join: wire.Join, now: float) -> None:
+        known = self.links.get(join.store)
+        link = Link(join.store, join.name, peer, join.holds, now)
+        link.serves_until = max(known.serves_until if known else 0.0, self._absent.pop(join.name, 0.0))
+        self.links[join.store] = self._by_identity[peer] = link
+        self._remember()
+        log.info("store %s has joined", link.name, extra={"holds": join.holds and join.holds.version})
+        live = _version(self._history.live)
+        self._send(link, wire.Joined(live, self._config.relay_lease_s))
+        if self._session is not None and self._stream is not None:
+            self._enrol(link, self._session)
+        else:
+            self._catch_up(link)
+
+    def _remove(self, link: Link, why: str, *, absent: bool = False) -> None:
+        """absent: it may still be serving, until its lease runs out."""
+        self.links.pop(link.store, None)
+        self._by_identity.pop(link.identity, None)
+        if absent and link.serves_until > time.monotonic():
+            self._absent[link.name] = link.serves_until
+        else:
+            self._remember()
+        log.warning("store %s %s", link.name, why)
+        self.coordinator.changes += 1
+        now, round_, part = time.monotonic(), self.coordinator.round, link.part
+        if round_ is not None and not self.coordinator.settled:
+            round_.gone(link.name, why, now)
+            self.coordinator.drive(now)
+        elif part is not None and self._session is not None and not part.catch_up and not absent:
+            refusal = PushRefused("refused", f"store {link.name} {why}; push again", rank=link.name, retryable=True)
+            if part.required:
+                self.coordinator.abort(refusal, now)
+            else:
+                self.coordinator.staged_below(now)
+
+    def _failed(self, link: Link, part: Part, message: wire.Failed, now: float) -> None:
+        part.out = message.message
+        log.warning("store %s cannot stage: %s", link.name, message.message)
+        if part.catch_up:
+            link.part = None
+        elif part.required:
+            text = f"store {link.name}: {message.message}"
+            self.coordinator.abort(PushRefused(message.code, text, message.tensors, rank=link.name), now)
+        else:
+            self.coordinator.staged_below(now)
+
+    def _enrol(self, link: Link, session: PushSession) -> None:
+        assert self._stream is not None
+        live, intent = self._history.live, session.intent
+        holds = live is not None and link.holds == _version(live)
+        required = holds and not self._quorum and not session.catch_up
+        link.part = Part(session.id, self._stream, self._slots.arena.slot(session.slot), required)
+        link.part.digest = session.digest or session.local_digest
+        known = session.expected or link.part.digest
+        self._send(
+            link,
+            wire.Stage(
+                *(session.id, intent.run_id, intent.version, intent.in_flight, intent.client),
+                digest=known,
+                quorum=self._quorum or session.catch_up,
+            ),
+        )
+
+    def _catch_up(self, link: Link) -> None:
+        """Bring a store that holds something else to what is live here."""
+        live = self._history.live
+        if live is None or link.part is not None or self._session is not None or link.holds == _version(live):
+            return
+        if self._digests[0] != live.epoch:
+            self._read_digests(live)
+            return
+        stream = Stream(self._layout)
+        stream.finish(self._digests[1])
+        slot = self._slots.arena.slot(live.slot)
+        link.part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
+        stage = wire.Stage(link.part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
+        self._send(link, stage)
+
+    def _read_digests(self, live: Live) -> None:
+        slot = self._slots.arena.slot(live.slot)
+
+        def done(digests: list[int]) -> None:
+            if self._history.live == live:
+                self._digests = live.epoch, digests
+                for link in self.links.values():
+                    self._catch_up(link)
+
+        def failed(error: BaseException) -> None:
+            log.error("the live version cannot be read", exc_info=error)
+
+        self._background.submit(lambda: region_digests(self._layout, slot), done, failed)
+
+    def _grant(self, link: Link, now: float) -> float:
+        live = self._history.live
+        if live is None or link.fenced or link.holds != _version(live):
+            return 0.0
+        seconds = max(0.0, min(self._config.relay_lease_s, self.left_s(now) - 0.05))
+        link.serves_until = now + seconds if seconds else link.serves_until
+        return seconds
+
+    def _remember(self) -> None:
+        self._history.remember([*(link.name for link in self.links.values()), *self._absent])
+
+    def _parts(self) -> list[Link]:
+        return [link for link in self.links.values() if link.part is not None]
+
+    def _named(self, name: str) -> Link | None:
+        return next((link for link in self.links.values() if link.name == name), None)
+
+    def _send(self, link: Link, message: wire.Message) -> None:
+        if self.router is not None:
+            self.router.send(link.identity, wire.encode(message))
+
+    def _send_span(self, link: Link, part: Part, span: Span) -> None:
+        assert self.router is not None
+        start = part.stream.starts[span.region] + span.offset
+        stops = [*range(start + FRAME_BYTES, start + span.size, FRAME_BYTES), start + span.size]
+        frames = [part.slot[a:b] for a, b in zip([start, *stops[:-1]], stops, strict=True)]
+        head = wire.Chunk(part.session, span.region, span.offset, [len(f) for f in frames])
+        if self.router.send_payload(link.identity, wire.encode(head), frames):
+            self.sent_bytes += span.size
+
+
+def _version(live: Live | None) -> Version | None:
+    return Version(live.run_id, live.version, live.digest) if live else None
+
+
+def own_name(config: StoreConfig, store: str) -> str:
+    """What a store is called by the one above."""
+    return f"{config.name}@{socket.gethostname()}-{store[:4]}"

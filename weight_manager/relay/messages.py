@@ -1,0 +1,229 @@
+"""Messages between a store and the stores below it. The lower one's DEALER talks to the upper one's ROUTER.
+
+A `Chunk` is followed by its payload frames in the same multipart message, everything else is one msgpack
+frame. Stores form a tree (a chain is one) whose root takes the pushes. Any store but the root has one store
+[ABOVE]; any store has any number [BELOW]. All serve the same layout.
+
+Membership:
+ 1. [BELOW] `Join`: token, layout, what it holds. [ABOVE] waits until no commit is in flight, then `Joined` with
+    what is live there. A store that holds the same version serves on; any other pulls that one first.
+ 2. [BELOW] `Beat`, often. [ABOVE] `Lease`: for how long the sender of the beat may serve, counted from when it
+    sent it. Nothing for a store that holds another version, and never more than [ABOVE]'s own lease has left.
+    A store without a lease is fenced: not ready, and its ranks throw their steps away (see lease.py).
+ 3. [ABOVE] answers whom it does not know with `NotJoined`; the sender starts again at 1. A store unheard of for
+    a whole lease is dropped: by then it is fenced.
+
+A push, beside the steps of rollout_client/protocol.py:
+ 4. [ABOVE] a session begins: `Stage` to every store below. [BELOW] begins a session of its own, tells its own
+    stores below, and answers with `Credit`: how many bytes it takes.
+ 5. [ABOVE] forwards bytes of the staged slot as they become good there: what a trainer sent as chunks at once,
+    what it wrote through shared memory when its digest was found to match. `Chunk` names region and offset of
+    the layout, so it is received into its final place; `Claims` give the digest of each region that is complete.
+    [BELOW] forwards them in turn, compares every region in place, and moves the `Credit` on.
+ 6. [ABOVE] `Seal` with the digest of the version. [BELOW] answers `Staged` once all its regions match, the digest
+    of its own slot is the same, and its own stores below are staged. `Failed` at any time names what is wrong.
+    The trainer is told `Sealed` after that.
+ 7. [ABOVE] `Prepare`. [BELOW] lets its replicas and its stores prepare, and votes for all of them with `Vote`.
+ 8. [ABOVE] all yes: `Flip`. [BELOW] lets everyone flip and hold the output, notes down what it may be about to
+    serve, and votes again.
+ 9. [ABOVE] the root records the version (the commit point of the whole fleet), then `Finalize` travels down: each
+    store records, tells its replicas to go on, and passes it on. One no: `Rollback` travels down instead.
+10. [BELOW] between its vote for a flip and the word from above it cannot decide alone. It asks by `Join`: if what
+    is live above is the version in question it was committed, otherwise not. The same after a restart.
+
+Who is left behind: under policy ``all`` a store that held the live version when the push began must take part, and
+the push fails without it. Under ``quorum`` the push goes on while enough stores take part. A store that is left
+behind is told to fence itself, and the version is not recorded before it said so or its lease has run out.
+It catches up (`Stage` with ``catch_up``), or takes part in the next push, whichever comes first.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from rollout_client.protocol import ErrorCode, InFlight
+
+RELAY_PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+    """Base of everything between stores."""
+
+
+class Version(msgspec.Struct, frozen=True, array_like=True):
+    """What a version is called everywhere. Epochs are each store's own."""
+
+    run_id: str
+    version: int
+    digest: str
+
+
+class Join(Message, tag="join", frozen=True):
+    """[BELOW] first message, and again whenever it has lost track."""
+
+    store: str  # stays the same over restarts of that store
+    name: str  # for people
+    layout_digest: str
+    holds: Version | None
+    token: str = ""
+    protocol: int = msgspec.field(default_factory=lambda: RELAY_PROTOCOL)
+
+
+class Joined(Message, tag="joined", frozen=True):
+    """[ABOVE] welcome."""
+
+    live: Version | None
+    lease_s: float  # of a full lease; beat several times within it
+
+
+class NotJoined(Message, tag="not_joined", frozen=True):
+    """[ABOVE] join first. refused: joining again is of no use before something is changed."""
+
+    message: str
+    refused: bool = False
+
+
+class Beat(Message, tag="beat", frozen=True):
+    """[BELOW] the loop turns; seq names the beat."""
+
+    seq: int
+
+
+class Lease(Message, tag="lease", frozen=True):
+    """[ABOVE] answer to a beat: serve for this long after you sent it; 0 = stop now."""
+
+    seq: int
+    lease_s: float
+
+
+class Holds(Message, tag="holds", frozen=True):
+    """[BELOW] has caught up with this version."""
+
+    version: Version
+
+
+class Stage(Message, tag="stage", frozen=True):
+    """[ABOVE] a session begins; any earlier one of ours is over."""
+
+    session: str
+    run_id: str
+    version: int
+    in_flight: InFlight = "keep"
+    client: str = ""
+    digest: str = ""  # when known already: whoever has these bytes need not be sent them
+    catch_up: bool = False  # live above already: commit it without asking
+    quorum: bool = False  # the policy of the root
+
+
+class Credit(Message, tag="credit", frozen=True):
+    """[BELOW] bytes of this session that may have been sent in all."""
+
+    session: str
+    upto: int
+
+
+class Chunk(Message, tag="chunk", frozen=True):
+    """[ABOVE] payload frames follow: bytes of one region."""
+
+    session: str
+    region: int  # index in the layout
+    offset: int  # bytes into the region
+    sizes: list[int]  # bytes of each payload frame that follows
+
+
+class Claims(Message, tag="claims", frozen=True):
+    """[ABOVE] regions that were sent whole."""
+
+    session: str
+    digests: list[tuple[int, int]]  # (region, xxh3-64)
+
+
+class Seal(Message, tag="seal", frozen=True):
+    """[ABOVE] everything was sent."""
+
+    session: str
+    digest: str  # of the whole version
+
+
+class Staged(Message, tag="staged", frozen=True):
+    """[BELOW] the version is there and intact, and so it is further below."""
+
+    session: str
+    stores: int  # of the subtree, the sender included
+
+
+class Failed(Message, tag="failed", frozen=True):
+    """[BELOW] cannot stage this session."""
+
+    session: str
+    code: ErrorCode
+    message: str
+    tensors: list[str] = []
+
+
+class Prepare(Message, tag="prepare", frozen=True):
+    """[ABOVE] let everyone prepare and vote."""
+
+    session: str
+    deadline_s: float
+
+
+class Flip(Message, tag="flip", frozen=True):
+    """[ABOVE] let everyone flip and hold."""
+
+    session: str
+    deadline_s: float
+
+
+class Vote(Message, tag="vote", frozen=True):
+    """[BELOW] of the sender's whole subtree."""
+
+    session: str
+    step: Literal["prepare", "flip"]
+    ok: bool = True
+    stores: int = 1
+    replicas: int = 0
+    rank: str = ""  # the first that said no
+    error: str = ""
+    tensors: list[str] = []
+
+
+class Finalize(Message, tag="finalize", frozen=True):
+    """[ABOVE] recorded: do the same and go on."""
+
+    session: str
+
+
+class Rollback(Message, tag="rollback", frozen=True):
+    """[ABOVE] the session is over for the receiver. fence: the others go on without it, so it must not serve."""
+
+    session: str
+    reason: str
+    fence: bool = False
+
+
+class Over(Message, tag="over", frozen=True):
+    """[BELOW] after a finalize or rollback: done. fenced: nobody of the subtree serves."""
+
+    session: str
+    fenced: bool = False
+    stall_ms: dict[str, float] = {}
+
+
+class Leave(Message, tag="leave", frozen=True):
+    """[BELOW] stops; fenced from now on."""
+
+
+def no(asked: Prepare | Flip, error: str, rank: str = "", tensors: Sequence[str] = ()) -> Vote:
+    """The vote of a subtree that cannot."""
+    step: Literal["prepare", "flip"] = "flip" if isinstance(asked, Flip) else "prepare"
+    return Vote(asked.session, step, ok=False, stores=0, rank=rank, error=error, tensors=list(tensors))
+
+
+FromBelow = Join | Beat | Holds | Credit | Staged | Failed | Vote | Over | Leave
+FromAbove = Joined | NotJoined | Lease | Stage | Chunk | Claims | Seal | Prepare | Flip | Finalize | Rollback
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_below = msgspec.msgpack.Decoder(FromBelow).decode
+decode_from_above = msgspec.msgpack.Decoder(FromAbove).decode

@@ -1,0 +1,196 @@
+"""A session of the store above, carried out here: the bytes into a slot of ours, the commit gated by its word."""
+
+import time
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+from rollout_client.protocol import Committed, Copy
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.errors import PushRefused
+from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.messages import Live
+from weight_manager.push_session import Intent, PushSession
+from weight_manager.relay import messages as wire
+from weight_manager.relay.downstreams import Downstreams
+
+CREDIT_STEP = 1 << 20
+Order = wire.Claims | wire.Seal | wire.Prepare | wire.Flip | wire.Finalize
+
+
+class Voice(Protocol):
+    """How a session speaks to the store above (upstream.py)."""
+
+    def send(self, message: wire.FromBelow) -> None:
+        """Queue a message."""
+        ...
+
+    def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
+        """A finalize or rollback is carried out."""
+        ...
+
+    def failed_to_catch_up(self, now: float) -> None:
+        """Join again, later."""
+        ...
+
+    def beat_soon(self) -> None:
+        """Ask for a lease now."""
+        ...
+
+
+class Relayed:
+    """Owner of the session. voted: the last question of the store above that was answered yes."""
+
+    def __init__(
+        self, stage: wire.Stage, coordinator: Coordinator, below: Downstreams, voice: Voice, config: StoreConfig
+    ) -> None:
+        self.id = stage.session
+        self.session: PushSession | None = None
+        self.voted = ""
+        self.told = False  # the store above knows that it is over
+        self.rolled_back = False  # and waits to hear that we are back
+        self._asked: wire.Prepare | wire.Flip | None = None
+        self._stage = stage
+        self._coordinator = coordinator
+        self._below = below
+        self._voice = voice
+        self._config = config
+        self._received = self._credited = 0
+
+    def start(self, now: float) -> None:
+        """Take a slot, or the one that holds these bytes already, and say how much may come."""
+        stage = self._stage
+        intent = Intent(*(stage.run_id, stage.version, "relay", stage.client, stage.in_flight, "relay"), force=True)
+        held = self._held()
+        try:
+            session = self._coordinator.begin(intent, self, now, reuse=held)
+        except PushRefused as refusal:
+            self._voice.send(wire.Failed(self.id, refusal.code, refusal.message))
+            return
+        self.session = session
+        session.gated, session.catch_up, session.quorum = not stage.catch_up, stage.catch_up, stage.quorum
+        session.expected = stage.digest
+        self._coordinator.announce(session, now)
+        if held is not None:
+            self._coordinator.seal(session, now + self._config.max_deadline_s, now)
+            return
+        layout = self._coordinator.layout
+        session.staging.add(_regions(layout), [region.name for region in layout.regions])
+        self._credit()
+
+    def destinations(self, chunk: wire.Chunk, now: float) -> Sequence[memoryview] | None:
+        """Where the payload goes; None if it is refused, which ends the session."""
+        session = self.session
+        if session is None or session is not self._coordinator.session:
+            return None
+        try:
+            if not 0 <= chunk.region < len(session.staging.targets):
+                raise PushRefused("bad_message", f"region {chunk.region} is not in the layout")
+            return session.staging.destinations(chunk.region, chunk.offset, chunk.sizes)
+        except PushRefused as refusal:
+            self._coordinator.abort(refusal, now)
+            return None
+
+    def received(self, chunk: wire.Chunk, now: float) -> None:
+        """The payload is in its place."""
+        session = self.session
+        assert session is not None
+        size = sum(chunk.sizes)
+        self._below.arrived(session, session.staging.targets[chunk.region].start + chunk.offset, size)
+        self._received += size
+        if self._received + self._config.relay_window - self._credited >= CREDIT_STEP:
+            self._credit()
+
+    def take(self, order: Order, now: float) -> None:
+        """What the store above says about this session."""
+        session, coordinator = self.session, self._coordinator
+        if session is None:
+            return
+        running = session is coordinator.session
+        match order:
+            case wire.Claims() if running:
+                self._claims(session, order, now)
+            case wire.Seal() if running and not session.sealing:
+                session.expected = order.digest
+                coordinator.seal(session, now + self._config.max_deadline_s, now)
+            case wire.Prepare() if running:
+                self._asked = order
+                if session.digest:
+                    coordinator.commit(session, self._config.patience(order.deadline_s), now)
+                else:
+                    coordinator.abort(PushRefused("refused", "asked to prepare before it was staged"), now)
+            case wire.Flip() if running and coordinator.round and coordinator.committing(session):
+                self._asked = order
+                coordinator.round.proceed(self._config.patience(order.deadline_s), now)
+                coordinator.drive(now)
+            case wire.Finalize() if running:
+                self.decide(now)
+            case wire.Flip() | wire.Prepare():
+                self._voice.send(wire.no(order, "the session is over here"))
+            case _:
+                pass
+
+    def decide(self, now: float) -> None:
+        """It was recorded above: record it here."""
+        if self.session is not None:
+            self.session.decided = True
+            self._coordinator.drive(now)
+
+    def sealed(self, session: PushSession) -> None:
+        """Owner: every byte is there, here and below."""
+        if session.catch_up:
+            self._coordinator.commit(session, self._config.max_deadline_s, time.monotonic())
+        else:
+            self._voice.send(wire.Staged(self.id, self._below.stores()))
+
+    def committed(self, session: PushSession, report: Committed) -> None:
+        """Owner: live."""
+        if session.catch_up:
+            self._voice.send(wire.Holds(wire.Version(session.intent.run_id, report.version, report.digest)))
+        else:
+            self._voice.over(self.id, report.stall_ms)
+        self._voice.beat_soon()
+
+    def ended(self, session: PushSession, refusal: PushRefused) -> None:
+        """Owner: gone."""
+        if self.rolled_back:
+            self._voice.over(self.id)
+        elif self.told:
+            pass
+        elif session.catch_up:
+            self._voice.send(wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors))
+            self._voice.failed_to_catch_up(time.monotonic())
+        elif self._asked:
+            self._voice.send(wire.no(self._asked, refusal.message, refusal.rank, refusal.tensors))
+        else:
+            self._voice.send(wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors))
+
+    def _held(self) -> Live | None:
+        """A slot that holds these bytes, unless it has been given away since. Its digest is checked again."""
+        saved = self._coordinator.history.saved
+        if not self._stage.digest:
+            return None
+        candidates = (saved.live, saved.previous, saved.doubt)
+        return next((v for v in candidates if v and v.digest == self._stage.digest), None)
+
+    def _claims(self, session: PushSession, claims: wire.Claims, now: float) -> None:
+        try:
+            checks = session.staging.written(claims.digests)
+        except PushRefused as refusal:
+            self._coordinator.abort(refusal, now)
+            return
+        self._coordinator.checker.check(session, checks)
+
+    def _credit(self) -> None:
+        self._credited = self._received + self._config.relay_window
+        self._voice.send(wire.Credit(self.id, self._credited))
+
+
+def _regions(layout: Layout) -> list[Copy]:
+    """Each region as one copy onto itself."""
+    dtype = layout.manifest.dtype
+    return [
+        Copy(i, (prod(r.shape),), 0, (1,), r.offset // ITEMSIZE[dtype], (1,), dtype)
+        for i, r in enumerate(layout.regions)
+    ]

@@ -1,0 +1,348 @@
+"""The store above: joining it, the lease it gives, and its sessions carried out here. Steps: relay/messages.py.
+
+`tick` runs once per turn of the loop and says upward whatever has become true since.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from rollout_client.protocol import MAX_HEADER_BYTES
+from weight_manager.arena import Arena
+from weight_manager.commit import Phase
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.errors import PushRefused
+from weight_manager.messages import Live
+from weight_manager.relay import messages as wire
+from weight_manager.relay.downstreams import Downstreams, own_name
+from weight_manager.relay.messages import Version
+from weight_manager.relay.relayed import Relayed
+from weight_manager.wire import TURN_MESSAGES, UNREADABLE
+
+log = logging.getLogger(__name__)
+
+JOIN_AGAIN_S = 1.0
+FAILED_AGAIN_S = 2.0
+REFUSED_AGAIN_S = 5.0
+DOUBT_S = 2.0
+BEATS = 6
+"""Per lease."""
+
+
+class Upstream:
+    """One DEALER, and at most one session of the store above."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        coordinator: Coordinator,
+        below: Downstreams,
+        *,
+        arena: Arena,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        moved: Callable[["zmq.Socket[bytes] | None", "zmq.Socket[bytes]"], None],
+    ) -> None:
+        """moved: another socket is to be polled from now on."""
+        assert config.upstream is not None
+        self._config = config
+        self._endpoint = config.upstream
+        self._coordinator = coordinator
+        self._below = below
+        self._arena = arena
+        self._context = context
+        self._moved = moved
+        self._store = coordinator.history.saved.id
+        self._name = own_name(config, self._store)
+        self._joined = False
+        self._next_join = self._next_beat = self._heard = 0.0
+        self._doubt_since = 0.0
+        self._sent: dict[int, float] = {}  # beat -> when
+        self._seq = 0
+        self._no_lease_before = 0  # beats older than this bring no lease
+        self._until = 0.0
+        self._was_closed = True
+        self._next: wire.Stage | None = None
+        self.relayed: Relayed | None = None
+        self.refusal = ""
+        if not arena.needs_lease:
+            arena.lease(1)
+        self.socket = self._connect()
+        moved(None, self.socket)
+
+    @property
+    def closed(self) -> bool:
+        """Fenced: nothing may be served here."""
+        return time.monotonic() >= self._until
+
+    def left_s(self, now: float) -> float:
+        """Of our lease."""
+        return max(0.0, self._until - now)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Everybody here has flipped, and only the store above knows whether it counts."""
+        round_ = self._coordinator.round
+        return round_ is not None and round_.gated and round_.phase is Phase.RECORD
+
+    def status(self, now: float) -> dict[str, Any]:
+        """As the API shows it."""
+        return {
+            "endpoint": self._endpoint,
+            "joined": self._joined,
+            "fenced": self.closed,
+            "lease_s": round(self.left_s(now), 3),
+            "in_doubt": self.in_doubt,
+            "refusal": self.refusal,
+        }
+
+    def receive(self) -> None:
+        """One turn on the socket."""
+        socket = self.socket
+        for _ in range(TURN_MESSAGES):
+            if socket is not self.socket:
+                return
+            try:
+                head = socket.recv(flags=zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            try:
+                message = wire.decode_from_above(head.buffer)
+            except UNREADABLE as error:
+                log.error("the store above sent what cannot be read: %s", error)
+                _drain(socket)
+                continue
+            self._heard = time.monotonic()
+            if isinstance(message, wire.Chunk):
+                self._chunk(socket, message, self._heard)
+            else:
+                _drain(socket)
+                self._handle(message, self._heard)
+
+    def tick(self, now: float) -> bool:
+        """Say what has become true, keep the membership up. Returns whether serving has just become allowed."""
+        coordinator = self._coordinator
+        if self._joined and now >= self._heard + self._config.relay_lease_s * 0.6:
+            self._lost("is silent", now)
+        if not self._joined and now >= self._next_join:
+            self._join(now)
+        if self._joined and now >= self._next_beat:
+            self._beat(now)
+        if self._next is not None and coordinator.session is None and coordinator.settled:
+            stage, self._next = self._next, None
+            self._begin(stage, now)
+        relayed = self.relayed
+        round_ = coordinator.round
+        if relayed is not None and relayed.session and round_ and coordinator.committing(relayed.session):
+            self._vote(relayed, round_.phase, now)
+        if self.in_doubt and now >= self._doubt_since + DOUBT_S:
+            self._doubt_since = now
+            self._join(now)
+        closed, before = self.closed, self._was_closed
+        if closed != before:
+            self._was_closed = closed
+            coordinator.changes += 1
+            log.warning("fenced: no lease from above" if closed else "may serve: the lease from above is good")
+        return before and not closed
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do."""
+        times = [self._next_beat, self._heard + self._config.relay_lease_s * 0.6] if self._joined else [self._next_join]
+        if not self._was_closed:
+            times.append(self._until)
+        if self.in_doubt:
+            times.append(self._doubt_since + DOUBT_S)
+        return min(times)
+
+    def close(self) -> None:
+        """Nothing is served here from now on; tell the store above."""
+        self.fence()
+        if self._joined:
+            self.send(wire.Leave())
+        self.socket.close(linger=500)
+
+    def send(self, message: wire.FromBelow) -> None:
+        """To the store above; lost if it is not there, it will be joined anew."""
+        try:
+            self.socket.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            log.warning("the store above does not take messages")
+
+    def fence(self) -> None:
+        """Stop serving at once, whatever leases are on their way."""
+        self._until = 0.0
+        self._no_lease_before = self._seq + 1
+        self._arena.lease(1)
+
+    def failed_to_catch_up(self, now: float) -> None:
+        """Try again from the start, a little later."""
+        self._joined = False
+        self._next_join = now + FAILED_AGAIN_S
+
+    def beat_soon(self) -> None:
+        """The lease is due now."""
+        self._next_beat = 0.0
+
+    def _connect(self) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        socket.set(zmq.RCVHWM, 0)  # what is on its way is bounded by the credit
+        socket.set(zmq.IPV6, 1 if "[" in self._endpoint else 0)
+        socket.connect(self._endpoint)
+        return socket
+
+    def _lost(self, why: str, now: float) -> None:
+        """Begin again on a new connection."""
+        log.warning("the store above %s; joining again", why)
+        self._joined = False
+        self._coordinator.changes += 1
+        self._forget(f"the store above {why}", now)
+        old, self.socket = self.socket, self._connect()
+        self._moved(old, self.socket)
+        old.close(linger=0)
+        self._join(now)
+
+    def _forget(self, why: str, now: float) -> None:
+        """End what the store above began, unless it may be committed there."""
+        self._next = None
+        relayed = self.relayed
+        if relayed is not None and not self.in_doubt and self._coordinator.session is relayed.session:
+            relayed.told = True
+            self._coordinator.abort(PushRefused("aborted", why, retryable=True), now)
+
+    def _join(self, now: float) -> None:
+        self._next_join = now + JOIN_AGAIN_S
+        live = self._coordinator.history.live
+        layout = self._coordinator.layout.digest
+        self.send(wire.Join(self._store, self._name, layout, version_of(live), self._config.token or ""))
+
+    def _beat(self, now: float) -> None:
+        self._next_beat = now + self._config.relay_lease_s / BEATS
+        self._seq += 1
+        self._sent = {seq: at for seq, at in self._sent.items() if at > now - self._config.relay_lease_s}
+        self._sent[self._seq] = now
+        self.send(wire.Beat(self._seq))
+
+    def _handle(self, message: wire.FromAbove, now: float) -> None:
+        relayed = self.relayed
+        match message:
+            case wire.Joined():
+                self._welcomed(message, now)
+            case wire.NotJoined():
+                self._turned_away(message, now)
+            case wire.Lease():
+                self._leased(message)
+            case wire.Stage():
+                self._forget("the store above has begun another session", now)
+                self._next = message
+            case wire.Rollback():
+                self._rollback(message, now)
+            case wire.Prepare() | wire.Flip() if relayed is None or relayed.id != message.session:
+                self.send(wire.no(message, "the session is not known here"))
+            case wire.Claims() | wire.Seal() | wire.Prepare() | wire.Flip() | wire.Finalize() if relayed:
+                if relayed.id == message.session:
+                    relayed.take(message, now)
+            case _:
+                pass
+
+    def _welcomed(self, message: wire.Joined, now: float) -> None:
+        self._joined, self.refusal, self._heard = True, "", now
+        self._coordinator.changes += 1
+        round_ = self._coordinator.round
+        if self.in_doubt and round_ is not None and self.relayed is not None:
+            if message.live == version_of(round_.live):
+                self.relayed.decide(now)
+            else:
+                self.relayed.told = True
+                self._coordinator.abort(PushRefused("aborted", "the store above did not commit it"), now)
+        self._beat(now)
+
+    def _turned_away(self, message: wire.NotJoined, now: float) -> None:
+        self._joined = False
+        self._coordinator.changes += 1
+        self._forget(message.message, now)
+        if message.refused:
+            self.refusal = message.message
+            log.error("the store above refuses us: %s", message.message)
+        self._next_join = now + (REFUSED_AGAIN_S if message.refused else 0.0)
+
+    def _leased(self, message: wire.Lease) -> None:
+        at = self._sent.pop(message.seq, None)
+        if at is None or message.seq < self._no_lease_before:
+            return
+        if message.lease_s <= 0:
+            self.fence()
+        else:
+            self._until = at + message.lease_s
+            self._arena.lease(int(self._until * 1e9))
+
+    def _rollback(self, message: wire.Rollback, now: float) -> None:
+        if message.fence:
+            self.fence()
+        if self._next is not None and self._next.session == message.session:
+            self._next = None
+        relayed = self.relayed
+        session = self._coordinator.session
+        if relayed is not None and relayed.id == message.session and session is not None and session is relayed.session:
+            relayed.told = relayed.rolled_back = True
+            self._coordinator.abort(PushRefused("aborted", message.reason), now)
+        else:
+            self.over(message.session)
+
+    def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
+        """A finalize or rollback is carried out."""
+        fenced = self.closed and not self._below.links
+        self.send(wire.Over(session, fenced, stall_ms or {}))
+
+    def _begin(self, stage: wire.Stage, now: float) -> None:
+        history = self._coordinator.history
+        named = Version(stage.run_id, stage.version, stage.digest)
+        if stage.catch_up and version_of(history.live) == named:
+            self.send(wire.Holds(named))
+            self.beat_soon()
+            return
+        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config)
+        self.relayed.start(now)
+
+    def _vote(self, relayed: Relayed, phase: Phase, now: float) -> None:
+        round_ = self._coordinator.round
+        assert round_ is not None
+        if phase is Phase.READY and relayed.voted == "":
+            relayed.voted = "prepare"
+            self.send(wire.Vote(relayed.id, "prepare", stores=round_.stores, replicas=round_.replicas))
+        elif phase is Phase.RECORD and round_.gated and relayed.voted == "prepare":
+            relayed.voted = "flip"
+            self._doubt_since = now
+            try:
+                self._coordinator.history.may_go_live(round_.live)
+            except OSError as error:
+                self._coordinator.abort(PushRefused("io", f"the flip could not be written down: {error}"), now)
+                return
+            self.send(wire.Vote(relayed.id, "flip", stores=round_.stores, replicas=round_.replicas))
+
+    def _chunk(self, socket: "zmq.Socket[bytes]", chunk: wire.Chunk, now: float) -> None:
+        relayed = self.relayed
+        buffers = relayed.destinations(chunk, now) if relayed and relayed.id == chunk.session else None
+        for buffer in buffers or ():
+            if not socket.get(zmq.RCVMORE) or socket.recv_into(buffer) != len(buffer):
+                buffers = None
+                break
+        if socket.get(zmq.RCVMORE):
+            _drain(socket)
+            buffers = None
+        if relayed is not None and buffers is not None:
+            relayed.received(chunk, now)
+
+
+def version_of(live: Live | None) -> Version | None:
+    """What is called so on every store."""
+    return Version(live.run_id, live.version, live.digest) if live else None
+
+
+def _drain(socket: "zmq.Socket[bytes]") -> None:
+    while socket.get(zmq.RCVMORE):
+        socket.recv(copy=False)
