@@ -1,6 +1,7 @@
 """A real store and real CUDA tensors; skipped where there is no torch or no device."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(small_model.CONFIG))
     save_file(small_model.weights(0), model / "model.safetensors")
-    store = Store(tmp_path / "run", model, tmp_path / "arena", dtype=dtype, tp=tp, lease_s=10.0)
-    store.status()  # answers once it is up
-    yield store
-    store.close()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as arena:  # the driver pins no pages of a disk's file system
+        store = Store(tmp_path / "run", model, Path(arena), dtype=dtype, tp=tp, lease_s=10.0)
+        store.status()  # answers once it is up
+        yield store
+        store.close()
 
 
 @pytest.fixture
