@@ -297,10 +297,12 @@ class ProcessRig(Rig):
         ]
 
     def end(self):
-        if all(rank.poll() is None for rank in self.ranks):
+        whole = all(rank.poll() is None for rank in self.ranks)
+        if whole:
             self.api.send(Drain("stop", 0.0))
         try:
-            return all(rank.wait(10) is not None for rank in self.ranks)
+            statuses = [rank.wait(10) for rank in self.ranks]
+            return not whole or statuses == [0] * len(statuses)
         except subprocess.TimeoutExpired:
             return False
         finally:

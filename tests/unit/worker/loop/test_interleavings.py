@@ -34,6 +34,9 @@ class Interleavings(RuleBasedStateMachine):
         self.calls.append(self.rig.api.start(kind, *args, **kwargs))
 
     @rule(length=st.integers(1, 30), tokens=st.sampled_from([1, 30, 200]), stream=st.booleans())
+    def ask(self, length, tokens, stream):
+        self.generate(length, tokens, stream)
+
     def generate(self, length, tokens, stream):
         name = f"r{len(self.prompts)}"
         self.prompts[name] = tuple(range(1, 1 + length))
@@ -96,6 +99,7 @@ class Interleavings(RuleBasedStateMachine):
         second=BETWEEN,
     )
     def push(self, policy, end, first, second):
+        self.generate(3, 200, True)
         self.version += 1
         live = self.rig.store.write(self.version, 1 - self.live.slot)
         session = f"s{self.version}"
