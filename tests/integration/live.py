@@ -33,7 +33,7 @@ class LiveService:
         self.run_dir = self.scratch / "run"
         self.log = self.scratch / "log"
         self.url = self.push_endpoint = ""
-        self.ready_s = 0.0
+        self.ready_s = self.ready_wait_s = 0.0
         self._seen: set[int] = set()
         self._command = [
             *(str(Path(sys.executable).with_name("paddle-rollout")), "serve", str(model)),
@@ -55,7 +55,7 @@ class LiveService:
                 self.push_endpoint = (self.run_dir / "push_endpoint").read_text().strip()
                 if httpx.get(f"{self.url}/ready", timeout=2.0).is_success:
                     self.ready_s = time.monotonic() - started
-                    self.processes()
+                    self.ready_wait_s = max(map(_waited_s, self.processes()))
                     return self
             time.sleep(0.02)
         raise AssertionError(f"not ready after {READY_S} s:\n{self.tail()}")
@@ -153,3 +153,8 @@ class LiveService:
         except OSError:
             return False
         return str(self.run_dir) in command or self.name in command
+
+
+def _waited_s(pid: int) -> float:
+    """How long a process was ready to run while others ran."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9

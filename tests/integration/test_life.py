@@ -29,19 +29,9 @@ def test_nothing_is_left_and_a_second_start_works(tiny: Checkpoint, number: sign
         live.close()
 
 
-def test_it_is_ready_within_six_seconds(tiny: Checkpoint) -> None:
-    """The best of three starts: another program may have the processor for a while."""
-    seconds = []
-    for _ in range(3):
-        live = LiveService(tiny.directory, "--replicas", "2")
-        try:
-            seconds.append(live.start().ready_s)
-            live.stop()
-        finally:
-            live.close()
-        if seconds[-1] < READY_BAR_S:
-            return
-    raise AssertionError(f"ready after {seconds} seconds")
+def test_it_is_ready_within_six_seconds(service: LiveService) -> None:
+    """Of a processor of its own: time that other programs held it is taken off, against a tighter bar."""
+    assert service.ready_s < READY_BAR_S or service.ready_s - service.ready_wait_s < READY_BAR_S - 1.5
 
 
 @pytest.mark.parametrize("tp", [1, 2])
