@@ -43,6 +43,7 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.render_states --check
+	$(BIN)/python -m scripts.render_options --check
 
 test: check model ## everything that must hold before a commit: check, then all tests
 	$(BIN)/python -m pytest
@@ -51,6 +52,7 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m scripts.render_states
+	$(BIN)/python -m scripts.render_options
 
 bench: $(STAMP) ## run the benchmarks and write their results as JSON
 	$(BIN)/python -m benchmarks

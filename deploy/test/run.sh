@@ -49,7 +49,7 @@ wheels() {
     printf '%s\n' 'hatchling==1.27.0' 'matplotlib>=3.10,<4' >>"$scratch/requirements.txt"
     cmp -s "$scratch/requirements.txt" "$cache/wheels/requirements.txt" && return
     rm -rf "$cache/wheels"
-    "$python" -m pip download --quiet --only-binary :all: --retries 10 \
+    "$python" -m pip download -qq --only-binary :all: --retries 10 \
         -d "$cache/wheels" -r "$scratch/requirements.txt"
     cp "$scratch/requirements.txt" "$cache/wheels/"
 }

@@ -63,7 +63,17 @@ class Stack:
 
     def compose(self, *args: str, timeout_s: float = 60.0) -> str:
         """Its output; a failure fails the test with it."""
-        done = run("docker-compose", *FILES, "--profile", "cpu", "--profile", "observability", *args, timeout_s=timeout_s, env=self.env)
+        done = run(
+            "docker-compose",
+            *FILES,
+            "--profile",
+            "cpu",
+            "--profile",
+            "observability",
+            *args,
+            timeout_s=timeout_s,
+            env=self.env,
+        )
         assert done.returncode == 0, f"compose {' '.join(args)}\n{done.stdout[-4000:]}"
         return done.stdout
 
