@@ -8,11 +8,13 @@ GAUGES: Mapping[str, str] = {
     "held_requests": "requests that wait in the API for a replica that may take them",
     "open_requests": "requests held or running",
     "paused": "1 while the fleet is paused by somebody",
+    "pause_age_seconds": "how long the pause in force has lasted; 0 = none",
     "cleared": "1 while parameters or KV are released",
     "version_skew": "newest minus oldest version among the replicas and the store",
     "replica_state": "1 for the state the replica is in",
     "replica_ready": "1 while the replica serves the live version",
     "weight_version": "weight version the replica serves",
+    "rank_up": "1 while the rank's process lives and its replica is heard of",
     "rank_rss_bytes": "resident memory of a rank",
     "rank_private_bytes": "resident memory of a rank without what it shares",
     "running_sequences": "sequences in the batch of a replica",
@@ -30,6 +32,22 @@ COUNTERS: Mapping[str, str] = {
     "tokens": "tokens by what became of them: prompt, generation, wasted",
     "finished_sequences": "sequences by finish reason",
 }
+REPLICA_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "requests": ("replica_requests", "requests that a replica took on"),
+    "preempted": ("preempted_sequences", "sequences that lost their KV blocks to others and start over"),
+    "recomputed": ("recomputed_sequences", "sequences whose KV was computed again after an update or a cleared cache"),
+    "prefix_hits": ("prefix_hit_tokens", "prompt tokens found in the prefix cache"),
+    "prefix_queries": ("prefix_lookup_tokens", "prompt tokens looked up in the prefix cache"),
+    "steps": ("steps", "engine steps"),
+    "discarded_steps": ("discarded_steps", "engine steps whose result was thrown away"),
+    "fenced_steps": ("fenced_steps", "engine steps discarded because the weights below had been given away"),
+    "engine_errors": ("engine_errors", "engine steps that failed"),
+    "orphaned": ("orphaned_requests", "requests ended because the API that asked is gone"),
+    "aborted_by_drain": ("drained_requests", "requests cut off by a drain's deadline"),
+    "bad_messages": ("replica_bad_messages", "messages that a replica could not read"),
+    "leases_expired": ("replica_pause_leases_expired", "pauses that a replica ended because nobody renewed them"),
+}
+"""Counter in `Stats` -> public name, help. Exported from the first word of a replica on, so that rates have a start."""
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "step_s": ("step_seconds", "one engine step"),
     "stall_s": ("stall_seconds", "how long a replica stood still for a weight update"),

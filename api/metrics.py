@@ -4,7 +4,8 @@ Every name is in the tables of metric_names.py; a metric of a replica carries it
 replica begin anew when it restarts, which Prometheus expects.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,7 +14,8 @@ from prometheus_client.registry import Collector
 
 from api import store_metrics, vllm_metrics
 from api.histogram import SECONDS, VERSIONS, Histogram
-from api.metric_names import COUNTERS, GAUGES, HISTOGRAMS, counter
+from api.metric_names import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_COUNTERS, counter
+from api.recent import Recent
 from api.replica import Replica
 from api.replicas import Fleet
 from api.weights import Weights
@@ -26,14 +28,16 @@ STATES = ("unreachable", "starting", "serving", "paused", "cleared", "stopped", 
 class Metrics(Collector):
     """Observes the fleet and the store, and writes the page."""
 
-    def __init__(self, fleet: Fleet, weights: Weights, *, model: str, aliases: bool) -> None:
+    def __init__(self, fleet: Fleet, weights: Weights, *, model: str, tp: int, aliases: bool) -> None:
         self._fleet = fleet
         self._weights = weights
         self._model = model
+        self._tp = tp
         self._aliases = aliases
         self.samples: dict[str, dict[int, Histogram]] = {name: {} for name in HISTOGRAMS}
         self.store = store_metrics.StoreSamples()
         self.requests: dict[tuple[str, int], int] = {}
+        self.recent = Recent()
         fleet.on_stats = self._heard
         weights.on_status = self._status
         self._registry = CollectorRegistry()
@@ -63,13 +67,13 @@ class Metrics(Collector):
 
     def _heard(self, replica: Replica, stats: Stats) -> None:
         for name, by_replica in self.samples.items():
-            found = stats.histograms.get(name)
-            if found:
-                bounds = VERSIONS if name == "staleness" else SECONDS
-                by_replica.setdefault(replica.index, Histogram(bounds)).observe(found)
+            bounds = VERSIONS if name == "staleness" else SECONDS
+            by_replica.setdefault(replica.index, Histogram(bounds)).observe(stats.histograms.get(name, ()))
+        self.recent.heard(replica.index, stats)
 
     def _status(self, status: Status) -> None:
         self.store.observe(status)
+        self.recent.store_said(status)
 
     def _of_fleet(self) -> Iterator[Metric]:
         fleet = self._fleet
@@ -77,8 +81,9 @@ class Metrics(Collector):
             "held_requests": len(fleet.held),
             "open_requests": len(fleet.flights),
             "paused": float(fleet.paused is not None),
+            "pause_age_seconds": max(0.0, time.time() - fleet.paused.since) if fleet.paused else 0.0,
             "cleared": float(bool(fleet.cleared)),
-            "version_skew": _skew(fleet),
+            "version_skew": skew(fleet),
         }.items():
             yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
         yield counter("retried_requests", COUNTERS["retried_requests"], [((), fleet.retried)])
@@ -90,21 +95,31 @@ class Metrics(Collector):
     def _of_replicas(self) -> Iterator[Metric]:
         replicas = self._fleet.replicas
         state = GaugeMetricFamily("rollout_replica_state", GAUGES["replica_state"], labels=("replica", "state"))
-        ranks = GaugeMetricFamily("rollout_rank_rss_bytes", GAUGES["rank_rss_bytes"], labels=("replica", "rank"))
-        private = GaugeMetricFamily(
-            "rollout_rank_private_bytes", GAUGES["rank_private_bytes"], labels=("replica", "rank")
-        )
         for r in replicas:
             for one in STATES:
                 state.add_metric((str(r.index), one), float(r.state == one))
-            for rank, memory in enumerate(r.stats.ranks if r.stats else []):
-                ranks.add_metric((str(r.index), str(rank)), memory.get("rss_bytes", 0))
-                private.add_metric((str(r.index), str(rank)), memory.get("private_bytes", 0))
-        yield from (state, ranks, private)
+        yield state
+        yield from self._of_ranks(replicas)
         yield from self._replica_gauges(replicas)
         lost = [((str(r.index),), r.lost) for r in replicas]
         yield counter("replica_lost", COUNTERS["replica_lost"], lost, labels=("replica",))
         yield from self._replica_counters(replicas)
+
+    def _of_ranks(self, replicas: list[Replica]) -> Iterator[Metric]:
+        up, rss, private = (
+            GaugeMetricFamily(f"rollout_{name}", GAUGES[name], labels=("replica", "rank"))
+            for name in ("rank_up", "rank_rss_bytes", "rank_private_bytes")
+        )
+        for r in replicas:
+            said = r.stats.ranks if r.stats else []
+            for rank in range(self._tp):
+                memory = said[rank] if rank < len(said) else {}
+                labels = str(r.index), str(rank)
+                up.add_metric(labels, float(alive(memory)))
+                if memory:
+                    rss.add_metric(labels, memory.get("rss_bytes", 0))
+                    private.add_metric(labels, memory.get("private_bytes", 0))
+        yield from (up, rss, private)
 
     def _replica_gauges(self, replicas: list[Replica]) -> Iterator[Metric]:
         live = self._fleet.live
@@ -128,7 +143,8 @@ class Metrics(Collector):
         tokens, finished = [], []
         plain: dict[str, list[tuple[tuple[str, ...], float]]] = {}
         for r in replicas:
-            for name, value in (r.stats.counters if r.stats else {}).items():
+            said = dict.fromkeys(REPLICA_COUNTERS, 0.0) | r.stats.counters if r.stats else {}
+            for name, value in said.items():
                 index = str(r.index)
                 if name.endswith("_tokens"):
                     tokens.append(((index, name.removesuffix("_tokens")), value))
@@ -139,7 +155,8 @@ class Metrics(Collector):
         yield counter("tokens", COUNTERS["tokens"], tokens, labels=("replica", "outcome"))
         yield counter("finished_sequences", COUNTERS["finished_sequences"], finished, labels=("replica", "reason"))
         for name, values in plain.items():
-            yield counter(f"worker_{name}", f"{name.replace('_', ' ')}, of a replica", values, labels=("replica",))
+            unknown = f"worker_{name}", f"{name.replace('_', ' ')}, of a replica"
+            yield counter(*REPLICA_COUNTERS.get(name, unknown), values, labels=("replica",))
 
     def _histograms(self) -> Iterator[Metric]:
         for name, by_replica in self.samples.items():
@@ -150,7 +167,13 @@ class Metrics(Collector):
             yield family
 
 
-def _skew(fleet: Fleet) -> float:
+def alive(memory: Mapping[str, Any]) -> bool:
+    """Whether a rank lives, by what its replica says of its memory: a process that is gone has none."""
+    return memory.get("rss_bytes", 0) > 0
+
+
+def skew(fleet: Fleet) -> float:
+    """Newest minus oldest version among the replicas and the store."""
     versions = [r.version for r in fleet.replicas if r.version is not None]
     if fleet.live is not None:
         versions.append(fleet.live.version)

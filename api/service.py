@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -43,7 +44,7 @@ class Service:
         self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
-        self.metrics = Metrics(self.fleet, self.weights, model=model.name, aliases=config.vllm_metrics)
+        self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
 
     @property
     def push_endpoint(self) -> str:
@@ -57,9 +58,12 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Links up, deadlines kept, for the time of the context."""
         tasks = [asyncio.create_task(self.fleet.run()), asyncio.create_task(self.weights.link.run())]
+        log = logging.getLogger("api")
+        log.addHandler(self.metrics.recent.warnings)
         try:
             yield
         finally:
+            log.removeHandler(self.metrics.recent.warnings)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

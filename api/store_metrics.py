@@ -2,22 +2,27 @@
 
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from api.histogram import SECONDS, Histogram
 from api.metric_names import counter
 from api.weights import Weights
+from rollout_client.protocol import ErrorCode
 from weight_manager.messages import Status
 from weight_manager.metrics import COUNTERS
+
+PHASES = ("stage", "seal", "prepare", "commit")
 
 
 class StoreSamples:
     """What pushes took, and failures by reason, gathered from each new status."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, Histogram] = {}
-        self.failures: dict[str, int] = {}
+        # All there can be from the start: an alert on the increase of a counter misses one that begins with 1.
+        self.phases: dict[str, Histogram] = {phase: Histogram(SECONDS) for phase in PHASES}
+        self.failures: dict[str, int] = dict.fromkeys(get_args(ErrorCode), 0)
         self._seen_epoch: int | None = None
         self._seen_error: float | None = None
         self._first = True

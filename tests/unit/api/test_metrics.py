@@ -40,6 +40,11 @@ async def test_a_scrape_says_what_the_fleet_and_the_store_are_doing(client, repl
     assert seen["rollout_store_commits_total", ()] == 1
     assert seen["rollout_step_seconds_count", (("replica", "0"),)] == 2
     assert seen["rollout_rank_rss_bytes", (("rank", "0"), ("replica", "0"))] == 1000
+    assert seen["rollout_rank_up", (("rank", "0"), ("replica", "0"))] == 1
+    assert seen["rollout_pause_age_seconds", ()] > 0
+    assert seen["rollout_steps_total", (("replica", "0"),)] == 2
+    assert seen["rollout_preempted_sequences_total", (("replica", "0"),)] == 0
+    assert seen["rollout_push_failures_total", (("reason", "deadline"),)] == 0
     assert seen["rollout_tokens_total", (("outcome", "generation"), ("replica", "0"))] == 5
     assert seen["rollout_http_requests_total", (("route", "/v1/rollout/generate"), ("status", "200"))] == 1
     assert seen["rollout_http_requests_total", (("route", "/v1/rollout/generate"), ("status", "400"))] == 1
@@ -60,6 +65,7 @@ async def test_a_dead_replica_leaves_no_numbers_behind(client, replicas, until, 
     seen = await scrape(client)
     assert seen["rollout_replica_lost_total", (("replica", "0"),)] == 1
     assert seen["rollout_replica_state", (("replica", "0"), ("state", "unreachable"))] == 1
+    assert seen["rollout_rank_up", (("rank", "0"), ("replica", "0"))] == 0
     assert ("rollout_running_sequences", (("replica", "0"),)) not in seen
 
 
@@ -79,12 +85,13 @@ def test_pushes_and_failures_are_counted_once_each_and_not_those_before_us():
     samples = StoreSamples()
     old = {"epoch": 1, "seconds": {"stage": 1.0}}
     samples.observe(status(last_push=old, last_error={"time": 1.0, "code": "io"}))
-    assert (samples.phases, samples.failures) == ({}, {})
+    assert not any(h.sum for h in samples.phases.values())
+    assert not any(samples.failures.values())
     new = status(
         last_push={"epoch": 2, "seconds": {"stage": 0.2, "commit": 0.1}},
         last_error={"time": 2.0, "code": "shape_mismatch"},
     )
     samples.observe(new)
     samples.observe(new)
-    assert {phase: h.sum for phase, h in samples.phases.items()} == {"stage": 0.2, "commit": 0.1}
-    assert samples.failures == {"shape_mismatch": 1}
+    assert {phase: h.sum for phase, h in samples.phases.items() if h.sum} == {"stage": 0.2, "commit": 0.1}
+    assert {reason: count for reason, count in samples.failures.items() if count} == {"shape_mismatch": 1}
