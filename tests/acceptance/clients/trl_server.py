@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer in server mode with our client subclass, at several temperatures in one process.
 
-Arguments: url endpoint model out steps sync temperature... ; sync: on, or off = the mutation in which weights are never pushed.
+Arguments: url endpoint model out steps sync temperature... ; sync off = the mutation that never pushes.
 """
 
 import json
