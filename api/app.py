@@ -18,6 +18,7 @@ from api.routes import (
     sglang_control,
     sglang_generate,
     tokens,
+    ui,
     vllm,
 )
 from api.service import Service
@@ -35,6 +36,7 @@ ROUTERS = (
     fastdeploy.router,
     fastdeploy.v1,
     health.router,
+    ui.router,
 )
 
 

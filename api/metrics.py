@@ -169,7 +169,7 @@ class Metrics(Collector):
 
 def alive(memory: Mapping[str, Any]) -> bool:
     """Whether a rank lives, by what its replica says of its memory: a process that is gone has none."""
-    return memory.get("rss_bytes", 0) > 0
+    return bool(memory.get("rss_bytes"))
 
 
 def skew(fleet: Fleet) -> float:
