@@ -18,7 +18,7 @@ spec.loader.exec_module(helpers)
 
 rank, size, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 dist.init_parallel_env()
-group = dist.new_group(list(range(size)), backend="gloo")
+group = dist.get_group(0)  # the world: a second gloo group on the same store may never connect
 gaps = {}
 for name in names:
     expected = load_file(helpers.MODELS / name / "expected.safetensors")
