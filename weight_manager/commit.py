@@ -116,6 +116,10 @@ class Round:
             times += self._fencing.values()
         return min(times)
 
+    def patience(self, voter: Voter, now: float) -> float:
+        """Seconds that are left to a voter for its answer."""
+        return max(0.0, (self._soft if voter in self.may_miss else self._hard) - now)
+
     def start(self, now: float) -> None:
         """Ask everybody to prepare."""
         prepare = Prepare(self.session, self.live, self.in_flight, self.limits.prepare)
@@ -206,9 +210,6 @@ class Round:
         """Act on a passed deadline."""
         if self.phase in (Phase.RECORD, Phase.DONE) or now < self.deadline:
             return
-        if self.phase is Phase.READY:
-            self.fail(PushRefused("deadline", "the store above did not go on with the commit in time"), now)
-            return
         for store in [s for s, until in self._fencing.items() if now >= until]:
             del self._fencing[store]
         silent = sorted(self._waiting, key=str)
@@ -218,7 +219,7 @@ class Round:
         elif self.phase is Phase.ROLLBACK:
             self._drop(silent)
             self._advance(now)
-        elif now >= self._hard or any(v in self.may_miss for v in silent):
+        elif silent:
             self._late(silent, now)
         else:
             self._advance(now)
@@ -281,7 +282,7 @@ class Round:
         if self.phase is Phase.PREPARE and self.stores < self.needed:
             self.fail(PushRefused("refused", f"{self.stores} stores take part, {self.needed} must"), now)
         elif self.phase is Phase.PREPARE and self.gated:
-            self.phase, self._hard = Phase.READY, now + self.limits.prepare
+            self.phase, self._hard = Phase.READY, float("inf")  # upstream.py gives up on a store above that is silent
         elif self.phase is Phase.PREPARE:
             self._flip(now, self.limits.flip)
             self._advance(now)

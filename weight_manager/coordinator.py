@@ -223,7 +223,7 @@ class Coordinator:
             if isinstance(voter, int):
                 self._fleet.send(voter, message)
             else:
-                self.below.tell(voter, message, max(round_.deadline - now, 0.0), fence=voter in round_.behind)
+                self.below.tell(voter, message, round_.patience(voter, now), fence=voter in round_.behind)
         lost, round_.lost = round_.lost, []
         for voter in lost:
             drop = self._fleet.drop if isinstance(voter, int) else self.below.drop

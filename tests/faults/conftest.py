@@ -175,3 +175,36 @@ def served(store, served_by, push, weights, digest_of):
             assert store.serving() == self.replica.served() == (2, digest_of(weights(2)))
 
     return Served()
+
+
+@pytest.fixture
+def trainer_of():
+    """Begins a push word by word, sends all but the last copies, and gives a function that does the rest."""
+    from rollout_client import protocol as wire
+    from tests.faults.relay_fleet import TOKEN
+
+    trainers = []
+
+    def start(fleet, tensors, version, *, held_back):
+        t = Trainer(next(iter(fleet.hosts.values())).store.endpoint, "run", TOKEN)
+        trainers.append(t)
+        placement = t.begin(tensors, version, transport="zmq")
+        count = len(placement.copies)
+
+        def send(numbers):
+            for number in numbers:
+                raw, digest = t.chunks(number)
+                t.say(wire.Chunk(placement.session, number, 0, [len(raw)]), raw)
+                t.say(wire.Written(placement.session, [(number, digest)]))
+
+        def finish():
+            send(range(count - held_back, count))
+            assert isinstance(t.ask(wire.Seal(placement.session)), wire.Sealed)
+            return t.ask(wire.Commit(placement.session))
+
+        send(range(count - held_back))
+        return t, finish
+
+    yield start
+    for t in trainers:
+        t.close()

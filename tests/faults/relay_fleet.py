@@ -1,7 +1,13 @@
 """Stores of several hosts, as processes on loopback: each with a run directory, an arena and ports of its own."""
 
+import contextlib
+import json
 import os
 import signal
+import socket
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,8 @@ from tests.faults.replica import Replica
 from tests.faults.small_model import Weights, digest_of
 from tests.faults.store_process import Store
 from tests.faults.waiting import until
+from weight_manager import messages
+from weight_manager.arena import ArenaReader
 
 LEASE_S = 1.5
 TOKEN = "a token of the whole fleet"
@@ -19,7 +27,13 @@ class Host:
     """A store and one scripted replica, which serves only what its lease allows."""
 
     def __init__(
-        self, directory: Path, model: Path, above: "Host | None", *, replica: bool = True, **config: Any
+        self,
+        directory: Path,
+        model: Path,
+        above: "Host | None",
+        *,
+        replica: type[Replica] | None = Replica,
+        **config: Any,
     ) -> None:
         directory.mkdir()
         part: dict[str, Any] = {
@@ -29,11 +43,12 @@ class Host:
             "relay_patience_s": 1.0,
             "push_endpoint": "tcp://127.0.0.1:*",
             "rollback_s": 0.5,
+            "lease_s": 10.0,
         }
         if above is not None:
             part["upstream"] = above.relay_endpoint
         self.store = Store(directory / "run", model, directory / "arena", **(part | config))
-        self.replica = Replica(self.store) if replica else None
+        self.replica = replica(self.store) if replica else None
         bound = self.store.run_dir / "relay_endpoint"
         until(lambda: bound.exists() and bound.read_text().endswith("\n"), 10)
 
@@ -67,6 +82,19 @@ class Host:
         assert self.replica is None or self.replica.served() == served
         return served
 
+    def may_serve(self) -> bool:
+        """What a rank goes by, also when the store is stopped or dead."""
+        (path,) = self.store.arena_dir.glob("*.arena")
+        with ArenaReader(path) as reader:
+            return not reader.expired()
+
+    def restart(self) -> None:
+        """After `kill`, as the supervisor would, on the same ports."""
+        config = json.loads(self.store.config_file.read_text())
+        config["store"] |= {"relay_endpoint": self.relay_endpoint, "push_endpoint": self.store.endpoint}
+        self.store.config_file.write_text(json.dumps(config))
+        self.store.start()
+
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
@@ -87,6 +115,7 @@ class RelayFleet:
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory, self.model = directory, model
         self.hosts: dict[str, Host] = {}
+        self._pool = ThreadPoolExecutor(2)
 
     def add(self, name: str, above: str | None = None, **config: Any) -> Host:
         host = Host(self.directory / name, self.model, self.hosts[above] if above else None, **config)
@@ -112,11 +141,71 @@ class RelayFleet:
         with WeightPublisher(head.store.endpoint, run_id="run", **options) as publisher:
             return publisher.push(tensors, version, timeout_s=timeout_s, **fields)
 
-    def all_serve(self, version: int, tensors: Weights) -> None:
+    def start_push(self, tensors: Weights, version: int, **fields: Any) -> "Future[Any]":
+        """In a thread."""
+        return self._pool.submit(self.push, tensors, version, **fields)
+
+    def serve(self, version: int, tensors: Weights, *names: str, seconds: float = 2.0) -> None:
+        """These hosts (all) serve this version and are ready, within a time."""
         expected = version, digest_of(tensors)
-        for name, host in self.hosts.items():
+        for name in names or self.hosts:
+            host = self.hosts[name]
+            until(lambda host=host: host.ready() and host.store.status().live.version == version, seconds)
             assert host.serving() == expected, name
 
     def close(self) -> None:
         for host in reversed(self.hosts.values()):
             host.close()
+        self._pool.shutdown()
+
+
+class Gated(Replica):
+    """Answers to `Flip` only once `gate` is open."""
+
+    def __init__(self, *args: Any, **plan: str) -> None:
+        self.gate = threading.Event()
+        super().__init__(*args, **plan)
+
+    def _answer(self, message: Any, what: str) -> Any:
+        if isinstance(message, messages.Flip):
+            self.gate.wait(15)
+        return super()._answer(message, what)
+
+
+class Proxy:
+    """A network between a store and the one above: `rate` bytes a second, nothing at all while `cut`."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.removeprefix("tcp://").split(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.rate, self.cut = 1 << 40, False
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for s in self._sockets:
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+            s.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for a, b in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(a, b), daemon=True).start()
+
+    def _forward(self, a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(16 << 10):
+                while self.cut:
+                    time.sleep(0.02)
+                time.sleep(len(data) / self.rate)
+                b.sendall(data)
+        for s in (a, b):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)

@@ -156,7 +156,7 @@ class Downstreams:
         if self.router is None:
             return
         self._digests = live.epoch, self._digests[1]
-        self._session = self._stream = None
+        self._session, self._stream, self._patience = None, None, float("inf")
         for link in list(self.links.values()):
             link.part, link.fenced = None, False
             if link.name in round_.voters:
@@ -167,7 +167,7 @@ class Downstreams:
         """Nothing came of it."""
         if session is not self._session:
             return
-        self._session = self._stream = None
+        self._session, self._stream, self._patience = None, None, float("inf")
         for link in list(self.links.values()):
             part, link.part, link.fenced = link.part, None, False
             if part is not None:
@@ -364,7 +364,8 @@ class Downstreams:
             link.part = None
         elif part.required:
             text = f"store {link.name}: {message.message}"
-            self.coordinator.abort(PushRefused(message.code, text, message.tensors, rank=link.name), now)
+            refusal = PushRefused(message.code, text, message.tensors, rank=link.name, retryable=message.retryable)
+            self.coordinator.abort(refusal, now)
         else:
             self.coordinator.staged_below(now)
 

@@ -160,6 +160,7 @@ class Failed(Message, tag="failed", frozen=True):
     code: ErrorCode
     message: str
     tensors: list[str] = []
+    retryable: bool = False
 
 
 class Prepare(Message, tag="prepare", frozen=True):

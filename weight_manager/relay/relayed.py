@@ -66,7 +66,7 @@ class Relayed:
         try:
             session = self._coordinator.begin(intent, self, now, reuse=held)
         except PushRefused as refusal:
-            self._voice.send(wire.Failed(self.id, refusal.code, refusal.message))
+            self._failed(refusal)
             return
         self.session = session
         session.gated, session.catch_up, session.quorum = not stage.catch_up, stage.catch_up, stage.quorum
@@ -159,12 +159,12 @@ class Relayed:
         elif self.told:
             pass
         elif session.catch_up:
-            self._voice.send(wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors))
+            self._failed(refusal)
             self._voice.failed_to_catch_up(time.monotonic())
         elif self._asked:
             self._voice.send(wire.no(self._asked, refusal.message, refusal.rank, refusal.tensors))
         else:
-            self._voice.send(wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors))
+            self._failed(refusal)
 
     def _held(self) -> Live | None:
         """A slot that holds these bytes, unless it has been given away since. Its digest is checked again."""
@@ -181,6 +181,10 @@ class Relayed:
             self._coordinator.abort(refusal, now)
             return
         self._coordinator.checker.check(session, checks)
+
+    def _failed(self, refusal: PushRefused) -> None:
+        failed = wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors, refusal.retryable)
+        self._voice.send(failed)
 
     def _credit(self) -> None:
         self._credited = self._received + self._config.relay_window
