@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from rollout_client.errors import StoreUnavailable, from_wire
+from rollout_client.curve import Handshakes, TrainerKeys
+from rollout_client.errors import StoreUnavailable, Unauthorized, from_wire
 from rollout_client.protocol import MAX_HEADER_BYTES, Error, Message, Reply, decode_reply, encode
 
 R = TypeVar("R", bound=Message)
@@ -22,9 +23,11 @@ SILENCE_MS = 10000
 class Channel:
     """Requests and their answers. After `StoreUnavailable` call `reset`: a late answer then finds nobody."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: TrainerKeys | None = None) -> None:
         """Nothing is connected before the first message. Raises ValueError for an endpoint ZMQ cannot parse."""
         self.endpoint = endpoint
+        self._keys = keys
+        self._handshakes: Handshakes | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = self._open()
@@ -35,15 +38,32 @@ class Channel:
     def send(self, message: Message, payload: Sequence[Any] = (), *, timeout_s: float) -> None:
         """Queue a message; payload buffers are not copied and must stay as they are until the session is over."""
         if not self.ready(timeout_s):
-            raise StoreUnavailable(f"no store took a {type(message).__name__} at {self.endpoint} in {timeout_s:.1f} s")
+            hint = ", and a handshake failed: is it this store's key?" if self._failed_handshake else ""
+            what = type(message).__name__
+            raise StoreUnavailable(f"no store took a {what} at {self.endpoint} in {timeout_s:.1f} s{hint}")
         more = zmq.SNDMORE if payload else 0
         self._socket.send(encode(message), zmq.DONTWAIT | more)
         for i, buffer in enumerate(payload, 1):
             self._socket.send(buffer, zmq.DONTWAIT | (zmq.SNDMORE if i < len(payload) else 0), copy=False)
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message can be queued; waits up to timeout_s for it."""
-        return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLOUT))
+        """Whether a message can be queued; waits up to timeout_s for it. Raises Unauthorized if the key is refused."""
+        if self._handshakes is None:
+            return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLOUT))
+        poller, end = zmq.Poller(), time.monotonic() + timeout_s
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._handshakes.monitor, zmq.POLLIN)
+        while self._socket not in dict(poller.poll(max(int((end - time.monotonic()) * 1000), 0))):
+            self._handshakes.hear()
+            if self._handshakes.refused:
+                raise Unauthorized("unauthorized", f"the store at {self.endpoint} does not know this trainer's key")
+            if time.monotonic() >= end:
+                return False
+        return True
+
+    @property
+    def _failed_handshake(self) -> bool:
+        return self._handshakes is not None and self._handshakes.failed
 
     def receive(self, timeout_s: float) -> Reply | None:
         """The next answer, or None when there is none in time. Answers that cannot be read are dropped."""
@@ -77,12 +97,12 @@ class Channel:
 
     def reset(self) -> None:
         """Forget everything that was queued or is still to come."""
-        self._socket.close()
+        self._shut()
         self._socket = self._open()
 
     def close(self) -> None:
         """Close at once; what is queued is lost. Idempotent."""
-        self._socket.close()
+        self._shut()
         self._context.term()
 
     def __enter__(self) -> "Channel":
@@ -93,6 +113,12 @@ class Channel:
     ) -> None:
         self.close()
 
+    def _shut(self) -> None:
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._handshakes = None
+        self._socket.close()
+
     def _open(self) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
@@ -102,9 +128,13 @@ class Channel:
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         socket.set(zmq.IPV6, 1 if "[" in self.endpoint else 0)
+        if self._keys is not None:
+            self._handshakes = self._keys.lock(socket)
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
+            if self._handshakes is not None:
+                self._handshakes.close()
             socket.close()
             raise ValueError(f"{self.endpoint!r} is no endpoint, expected something like tcp://host:5600") from error
         return socket

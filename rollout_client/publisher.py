@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
 
 import msgspec
 
 from rollout_client.channel import Channel
+from rollout_client.curve import TrainerKeys
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
@@ -73,6 +75,7 @@ class WeightPublisher:
         *,
         run_id: str,
         token: str = "",
+        keys: str | Path | TrainerKeys | None = None,
         transport: Literal["auto", "shm", "zmq"] = "auto",
         connect_timeout_s: float = 30.0,
         busy_timeout_s: float = 30.0,
@@ -80,6 +83,7 @@ class WeightPublisher:
     ) -> None:
         """run_id: names this training run; versions rise strictly within it.
 
+        keys: a trainer's key file, for a store that has `curve_keys`; see `paddle-rollout keys`.
         transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise.
         connect_timeout_s: how long a push waits for a store that is not there yet.
         busy_timeout_s: how long a push waits for another one to end; a trainer that died frees it with its lease.
@@ -95,7 +99,7 @@ class WeightPublisher:
         self._connect_timeout_s = connect_timeout_s
         self._busy_timeout_s = busy_timeout_s
         self._show = progress
-        self._channel = Channel(endpoint)
+        self._channel = Channel(endpoint, TrainerKeys.read(keys) if isinstance(keys, str | Path) else keys)
         self._shm: ShmTransport | None = None
         self._lock = threading.Lock()
 

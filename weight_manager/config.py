@@ -63,7 +63,11 @@ class StoreConfig(BaseModel):
     """Where trainers connect (ZMQ). Port * picks a free one; run_dir/push_endpoint tells which."""
 
     token: str | None = Field(None, min_length=16, repr=False)
-    """Shared secret of trainers; required for any endpoint that other hosts can reach."""
+    """Shared secret of trainers; it or curve_keys is required for any endpoint that other hosts can reach."""
+
+    curve_keys: Path | None = None
+    """The store's key file (`paddle-rollout keys` makes it): trainers need a key that it names, and pushes are
+    encrypted. Stores that relay to each other do not use it; they need a token."""
 
     relay_endpoint: str | None = None
     """Where stores of other hosts join this one, e.g. tcp://0.0.0.0:5601; run_dir/relay_endpoint tells what was bound.
@@ -142,10 +146,10 @@ class StoreConfig(BaseModel):
 
     @model_validator(mode="after")
     def _closed_to_strangers(self) -> Self:
-        if self.token is None and not is_loopback(self.push_endpoint):
+        if self.token is None and self.curve_keys is None and not is_loopback(self.push_endpoint):
             raise ValueError(
                 f"push_endpoint {self.push_endpoint} can be reached from other hosts: set a token of at least 16 "
-                "characters (the trainers pass the same one), or bind to tcp://127.0.0.1:PORT"
+                "characters (the trainers pass the same one), or curve_keys, or bind to tcp://127.0.0.1:PORT"
             )
         if self.token is None and self.relay_endpoint is not None and not is_loopback(self.relay_endpoint):
             raise ValueError(

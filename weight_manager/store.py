@@ -22,6 +22,7 @@ from weight_manager.checking import Checker
 from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
+from weight_manager.curve import Gate, StoreKeys
 from weight_manager.errors import CheckpointError, PushRefused, StartError
 from weight_manager.families import manifest_for
 from weight_manager.first_weights import FirstWeights, open_arena
@@ -77,6 +78,7 @@ class Store:
         self._poller = zmq.Poller()
         self._watched: dict[int, Callable[[], object]] = {}
         self._routers: list[Router] = []
+        self._gate: Gate | None = None
         try:
             self._open()
         except BaseException:
@@ -87,7 +89,11 @@ class Store:
     def _open(self) -> None:
         config, counters = self._config, self._counters
         cap = 2 * max(MAX_HEADER_BYTES, config.max_frame)
-        self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG)
+        keys = _keys(config)
+        if keys is not None:
+            self._gate = Gate(self._context, keys, counters)
+            self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys)
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
         (config.run_dir / "push_endpoint").write_text(self._push.endpoint + "\n")
         slots = Slots(self._arena)
@@ -137,9 +143,9 @@ class Store:
         self._signalled, self.wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.watch(self._signalled, lambda: os.read(self._signalled, 512))
 
-    def _bind(self, endpoint: str, max_message: int, backlog: int) -> Router:
+    def _bind(self, endpoint: str, max_message: int, backlog: int, keys: StoreKeys | None = None) -> Router:
         try:
-            router = Router(self._context, endpoint, max_message, backlog)
+            router = Router(self._context, endpoint, max_message, backlog, keys)
         except zmq.ZMQError as error:
             raise StartError(f"cannot listen on {endpoint}: {error.strerror}") from error
         self._routers.append(router)
@@ -185,6 +191,8 @@ class Store:
 
     def _receive(self) -> None:
         ready = dict(self._poller.poll(self._patience(time.monotonic())))
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.answer()
         if self._internal.socket in ready:
             receive_internal(self._internal, self._from_inside, self._malformed, self._counters)
         if self._push.socket in ready:
@@ -283,6 +291,8 @@ class Store:
             self._snapshots.finish(self._history.live)
         for router in self._routers:
             router.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         self._arena.close(unlink=not keep_arena)
         self._lock.close()
@@ -294,6 +304,13 @@ def _layout(config: StoreConfig) -> Layout:
         return make_layout(manifest_for(read_config(config.model), config.dtype), config.tp)
     except (ValueError, CheckpointError) as error:
         raise StartError(f"{config.model} cannot be served with tp {config.tp}: {error}") from error
+
+
+def _keys(config: StoreConfig) -> StoreKeys | None:
+    try:
+        return None if config.curve_keys is None else StoreKeys.read(config.curve_keys)
+    except (OSError, ValueError) as error:
+        raise StartError(f"curve_keys: {error}") from error
 
 
 def _lock_run_dir(run_dir: Path) -> BinaryIO:

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from rollout_client.protocol import MAX_HEADER_BYTES, Chunk, ErrorCode, Request, decode_request
+from weight_manager.curve import StoreKeys
 from weight_manager.errors import IllegalTransition
 from weight_manager.messages import FromApi, FromReplica, decode_incoming
 from weight_manager.metrics import Counters
@@ -49,14 +50,24 @@ class Router:
     """A bound ROUTER. Only the loop's thread touches it."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, max_message: int, backlog: int
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        max_message: int,
+        backlog: int,
+        keys: StoreKeys | None = None,
     ) -> None:
-        """backlog: messages or frames queued per peer. A frame over max_message makes ZMQ drop the connection."""
+        """backlog: messages or frames queued per peer. A frame over max_message makes ZMQ drop the connection.
+
+        keys: only those who hold one of them may connect, and everything is encrypted.
+        """
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         self.socket.set(zmq.MAXMSGSIZE, max_message)
         self.socket.set(zmq.RCVHWM, backlog)
         self.socket.set(zmq.LINGER, 500)
+        if keys is not None:
+            keys.lock(self.socket)
         if endpoint.startswith("tcp://"):
             self.socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
         try:

@@ -84,12 +84,24 @@ def push(
         Literal["keep", "recompute", "abort", "wait"], typer.Option(help="What becomes of running requests.")
     ] = "keep",
     token_file: TokenFile = None,
+    keys: Annotated[Path | None, typer.Option(help="The trainer's key file, if the store has keys.")] = None,
     name: Name = "default",
 ) -> None:
     """Make a checkpoint live on every replica, while they generate. All or nothing."""
     from api.cli import push_command as command  # noqa: PLC0415
 
-    raise typer.Exit(command.run(directory, version, endpoint, run_id, in_flight, token_file, name))
+    raise typer.Exit(command.run(directory, version, endpoint, run_id, in_flight, token_file, keys, name))
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(help="Where the files go.")],
+    trainer: Annotated[str, typer.Option(help="Its name; each further trainer needs another.")] = "trainer",
+) -> None:
+    """Make the key pairs of a store and a trainer: encrypted pushes, from known trainers only."""
+    from api.cli import keys_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.run(directory, trainer))
 
 
 @app.command()

@@ -26,6 +26,7 @@ def run(
     run_id: str | None,
     in_flight: InFlight,
     token_file: Path | None,
+    keys: Path | None,
     name: str,
 ) -> int:
     """Push; returns the exit status."""
@@ -35,7 +36,8 @@ def run(
         except CheckpointError as error:
             raise ValueError(error.message) from None
         try:
-            report = _push(dict(_tensors(files)), version, endpoint or _endpoint(name), run_id, in_flight, token_file)
+            where = endpoint or _endpoint(name)
+            report = _push(dict(_tensors(files)), version, where, run_id, in_flight, token_file, keys)
         finally:
             for file in files:
                 file.close()
@@ -53,14 +55,15 @@ def _push(
     run_id: str | None,
     in_flight: InFlight,
     token_file: Path | None,
+    keys: Path | None,
 ) -> PushReport:
     """Versions go on from the live one, in its run, unless told otherwise."""
     token = read_token(token_file) or os.environ.get("PADDLE_ROLLOUT_PUSH_TOKEN", "")
     fresh_run = f"cli-{time.time():.0f}"
-    with WeightPublisher(endpoint, run_id=fresh_run, token=token) as publisher:
+    with WeightPublisher(endpoint, run_id=fresh_run, token=token, keys=keys) as publisher:
         live = publisher.connect()
     target = 1 if live.live_version is None else live.live_version + 1
-    with WeightPublisher(endpoint, run_id=run_id or live.live_run or fresh_run, token=token) as publisher:
+    with WeightPublisher(endpoint, run_id=run_id or live.live_run or fresh_run, token=token, keys=keys) as publisher:
         return publisher.push(tensors, target if version is None else version, in_flight=in_flight)
 
 

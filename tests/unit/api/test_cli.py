@@ -157,3 +157,18 @@ def test_status_shows_a_table(run, served):
 
 def test_pause_says_what_it_did(run, served):
     assert run("pause", "--mode", "keep").stdout == "paused (keep, resumes in 9 s), 2 requests held\n"
+
+
+def test_keys_writes_both_files_and_says_what_to_do(run, tmp_path):
+    done = run("keys", str(tmp_path / "k"))
+    assert done.exit_code == 0
+    assert "store.curve_keys=" in done.stdout
+    assert {path.name for path in (tmp_path / "k").iterdir()} == {"store.key", "trainer.key"}
+    assert run("keys", str(tmp_path / "k")).exit_code == 2
+
+
+def test_a_store_with_keys_may_be_reached_from_elsewhere(model_dir, run_dir, tmp_path):
+    config = configure(
+        model_dir, f"store.curve_keys={tmp_path / 'store.key'}", run_dir=run_dir, push_endpoint="tcp://0.0.0.0:5600"
+    )
+    assert config.store.curve_keys == tmp_path / "store.key"
