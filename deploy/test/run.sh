@@ -14,10 +14,16 @@ scratch=$(mktemp -d "${TMPDIR:-/tmp}/pr-image.XXXXXX")
 inner=
 
 clean() {
+    trap "" INT TERM
     # Ends every process of the namespaces with it.
     if [ -n "$inner" ] && kill -KILL "$inner" 2>/dev/null; then wait "$inner" || true; fi
-    find /sys/fs/cgroup -depth -type d -path "*/$cgroup*" -exec rmdir {} + 2>/dev/null || true
     rm -rf --one-file-system "$scratch"
+    # A cgroup can be removed once its last process is gone, which a kill does not wait for.
+    for _ in $(seq 50); do
+        find /sys/fs/cgroup -depth -type d -path "*/$cgroup*" -exec rmdir {} + 2>/dev/null || true
+        [ -n "$(find /sys/fs/cgroup -maxdepth 2 -name "$cgroup" -print -quit)" ] || return 0
+        sleep 0.2
+    done
 }
 trap clean EXIT
 trap 'exit 130' INT TERM
