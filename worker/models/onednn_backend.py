@@ -1,5 +1,6 @@
 """A decoder on the oneDNN and MKL of Paddle's wheel: float32 exactly, or bfloat16 matrices read as they lie."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,17 +8,21 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_manager.manifest import Dtype
-from worker.cpu import mkl, onednn
+from worker.cpu import mkl, native, onednn
 from worker.engine.base import Float32, ForwardBatch
 from worker.models import collectives
 from worker.models.decoder import hidden
-from worker.models.onednn_attention import BlockedAttention, KvBlocks
+from worker.models.kv_blocks import KvBlocks
+from worker.models.mkl_attention import BlockedAttention
+from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
 from worker.models.onednn_program import Buffers, Program, Rows
 from worker.models.onednn_weights import BoundWeights
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
 from worker.models.spec import DecoderSpec
+
+log = logging.getLogger(__name__)
 
 _HEAD_ROWS = 64
 """Rows of logits computed at a time: with a vocabulary of 150000 they are 38 MB."""
@@ -54,13 +59,22 @@ class OneDnnBackend:
         self._dnn = onednn.load()
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
         self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
-        self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
+        self._attention, self._kv_dtype = self._chosen_attention()
         self._buffers = Buffers(padded(max_tokens))
         self._head_buffers = Buffers(_HEAD_ROWS)
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
         self._programs: dict[int, tuple[Program, Rows]] = {}
         self._heads: dict[int, tuple[Program, Rows, Float32]] = {}
+
+    def _chosen_attention(self) -> tuple[NativeAttention | BlockedAttention, npt.DTypeLike]:
+        """The kernel, and the dtype it keeps keys and values in."""
+        shape = self._shard.heads, self._shard.kv_heads, self._spec.head_dim
+        try:
+            return NativeAttention(native.load(), *shape), self._weights.matrix_dtype
+        except (OSError, ValueError) as error:
+            log.warning("attention without the compiled kernel, at about half its speed: %s", error)
+            return BlockedAttention(self._dnn, mkl.load(), *shape), np.float32
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Addresses, and float32 copies of vectors. No matrix is copied."""
@@ -73,7 +87,8 @@ class OneDnnBackend:
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
         if self._kv is None:
-            self._kv = KvBlocks(self._spec.layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim)
+            sizes = self._spec.layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
+            self._kv = KvBlocks(*sizes, self._kv_dtype)
 
     def release_kv(self) -> int:
         """Bytes freed."""
@@ -88,7 +103,7 @@ class OneDnnBackend:
         program.embedded()[:tokens] = self._looked_up(batch.token_ids)
         program.set_rotary(self._cos[batch.positions].T, self._sin[batch.positions].T)
         self._experts.tokens = tokens
-        self._kv.begin(batch)
+        self._kv.copy(batch.block_copies)
         self._attention.begin(batch, self._kv, program.qkv_rows(), program.attention_out())
         program.run()
         return self._logits(x, batch.logits_rows)
@@ -124,12 +139,13 @@ class OneDnnBackend:
         return self._heads[columns]
 
     def _logits(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32 | None:
-        pieces = [self._piece(x, rows[i : i + _HEAD_ROWS]) for i in range(0, len(rows), _HEAD_ROWS)]
-        if self._shard.rank:
-            return None
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.zeros((0, self._spec.vocab_size), np.float32)
+        if len(rows) <= _HEAD_ROWS:
+            logits = self._piece(x, rows) if len(rows) else np.empty((0, self._spec.vocab_size), np.float32)
+        else:
+            logits = np.empty((len(rows), self._spec.vocab_size), np.float32)
+            for start in range(0, len(rows), _HEAD_ROWS):
+                logits[start : start + _HEAD_ROWS] = self._piece(x, rows[start : start + _HEAD_ROWS])
+        return logits if self._shard.rank == 0 else None
 
     def _piece(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32:
         columns = padded(len(rows))

@@ -1,7 +1,7 @@
 """Tiny checkpoints on disk, engines over them, and a hand that feeds an engine ragged steps."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views, region_views
 from worker.config import WorkerConfig
+from worker.cpu import native
+from worker.engine import paddle_engine
 from worker.engine.base import ForwardBatch
 from worker.engine.paddle_engine import PaddleEngine
 
@@ -106,6 +108,28 @@ def _int32(values: Any) -> np.ndarray:
 @pytest.fixture
 def checkpoint() -> Callable[..., Checkpoint]:
     return lambda name, **kw: Checkpoint(MODELS / name, **kw)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Parametrise indirectly with: native (oneDNN and the compiled attention), mkl (no compiler), paddle."""
+
+    def refuse() -> Path:
+        raise OSError("the test says so")
+
+    if request.param == "paddle":
+        monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+    if request.param == "mkl":
+        monkeypatch.setattr(native, "compiled", refuse)
+        native.load.cache_clear()
+    if request.param == "native":
+        try:
+            native.load()
+        except OSError as error:
+            pytest.skip(f"no compiled kernel here: {error}")
+    yield request.param
+    if request.param == "mkl":
+        native.load.cache_clear()
 
 
 @pytest.fixture

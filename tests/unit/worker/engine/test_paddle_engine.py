@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from worker.engine import paddle_engine
-
 MODELS = Path(__file__).parents[3] / "fixtures" / "models"
+BACKENDS = ["native", "mkl", "paddle"]
 FAMILIES = sorted(path.name for path in MODELS.iterdir())
 
 
-@pytest.fixture(autouse=True, params=["onednn", "paddle"])
-def backend(request, monkeypatch):
-    """Everything holds for both ways to compute."""
-    if request.param == "paddle":
-        monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
-    return request.param
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", BACKENDS, indirect=True)]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU without Paddle's kernels: KV blocks are read where they lie.
+"""Paged attention by MKL and oneDNN, for machines without a C compiler: KV blocks are read where they lie.
 
 A step's queries are cut into tiles. In a tile every *unit* is a small matrix of queries that read one KV
 head: for a decoding sequence the query heads of one group, for a prefill chunk one head's rows. Per layer:
@@ -8,6 +8,8 @@ Addresses are worked out once a step and moved from layer to layer by adding a c
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ import numpy.typing as npt
 from worker.cpu.mkl import Addresses, Mkl, Product
 from worker.cpu.onednn import ADD, OneDnn
 from worker.engine.base import Float32, ForwardBatch
+from worker.models.kv_blocks import KvBlocks
 
 Int64 = npt.NDArray[np.int64]
 _HIDDEN = np.float32(-1e30)
@@ -26,43 +29,20 @@ _TILE_SCORES = 16 << 20
 
 @dataclass(frozen=True)
 class _Tile:
-    """n units of m query rows each, over contexts of at most `width` blocks.
+    """n units of m query rows each, over one context each.
 
     A unit's rows are the `m` heads of one token from (row, head) on, or with a mask one head of `m` tokens.
-    rows, heads: [n], of the first. sequences: [n]. limit: [n] columns that are written; those beyond stay
-    hidden. mask: [m, columns] added to every unit's scores, or None.
+    rows, heads: [n], of the first. sequences: [n]. limit: [n] cells read. columns: of the scores; those beyond
+    a unit's limit stay hidden. mask: [m, columns] added to every unit's scores, or None.
     """
 
     m: int
     rows: Int64
     heads: Int64
     sequences: Int64
-    width: int
     limit: Int64
+    columns: int
     mask: Float32 | None
-
-
-class KvBlocks:
-    """Keys and values of one rank: float32 [layers, num_blocks, kv_heads, block_size, head_dim] each."""
-
-    def __init__(self, layers: int, num_blocks: int, kv_heads: int, block_size: int, dim: int) -> None:
-        shape = (layers, num_blocks, kv_heads, block_size, dim)
-        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self.block_size = block_size
-
-    def begin(self, batch: ForwardBatch) -> None:
-        """Copy shared blocks; clear the blocks this step begins.
-
-        Cells not yet written get weight 0, and 0 * NaN is NaN: a request that overflowed must not reach the
-        next one that is given its blocks.
-        """
-        block, offset = np.divmod(batch.slots, self.block_size)
-        begun = block[offset == 0]
-        for cache in (self.keys, self.values):
-            if len(batch.block_copies):
-                cache[:, batch.block_copies[:, 1]] = cache[:, batch.block_copies[:, 0]]
-            if len(begun):
-                cache[:, begun] = 0
 
 
 class BlockedAttention:
@@ -118,65 +98,64 @@ class BlockedAttention:
 
     def _decode_tile(self, batch: ForwardBatch, sequences: Int64, starts: Int64, width: int) -> _Tile:
         per_kv = self._heads // self._kv_heads
-        heads = np.tile(np.arange(self._kv_heads), len(sequences))
+        heads = np.tile(np.arange(0, self._heads, per_kv), len(sequences))
         sequences = np.repeat(sequences, self._kv_heads)
         limit = batch.context_lens[sequences].astype(np.int64)
-        return _Tile(per_kv, starts[sequences], heads * per_kv, sequences, width, limit, None)
+        return _Tile(per_kv, starts[sequences], heads, sequences, limit, width * self._kv.block_size, None)
 
     def _chunk_tile(self, batch: ForwardBatch, sequence: int, first: int, end: int) -> _Tile:
-        width = int(batch.positions[end - 1]) // self._kv.block_size + 1
-        columns = np.arange(width * self._kv.block_size)
-        mask = np.where(columns <= batch.positions[first:end, None], np.float32(0), _HIDDEN).astype(np.float32)
+        # Exactly as many columns as there are cells: these scores share their memory with other tiles'.
+        columns = int(batch.positions[end - 1]) + 1
+        visible = np.arange(columns) <= batch.positions[first:end, None]
         return _Tile(
             m=end - first,
             rows=np.full(self._heads, first),
             heads=np.arange(self._heads),
             sequences=np.full(self._heads, sequence),
-            width=width,
-            limit=np.full(self._heads, len(columns)),
-            mask=mask,
+            limit=np.full(self._heads, columns),
+            columns=columns,
+            mask=np.where(visible, np.float32(0), _HIDDEN),
         )
 
     def _calls(self, batch: ForwardBatch, tile: _Tile, q: Float32, out: Float32) -> Iterator[Callable[[], object]]:
-        dim, size, count = self._dim, self._kv.block_size, len(tile.rows)
-        columns = tile.width * size
+        dim, size, columns, count = self._dim, self._kv.block_size, tile.columns, len(tile.rows)
         shape = (count * tile.m, columns)
         # A chunk's scores are written whole in every layer; hidden columns of decoding rows only here.
         scores = self._scratched(0, shape) if tile.mask is not None else np.full(shape, _HIDDEN)
         weights = self._scratched(1, shape)
-        # One product per unit and block, ordered by block column.
-        column, unit = (a.reshape(-1) for a in np.meshgrid(np.arange(tile.width), np.arange(count), indexing="ij"))
-        wide = np.minimum(tile.limit[unit] - column * size, size)
-        column, unit, wide = column[wide > 0], unit[wide > 0], wide[wide > 0]
+        # One product per unit and block, by block column, then by how much of the block is filled.
+        cells = np.minimum(tile.limit - np.arange(0, columns, size)[:, None], size).reshape(-1)
+        order = np.lexsort((cells, np.repeat(np.arange(-(-columns // size)), count)))
+        order = order[cells[order] > 0]
+        cells, (column, unit) = cells[order], np.divmod(order, count)
         blocks = batch.block_tables[tile.sequences[unit], column].astype(np.int64)
         kv_heads = tile.heads[unit] // (self._heads // self._kv_heads)
         kv_bytes = (blocks * self._kv_heads + kv_heads) * (size * dim * 4)
         score_bytes = (unit * tile.m * columns + column * size) * 4
         keys, values = self._kv.keys.ctypes.data + kv_bytes, self._kv.values.ctypes.data + kv_bytes
+        self._moved += [keys, values]
         queries, made = (
             rows.ctypes.data + tile.rows[unit] * rows.strides[0] + tile.heads[unit] * (dim * 4) for rows in (q, out)
         )
         q_stride, out_stride = (dim if tile.mask is None else rows.strides[0] // 4 for rows in (q, out))
 
-        order = np.argsort(wide, kind="stable")
-        groups = [
-            Product(int(n), tile.m, int(w), dim, q_stride, dim, columns)
-            for w, n in zip(*np.unique(wide, return_counts=True), strict=True)
-        ]
-        keys = keys[order]
-        self._moved += [keys, values]
-        found = scores.ctypes.data + score_bytes[order]
-        yield self._mkl.products(groups, queries[order], keys, found, transposed=True, alpha=dim**-0.5)
+        # Groups of equal products, each a run of the order above: (column, cells, start, end).
+        cuts = np.flatnonzero(np.diff(column * (size + 1) + cells)) + 1
+        edges = [0, *cuts.tolist(), len(cells)]
+        groups = [(int(column[s]), int(cells[s]), e - s) for s, e in pairwise(edges)]
+        found, used = scores.ctypes.data + score_bytes, weights.ctypes.data + score_bytes
+        products = [Product(n, tile.m, filled, dim, q_stride, dim, columns) for _, filled, n in groups]
+        yield self._mkl.products(products, queries, keys, found, transposed=True, alpha=dim**-0.5)
         if tile.mask is not None:
             per_unit = scores.reshape(count, tile.m, columns)
             yield self._dnn.binary(ADD, per_unit, tile.mask[None], per_unit)
         yield self._dnn.softmax(scores, weights)
-
-        used = weights.ctypes.data + score_bytes
-        ends = np.searchsorted(column, np.arange(tile.width), side="right")
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            group, part = [Product(int(end - start), tile.m, dim, size, columns, dim, out_stride)], slice(start, end)
-            yield self._mkl.products(group, used[part], values[part], made[part], accumulate=bool(start))
+        # Values column by column: each adds to what the ones before it left.
+        start = 0
+        for index, column_groups in groupby(groups, key=itemgetter(0)):
+            products = [Product(n, tile.m, dim, filled, columns, dim, out_stride) for _, filled, n in column_groups]
+            part = slice(start, start := start + sum(p.count for p in products))
+            yield self._mkl.products(products, used[part], values[part], made[part], accumulate=index > 0)
 
     def _scratched(self, which: int, shape: tuple[int, int]) -> Float32:
         """Tiles of a layer run one after the other, so they share this memory."""

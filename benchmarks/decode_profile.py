@@ -1,0 +1,154 @@
+"""Where a decode step's time goes: milliseconds by part, at 1, 16 and 64 sequences, in both dtypes.
+
+    python -m benchmarks.decode_profile [--model DIR] [--context 128] [--batch 1 16 64] [--dtype float32 bfloat16]
+
+Sequences decode in lock step from `context` tokens on. A part's time is measured around every recorded call
+of one step in a second pass, so the parts sum to a little more than the step. Step times are medians.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from worker.cpu.tuning import tune
+
+MODEL = Path("models/SmolLM2-135M-Instruct")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=["onednn", "compiler"], help="do as if it were not there"
+    )
+    args = parser.parse_args()
+    tune(args.threads, 1)
+    for dtype in args.dtype:
+        engine = loaded(args.model, dtype, args.without)
+        for count in args.batch:
+            measure(engine, dtype, count, args.context, args.steps)
+
+
+def loaded(path: Path, dtype: Any, without: list[str]) -> Any:
+    from safetensors.numpy import load_file
+
+    from weight_manager.families import manifest_for
+    from weight_manager.layout import make_layout, rank_views, region_views
+    from worker.config import WorkerConfig
+    from worker.cpu import native
+    from worker.engine import paddle_engine
+
+    if "onednn" in without:
+        paddle_engine.why_not = lambda dtype: "asked for"
+    if "compiler" in without:
+        native.compiled = refuse
+    manifest = manifest_for(json.loads((path / "config.json").read_text()), dtype)
+    layout = make_layout(manifest, 1)
+    tensors = load_file(path / "model.safetensors")
+    slot = bytearray(layout.slot_bytes)
+    for region, view in zip(layout.regions, region_views(layout, slot), strict=True):
+        flat = tensors[region.name].reshape(-1)
+        view[:] = flat if dtype == "float32" else flat.view(np.uint32) >> 16
+    config = WorkerConfig(model_dir=path, dtype=dtype, max_batch=64, max_model_len=1024)
+    engine = paddle_engine.PaddleEngine(config, manifest, None, 0)
+    engine.allocate_kv()
+    engine.bind(engine.prepare(rank_views(layout, 0, memoryview(slot).toreadonly())))
+    return engine
+
+
+def refuse() -> Path:
+    raise OSError("asked for")
+
+
+def step(engine: Any, count: int, context: int, tables: np.ndarray) -> Any:
+    from worker.engine.base import ForwardBatch
+
+    size = engine.spec.block_size
+    position = np.full(count, context - 1, np.int32)
+    return ForwardBatch(
+        token_ids=np.arange(count, dtype=np.int32) % 1000 + 7,
+        positions=position,
+        slots=(tables[:, (context - 1) // size] * size + (context - 1) % size).astype(np.int32),
+        query_lens=np.ones(count, np.int32),
+        context_lens=position + 1,
+        block_tables=tables,
+        logits_rows=np.arange(count, dtype=np.int32),
+        block_copies=np.zeros((0, 2), np.int32),
+    )
+
+
+def measure(engine: Any, dtype: str, count: int, context: int, steps: int) -> None:
+    size = engine.spec.block_size
+    blocks = np.random.default_rng(0).permutation(count * (-(-(context + steps) // size) + 1))
+    tables = blocks.reshape(count, -1).astype(np.int32)
+    times, cpu = [], []
+    for i in range(steps):
+        batch = step(engine, count, context + i, tables)
+        start, used = time.perf_counter(), time.process_time()
+        engine.forward(batch)
+        times.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - used)
+    whole = statistics.median(times[2:])
+    print(
+        f"{dtype} x {count}: {whole * 1e3:.2f} ms a step (best {min(times) * 1e3:.2f}, cpu "
+        f"{statistics.median(cpu) * 1e3:.2f}), {count / whole:.0f} tokens/s"
+    )
+    for part, seconds in parts(engine, step(engine, count, context + steps, tables)).most_common():
+        print(f"    {seconds * 1e3:8.2f} ms  {part}")
+
+
+def parts(engine: Any, batch: Any) -> Counter[str]:
+    """Best of five steps, call by call. Reaches into the backend: a benchmark may."""
+    backend = engine._backend
+    if not hasattr(backend, "_programs"):
+        return Counter()
+    from worker.models.onednn_backend import padded
+
+    spent: list[Counter[str]] = []
+    body, head = backend._programs[padded(len(batch.token_ids))][0], backend._heads[padded(len(batch.logits_rows))][0]
+    recorded = body._steps, head._steps
+    for _ in range(5):
+        counts: Counter[str] = Counter()
+        body._steps = [timed(call, name(backend, call), counts) for call in recorded[0]]
+        head._steps = [timed(call, "head " + name(backend, call), counts) for call in recorded[1]]
+        start = time.perf_counter()
+        engine.forward(batch)
+        counts["before and between: look-up, tables, indexing"] = time.perf_counter() - start - counts.total()
+        spent.append(counts)
+    body._steps, head._steps = recorded
+    return min(spent, key=Counter.total)
+
+
+def name(backend: Any, call: Any) -> str:
+    if not hasattr(call, "kept"):
+        return "attention"
+    slot = next((o for o in call.kept[3].values() if hasattr(o, "name")), None)
+    kernel = backend._dnn.implementation(call)
+    if "matmul" in kernel or "gemm" in kernel:
+        return "product " + (".".join(slot.name.split(".")[3:5]) + str(slot.shape) if slot else "mean of squares")
+    return f"element-wise {kernel}"
+
+
+def timed(call: Any, label: str, counts: Counter[str]) -> Any:
+    def run() -> object:
+        start = time.perf_counter()
+        result = call()
+        counts[label] += time.perf_counter() - start
+        return result
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+// Paged attention for a CPU: KV blocks are read where they lie, once per group of query heads.
+//
+// A job is one KV head of one tile: a few consecutive tokens of one sequence (one when decoding). Its rows are
+// the tile's tokens times the query heads of the group. Keys and values are float32 or bfloat16 (kv_narrow),
+// [num_blocks, kv_heads, block_size, head_dim]; arithmetic is float32. head_dim is a multiple of 16.
+//
+// Memory decides the speed: while a block is worked on, the next one is prefetched, across blocks, from keys
+// to values, and from one job to the next. Vectors are 16 floats; the compiler cuts them to what there is.
+
+#include <stdint.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define INLINE __attribute__((always_inline))
+#define FEW 4
+
+typedef float f32x4 __attribute__((vector_size(16), aligned(4)));
+typedef float f32x8 __attribute__((vector_size(32), aligned(4)));
+typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
+
+typedef struct {
+    // Of the model and the cache.
+    int64_t heads, kv_heads, dim, block_size, kv_narrow;
+    float scale, pad;
+    // Of the step. rows: token-major q, k, v of every token; out: token-major.
+    const float *rows;
+    float *out;
+    int64_t row_stride, out_stride;
+    const int32_t *positions, *slots;     // [tokens]
+    const int32_t *tables;                // [sequences, table_width]
+    int64_t table_width, tiles, tokens;
+    const int32_t *tile_sequence, *tile_first, *tile_tokens;  // [tiles]
+    // Of the layer.
+    void *keys, *values;
+    // Scratch of one thread: scratch_stride floats each.
+    float *scratch;
+    int64_t scratch_stride;
+    int64_t next_job, next_thread;  // counters, zero before a run
+} Step;
+
+static inline f32x16 splat(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+static inline f32x16 larger(f32x16 a, f32x16 b) {
+    i32x16 first = a > b;
+    return (f32x16)(((i32x16)a & first) | ((i32x16)b & ~first));
+}
+
+static inline float sum(f32x16 v) {
+    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+              __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[1]) + (b[2] + b[3]);
+}
+
+// e^x for x <= 0, to about 2 ulp (Cephes' polynomial).
+static inline f32x16 exp_negative(f32x16 x) {
+    x = larger(x, splat(-87.0f));
+    i32x16 n = __builtin_convertvector(x * 1.44269504f - 0.5f, i32x16);
+    f32x16 whole = __builtin_convertvector(n, f32x16);
+    f32x16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    f32x16 p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (f32x16)((n + 127) << 23);
+}
+
+static inline f32x16 load_kv(const void *base, int64_t at, int narrow) {
+    if (!narrow) return *(const f32x16 *)((const float *)base + at);
+    const uint16_t *p = (const uint16_t *)base + at;
+#ifdef __AVX512F__  // what follows the #else is the same, but gcc cuts it up
+    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u *)p)), 16);
+#else
+    return (f32x16)(__builtin_convertvector(*(const u16x16 *)p, u32x16) << 16);
+#endif
+}
+
+static inline void store_kv(void *base, int64_t at, f32x16 v, int narrow) {
+    if (!narrow) {
+        *(f32x16 *)((float *)base + at) = v;
+        return;
+    }
+    u32x16 bits = (u32x16)v;  // round to nearest, ties to even
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(u16x16 *)((uint16_t *)base + at) = __builtin_convertvector(bits, u16x16);
+}
+
+static inline void prefetch_cell(const void *base, int64_t at, int dim, int narrow) {
+    const char *p = (const char *)base + at * (narrow ? 2 : 4);
+    for (int i = 0; i < dim * (narrow ? 2 : 4); i += 64) __builtin_prefetch(p + i);
+}
+
+// Element where a block of a KV head begins.
+static inline int64_t block_at(const Step *s, int64_t sequence, int64_t column, int64_t kv_head, int dim) {
+    int64_t block = s->tables[sequence * s->table_width + column];
+    return (block * s->kv_heads + kv_head) * s->block_size * dim;
+}
+
+static inline void write_token(const Step *s, int64_t token, int64_t kv_head, int dim, int narrow) {
+    int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
+    int64_t cell = ((block * s->kv_heads + kv_head) * s->block_size + offset) * dim;
+    const float *k = s->rows + token * s->row_stride + (s->heads + kv_head) * dim, *v = k + s->kv_heads * dim;
+    for (int c = 0; c < dim; c += 16) {
+        store_kv(s->keys, cell + c, *(const f32x16 *)(k + c), narrow);
+        store_kv(s->values, cell + c, *(const f32x16 *)(v + c), narrow);
+    }
+}
+
+// Scores of `cells` cells for a few rows: one dot product each.
+static inline INLINE void score_few(const Step *s, const float *q[], const int rows, int64_t block, int64_t following,
+                                    int cells, float *scores, int64_t stride, const int dim, const int narrow) {
+    for (int t = 0; t < cells; t++) {
+        prefetch_cell(s->keys, following + t * dim, dim, narrow);
+        f32x16 a[FEW];
+        for (int r = 0; r < rows; r++) a[r] = splat(0);
+        for (int c = 0; c < dim; c += 16) {
+            f32x16 k = load_kv(s->keys, block + t * dim + c, narrow);
+            for (int r = 0; r < rows; r++) a[r] += *(const f32x16 *)(q[r] + c) * k;
+        }
+        for (int r = 0; r < rows; r++) scores[r * stride + t] = sum(a[r]) * s->scale;
+    }
+}
+
+// out += share * values of `cells` cells for a few rows, 64 elements of a head at a time.
+static inline INLINE void weigh_few(const Step *s, float *out[], const int rows, int64_t block, int64_t following,
+                                    int cells, const float *share, int64_t stride, const int dim, const int narrow) {
+    for (int c = 0; c < dim; c += 64) {
+        const int vectors = (dim - c < 64 ? dim - c : 64) / 16;
+        f32x16 a[FEW][4];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < vectors; i++) a[r][i] = *(f32x16 *)(out[r] + c + i * 16);
+        for (int t = 0; t < cells; t++) {
+            if (c == 0) prefetch_cell(s->values, following + t * dim, dim, narrow);
+            for (int i = 0; i < vectors; i++) {
+                f32x16 v = load_kv(s->values, block + t * dim + c + i * 16, narrow);
+                for (int r = 0; r < rows; r++) a[r][i] += share[r * stride + t] * v;
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < vectors; i++) *(f32x16 *)(out[r] + c + i * 16) = a[r][i];
+    }
+}
+
+// Scores for many rows: 16 cells are turned over once, then every row runs along them without a sum across lanes.
+static inline void score_many(const Step *s, const float *q[], int rows, int64_t block, int cells, float *scores,
+                              int64_t stride, float *turned, int dim, int narrow) {
+    for (int t = 0; t < cells; t += 16) {
+        int n = cells - t < 16 ? cells - t : 16;
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < dim; c += 16) {
+                f32x16 k = load_kv(s->keys, block + (t + i) * dim + c, narrow);
+                for (int lane = 0; lane < 16; lane++) turned[(c + lane) * 16 + i] = k[lane];
+            }
+        for (int r = 0; r < rows; r++) {
+            f32x16 a = splat(0), b = splat(0);
+            for (int d = 0; d < dim; d += 2) {
+                a += q[r][d] * *(const f32x16 *)(turned + d * 16);
+                b += q[r][d + 1] * *(const f32x16 *)(turned + d * 16 + 16);
+            }
+            a = (a + b) * s->scale;
+            for (int i = 0; i < n; i++) scores[r * stride + t + i] = a[i];
+        }
+    }
+}
+
+// In place; cells from `limit` to `cells` get weight 0. The row's memory goes on for 15 floats.
+static inline void softmax(float *row, int limit, int cells) {
+    f32x16 most = splat(row[0]);
+    int whole = limit / 16 * 16;
+    for (int i = 0; i < whole; i += 16) most = larger(*(f32x16 *)(row + i), most);
+    float largest = row[limit - 1];
+    for (int i = whole; i < limit; i++) largest = row[i] > largest ? row[i] : largest;
+    for (int lane = 0; lane < 16; lane++) largest = most[lane] > largest ? most[lane] : largest;
+    f32x16 total = splat(0);
+    for (int i = 0; i < cells; i += 16) {
+        f32x16 e = exp_negative(*(f32x16 *)(row + i) - largest);
+        if (i + 16 > limit)
+            for (int lane = 0; lane < 16; lane++) e[lane] = i + lane < limit ? e[lane] : 0;
+        *(f32x16 *)(row + i) = e;
+        total += e;
+    }
+    float share = 1 / sum(total);
+    for (int i = 0; i < cells; i += 16) *(f32x16 *)(row + i) *= share;
+}
+
+// The number of rows as a constant, so that their sums stay in registers.
+#define WITH_ROWS(count, call) \
+    switch (count) { \
+        case 1: { enum { R = 1 }; call; break; } \
+        case 2: { enum { R = 2 }; call; break; } \
+        case 3: { enum { R = 3 }; call; break; } \
+        default: { enum { R = 4 }; call; } \
+    }
+
+static inline INLINE void job(Step *s, int64_t index, float *scratch, const int dim, const int narrow) {
+    int64_t tile = index / s->kv_heads, kv_head = index % s->kv_heads;
+    int64_t sequence = s->tile_sequence[tile], first = s->tile_first[tile];
+    int group = s->heads / s->kv_heads, tokens = s->tile_tokens[tile], rows = tokens * group;
+    int size = s->block_size, cells = s->positions[first + tokens - 1] + 1, columns = (cells + size - 1) / size;
+    int64_t stride = columns * size + 16, next = index + 1 < s->tiles * s->kv_heads ? index + 1 : index;
+    int64_t ahead = block_at(s, s->tile_sequence[next / s->kv_heads], 0, next % s->kv_heads, dim);
+    float *turned = scratch, *scores = scratch + dim * 16;
+    const float *q[rows];
+    float *out[rows];
+    for (int r = 0; r < rows; r++) {
+        int64_t token = first + r / group, head = kv_head * group + r % group;
+        q[r] = s->rows + token * s->row_stride + head * dim;
+        out[r] = s->out + token * s->out_stride + head * dim;
+        for (int c = 0; c < dim; c += 16) *(f32x16 *)(out[r] + c) = splat(0);
+    }
+    if (tokens == 1) write_token(s, first, kv_head, dim, narrow);  // of longer tiles all were written before
+
+    for (int j = 0; j < columns; j++) {
+        int n = cells - j * size < size ? cells - j * size : size;
+        int64_t block = block_at(s, sequence, j, kv_head, dim);
+        int64_t following = j + 1 < columns ? block_at(s, sequence, j + 1, kv_head, dim) : block;
+        float *row = scores + j * size;
+        if (rows > 2 * FEW)
+            score_many(s, q, rows, block, n, row, stride, turned, dim, narrow);
+        else
+            for (int r = 0; r < rows; r += FEW)
+                WITH_ROWS(rows - r, score_few(s, q + r, R, block, following, n, row + r * stride, stride, dim, narrow))
+    }
+    for (int r = 0; r < rows; r++) softmax(scores + r * stride, s->positions[first + r / group] + 1, cells);
+    for (int j = 0; j < columns; j++) {
+        int n = cells - j * size < size ? cells - j * size : size;
+        int64_t block = block_at(s, sequence, j, kv_head, dim);
+        int64_t following = j + 1 < columns ? block_at(s, sequence, j + 1, kv_head, dim) : ahead;
+        for (int r = 0; r < rows; r += FEW)
+            WITH_ROWS(rows - r, weigh_few(s, out + r, R, block, following, n, scores + r * stride + j * size, stride,
+                                          dim, narrow))
+    }
+}
+
+static inline INLINE void jobs(Step *s, int dim, int narrow) {
+    float *scratch = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * s->scratch_stride;
+    int64_t count = s->tiles * s->kv_heads, index;
+    while ((index = __atomic_fetch_add(&s->next_job, 1, __ATOMIC_RELAXED)) < count) job(s, index, scratch, dim, narrow);
+}
+
+// Run on every thread of a team: attention of one layer.
+void attend(void *step) {
+    Step *s = step;
+    if (s->dim == 64) s->kv_narrow ? jobs(s, 64, 1) : jobs(s, 64, 0);
+    else if (s->dim == 128) s->kv_narrow ? jobs(s, 128, 1) : jobs(s, 128, 0);
+    else s->kv_narrow ? jobs(s, s->dim, 1) : jobs(s, s->dim, 0);
+}
+
+// Run on every thread of a team, before `attend` when a tile has more than one token: keys and values of all tokens.
+void write_all(void *step) {
+    Step *s = step;
+    int64_t token;
+    while ((token = __atomic_fetch_add(&s->next_job, 1, __ATOMIC_RELAXED)) < s->tokens)
+        for (int64_t head = 0; head < s->kv_heads; head++) write_token(s, token, head, s->dim, s->kv_narrow != 0);
+}
+
+// For the caller to see that it means the same structure.
+int64_t step_bytes(void) { return sizeof(Step); }

@@ -1,0 +1,25 @@
+"""The keys and values of one rank, in blocks."""
+
+import numpy as np
+import numpy.typing as npt
+
+
+class KvBlocks:
+    """Keys and values [layers, num_blocks, kv_heads, block_size, head_dim] each, float32 or bfloat16 bits.
+
+    Cells are never read before they are written: a request that overflowed must not reach the next one that
+    is given its blocks, and 0 * NaN is NaN.
+    """
+
+    def __init__(
+        self, layers: int, num_blocks: int, kv_heads: int, block_size: int, dim: int, dtype: npt.DTypeLike
+    ) -> None:
+        shape = (layers, num_blocks, kv_heads, block_size, dim)
+        self.keys, self.values = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        self.block_size = block_size
+
+    def copy(self, pairs: npt.NDArray[np.int32]) -> None:
+        """Copy whole blocks in all layers; pairs: [C, 2] (from, to)."""
+        if len(pairs):
+            for cache in (self.keys, self.values):
+                cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
