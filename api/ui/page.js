@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const PHASES = ["stage", "seal", "prepare", "commit"];
 const STALE_MS = 4000;
+const SECONDS = (s) => Math.max(60, Math.min(s.plot.tokens.length, Math.ceil(s.uptime_s))); // that a plot shows
 let token = sessionStorage.getItem("token") || "";
 let last = 0; // when the last event came, ms
 let shown = null; // the last snapshot
@@ -47,7 +48,8 @@ function lasting(seconds) {
   return seconds < 86400 ? Math.floor(seconds / 3600) + " h " + Math.floor((seconds % 3600) / 60) + " min" : Math.floor(seconds / 86400) + " d";
 }
 
-const ago = (now, time) => (now - time < 1 ? "now" : lasting(Math.floor(now - time)) + " ago");
+const ago = (now, time) => (now - time < 60 ? Math.max(0, Math.floor(now - time)) + " s ago" : lasting(now - time) + " ago");
+const roughly = (seconds) => (seconds < 60 ? Math.round(seconds) + " s" : seconds < 3600 ? Math.round(seconds / 60) + " min" : Math.round(seconds / 3600) + " h");
 const clock = (time) => new Date(time * 1000).toLocaleTimeString();
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const count = (n, one) => n + " " + one + (n === 1 ? "" : "s");
@@ -83,7 +85,7 @@ function tiles(s) {
   $("running-note").textContent = waiting + " waiting for room";
   text("held", number(s.held + inside), s.held + inside ? "warn" : "");
   $("held-note").textContent = s.pause
-    ? "for " + lasting(s.time - s.pause.since) + (s.pause.lease_left_s !== null ? ", " + lasting(s.pause.lease_left_s) + " left" : "")
+    ? "paused " + roughly(s.time - s.pause.since) + (s.pause.lease_left_s !== null ? ", lease " + roughly(s.pause.lease_left_s) : "")
     : "nothing is paused";
   text("rate", number(sum(recent) / recent.length));
   const share = s.wasted_tokens / Math.max(1, s.wasted_tokens + s.generation_tokens);
@@ -122,7 +124,7 @@ function versions(s) {
           "data-phase": phase, title: phase + " " + lasting(h.seconds[phase]), style: { width: (100 * h.seconds[phase]) / longest + "%" },
         }))),
         make("span", {}, parts.length ? lasting(total(h)) : "–"),
-        make("span", { class: "dim" }, stalls.length ? "stall " + Math.max(...stalls).toFixed(1) + " ms" : "–"),
+        make("span", { class: "dim" }, stalls.length ? make("span", { class: "phone" }, "stall ") : null, stalls.length ? Math.max(...stalls).toFixed(1) + " ms" : "–"),
         make("span", { class: "dim" }, ago(s.time, h.time)));
     }));
   const push = s.session;
@@ -148,7 +150,8 @@ function ceiling(value) {
   return [1, 2, 2.5, 5, 10].map((step) => step * power).find((step) => step >= value) || 1;
 }
 
-function plot(id, s, values, draw, unit) {
+function plot(id, s, all, draw, unit) {
+  const values = all.slice(-SECONDS(s)), start = s.plot.start + all.length - values.length;
   const svg = $(id), width = svg.clientWidth, height = svg.clientHeight, left = 44, bottom = height - 20, top = 8;
   const high = ceiling(Math.max(...values)), step = (width - left) / (values.length - 1);
   const x = (i) => left + i * step, y = (v) => bottom - (v / high) * (bottom - top);
@@ -156,31 +159,33 @@ function plot(id, s, values, draw, unit) {
     make("line", { class: "grid", x1: left, x2: width, y1: y(part * high), y2: y(part * high) }),
     make("text", { x: left - 8, y: y(part * high) + 4, "text-anchor": "end" }, number(part * high)),
   ]);
-  for (let minutes = 4; minutes >= 0; minutes--) {
-    parts.push(make("text", { x: x(values.length - 1 - 60 * minutes), y: height - 3, "text-anchor": minutes ? "middle" : "end" }, minutes ? `−${minutes} min` : "now"));
+  const tick = values.length > 150 ? 60 : values.length > 75 ? 30 : 15;
+  for (let back = 0; back < values.length - tick / 4; back += tick) {
+    const label = back === 0 ? "now" : tick === 60 ? `−${back / 60} min` : `−${back} s`;
+    parts.push(make("text", { x: x(values.length - 1 - back), y: height - 3, "text-anchor": back ? "middle" : "end" }, label));
   }
   for (const h of s.history) {
-    const i = h.time - s.plot.start;
+    const i = h.time - start;
     if (i >= 0 && i < values.length) parts.push(make("line", { class: "mark", x1: x(i), x2: x(i), y1: top, y2: bottom }));
   }
-  parts.push(...draw(x, y, bottom));
+  parts.push(...draw(values, x, y, bottom));
   const reading = $(id.replace("plot", "reading"));
   reading.textContent = "";
   if (hover !== null) {
     const i = Math.max(0, Math.min(values.length - 1, Math.round((hover - left) / step)));
     parts.push(make("line", { class: "hair", x1: x(i), x2: x(i), y1: top, y2: bottom }));
-    reading.textContent = `${clock(s.plot.start + i)}: ${number(values[i])} ${unit}`;
+    reading.textContent = `${clock(start + i)}: ${number(values[i])} ${unit}`;
   }
   svg.replaceChildren(...parts);
 }
 
 function plots(s) {
   const { tokens, stall_ms: stalls } = s.plot;
-  plot("tokens-plot", s, tokens, (x, y, bottom) => {
-    const line = tokens.map((v, i) => (i ? "L" : "M") + x(i).toFixed(1) + " " + y(v).toFixed(1)).join("");
-    return [make("path", { class: "area", d: `${line}L${x(tokens.length - 1)} ${bottom}L${x(0)} ${bottom}Z` }), make("path", { class: "line", d: line })];
+  plot("tokens-plot", s, tokens, (shown, x, y, bottom) => {
+    const line = shown.map((v, i) => (i ? "L" : "M") + x(i).toFixed(1) + " " + y(v).toFixed(1)).join("");
+    return [make("path", { class: "area", d: `${line}L${x(shown.length - 1)} ${bottom}L${x(0)} ${bottom}Z` }), make("path", { class: "line", d: line })];
   }, "tokens/s");
-  plot("stall-plot", s, stalls, (x, y, bottom) => stalls.flatMap((v, i) => (v > 0 ? [
+  plot("stall-plot", s, stalls, (shown, x, y, bottom) => shown.flatMap((v, i) => (v > 0 ? [
     make("line", { class: "stem", x1: x(i), x2: x(i), y1: bottom, y2: y(v) }), make("circle", { class: "dot", cx: x(i), cy: y(v), r: 2.5 }),
   ] : [])), "ms");
 }

@@ -1,0 +1,20 @@
+"""Programs of Debian's that some tests need: promtool and Chromium. tests/acceptance/tools.sh installs them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+UNPACKED = Path(__file__).parents[2] / ".venvs" / "tools" / "usr" / "bin"
+
+
+def tool(name: str) -> str:
+    """Its path. Without it the test is skipped, or fails under ACCEPTANCE=1, which `make acceptance` sets."""
+    found = shutil.which(name, path=f"{os.environ['PATH']}:{UNPACKED}")
+    if found is None:
+        missing = f"no {name} here: `make acceptance` installs it"
+        if os.environ.get("ACCEPTANCE") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return found
