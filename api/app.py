@@ -13,6 +13,7 @@ from api.routes import (
     completions,
     fastdeploy,
     health,
+    inspection,
     models,
     rollout,
     sglang_control,
@@ -26,6 +27,7 @@ from api.service import Service
 DESCRIPTION = "Rollout workers with dynamic weight sync. Control routes need the admin token when one is set."
 ROUTERS = (
     rollout.router,
+    inspection.router,
     completions.router,
     chat.router,
     models.router,

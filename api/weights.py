@@ -12,12 +12,15 @@ from rollout_client.protocol import InFlight
 from weight_manager import messages
 from weight_manager.messages import (
     AbortSession,
+    Checksums,
     CommitSession,
     GetStatus,
     Live,
     LoadDisk,
+    ReadTensor,
     Refused,
     Result,
+    RollbackWeights,
     SessionTensors,
     Status,
     ToApi,
@@ -49,6 +52,13 @@ class Weights:
     def live(self) -> Live | None:
         """What is live, as far as the store has said."""
         return self.status.live if self.status else None
+
+    @property
+    def fenced(self) -> bool:
+        """The fleet of stores may have gone on without ours: nothing here may serve."""
+        relay = self.status.relay if self.status else None
+        above = relay.get("above") if relay else None
+        return bool(above and above["fenced"])
 
     def on_up(self) -> None:
         """Ask for the state of things and for every change of it."""
@@ -113,6 +123,18 @@ class Weights:
     async def abort_session(self, reason: str) -> dict[str, Any]:
         """End the push session in progress, whoever holds it."""
         return await self._do(lambda call: AbortSession(call, reason), 30.0)
+
+    async def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> dict[str, Any]:
+        """Make the previous version live again. Raises what the store refuses it for."""
+        return await self._do(lambda call: RollbackWeights(call, in_flight, deadline_s), deadline_s + MARGIN_S)
+
+    async def checksums(self, baseline: dict[str, str]) -> dict[str, Any]:
+        """Digests of the live slot, per rank and tensor."""
+        return await self._do(lambda call: Checksums(call, baseline), 120.0)
+
+    async def tensor(self, name: str, *, offset: int, limit: int) -> dict[str, Any]:
+        """Bytes of one live tensor."""
+        return await self._do(lambda call: ReadTensor(call, name, offset, limit), 30.0)
 
     async def missing(self, names: Sequence[str]) -> list[str]:
         """Which of these tensors have not yet arrived intact in the push in progress."""

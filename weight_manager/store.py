@@ -101,8 +101,8 @@ class Store:
         checker = Checker(self._background, slots, counters)
         self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
         if config.relay_endpoint is not None:
-            self._below.router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG)
-            (config.run_dir / "relay_endpoint").write_text(self._below.router.endpoint + "\n")
+            self._below.links.router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG)
+            (config.run_dir / "relay_endpoint").write_text(self._below.links.router.endpoint + "\n")
         self._coordinator = Coordinator(
             config,
             self.layout,
@@ -125,7 +125,7 @@ class Store:
                 context=self._context,
                 moved=self._poll_instead,
             )
-            self._below.left_s = self._above.left_s
+            self._below.left_s = self._above.lease.left_s
         self._trainers = Trainers(config, self._coordinator, self._push, counters)
         self._operator = Operator(
             config,
@@ -197,8 +197,8 @@ class Store:
             receive_internal(self._internal, self._from_inside, self._malformed, self._counters)
         if self._push.socket in ready:
             receive_pushes(self._push, self._trainers, self._config.max_frame, self._counters)
-        if self._below.router is not None and self._below.router.socket in ready:
-            receive_stores(self._below.router, self._below, self._counters)
+        if self._below.links.router is not None and self._below.links.router.socket in ready:
+            receive_stores(self._below.links.router, self._below, self._counters)
         if self._above is not None and self._above.socket in ready:
             self._above.receive()
         for fd in ready:
@@ -223,13 +223,13 @@ class Store:
             self._fleet.admit_held(self._history.live, now)
         if self._coordinator.settled:
             self._fleet.drop_silent(now)
-        self._below.pump()
+        self._below.links.pump()
 
     def _relay_status(self, now: float) -> dict[str, Any] | None:
-        if self._above is None and self._below.router is None:
+        if self._above is None and self._below.links.router is None:
             return None
         above = self._above.status(now) if self._above is not None else None
-        return {"above": above, "below": self._below.status(now), "sent_bytes": self._below.sent_bytes}
+        return {"above": above, "below": self._below.status(now), "sent_bytes": self._below.links.sent_bytes}
 
     def _poll_instead(self, old: "zmq.Socket[bytes] | None", new: "zmq.Socket[bytes]") -> None:
         if old is not None:
@@ -244,7 +244,7 @@ class Store:
 
     def _from_replica(self, peer: bytes, message: FromReplica) -> None:
         now, coordinator = time.monotonic(), self._coordinator
-        live, settled = self._history.live, coordinator.settled and not (self._above and self._above.closed)
+        live, settled = self._history.live, coordinator.settled and not (self._above and self._above.lease.closed)
         coordinator.changes += not isinstance(message, Beat)
         if isinstance(message, Register):
             self._fleet.register(peer, message, live, now, settled=settled)

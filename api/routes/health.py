@@ -83,13 +83,14 @@ def describe(service: Service) -> Health:
         )
         for r in service.fleet.replicas
     ]
-    is_ready = any(r.ready for r in replicas)
+    is_ready = any(r.ready for r in replicas) and not service.weights.fenced
     return Health(
         status="ok" if is_ready else "not ready",
         ready=is_ready,
         paused=service.control.paused,
         weight_version=live_version.version if live_version else None,
         store_connected=service.weights.link.up,
+        fenced=service.weights.fenced,
         replicas=replicas,
     )
 

@@ -237,6 +237,7 @@ def _weights(service: Service) -> schema.WeightsResponse:
         last_push=status.last_push if status else None,
         history=status.history if status else [],
         store_connected=service.weights.link.up,
+        relay=status.relay if status else None,
     )
 
 

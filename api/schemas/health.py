@@ -21,6 +21,8 @@ class Health(BaseModel):
     paused: bool
     weight_version: int | None
     store_connected: bool
+    fenced: bool = False
+    """The fleet of weight stores may have gone on without this one's: it must catch up first."""
     replicas: list[ReplicaHealth]
 
 

@@ -252,6 +252,8 @@ class WeightsResponse(Strict):
     last_push: dict[str, Any] | None
     history: list[dict[str, Any]]
     store_connected: bool
+    relay: dict[str, Any] | None = None
+    """Stores above and below, for a service that shares its pushes with other hosts."""
 
 
 class MemoryRequest(Strict):

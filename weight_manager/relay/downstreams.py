@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from weight_manager import messages as inner
 from weight_manager.background import Background
@@ -19,48 +19,18 @@ from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import PushSession
 from weight_manager.relay import messages as wire
+from weight_manager.relay.commits import Commits
 from weight_manager.relay.link import Link, Part
+from weight_manager.relay.links import Links
 from weight_manager.relay.messages import RELAY_PROTOCOL, FromBelow, Version
-from weight_manager.relay.stream import Span, Stream
+from weight_manager.relay.stream import Stream
 from weight_manager.slots import Slots
 from weight_manager.staging import Check
-from weight_manager.wire import Router
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 256 << 10
-CHUNK_BYTES = 1 << 20
 SHRINK = 0.8
 """Of a deadline, for the subtree below: its stores must be heard of before we have to answer ourselves."""
-
-
-class Commits(Protocol):
-    """What is asked of the coordinator."""
-
-    session: PushSession | None
-    changes: int
-
-    @property
-    def round(self) -> Round | None:
-        """The running commit."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """What is live is not in question."""
-        ...
-
-    def abort(self, refusal: PushRefused, now: float) -> None:
-        """End the running session."""
-        ...
-
-    def drive(self, now: float) -> None:
-        """Carry out what the round wants."""
-        ...
-
-    def staged_below(self, now: float) -> None:
-        """A store below is staged, or nobody waits for it any more."""
-        ...
 
 
 class Downstreams:
@@ -75,29 +45,25 @@ class Downstreams:
         self._history = history
         self._background = background
         self.coordinator: Commits
-        self.router: Router | None = None
-        self.links: dict[str, Link] = {}
+        self.links = Links(history.saved.members, config.relay_lease_s)
         self.left_s: Callable[[float], float] = lambda now: float("inf")  # of our own lease
-        self._by_identity: dict[bytes, Link] = {}
         self._held: dict[str, tuple[bytes, wire.Join]] = {}
-        self._absent = dict.fromkeys(history.saved.members, time.monotonic() + config.relay_lease_s)
         self._session: PushSession | None = None
         self._stream: Stream | None = None
         self._quorum = config.relay_policy == "quorum"
         self._patience = float("inf")
         self._digests: tuple[int, list[int]] = (0, [])  # epoch, of every region
-        self.sent_bytes = 0
 
     # a session, as the coordinator tells it
 
     def begin(self, session: PushSession, now: float) -> None:
         """Bytes are about to arrive in its slot."""
-        if self.router is None:
+        if self.links.router is None:
             return
         self._session, self._stream = session, Stream(self._layout)
         self._patience = float("inf")
         self._quorum = session.quorum if session.intent.source == "relay" else self._config.relay_policy == "quorum"
-        for link in self.links.values():
+        for link in self.links.all():
             self._enrol(link, session)
 
     def arrived(self, session: PushSession, start: int, size: int) -> None:
@@ -118,46 +84,45 @@ class Downstreams:
         self._stream.finish(digests)
         self._digests = 0, list(digests)
         self._patience = now + self._config.relay_patience_s
-        for link in self._parts():
-            assert link.part is not None
-            link.part.digest = digest
+        for _, part in self.links.taking_part():
+            part.digest = digest
 
     def unstaged(self) -> list[str]:
         """Stores that the session still waits for."""
-        return [link.name for link in self._parts() if link.part and not (link.part.staged or link.part.out)]
+        return [link.name for link, part in self.links.taking_part() if not (part.staged or part.out)]
 
     def stores(self) -> int:
         """That are staged, this one included."""
-        return 1 + sum(k.stores for k in self._parts() if k.part and k.part.staged and not k.part.out)
+        return 1 + sum(link.stores for link, part in self.links.taking_part() if part.staged and not part.out)
 
     def voters(self) -> dict[str, bool]:
         """Stores that vote in the commit -> whether it fails without them."""
-        return {k.name: k.part.required for k in self._parts() if k.part and k.part.staged and not k.part.out}
+        return {link.name: part.required for link, part in self.links.taking_part() if part.staged and not part.out}
 
     def outsiders(self, now: float) -> dict[str, str]:
         """Stores that do not vote but may be serving -> why they do not."""
-        out = {k.name: k.part.out for k in self._parts() if k.part and k.part.out and k.serves_until > now}
-        return out | {name: "has not joined since we started" for name, until in self._absent.items() if until > now}
+        out = {link.name: part.out for link, part in self.links.taking_part() if part.out and link.serves_until > now}
+        return out | {name: "is away" for name, until in self.links.absent.items() if until > now}
 
     def serves_until(self, name: str) -> float:
         """Until when a store may serve if it hears nothing more."""
-        link = self._named(name)
-        return link.serves_until if link else self._absent.get(name, 0.0)
+        link = self.links.named(name)
+        return link.serves_until if link else self.links.absent.get(name, 0.0)
 
     def needed(self) -> int:
         """Stores that must take part in the commit, this one included."""
         if self._session is None or self._session.intent.source == "relay" or not self._quorum:
             return 1
-        total = 1 + sum(k.stores for k in self.links.values())
+        total = 1 + sum(link.stores for link in self.links.all())
         return self._config.relay_quorum or total // 2 + 1
 
     def went_live(self, live: Live, round_: Round) -> None:
         """Recorded here: whoever voted holds it, the others have to catch up."""
-        if self.router is None:
+        if self.links.router is None:
             return
         self._digests = live.epoch, self._digests[1]
         self._session, self._stream, self._patience = None, None, float("inf")
-        for link in list(self.links.values()):
+        for link in self.links.all():
             link.part, link.fenced = None, False
             if link.name in round_.voters:
                 link.holds = _version(live)
@@ -168,35 +133,35 @@ class Downstreams:
         if session is not self._session:
             return
         self._session, self._stream, self._patience = None, None, float("inf")
-        for link in list(self.links.values()):
+        for link in self.links.all():
             part, link.part, link.fenced = link.part, None, False
             if part is not None:
-                self._send(link, wire.Rollback(part.session, refusal.message))
+                self.links.send(link, wire.Rollback(part.session, refusal.message))
             self._catch_up(link)
 
     def tell(self, name: str, message: inner.ToReplica, seconds: float, *, fence: bool) -> None:
         """What the round says to one of its voters."""
-        link = self._named(name)
+        link = self.links.named(name)
         if link is None:
             return
         match message:
             case inner.Prepare():
-                self._send(link, wire.Prepare(message.session, seconds * SHRINK))
+                self.links.send(link, wire.Prepare(message.session, seconds * SHRINK))
             case inner.Flip():
-                self._send(link, wire.Flip(message.session, seconds * SHRINK))
+                self.links.send(link, wire.Flip(message.session, seconds * SHRINK))
             case inner.Finalize():
-                self._send(link, wire.Finalize(message.session))
+                self.links.send(link, wire.Finalize(message.session))
             case inner.Rollback():
                 link.fenced = link.fenced or fence
-                self._send(link, wire.Rollback(message.session, message.reason, fence))
+                self.links.send(link, wire.Rollback(message.session, message.reason, fence))
             case _:
                 pass
 
     def drop(self, name: str, why: str) -> None:
         """A store did not answer: it must join again."""
-        link = self._named(name)
+        link = self.links.named(name)
         if link is not None:
-            self._send(link, wire.NotJoined(f"store {name} {why}; join again"))
+            self.links.send(link, wire.NotJoined(f"store {name} {why}; join again"))
             self._remove(link, why, absent=True)
 
     # what stores below say
@@ -207,14 +172,14 @@ class Downstreams:
         if isinstance(message, wire.Join):
             self._join(peer, message, now)
             return
-        link = self._by_identity.get(peer)
+        link = self.links.of_peer(peer)
         if link is None:
             self.malformed(peer, "this connection has not joined")
             return
         link.seen = now
         match message:
             case wire.Beat():
-                self._send(link, wire.Lease(message.seq, self._grant(link, now)))
+                self.links.send(link, wire.Lease(message.seq, self._grant(link, now)))
             case wire.Holds():
                 self.coordinator.changes += 1
                 link.holds, link.part = message.version, None if link.part and link.part.catch_up else link.part
@@ -254,20 +219,19 @@ class Downstreams:
 
     def malformed(self, peer: bytes, why: str) -> None:
         """Cannot be read, or from nobody we know."""
-        if self.router is not None:
-            self.router.send(peer, wire.encode(wire.NotJoined(why)))
+        self.links.answer(peer, wire.NotJoined(why))
 
     def tick(self, now: float) -> None:
         """Silence, patience, and who waited for a commit to be settled."""
-        for link in list(self.links.values()):
+        for link in self.links.all():
             if now >= link.seen + self._config.relay_lease_s:
                 self._remove(link, f"was silent for {self._config.relay_lease_s:g} s")
-        self._absent = {name: until for name, until in self._absent.items() if until > now}
+        self.links.absent = {name: until for name, until in self.links.absent.items() if until > now}
         if now >= self._patience:
             self._patience = float("inf")
-            for link in self._parts():
-                if link.part and not link.part.required and not link.part.staged and not link.part.out:
-                    link.part.out = f"was not staged {self._config.relay_patience_s:g} s after the others"
+            for _, part in self.links.taking_part():
+                if not (part.required or part.staged or part.out):
+                    part.out = f"was not staged {self._config.relay_patience_s:g} s after the others"
             self.coordinator.staged_below(now)
         if self._held and self.coordinator.settled:
             held, self._held = self._held, {}
@@ -276,28 +240,13 @@ class Downstreams:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [link.seen + self._config.relay_lease_s for link in self.links.values()]
+        times = [link.seen + self._config.relay_lease_s for link in self.links.all()]
         return min([*times, self._patience], default=None) if times else None
-
-    def pump(self) -> None:
-        """Send what is good and wanted."""
-        for link in self._parts():
-            part = link.part
-            if part is None or part.out:
-                continue
-            for entry in part.cursor.read(part.stream, part.allowed - part.cursor.sent, CHUNK_BYTES):
-                if isinstance(entry, Span):
-                    self._send_span(link, part, entry)
-                else:
-                    self._send(link, wire.Claims(part.session, [(c.region, c.digest) for c in entry]))
-            if part.digest and not part.told and part.cursor.item == len(part.stream.log):
-                part.told = True
-                self._send(link, wire.Seal(part.session, part.digest))
 
     def status(self, now: float) -> dict[str, Any]:
         """Per store, as the API shows it."""
         live = _version(self._history.live)
-        return {link.name: link.status(live, now) for link in self.links.values()}
+        return {link.name: link.status(live, now) for link in self.links.all()}
 
     def _join(self, peer: bytes, join: wire.Join, now: float) -> None:
         why = ""
@@ -309,10 +258,9 @@ class Downstreams:
             why = "another layout: model config, dtype and tp must be the same on all stores"
         if why:
             log.error("store %s cannot join: %s", join.name, why)
-            if self.router is not None:
-                self.router.send(peer, wire.encode(wire.NotJoined(why, refused=True)))
+            self.links.answer(peer, wire.NotJoined(why, refused=True))
             return
-        known = self.links.get(join.store)
+        known = self.links.of_store(join.store)
         if known is not None:
             known.seen = now
             if known.identity != peer:
@@ -323,14 +271,12 @@ class Downstreams:
             self._held[join.store] = peer, join
 
     def _welcome(self, peer: bytes, join: wire.Join, now: float) -> None:
-        known = self.links.get(join.store)
         link = Link(join.store, join.name, peer, join.holds, now)
-        link.serves_until = max(known.serves_until if known else 0.0, self._absent.pop(join.name, 0.0))
-        self.links[join.store] = self._by_identity[peer] = link
+        self.links.add(link)
         self._remember()
         log.info("store %s has joined", link.name, extra={"holds": join.holds and join.holds.version})
         live = _version(self._history.live)
-        self._send(link, wire.Joined(live, self._config.relay_lease_s))
+        self.links.send(link, wire.Joined(live, self._config.relay_lease_s))
         if self._session is not None and self._stream is not None:
             self._enrol(link, self._session)
         else:
@@ -338,12 +284,8 @@ class Downstreams:
 
     def _remove(self, link: Link, why: str, *, absent: bool = False) -> None:
         """absent: it may still be serving, until its lease runs out."""
-        self.links.pop(link.store, None)
-        self._by_identity.pop(link.identity, None)
-        if absent and link.serves_until > time.monotonic():
-            self._absent[link.name] = link.serves_until
-        else:
-            self._remember()
+        self.links.remove(link)
+        self._remember()
         log.warning("store %s %s", link.name, why)
         self.coordinator.changes += 1
         now, round_, part = time.monotonic(), self.coordinator.round, link.part
@@ -377,7 +319,7 @@ class Downstreams:
         link.part = Part(session.id, self._stream, self._slots.arena.slot(session.slot), required)
         link.part.digest = session.digest or session.local_digest
         known = session.expected or link.part.digest
-        self._send(
+        self.links.send(
             link,
             wire.Stage(
                 *(session.id, intent.run_id, intent.version, intent.in_flight, intent.client),
@@ -399,7 +341,7 @@ class Downstreams:
         slot = self._slots.arena.slot(live.slot)
         link.part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
         stage = wire.Stage(link.part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
-        self._send(link, stage)
+        self.links.send(link, stage)
 
     def _read_digests(self, live: Live) -> None:
         slot = self._slots.arena.slot(live.slot)
@@ -407,7 +349,7 @@ class Downstreams:
         def done(digests: list[int]) -> None:
             if self._history.live == live:
                 self._digests = live.epoch, digests
-                for link in self.links.values():
+                for link in self.links.all():
                     self._catch_up(link)
 
         def failed(error: BaseException) -> None:
@@ -424,26 +366,7 @@ class Downstreams:
         return seconds
 
     def _remember(self) -> None:
-        self._history.remember([*(link.name for link in self.links.values()), *self._absent])
-
-    def _parts(self) -> list[Link]:
-        return [link for link in self.links.values() if link.part is not None]
-
-    def _named(self, name: str) -> Link | None:
-        return next((link for link in self.links.values() if link.name == name), None)
-
-    def _send(self, link: Link, message: wire.Message) -> None:
-        if self.router is not None:
-            self.router.send(link.identity, wire.encode(message))
-
-    def _send_span(self, link: Link, part: Part, span: Span) -> None:
-        assert self.router is not None
-        start = part.stream.starts[span.region] + span.offset
-        stops = [*range(start + FRAME_BYTES, start + span.size, FRAME_BYTES), start + span.size]
-        frames = [part.slot[a:b] for a, b in zip([start, *stops[:-1]], stops, strict=True)]
-        head = wire.Chunk(part.session, span.region, span.offset, [len(f) for f in frames])
-        if self.router.send_payload(link.identity, wire.encode(head), frames):
-            self.sent_bytes += span.size
+        self._history.remember(self.links.names())
 
 
 def _version(live: Live | None) -> Version | None:

@@ -19,6 +19,7 @@ from weight_manager.errors import PushRefused
 from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams, own_name
+from weight_manager.relay.lease import Lease
 from weight_manager.relay.messages import Version
 from weight_manager.relay.relayed import Relayed
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
@@ -52,7 +53,6 @@ class Upstream:
         self._endpoint = config.upstream
         self._coordinator = coordinator
         self._below = below
-        self._arena = arena
         self._context = context
         self._moved = moved
         self._store = coordinator.history.saved.id
@@ -60,27 +60,13 @@ class Upstream:
         self._joined = False
         self._next_join = self._next_beat = self._heard = 0.0
         self._doubt_since = 0.0
-        self._sent: dict[int, float] = {}  # beat -> when
-        self._seq = 0
-        self._no_lease_before = 0  # beats older than this bring no lease
-        self._until = 0.0
+        self.lease = Lease(arena, config.relay_lease_s)
         self._was_closed = True
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
         self.refusal = ""
-        if not arena.needs_lease:
-            arena.lease(1)
         self.socket = self._connect()
         moved(None, self.socket)
-
-    @property
-    def closed(self) -> bool:
-        """Fenced: nothing may be served here."""
-        return time.monotonic() >= self._until
-
-    def left_s(self, now: float) -> float:
-        """Of our lease."""
-        return max(0.0, self._until - now)
 
     @property
     def in_doubt(self) -> bool:
@@ -93,8 +79,8 @@ class Upstream:
         return {
             "endpoint": self._endpoint,
             "joined": self._joined,
-            "fenced": self.closed,
-            "lease_s": round(self.left_s(now), 3),
+            "fenced": self.lease.closed,
+            "lease_s": round(self.lease.left_s(now), 3),
             "in_doubt": self.in_doubt,
             "refusal": self.refusal,
         }
@@ -141,7 +127,7 @@ class Upstream:
         if self.in_doubt and now >= self._doubt_since + DOUBT_S:
             self._doubt_since = now
             self._join(now)
-        closed, before = self.closed, self._was_closed
+        closed, before = self.lease.closed, self._was_closed
         if closed != before:
             self._was_closed = closed
             coordinator.changes += 1
@@ -152,14 +138,14 @@ class Upstream:
         """When `tick` has something to do."""
         times = [self._next_beat, self._heard + self._config.relay_lease_s * 0.6] if self._joined else [self._next_join]
         if not self._was_closed:
-            times.append(self._until)
+            times.append(self.lease.until)
         if self.in_doubt:
             times.append(self._doubt_since + DOUBT_S)
         return min(times)
 
     def close(self) -> None:
         """Nothing is served here from now on; tell the store above."""
-        self.fence()
+        self.lease.fence()
         if self._joined:
             self.send(wire.Leave())
         self.socket.close(linger=500)
@@ -170,12 +156,6 @@ class Upstream:
             self.socket.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:
             log.warning("the store above does not take messages")
-
-    def fence(self) -> None:
-        """Stop serving at once, whatever leases are on their way."""
-        self._until = 0.0
-        self._no_lease_before = self._seq + 1
-        self._arena.lease(1)
 
     def failed_to_catch_up(self, now: float) -> None:
         """Try again from the start, a little later."""
@@ -222,10 +202,7 @@ class Upstream:
 
     def _beat(self, now: float) -> None:
         self._next_beat = now + self._config.relay_lease_s / BEATS
-        self._seq += 1
-        self._sent = {seq: at for seq, at in self._sent.items() if at > now - self._config.relay_lease_s}
-        self._sent[self._seq] = now
-        self.send(wire.Beat(self._seq))
+        self.send(wire.Beat(self.lease.ask(now)))
 
     def _handle(self, message: wire.FromAbove, now: float) -> None:
         relayed = self.relayed
@@ -235,7 +212,7 @@ class Upstream:
             case wire.NotJoined():
                 self._turned_away(message, now)
             case wire.Lease():
-                self._leased(message)
+                self.lease.given(message.seq, message.lease_s)
             case wire.Stage():
                 self._forget("the store above has begun another session", now)
                 self._next = message
@@ -270,19 +247,9 @@ class Upstream:
             log.error("the store above refuses us: %s", message.message)
         self._next_join = now + (REFUSED_AGAIN_S if message.refused else 0.0)
 
-    def _leased(self, message: wire.Lease) -> None:
-        at = self._sent.pop(message.seq, None)
-        if at is None or message.seq < self._no_lease_before:
-            return
-        if message.lease_s <= 0:
-            self.fence()
-        else:
-            self._until = at + message.lease_s
-            self._arena.lease(int(self._until * 1e9))
-
     def _rollback(self, message: wire.Rollback, now: float) -> None:
         if message.fence:
-            self.fence()
+            self.lease.fence()
         if self._next is not None and self._next.session == message.session:
             self._next = None
         relayed = self.relayed
@@ -295,7 +262,7 @@ class Upstream:
 
     def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
         """A finalize or rollback is carried out."""
-        fenced = self.closed and not self._below.links
+        fenced = self.lease.closed and not self._below.links.all()
         self.send(wire.Over(session, fenced, stall_ms or {}))
 
     def _begin(self, stage: wire.Stage, now: float) -> None:

@@ -26,11 +26,14 @@ from api.service import Service
 from weight_manager import messages as store_messages
 from weight_manager.messages import (
     AbortSession,
+    Checksums,
     CommitSession,
     GetStatus,
     Live,
     LoadDisk,
+    ReadTensor,
     Result,
+    RollbackWeights,
     SessionTensors,
     Status,
 )
@@ -266,6 +269,7 @@ class ScriptedStore:
         self.results: dict[type, Result] = {}
         self.received: list[Any] = []
         self.session: dict[str, Any] | None = None
+        self.relay: dict[str, Any] | None = None
         self.arrived: set[str] = set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -298,6 +302,7 @@ class ScriptedStore:
             last_push={"version": self.live.version} if self.live else None,
             history=[],
             counters={"commits": 1.0},
+            relay=self.relay,
         )
 
     def _send(self, origin: bytes, message: Any) -> None:
@@ -320,6 +325,9 @@ class ScriptedStore:
                     self.session = None
                     self.commit((self.live.version if self.live else 0) + 1)
                     self._send(origin, Result(call, True, data={"version": self.live.version}))
+                case RollbackWeights() | Checksums() | ReadTensor():
+                    answer = self.results[type(message)]
+                    self._send(origin, Result(message.call, answer.ok, answer.code, answer.message, data=answer.data))
                 case LoadDisk() | AbortSession():
                     answer = self.results.get(type(message), Result("", True, data={}))
                     if answer.ok and isinstance(message, LoadDisk):

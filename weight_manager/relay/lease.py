@@ -1,0 +1,52 @@
+"""The lease that the store above gives: asked for with beats, kept where every rank looks (arena header)."""
+
+import time
+
+from weight_manager.arena import Arena
+
+
+class Lease:
+    """Fenced until the first one. Times are monotonic seconds."""
+
+    def __init__(self, arena: Arena, seconds: float) -> None:
+        """seconds: of a full lease. What the last life of this store was given still counts, for its ranks."""
+        self._arena = arena
+        self._seconds = seconds
+        self._asked: dict[int, float] = {}  # beat -> when
+        self._seq = self._void_before = 0
+        self.until = 0.0
+        if not arena.needs_lease:
+            arena.lease(1)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing may be served here."""
+        return time.monotonic() >= self.until
+
+    def left_s(self, now: float) -> float:
+        """Of what may be handed on."""
+        return max(0.0, self.until - now)
+
+    def ask(self, now: float) -> int:
+        """The next beat's number."""
+        self._seq += 1
+        self._asked = {seq: at for seq, at in self._asked.items() if at > now - self._seconds}
+        self._asked[self._seq] = now
+        return self._seq
+
+    def given(self, seq: int, seconds: float) -> None:
+        """The answer to a beat; it counts from when that was sent."""
+        at = self._asked.pop(seq, None)
+        if at is None or seq < self._void_before:
+            return
+        if seconds <= 0:
+            self.fence()
+        else:
+            self.until = at + seconds
+            self._arena.lease(int(self.until * 1e9))
+
+    def fence(self) -> None:
+        """Stop serving at once, whatever leases are on their way."""
+        self.until = 0.0
+        self._void_before = self._seq + 1
+        self._arena.lease(1)
