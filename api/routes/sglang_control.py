@@ -12,7 +12,7 @@ from api.errors import ApiError, BadInput, Forbidden, status_of
 from api.replica import Replica
 from api.replies import Json
 from api.schemas import sglang as schema
-from api.schemas.base import ERRORS
+from api.schemas.base import ERRORS, ErrorBody
 from api.service import Service, Uses
 from rollout_client.protocol import InFlight
 from worker.messages import PauseMode, Tag
@@ -21,6 +21,10 @@ router = APIRouter(tags=["sglang"], responses=ERRORS)
 data = [Depends(require_data)]
 admin = [Depends(require_admin)]
 
+NOT_LOADED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": schema.DiskUpdated | ErrorBody, "description": "Nothing changed; success is false."},
+    "5XX": {"model": schema.DiskUpdated | ErrorBody, "description": "Nothing changed; success is false."},
+}
 MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 
 
@@ -52,13 +56,13 @@ async def areal_continue_generation(service: Uses) -> schema.Said:
     return await continue_generation(service)
 
 
-@router.post("/areal_update_weights", dependencies=admin, response_model=schema.DiskUpdated)
+@router.post("/areal_update_weights", dependencies=admin, response_model=schema.DiskUpdated, responses=NOT_LOADED)
 async def areal_update_weights(body: schema.DiskUpdate, service: Uses) -> Response:
     """AReaL: from disk."""
     return await update_weights_from_disk(body, service)
 
 
-@router.post("/update_weights_from_disk", dependencies=admin, response_model=schema.DiskUpdated)
+@router.post("/update_weights_from_disk", dependencies=admin, response_model=schema.DiskUpdated, responses=NOT_LOADED)
 async def update_weights_from_disk(body: schema.DiskUpdate, service: Uses) -> Response:
     """Make a checkpoint directory live on every replica, or change nothing and say why."""
     in_flight: InFlight = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"

@@ -37,7 +37,16 @@ def test_every_route_keeps_to_its_schema(short_service: LiveService, selection: 
     if not tool.exists():
         pytest.skip("no .venvs/schemathesis: run `make acceptance`")
     command = [str(tool), "--no-color", "run", f"{short_service.url}/openapi.json", "--checks", CHECKS]
-    command += ["--max-examples", str(EXAMPLES), "--phases", "examples,coverage,fuzzing", "--mode", "all"]
+    command += [
+        "--max-examples",
+        str(EXAMPLES),
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--workers",
+        "2",
+        "--mode",
+        "all",
+    ]
     command += ["--request-timeout", "60", "--seed", "1", "--generation-database", "none"]
     command += ["--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off"]
     command += [selection, f"^{STOPPING}$"]

@@ -1,4 +1,4 @@
-"""renderers.client.generate and verifiers' TrainClient, unmodified: ids in, ids out, every logprob's validator passes."""
+"""renderers.client.generate, unmodified, and what verifiers makes of its result: every validator passes."""
 
 import asyncio
 import json
