@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup run model demo test check format bench bench-push image image-test clean
+.PHONY: help setup run model demo test acceptance check format bench bench-push image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 
 test: check model ## everything that must hold before a commit: check, then all tests
 	$(BIN)/python -m pytest
+
+acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
+	tests/acceptance/tools.sh
+	$(BIN)/python -m scripts.client_venvs
+	ACCEPTANCE=1 $(BIN)/python -m pytest tests/acceptance
 
 format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/ruff check --fix .
