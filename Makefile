@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup run model demo test acceptance check format bench bench-push image image-test clean
+.PHONY: help setup run model demo test acceptance check format bench bench-generate bench-push image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 
 bench: $(STAMP) ## run the benchmarks and write their results as JSON
 	$(BIN)/python -m benchmarks
+
+bench-generate: $(STAMP) model ## tokens per second beside vLLM's CPU build and HF transformers, in environments of their own
+	$(BIN)/python -m benchmarks.generate $(BENCH_ARGS)
 
 bench-push: $(STAMP) ## pushes of Qwen3-0.6B against memory's speed and other ways; needs 16 GB of memory
 	$(BIN)/python -m benchmarks.push $(BENCH_ARGS)
