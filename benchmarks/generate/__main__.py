@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--peers", default="vllm,hf", help="comma-separated; empty leaves them out")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/generate.json"))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are closed on the way out
     peers = [peer for peer in args.peers.split(",") if peer]
     result: dict[str, Any] = {
         "model": args.model.name,
