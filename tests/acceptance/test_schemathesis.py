@@ -50,6 +50,7 @@ def test_every_route_keeps_to_its_schema(short_service: LiveService, selection: 
     command += ["--request-timeout", "60", "--seed", "1", "--generation-database", "none"]
     command += ["--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off"]
     command += [selection, f"^{STOPPING}$"]
+    command += ["--exclude-path", "/ui/events"]  # a stream without an end
     hooks = {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(CLIENTS)}
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=tmp_path, env=os.environ | hooks, timeout=3500
