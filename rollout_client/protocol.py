@@ -19,6 +19,8 @@ A push, step by step:
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
     the slot's write epoch with the placement's (slot_lock.py), writes straight into the staged slot, and
     lets the lock go after its last copy. ZMQ: `Chunk` + payload, received straight into the staged slot.
+    Of a placement with `delta`, bytes that are not sent are those of the live version, and a `Chunk` may be a
+    patch of them; so a copy that has not changed is its `Written` alone.
     Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
     memory: xxh3-64, or from tensors on a GPU the page sums that the GPU itself made (page_sums.py).
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
@@ -124,6 +126,7 @@ class Begin(Message, tag="begin", frozen=True):
     world: int = 1
     base_version: int | None = None  # partial push: what is not sent is taken from this live version
     force: bool = False  # allow a version that is not above the live one
+    base_digest: str = ""  # of the version that this rank's patches would be against; chunked sessions only
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +150,7 @@ class Placement(Message, tag="placement", frozen=True):
     slot_bytes: int
     copies: list[Copy]
     write_epoch: int = 0  # of the slot's header entry while this session owns it
+    delta: bool = False  # base_digest is live here: what is not sent is taken from it, and patches are taken
 
 
 class Chunk(Message, tag="chunk", frozen=True):
@@ -156,6 +160,7 @@ class Chunk(Message, tag="chunk", frozen=True):
     copy: int
     offset: int  # bytes into the copy
     sizes: list[int]  # bytes of each payload frame that follows
+    span: int = 0  # a patch of so many bytes from offset: two frames, gaps and values (patches.py); 0 = the bytes
 
 
 class Written(Message, tag="written", frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 from rollout_client.channel import Channel
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
+from rollout_client.kept import Kept
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
     Abort,
@@ -50,6 +51,7 @@ class PushReport:
     version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
     seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
     stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
+    sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows.
     """
 
     version: int
@@ -60,6 +62,7 @@ class PushReport:
     seconds: dict[str, float]
     stall_ms: dict[str, float]
     already: bool = False
+    sent: int = 0
 
 
 class WeightPublisher:
@@ -77,6 +80,7 @@ class WeightPublisher:
         token: str = "",
         keys: str | Path | TrainerKeys | None = None,
         transport: Literal["auto", "shm", "zmq"] = "auto",
+        delta: bool = False,
         connect_timeout_s: float = 30.0,
         busy_timeout_s: float = 30.0,
         progress: bool | None = None,
@@ -85,6 +89,8 @@ class WeightPublisher:
 
         keys: a trainer's key file, for a store that has `curve_keys`; see `paddle-rollout keys`.
         transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise.
+        delta: over ZMQ, send only what differs from the last push, as long as the store still serves that one; the
+            result is the same to the bit. Costs a copy of the served weights in this process's memory.
         connect_timeout_s: how long a push waits for a store that is not there yet.
         busy_timeout_s: how long a push waits for another one to end; a trainer that died frees it with its lease.
         progress: a bar on standard error; None = on a terminal, for pushes long enough.
@@ -100,6 +106,7 @@ class WeightPublisher:
         self._busy_timeout_s = busy_timeout_s
         self._show = progress
         self._channel = Channel(endpoint, TrainerKeys.read(keys) if isinstance(keys, str | Path) else keys)
+        self._kept = Kept() if delta else None
         self._shm: ShmTransport | None = None
         self._lock = threading.Lock()
 
@@ -157,12 +164,15 @@ class WeightPublisher:
 
     def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
         welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()))
-        begin = msgspec.structs.replace(begin, transport=transport.name)
+        base_digest = self._kept.digest if self._kept is not None and transport.name == "zmq" else ""
+        begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest)
         reply, held = self._begin(begin, held, deadline)
         laps = {"begin": time.monotonic() - started}
         nbytes = sum(source.nbytes for source in held)
         if isinstance(reply, Committed):
             return _report(reply, nbytes, transport.name, laps)
+        if self._kept is not None:
+            self._kept.begin(reply, partial=begin.base_version is not None)
         try:
             with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
                 transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
@@ -171,6 +181,8 @@ class WeightPublisher:
             laps["seal"] = time.monotonic() - started - sum(laps.values())
             committed = self._ask(Commit(reply.session, _left(deadline)), Committed, deadline)
             laps["commit"] = time.monotonic() - started - sum(laps.values())
+            if self._kept is not None and transport.name == "zmq":
+                self._kept.settle(committed.digest)
         except StoreUnavailable:
             self._abort(reply.session)
             settled = self._went_live(begin.version, welcome)
@@ -180,7 +192,8 @@ class WeightPublisher:
         except BaseException:
             self._abort(reply.session)
             raise
-        return _report(committed, nbytes, transport.name, laps)
+        sent = transport.sent if isinstance(transport, ZmqTransport) else nbytes
+        return _report(committed, nbytes, transport.name, laps, sent)
 
     def _connect(self, timeout_s: float) -> tuple[Welcome, Transport]:
         try:
@@ -197,7 +210,7 @@ class WeightPublisher:
             return welcome, self._shm
         if self._wanted == "shm":
             raise ArenaError(f"the store's arena {welcome.arena_path} cannot be written from here: use transport='zmq'")
-        return welcome, ZmqTransport(self._channel, welcome.max_frame)
+        return welcome, ZmqTransport(self._channel, welcome.max_frame, self._kept)
 
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""
@@ -258,11 +271,12 @@ def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:
     return kept
 
 
-def _report(committed: Committed, nbytes: int, transport: str, laps: dict[str, float]) -> PushReport:
+def _report(committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0) -> PushReport:
     seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
     return PushReport(
         *(committed.version, committed.digest, committed.replicas, 0 if committed.already else nbytes, transport),
         seconds={stage: round(value, 6) for stage, value in seconds.items()},
         stall_ms=committed.stall_ms,
         already=committed.already,
+        sent=sent,
     )

@@ -3,19 +3,28 @@
 One frame of 2 MiB to a message: large enough that headers and wake-ups cost nothing, small enough that the
 receiver copies one while the next is on its way (several frames in a message arrive only together). ZMQ
 sends from the trainer's own memory unless a cast made new bytes.
+
+With `Kept` and a store that still holds what is kept, a block in which little has changed is sent as a patch, one in
+which nothing has changed not at all, and any other as it is.
 """
 
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
 import xxhash
 
 from rollout_client.channel import Channel
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
+from rollout_client.kept import Kept
+from rollout_client.patches import differing, to_gaps
 from rollout_client.protocol import Chunk, Copy, Placement
 from rollout_client.tensors import Array, Source
 from rollout_client.transport import Reporter, Transport, by_part
 
 FRAME_BYTES = 2 << 20
+WORTH = 0.5
+"""A patch is sent if it is smaller than this share of its block: making one and applying it cost time, too."""
 
 
 class ZmqTransport(Transport):
@@ -23,13 +32,16 @@ class ZmqTransport(Transport):
 
     name = "zmq"
 
-    def __init__(self, channel: Channel, max_frame: int) -> None:
-        """max_frame: the store's cap, bytes."""
+    def __init__(self, channel: Channel, max_frame: int, kept: Kept | None = None) -> None:
+        """max_frame: the store's cap, bytes. kept: of the last push, for patches; it is brought up to date."""
         self._channel = channel
+        self._kept = kept
+        self.sent = 0  # bytes of payload, by the last `stage`
         self._frame = min(FRAME_BYTES, max_frame)
 
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
         """See Transport."""
+        self.sent = 0
         for part, copies in by_part(placement.copies):
             flat = sources[part].load()
             for number, copy in copies:
@@ -38,15 +50,38 @@ class ZmqTransport(Transport):
 
     def _send(self, number: int, copy: Copy, flat: Array, src_dtype: str, reporter: Reporter) -> None:
         state = xxhash.xxh3_64()
-        sent = 0
+        done = 0
+        held, known = self._kept.of(copy) if self._kept is not None else (None, False)
         limit = self._frame // WIRE_DTYPE[copy.dst_dtype].itemsize
         for _, block in blocks(source_view(flat, copy), src_dtype, copy.dst_dtype, limit, fresh=True):
             raw = block.reshape(-1).data.cast("B")
             state.update(raw)
-            while not self._channel.ready(reporter.patience_s):
-                reporter.turn()
-            self._channel.send(Chunk(reporter.session, number, sent, [len(raw)]), [raw], timeout_s=reporter.left_s)
+            chunk, payload = Chunk(reporter.session, number, done, [len(raw)]), [raw]
+            if held is not None:
+                bits = block.reshape(-1).view(held.dtype)
+                before = held[done // bits.itemsize :][: bits.size]
+                if known:
+                    chunk, payload = _patch(chunk, raw, before, bits)
+                before[...] = bits
+            if payload:
+                while not self._channel.ready(reporter.patience_s):
+                    reporter.turn()
+                self._channel.send(chunk, payload, timeout_s=reporter.left_s)
+                self.sent += sum(chunk.sizes)
             reporter.moved(len(raw))
             reporter.turn()
-            sent += len(raw)
-        reporter.written(number, state.intdigest(), sent)
+            done += len(raw)
+        reporter.written(number, state.intdigest(), done)
+
+
+def _patch(chunk: Chunk, raw: memoryview, before: Array, bits: Array) -> tuple[Chunk, list[memoryview]]:
+    """The least that makes `before` equal `bits`: nothing, a patch, or the bytes as they are."""
+    index = differing(before, bits)
+    if not index.size:
+        return chunk, []
+    if index.size * (1 + bits.itemsize) < WORTH * len(raw):
+        payload = [to_gaps(index).data, bits[index].view(np.uint8).data]
+        sizes = [len(part) for part in payload]
+        if sum(sizes) < WORTH * len(raw):
+            return msgspec.structs.replace(chunk, sizes=sizes, span=len(raw)), payload
+    return chunk, [raw]

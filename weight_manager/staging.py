@@ -3,7 +3,6 @@
 Nothing here knows sockets or leases. Copies are numbered over all trainer ranks in the order they joined.
 """
 
-import bisect
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import prod
@@ -13,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client import patches
 from rollout_client.page_sums import both_digests
+from rollout_client.patches import BITS
 from rollout_client.protocol import Copy
 from weight_manager.errors import PushRefused
+from weight_manager.intervals import Intervals
 from weight_manager.layout import VIEW_DTYPE, region_views
 from weight_manager.manifest import ITEMSIZE, Layout
 
@@ -26,15 +28,22 @@ BATCH_BYTES = 32 << 20
 class Target:
     """Where one copy lands in the slot."""
 
-    __slots__ = ("_scratch", "_view", "by_sums", "digest", "name", "nbytes", "received", "start", "written")
+    __slots__ = (
+        *("_base", "_patches", "_plain", "_scratch", "_view"),
+        *("by_sums", "digest", "name", "nbytes", "received", "start", "written"),
+    )
 
-    def __init__(self, name: str, copy: Copy, slot: memoryview) -> None:
+    def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
+        """base: a slot whose bytes are taken where none are received."""
         dtype = VIEW_DTYPE[copy.dst_dtype]
         strides = tuple(s * dtype.itemsize for s in copy.dst_strides)
         self.name = name
         self.start = copy.dst_offset * dtype.itemsize
         self._view: npt.NDArray[Any] = np.ndarray(copy.shape, dtype, slot, self.start, strides)
         self._scratch: npt.NDArray[Any] | None = None
+        self._base = None if base is None else np.ndarray(copy.shape, dtype, base, self.start, strides)
+        self._patches: list[tuple[int, int, memoryview, memoryview]] = []  # offset, span, gaps, values
+        self._plain = Intervals()  # of a target with a base: what came as it is
         self.nbytes = prod(copy.shape) * dtype.itemsize
         self.received = Intervals()
         self.written = False
@@ -63,14 +72,59 @@ class Target:
 
     @property
     def scattered(self) -> bool:
-        """Received in scratch: `compute` still has to write it into the slot."""
-        return self._scratch is not None
+        """`compute` still has to write into the slot: from scratch, from the base, or patches."""
+        return self._scratch is not None or self._base is not None
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is missing."""
+        return self._base is not None or self.received.covers(self.nbytes)
+
+    def plain(self, offset: int, size: int) -> None:
+        """These bytes come as they are."""
+        if self._base is not None:
+            self._plain.add(offset, offset + size)
+
+    def patch(self, offset: int, span: int, sizes: Sequence[int]) -> list[memoryview] | None:
+        """Where a patch's gaps and values are received; None if there can be no such patch."""
+        item = self._view.itemsize
+        if self._base is None or offset % item or span % item or len(sizes) != 2:
+            return None
+        gaps, values = sizes
+        if not 0 < values <= span or values % item or not 0 < gaps <= span // item:
+            return None
+        frames = memoryview(bytearray(gaps)), memoryview(bytearray(values))
+        self._patches.append((offset, span, *frames))
+        return list(frames)
+
+    def _fill(self, base: npt.NDArray[Any]) -> bool:
+        """What was not received from the base, then the patches. False if one of them does not fit."""
+        flat = self.destination(0, self.nbytes)
+        source = np.ascontiguousarray(base).reshape(-1).view(np.uint8).data
+        for start, stop in self._plain.gaps(0, self.nbytes):
+            flat[start:stop] = source[start:stop]
+        bits = BITS[self._view.itemsize]
+        return all(
+            patches.apply(
+                np.frombuffer(flat[offset : offset + span], bits),
+                np.frombuffer(gaps, np.uint8),
+                np.frombuffer(values, bits),
+            )
+            for offset, span, gaps, values in self._patches
+        )
 
     def compute(self) -> tuple[int, int]:
         """xxh3-64 of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.
 
-        Scatters scratch into the slot first.
+        Takes the rest from the base, applies patches and scatters scratch into the slot first. Raises ValueError for
+        a patch that does not fit.
         """
+        if self._base is not None:
+            fits = self._fill(self._base)
+            self._base = None
+            self._patches.clear()
+            if not fits:
+                raise ValueError(f"a patch of {self.name} does not fit it")
         if self._scratch is not None:
             self._view[...] = self._scratch
             self._scratch = None
@@ -79,55 +133,6 @@ class Target:
             return both_digests(whole)
         digest = xxhash.xxh3_64_intdigest(whole.reshape(-1).data)
         return digest, digest
-
-
-class Intervals:
-    """Disjoint [start, stop) ranges, merged where they touch."""
-
-    __slots__ = ("_starts", "_stops")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-
-    def add(self, start: int, stop: int) -> bool:
-        """False, and nothing added, if any of it is there already."""
-        if start == stop:
-            return True
-        i = bisect.bisect_right(self._starts, start)
-        if (i > 0 and self._stops[i - 1] > start) or (i < len(self._starts) and self._starts[i] < stop):
-            return False
-        joins_left = i > 0 and self._stops[i - 1] == start
-        joins_right = i < len(self._starts) and self._starts[i] == stop
-        if joins_left and joins_right:
-            self._stops[i - 1] = self._stops.pop(i)
-            self._starts.pop(i)
-        elif joins_left:
-            self._stops[i - 1] = stop
-        elif joins_right:
-            self._starts[i] = start
-        else:
-            self._starts.insert(i, start)
-            self._stops.insert(i, stop)
-        return True
-
-    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What of [start, stop) is not there."""
-        found = []
-        i = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        for begin, end in zip(self._starts[i:], self._stops[i:], strict=True):
-            if begin >= stop or start >= stop:
-                break
-            if begin > start:
-                found.append((start, begin))
-            start = max(start, end)
-        if start < stop:
-            found.append((start, stop))
-        return found
-
-    def covers(self, size: int) -> bool:
-        """[0, size) is all there."""
-        return size == 0 or (self._starts == [0] and self._stops == [size])
 
 
 Check = list[tuple[Target, int]]
@@ -149,25 +154,34 @@ class Staging:
         self.checking = 0  # checks handed out and not yet back
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
 
-    def add(self, copies: Sequence[Copy], names: Sequence[str]) -> int:
-        """Copies of a trainer rank that joined, and the tensor each belongs to; returns the first's number."""
+    def add(self, copies: Sequence[Copy], names: Sequence[str], base: memoryview | None = None) -> int:
+        """Copies of a trainer rank that joined, and the tensor each belongs to; returns the first's number.
+
+        base: the slot that its patches are against.
+        """
         first = len(self.targets)
-        self.targets += [Target(name, copy, self.slot) for name, copy in zip(names, copies, strict=True)]
+        self.targets += [Target(name, copy, self.slot, base) for name, copy in zip(names, copies, strict=True)]
         self.total_bytes += sum(t.nbytes for t in self.targets[first:])
         return first
 
-    def destinations(self, number: int, offset: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Buffers for a chunk's payload frames; marks them as received."""
+    def destinations(self, number: int, offset: int, sizes: Sequence[int], span: int = 0) -> list[memoryview]:
+        """Buffers for a chunk's payload frames; marks them as received. span: of a patch."""
         target = self.targets[number]
-        stop = offset + sum(sizes)
+        stop = offset + (span or sum(sizes))
         if not self.chunked:
             raise PushRefused("bad_message", "chunks were sent to a shared-memory session", [target.name])
-        if offset < 0 or min(sizes, default=0) < 0 or stop > target.nbytes:
-            span = f"bytes {offset} to {stop} of {target.nbytes}"
-            raise PushRefused("bad_message", f"{target.name}: a chunk holds {span}", [target.name])
+        if offset < 0 or span < 0 or min(sizes, default=0) < 0 or stop > target.nbytes:
+            where = f"bytes {offset} to {stop} of {target.nbytes}"
+            raise PushRefused("bad_message", f"{target.name}: a chunk holds {where}", [target.name])
         if target.written or not target.received.add(offset, stop):
             raise PushRefused("duplicate_tensor", f"{target.name}: bytes {offset} to {stop} came twice", [target.name])
-        self.received_bytes += stop - offset
+        self.received_bytes += sum(sizes)
+        if span:
+            frames = target.patch(offset, span, sizes)
+            if frames is None:
+                raise PushRefused("bad_message", f"{target.name}: a patch of sizes {sizes} fits nothing", [target.name])
+            return frames
+        target.plain(offset, stop - offset)
         views = []
         for size in sizes:
             views.append(target.destination(offset, size))
@@ -186,7 +200,7 @@ class Staging:
             target = self.targets[number]
             if target.written:
                 raise PushRefused("duplicate_tensor", f"{target.name} was reported complete twice", [target.name])
-            if self.chunked and not target.received.covers(target.nbytes):
+            if self.chunked and not target.complete:
                 raise PushRefused("missing_tensor", f"{target.name} is not complete, bytes are missing", [target.name])
             target.written, target.by_sums = True, by_sums
             if room <= 0:
@@ -233,7 +247,11 @@ def run_check(check: Check) -> list[str]:
     """In a thread: names of the tensors whose bytes in the slot differ from their digest."""
     wrong: list[str] = []
     for target, claimed in check:
-        digest, expected = target.compute()
+        try:
+            digest, expected = target.compute()
+        except ValueError:
+            wrong.append(target.name)
+            continue
         if expected == claimed:
             target.digest = digest
         elif target.name not in wrong:

@@ -105,16 +105,17 @@ class TrainerGroup:
         try:
             member = self._staging_member(peer, now)
             number = self._number(member, chunk.copy)
-            return self._running.staging.destinations(number, chunk.offset, chunk.sizes)
+            return self._running.staging.destinations(number, chunk.offset, chunk.sizes, chunk.span)
         except PushRefused as refusal:
             self._refuse(refusal, now)
             return None
 
     def received(self, peer: bytes, chunk: Chunk) -> None:
-        """A chunk's bytes are in the slot, unless they still have to be scattered: stores below may have them."""
+        """A chunk's bytes are in the slot, unless they still have to be scattered or patched in: stores below may
+        have them."""
         session = self._running
         target = session.staging.targets[self.members[peer].first + chunk.copy]
-        if target.contiguous:
+        if target.contiguous and not chunk.span:
             self._coordinator.below.arrived(session, target.start + chunk.offset, sum(chunk.sizes))
 
     def written(self, peer: bytes, written: Written, now: float) -> None:
@@ -242,7 +243,8 @@ class TrainerGroup:
 
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         session = self._running
-        first = session.staging.add(copies, [begin.parts[c.part].name for c in copies])
+        base = self._base(begin)
+        first = session.staging.add(copies, [begin.parts[c.part].name for c in copies], base)
         self.members[peer] = Member(begin, first, len(copies), now + self._config.lease_s)
         if self._complete and begin.base_version is not None:
             live = self._coordinator.history.live
@@ -250,7 +252,17 @@ class TrainerGroup:
             self._coordinator.checker.carry(session, self._kept, live.slot)
         arena = self._coordinator.slots.arena
         offset = arena.slot_offset(session.slot)
-        return Placement(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch)
+        return Placement(
+            *(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch),
+            delta=base is not None,
+        )
+
+    def _base(self, begin: Begin) -> memoryview | None:
+        """The live slot, if it is what this rank has patches against. It stays live while the session runs."""
+        live = self._coordinator.history.live
+        if live is None or not begin.base_digest or begin.transport != "zmq" or live.digest != begin.base_digest:
+            return None
+        return self._coordinator.slots.arena.slot(live.slot)
 
     def _staging_member(self, peer: bytes, now: float) -> Member:
         member = self.members[peer]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from weight_manager.intervals import Intervals
 from weight_manager.manifest import ITEMSIZE, Layout
-from weight_manager.staging import Intervals
 
 
 class Span(NamedTuple):

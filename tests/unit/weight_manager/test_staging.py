@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy, Part
 from weight_manager.errors import PushRefused
+from weight_manager.intervals import Intervals
 from weight_manager.layout import make_layout, region_digests
 from weight_manager.manifest import Manifest, Parameter
 from weight_manager.plan import place
-from weight_manager.staging import Intervals, Staging, run_check
+from weight_manager.staging import Staging, run_check
 
 LAYOUT = make_layout(Manifest("M", "float32", (Parameter("a", (6, 4)), Parameter("b", (4, 6), split=1))), 2)
 SLICES = [Part("a", "float32", (6, 4)), Part("b", "float32", (4, 6))]
