@@ -1,6 +1,7 @@
 """A real service as a child process: `paddle-rollout serve` on free ports, and the proof that it left nothing."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -46,7 +47,12 @@ class LiveService:
         started = time.monotonic()
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_ends_with_the_tests,  # noqa: PLW1509  one prctl, nothing that could deadlock
             )
         while time.monotonic() < started + READY_S:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.tail()}"
@@ -153,6 +159,11 @@ class LiveService:
         except OSError:
             return False
         return str(self.run_dir) in command or self.name in command
+
+
+def _ends_with_the_tests() -> None:
+    """A test run that is killed takes its services along."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _waited_s(pid: int) -> float:
