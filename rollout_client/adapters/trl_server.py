@@ -32,7 +32,7 @@ def client_class(push: Pusher) -> type[Any]:
         def init_communicator(self, device: Any = 0) -> None:
             """Reach the store. device: any; tensors are read where they are."""
             push.connect()
-            self.communicator = push
+            self.communicator: Pusher | None = push
 
         def update_named_params(self, metadata: Metadata, named_params: Iterator[tuple[str, Any]]) -> None:
             """Make these tensors live on every replica, or change nothing and raise PushError."""

@@ -1,7 +1,7 @@
 """Clients that others wrote, each run as a script in a virtual environment of its own against real services.
 
-`make acceptance` creates the environments (scripts/client_venvs.py) and runs everything here. A client whose
-environment does not exist is skipped.
+`make acceptance` creates the environments (scripts/client_venvs.py) and runs everything here; `make test` runs
+the cheap ones whose environment is there, those without tools.takes_minutes.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import pytest
 
 from tests.acceptance import tiny_qwen2
+from tests.acceptance.tools import client_program
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 
-ROOT = Path(__file__).parents[2]
 CLIENTS = Path(__file__).parent / "clients"
 
 
@@ -44,9 +44,7 @@ def run_client(tmp_path: Path) -> RunClient:
     """See RunClient. A failure shows the script's output."""
 
     def run(venv: str, script: str, *args: object, timeout_s: float = 120.0, **env: str) -> Any:
-        python = ROOT / ".venvs" / venv / "bin" / "python"
-        if not python.exists():
-            pytest.skip(f"no .venvs/{venv}: run `make acceptance`")
+        python = client_program(venv, "python")
         command = [str(python), str(CLIENTS / f"{script}.py"), *map(str, args)]
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         log = tmp_path / f"{script}.log"

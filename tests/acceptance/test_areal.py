@@ -5,6 +5,7 @@ import pytest
 
 from tests.acceptance import tiny_qwen2
 from tests.acceptance.conftest import RunClient
+from tests.acceptance.tools import takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 
@@ -21,6 +22,7 @@ def open_service(qwen2: Path, checkpoint: Path) -> Iterator[LiveService]:
     yield from running(qwen2, "--set", f'store.disk_roots=["{checkpoint.parent}"]')
 
 
+@takes_minutes
 @pytest.mark.timeout(400)
 def test_remote_sglang_engine(
     open_service: LiveService, checkpoint: Path, tmp_path: Path, run_client: RunClient

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.conftest import CLIENTS, ROOT
+from tests.acceptance.conftest import CLIENTS
+from tests.acceptance.tools import client_program, takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 
@@ -22,7 +23,7 @@ STOPPING = (
 )
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [takes_minutes, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
@@ -33,9 +34,7 @@ def short_service(qwen2: Path) -> Iterator[LiveService]:
 
 @pytest.mark.parametrize("selection", ["--exclude-path-regex", "--include-path-regex"])
 def test_every_route_keeps_to_its_schema(short_service: LiveService, selection: str, tmp_path: Path) -> None:
-    tool = ROOT / ".venvs" / "schemathesis" / "bin" / "schemathesis"
-    if not tool.exists():
-        pytest.skip("no .venvs/schemathesis: run `make acceptance`")
+    tool = client_program("schemathesis", "schemathesis")
     command = [str(tool), "--no-color", "run", f"{short_service.url}/openapi.json", "--checks", CHECKS]
     command += [
         "--max-examples",

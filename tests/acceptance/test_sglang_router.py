@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.acceptance.conftest import ROOT
+from tests.acceptance.tools import client_program, takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 
 START_S = 30.0
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [takes_minutes, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def second(qwen2: Path) -> Iterator[LiveService]:
 @pytest.fixture
 def router(first: LiveService, second: LiveService, tmp_path: Path) -> Iterator[httpx.Client]:
     """The router's client, once it has found both services."""
-    python = ROOT / ".venvs" / "sglang-router" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no .venvs/sglang-router: run `make acceptance`")
+    python = client_program("sglang-router", "python")
     port, metrics = _free_ports(2)
     log = tmp_path / "router.log"
     command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]

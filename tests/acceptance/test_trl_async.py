@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.conftest import RunClient
+from tests.acceptance.tools import takes_minutes
 from tests.integration.live import LiveService
 
 SYNCS = 4
 
 
+@takes_minutes
 @pytest.mark.timeout(600)
 def test_async_grpo(service: LiveService, qwen2: Path, tmp_path: Path, run_client: RunClient) -> None:
     steps, staleness, every = 6, 2, 1

@@ -4,11 +4,13 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.conftest import RunClient
+from tests.acceptance.tools import takes_minutes
 from tests.integration.live import LiveService
 
 STEPS = 20
 
 
+@takes_minutes
 @pytest.mark.timeout(400)
 def test_grpo_with_rollout_func(service: LiveService, qwen2: Path, tmp_path: Path, run_client: RunClient) -> None:
     args = (service.url, service.push_endpoint, qwen2, tmp_path / "out", STEPS)

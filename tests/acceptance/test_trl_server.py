@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.conftest import RunClient
+from tests.acceptance.tools import takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 
@@ -20,7 +21,7 @@ DIFFERENCE = 1e-4
 RATIO = 1e-3
 TEMPERATURES = ("0.7", "1.0", "1.3")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [takes_minutes, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -17,9 +17,7 @@ LONG = 300
 
 
 def request(tokens: int):
-    hyper = GenerationHyperparameters(
-        max_new_tokens=tokens, temperature=1.0, stop_token_ids=[], ignore_eos=True, **more
-    )
+    hyper = GenerationHyperparameters(max_new_tokens=tokens, temperature=1.0, stop_token_ids=[], ignore_eos=True)
     return ModelRequest(input_ids=list(PROMPT), gconfig=hyper)
 
 

@@ -65,7 +65,7 @@ def main() -> None:
             learning_rate=1e-3,
             temperature=1.0,
             dtype="float32",
-            token_budget=2048,
+            token_budget=0,
             vllm_server_base_url=url,
             logging_steps=1,
             report_to="none",
