@@ -62,7 +62,8 @@ class ZmqTransport(Transport):
                 before = held[done // bits.itemsize :][: bits.size]
                 if known:
                     chunk, payload = _patch(chunk, raw, before, bits)
-                before[...] = bits
+                else:
+                    before[...] = bits
             if payload:
                 while not self._channel.ready(reporter.patience_s):
                     reporter.turn()
@@ -75,13 +76,16 @@ class ZmqTransport(Transport):
 
 
 def _patch(chunk: Chunk, raw: memoryview, before: Array, bits: Array) -> tuple[Chunk, list[memoryview]]:
-    """The least that makes `before` equal `bits`: nothing, a patch, or the bytes as they are."""
+    """The least that makes `before` equal `bits`, as it is afterwards: nothing, a patch, or the bytes as they are."""
     index = differing(before, bits)
     if not index.size:
         return chunk, []
     if index.size * (1 + bits.itemsize) < WORTH * len(raw):
-        payload = [to_gaps(index).data, bits[index].view(np.uint8).data]
+        values = bits[index]
+        payload = [to_gaps(index).data, values.view(np.uint8).data]
         sizes = [len(part) for part in payload]
         if sum(sizes) < WORTH * len(raw):
+            before[index] = values  # a hundredth of the bytes, not all of them
             return msgspec.structs.replace(chunk, sizes=sizes, span=len(raw)), payload
+    before[...] = bits
     return chunk, [raw]

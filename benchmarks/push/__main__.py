@@ -24,6 +24,7 @@ from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.push import limits, source
 from benchmarks.push.peers import install
+from benchmarks.push.table import markdown
 from rollout_client import WeightPublisher
 from weight_manager.families import manifest_for
 
@@ -92,6 +93,7 @@ def main() -> int:
                 result["summary"] = summary(result)
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(result, indent=2) + "\n")
+                args.out.with_suffix(".md").write_text(markdown(result))
     show(result)
     return 0
 
