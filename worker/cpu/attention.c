@@ -7,20 +7,9 @@
 // Memory decides the speed: while a block is worked on, the next one is prefetched, across blocks, from keys
 // to values, and from one job to the next. Vectors are 16 floats; the compiler cuts them to what there is.
 
-#include <stdint.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
-#define INLINE __attribute__((always_inline))
 #define FEW 4
-
-typedef float f32x4 __attribute__((vector_size(16), aligned(4)));
-typedef float f32x8 __attribute__((vector_size(32), aligned(4)));
-typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 typedef struct {
     // Of the model and the cache.
@@ -42,56 +31,6 @@ typedef struct {
     int64_t next_job, next_thread;  // counters, zero before a run
 } Step;
 
-static inline f32x16 splat(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
-static inline f32x16 larger(f32x16 a, f32x16 b) {
-    i32x16 first = a > b;
-    return (f32x16)(((i32x16)a & first) | ((i32x16)b & ~first));
-}
-
-static inline float sum(f32x16 v) {
-    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-              __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[1]) + (b[2] + b[3]);
-}
-
-// e^x for x <= 0, to about 2 ulp (Cephes' polynomial).
-static inline f32x16 exp_negative(f32x16 x) {
-    x = larger(x, splat(-87.0f));
-    i32x16 n = __builtin_convertvector(x * 1.44269504f - 0.5f, i32x16);
-    f32x16 whole = __builtin_convertvector(n, f32x16);
-    f32x16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    f32x16 p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (f32x16)((n + 127) << 23);
-}
-
-static inline f32x16 load_kv(const void *base, int64_t at, int narrow) {
-    if (!narrow) return *(const f32x16 *)((const float *)base + at);
-    const uint16_t *p = (const uint16_t *)base + at;
-#ifdef __AVX512F__  // what follows the #else is the same, but gcc cuts it up
-    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u *)p)), 16);
-#else
-    return (f32x16)(__builtin_convertvector(*(const u16x16 *)p, u32x16) << 16);
-#endif
-}
-
-static inline void store_kv(void *base, int64_t at, f32x16 v, int narrow) {
-    if (!narrow) {
-        *(f32x16 *)((float *)base + at) = v;
-        return;
-    }
-    u32x16 bits = (u32x16)v;  // round to nearest, ties to even
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(u16x16 *)((uint16_t *)base + at) = __builtin_convertvector(bits, u16x16);
-}
-
 static inline void prefetch_cell(const void *base, int64_t at, int dim, int narrow) {
     const char *p = (const char *)base + at * (narrow ? 2 : 4);
     for (int i = 0; i < dim * (narrow ? 2 : 4); i += 64) __builtin_prefetch(p + i);
@@ -108,8 +47,8 @@ static inline void write_token(const Step *s, int64_t token, int64_t kv_head, in
     int64_t cell = ((block * s->kv_heads + kv_head) * s->block_size + offset) * dim;
     const float *k = s->rows + token * s->row_stride + (s->heads + kv_head) * dim, *v = k + s->kv_heads * dim;
     for (int c = 0; c < dim; c += 16) {
-        store_kv(s->keys, cell + c, *(const f32x16 *)(k + c), narrow);
-        store_kv(s->values, cell + c, *(const f32x16 *)(v + c), narrow);
+        store_any(s->keys, cell + c, load(k + c), narrow);
+        store_any(s->values, cell + c, load(v + c), narrow);
     }
 }
 
@@ -121,8 +60,8 @@ static inline INLINE void score_few(const Step *s, const float *q[], const int r
         f32x16 a[FEW];
         for (int r = 0; r < rows; r++) a[r] = splat(0);
         for (int c = 0; c < dim; c += 16) {
-            f32x16 k = load_kv(s->keys, block + t * dim + c, narrow);
-            for (int r = 0; r < rows; r++) a[r] += *(const f32x16 *)(q[r] + c) * k;
+            f32x16 k = load_any(s->keys, block + t * dim + c, narrow);
+            for (int r = 0; r < rows; r++) a[r] += load(q[r] + c) * k;
         }
         for (int r = 0; r < rows; r++) scores[r * stride + t] = sum(a[r]) * s->scale;
     }
@@ -135,11 +74,11 @@ static inline INLINE void weigh_few(const Step *s, float *out[], const int rows,
         const int vectors = (dim - c < 64 ? dim - c : 64) / 16;
         f32x16 a[FEW][4];
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < vectors; i++) a[r][i] = *(f32x16 *)(out[r] + c + i * 16);
+            for (int i = 0; i < vectors; i++) a[r][i] = load(out[r] + c + i * 16);
         for (int t = 0; t < cells; t++) {
             if (c == 0) prefetch_cell(s->values, following + t * dim, dim, narrow);
             for (int i = 0; i < vectors; i++) {
-                f32x16 v = load_kv(s->values, block + t * dim + c + i * 16, narrow);
+                f32x16 v = load_any(s->values, block + t * dim + c + i * 16, narrow);
                 for (int r = 0; r < rows; r++) a[r][i] += share[r * stride + t] * v;
             }
         }
@@ -155,14 +94,14 @@ static inline void score_many(const Step *s, const float *q[], int rows, int64_t
         int n = cells - t < 16 ? cells - t : 16;
         for (int i = 0; i < n; i++)
             for (int c = 0; c < dim; c += 16) {
-                f32x16 k = load_kv(s->keys, block + (t + i) * dim + c, narrow);
+                f32x16 k = load_any(s->keys, block + (t + i) * dim + c, narrow);
                 for (int lane = 0; lane < 16; lane++) turned[(c + lane) * 16 + i] = k[lane];
             }
         for (int r = 0; r < rows; r++) {
             f32x16 a = splat(0), b = splat(0);
             for (int d = 0; d < dim; d += 2) {
-                a += q[r][d] * *(const f32x16 *)(turned + d * 16);
-                b += q[r][d + 1] * *(const f32x16 *)(turned + d * 16 + 16);
+                a += q[r][d] * load(turned + d * 16);
+                b += q[r][d + 1] * load(turned + d * 16 + 16);
             }
             a = (a + b) * s->scale;
             for (int i = 0; i < n; i++) scores[r * stride + t + i] = a[i];
@@ -174,13 +113,13 @@ static inline void score_many(const Step *s, const float *q[], int rows, int64_t
 static inline void softmax(float *row, int limit, int cells) {
     f32x16 most = splat(row[0]);
     int whole = limit / 16 * 16;
-    for (int i = 0; i < whole; i += 16) most = larger(*(f32x16 *)(row + i), most);
+    for (int i = 0; i < whole; i += 16) most = larger(load(row + i), most);
     float largest = row[limit - 1];
     for (int i = whole; i < limit; i++) largest = row[i] > largest ? row[i] : largest;
     for (int lane = 0; lane < 16; lane++) largest = most[lane] > largest ? most[lane] : largest;
     f32x16 total = splat(0);
     for (int i = 0; i < cells; i += 16) {
-        f32x16 e = exp_negative(*(f32x16 *)(row + i) - largest);
+        f32x16 e = exp_negative(load(row + i) - largest);
         if (i + 16 > limit)
             for (int lane = 0; lane < 16; lane++) e[lane] = i + lane < limit ? e[lane] : 0;
         *(f32x16 *)(row + i) = e;

@@ -20,8 +20,9 @@ import xxhash
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("attention.c")
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-Wno-psabi"]
+_LIBRARIES = ["-lm"]
 _COMPILE_S = 120.0
 """The first run of the compiler in the ziglang wheel takes some seconds."""
 
@@ -65,13 +66,22 @@ class Native:
 def compiled() -> Path:
     """The shared library for this machine. Raises OSError when it cannot be made."""
     compiler = _compiler()
-    identity = " ".join([*compiler, *_FLAGS, _cpu_flags()]).encode() + _SOURCE.read_bytes()
-    target = _cache() / f"attention-{xxhash.xxh3_64_hexdigest(identity)}.so"
+    identity = " ".join([*compiler, *_FLAGS, _cpu_flags()]).encode() + b"".join(
+        source.read_bytes() for source in _SOURCES
+    )
+    target = _cache() / f"kernels-{xxhash.xxh3_64_hexdigest(identity)}.so"
     if target.is_file():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
-        command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+        command = [
+            *compiler,
+            *_FLAGS,
+            "-o",
+            str(made),
+            *(str(source) for source in _SOURCES if source.suffix == ".c"),
+            *_LIBRARIES,
+        ]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         except subprocess.SubprocessError as error:

@@ -35,17 +35,21 @@ class _Step(ctypes.Structure):
 
 
 class NativeAttention:
-    """Attention over one rank's heads. Raises ValueError when head_dim is not a multiple of 16."""
+    """Attention over one rank's heads; head_dim is a multiple of 16."""
 
     def __init__(self, native: Native, heads: int, kv_heads: int, dim: int) -> None:
-        if dim % 16:
-            raise ValueError(f"head_dim {dim} is not a multiple of 16")
+        assert dim % 16 == 0
         assert native.number("step_bytes") == ctypes.sizeof(_Step)
         self._native = native
         self._attend, self._write_all = native.address("attend"), native.address("write_all")
         self._step = _Step(heads=heads, kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
         self._address = ctypes.addressof(self._step)
         self._scratch = np.empty(0, np.float32)
+
+    @staticmethod
+    def kv_dtype(compute: np.dtype[np.generic]) -> np.dtype[np.generic]:
+        """What keys and values are kept in: the dtype of the matrices."""
+        return compute
 
     def begin(self, batch: ForwardBatch, kv: KvBlocks, rows: Float32, out: Float32) -> None:
         """What the layers of this step share.

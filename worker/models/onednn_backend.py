@@ -16,10 +16,11 @@ from worker.models.kv_blocks import KvBlocks
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
-from worker.models.onednn_program import Buffers, Program, Rows
+from worker.models.onednn_program import Buffers, Hooks, Program, Rows
 from worker.models.onednn_weights import BoundWeights
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
+from worker.models.single_program import SingleProgram, fits
 from worker.models.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,15 @@ def why_not(dtype: Dtype) -> str | None:
     return f"oneDNN has no fast {dtype} matmul for this processor" if "ref" in kernel else None
 
 
+def compiled_kernels() -> native.Native | None:
+    """This machine's compiled kernels; None, announced, when there is no compiler."""
+    try:
+        return native.load()
+    except OSError as error:
+        log.warning("without compiled kernels attention and single sequences run at half speed: %s", error)
+        return None
+
+
 def padded(tokens: int) -> int:
     """Columns computed for so many tokens: every distinct number costs some 10 ms once, for generated code."""
     step = 1 if tokens <= 16 else 4 if tokens <= 64 else 16 if tokens <= 256 else 64
@@ -59,7 +69,8 @@ class OneDnnBackend:
         self._dnn = onednn.load()
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
         self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
-        self._attention, self._kv_dtype = self._chosen_attention()
+        self._native = compiled_kernels()
+        self._attention = self._chosen_attention()
         self._buffers = Buffers(padded(max_tokens))
         self._head_buffers = Buffers(_HEAD_ROWS)
         self._cos, self._sin = rope_table(spec.rope, max_len)
@@ -67,14 +78,11 @@ class OneDnnBackend:
         self._programs: dict[int, tuple[Program, Rows]] = {}
         self._heads: dict[int, tuple[Program, Rows, Float32]] = {}
 
-    def _chosen_attention(self) -> tuple[NativeAttention | BlockedAttention, npt.DTypeLike]:
-        """The kernel, and the dtype it keeps keys and values in."""
+    def _chosen_attention(self) -> NativeAttention | BlockedAttention:
         shape = self._shard.heads, self._shard.kv_heads, self._spec.head_dim
-        try:
-            return NativeAttention(native.load(), *shape), self._weights.matrix_dtype
-        except (OSError, ValueError) as error:
-            log.warning("attention without the compiled kernel, at about half its speed: %s", error)
-            return BlockedAttention(self._dnn, mkl.load(), *shape), np.float32
+        if self._native and not self._spec.head_dim % 16:
+            return NativeAttention(self._native, *shape)
+        return BlockedAttention(self._dnn, mkl.load(), *shape)
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Addresses, and float32 copies of vectors. No matrix is copied."""
@@ -88,7 +96,7 @@ class OneDnnBackend:
         """Make the cache; idempotent."""
         if self._kv is None:
             sizes = self._spec.layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
-            self._kv = KvBlocks(*sizes, self._kv_dtype)
+            self._kv = KvBlocks(*sizes, self._attention.kv_dtype(self._weights.matrix_dtype))
 
     def release_kv(self) -> int:
         """Bytes freed."""
@@ -109,17 +117,11 @@ class OneDnnBackend:
         return self._logits(x, batch.logits_rows)
 
     def _new_program(self, buffers: Buffers, columns: int) -> Program:
-        return Program(
-            self._dnn,
-            self._spec,
-            self._shard,
-            self._weights,
-            buffers,
-            columns,
-            attend=self._attention,
-            reduce=self._summed if self._shard.tp > 1 else None,
-            route=self._experts.step,
-        )
+        hooks = Hooks(self._attention, self._summed if self._shard.tp > 1 else None, self._experts.step)
+        parts = self._dnn, self._spec, self._shard, self._weights, buffers
+        if columns == 1 and self._native and fits(self._spec, self._shard):
+            return SingleProgram(self._native, *parts, hooks)
+        return Program(*parts, columns, hooks)
 
     def _record(self, columns: int) -> tuple[Program, Rows]:
         program = self._new_program(self._buffers, columns)

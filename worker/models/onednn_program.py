@@ -6,7 +6,7 @@ product can add to the residual stream where it lies. Only attention wants token
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,13 +45,20 @@ class Buffers:
         return self._flat[key][: rows * columns].reshape(rows, columns)
 
 
-class Program:
-    """`Ops` over T token columns (padding included) that records what it is asked for; `run` does it.
+@dataclass(frozen=True)
+class Hooks:
+    """What a program does not do by itself. reduce: None when there is one rank."""
 
-    attend: called with a layer's index, reads `qkv_rows` and writes `attention_out`. reduce: given an array,
-    the step that sums it over the tensor-parallel ranks in place; None when there is one rank. route: the
-    step that adds the routed experts, see `onednn_experts`.
-    """
+    attend: Callable[[int], None]
+    """Attention of a layer: reads `Program.qkv_rows`, writes `Program.attention_out`."""
+    reduce: Callable[[Rows], Step] | None
+    """The step that sums an array over the tensor-parallel ranks in place."""
+    route: Callable[[Rows, Rows, Float32, Experts[NamedSlot], MoeSpec], Step]
+    """The step that adds routed experts, see `onednn_experts`."""
+
+
+class Program:
+    """`Ops` over T token columns (padding included) that records what it is asked for; `run` does it."""
 
     def __init__(
         self,
@@ -61,14 +68,10 @@ class Program:
         weights: BoundWeights,
         buffers: Buffers,
         tokens: int,
-        *,
-        attend: Callable[[int], None],
-        reduce: Callable[[Rows], Step] | None,
-        route: Callable[[Rows, Rows, Float32, Experts[NamedSlot], MoeSpec], Step],
+        hooks: Hooks,
     ) -> None:
         self._dnn, self._spec, self._shard, self._weights = dnn, spec, shard, weights
-        self._buffers, self._tokens = buffers, tokens
-        self._attend, self._reduce, self._route = attend, reduce, route
+        self._buffers, self._tokens, self._hooks = buffers, tokens, hooks
         self._compute = weights.matrix_dtype
         self._steps: list[Step] = []
 
@@ -80,7 +83,7 @@ class Program:
 
     def embedded(self) -> Rows:
         """Where the caller puts the looked-up rows, [T, hidden] in the matrices' dtype."""
-        return self._token_major("embedded", self._spec.hidden_size, self._compute)
+        return self._token_major("embedded", self._spec.hidden_size, self._weights.matrix_dtype)
 
     def set_rotary(self, cos: Float32, sin: Float32) -> None:
         """Take the first columns' angles, each [head_dim / 2, tokens]: repeated for every head, as `_rotate` wants."""
@@ -102,8 +105,8 @@ class Program:
         x = self._buffer("x", self._spec.hidden_size)
         self.copy(self.embedded().T, x)
         if self._shard.vocab != (0, self._spec.vocab_size):
-            assert self._reduce is not None
-            self._steps.append(self._reduce(x))
+            assert self._hooks.reduce is not None
+            self._steps.append(self._hooks.reduce(x))
         return x
 
     def norm(self, x: Rows, weight: NamedSlot) -> Rows:
@@ -126,7 +129,7 @@ class Program:
             self._norm_heads(rows[heads * dim : (heads + kv_heads) * dim], k_norm)
         self._rotate(rows[: (heads + kv_heads) * dim])
         self.copy(rows.T, self.qkv_rows())
-        self._steps.append(lambda: self._attend(layer))
+        self._steps.append(lambda: self._hooks.attend(layer))
         out = self.attention_out()
         if self._compute != np.float32:
             out, wide = self._token_major("attention_narrow", out.shape[1], self._compute), out
@@ -150,7 +153,7 @@ class Program:
 
     def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot]) -> Rows:
         """x + linear(y), into x itself."""
-        if self._reduce is None:
+        if self._hooks.reduce is None:
             self.linear(linear.weight, y, x, [SUM])
         else:
             partial = self._buffer("partial", len(x))
@@ -162,16 +165,16 @@ class Program:
     def add_experts(self, x: Rows, h: Rows, experts: Experts[NamedSlot], moe: MoeSpec) -> Rows:
         """x + experts(h), into x itself."""
         into = x
-        if self._reduce is not None:
+        if self._hooks.reduce is not None:
             into = self._buffer("partial", len(x))
             self._steps.append(lambda: into.fill(0))
         wide, scores = self._buffer("h_wide", len(h)), self._buffer("router", moe.experts)
         self.copy(h, wide)
         self.linear(experts.router, wide, scores)
-        self._steps.append(self._route(h, into, scores, experts, moe))
+        self._steps.append(self._hooks.route(h, into, scores, experts, moe))
         if experts.shared is not None:
             self.linear(experts.shared.down.weight, self.gated(h, experts.shared.gate_up), into, [SUM])
-        if self._reduce is not None:
+        if self._hooks.reduce is not None:
             self._add_reduced(x, into)
         if experts.shared is not None:
             self._add_bias(x, experts.shared.down.bias)
@@ -195,8 +198,8 @@ class Program:
             self._steps.append(self._dnn.binary(ADD, x, self._weights.part(bias.name, (len(x), 1), start), x, post))
 
     def _add_reduced(self, x: Rows, partial: Rows) -> None:
-        assert self._reduce is not None
-        self._steps.append(self._reduce(partial))
+        assert self._hooks.reduce is not None
+        self._steps.append(self._hooks.reduce(partial))
         self._steps.append(self._dnn.binary(ADD, x, partial, x))
 
     def _norm_heads(self, x: Rows, weight: NamedSlot) -> None:

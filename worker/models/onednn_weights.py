@@ -23,6 +23,7 @@ class NamedSlot(Slot):
     def __init__(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> None:
         super().__init__(shape, dtype)
         self.name, self.offset = name, offset
+        self.address = 0  # of what is bound now
 
 
 class BoundWeights:
@@ -72,7 +73,8 @@ class BoundWeights:
         return self._bound[name][0]
 
     def _point(self, slot: NamedSlot, base: int) -> None:
-        self._dnn.point(slot, base + slot.offset * slot.dtype.itemsize)
+        slot.address = base + slot.offset * slot.dtype.itemsize
+        self._dnn.point(slot, slot.address)
 
     def _stays(self, name: str) -> bool:
         """Norms, biases and routers are small, and wanted in float32."""

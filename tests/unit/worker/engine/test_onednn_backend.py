@@ -73,6 +73,22 @@ def test_not_a_number_stays_in_its_sequence(checkpoint, feeder, backend, dtype):
         np.testing.assert_allclose(run.all_logits(0), good.all_logits(0), atol=2e-5 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_a_step_of_one_token_is_like_any_other(checkpoint, feeder, backend, dtype):
+    """It has kernels of its own, which must round where the others round."""
+    for name in ("llama", "qwen2", "llama_tied_biased", "ernie45"):
+        model = checkpoint(name, dtype=dtype)
+        ids = np.random.default_rng(5).integers(0, 96, 24).tolist()
+        alone, paired = feeder(model.engine(), [ids]), feeder(model.engine(), [ids, ids])
+        for _ in ids:
+            alone.step({0: 1})
+            paired.step({0: 1, 1: 1})
+        gap = np.abs(alone.all_logits(0) - paired.all_logits(0))
+        assert gap.max() < (2e-5 if dtype == "float32" else 0.1)
+        assert gap.mean() < (2e-6 if dtype == "float32" else 4e-3)
+
+
 def test_weights_are_read_in_place(checkpoint, feeder):
     model = checkpoint("llama")
     engine = model.engine(bound=False)

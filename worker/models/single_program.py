@@ -1,0 +1,108 @@
+"""The program of a step of one token: compiled products that read each weight once at the memory's speed."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from worker.cpu.native import Native
+from worker.cpu.onednn import SUM, OneDnn, PostOp
+from worker.models.onednn_program import Buffers, Hooks, Program, Rows
+from worker.models.onednn_weights import BoundWeights, NamedSlot
+from worker.models.shard import Shard
+from worker.models.spec import DecoderSpec
+from worker.models.weights import Linear
+
+_SET, _ADD, _GATED = 0, 1, 2
+_Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Single(ctypes.Structure):
+    """`Single` of single.c."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("weights", "bias", "norm", "x", "y")),
+        *((name, _Int) for name in ("rows", "columns", "narrow", "mode")),
+        ("eps", ctypes.c_float),
+        ("pad", ctypes.c_float),
+        ("scratch", _Pointer),
+        *((name, _Int) for name in ("next_run", "next_thread")),
+    ]
+
+
+def fits(spec: DecoderSpec, shard: Shard) -> bool:
+    """Whether every product of this decoder is one that the kernel computes."""
+    inner = {shape[1] for name, shape in shard.shapes.items() if name.endswith("down_proj.weight")}
+    widths = {spec.hidden_size, shard.heads * spec.head_dim, *inner}
+    return not any(spec.moe) and not any(width % 16 for width in widths)
+
+
+class SingleProgram(Program):
+    """`Program` for one token, in float32 activations whatever the weights are. RMS norms are done by their readers."""
+
+    def __init__(
+        self,
+        native: Native,
+        dnn: OneDnn,
+        spec: DecoderSpec,
+        shard: Shard,
+        weights: BoundWeights,
+        buffers: Buffers,
+        hooks: Hooks,
+    ) -> None:
+        super().__init__(dnn, spec, shard, weights, buffers, 1, hooks)
+        assert native.number("single_bytes") == ctypes.sizeof(_Single)
+        self._native, self._kernel = native, native.address("single")
+        self._compute = np.dtype(np.float32)
+        self._normed: dict[int, tuple[Rows, NamedSlot]] = {}
+
+    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
+        """A name for x normed: what is given here to `linear` is normed there."""
+        h = np.empty_like(x)
+        self._normed[id(h)] = x, weight
+        self._steps.append(lambda: h is None)  # keeps the name alive, and so its id
+        return h
+
+    def linear(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
+        """dst = weight @ src, or added to it."""
+        assert not post or list(post) == [SUM]
+        self._product(_ADD if post else _SET, weight, None, src, dst)
+
+    def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
+        """silu(gate) * up."""
+        made = self._buffer("gated", gate_up.weight.shape[0] // 2)
+        self._product(_GATED, gate_up.weight, gate_up.bias, h, made)
+        return made
+
+    def _product(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> None:
+        x, norm = self._normed.get(id(src), (src, None))
+        columns = weight.shape[1]
+        scratch = np.empty(columns * self._native.threads, np.float32)
+        call = _Single(
+            x=x.ctypes.data,
+            y=dst.ctypes.data,
+            rows=len(dst),
+            columns=columns,
+            narrow=weight.dtype == np.uint16,
+            mode=mode,
+            eps=self._spec.eps,
+            scratch=scratch.ctypes.data,
+        )
+        self._steps.append(self._run(call, weight, bias, norm, (x, dst, scratch)))
+
+    def _run(
+        self, call: _Single, weight: NamedSlot, bias: NamedSlot | None, norm: NamedSlot | None, kept: object
+    ) -> Callable[[], None]:
+        run, kernel, address = self._native.run, self._kernel, ctypes.addressof(call)
+
+        def step(_: object = kept) -> None:
+            # Where the weights lie changes when others are bound.
+            call.weights = weight.address
+            if bias is not None:
+                call.bias = bias.address
+            if norm is not None:
+                call.norm = norm.address
+            call.next_run = call.next_thread = 0
+            run(kernel, address)
+
+        return step
