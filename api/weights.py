@@ -125,8 +125,13 @@ class Weights:
         return await self._do(lambda call: AbortSession(call, reason), 30.0)
 
     async def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> dict[str, Any]:
-        """Make the previous version live again. Raises what the store refuses it for."""
-        return await self._do(lambda call: RollbackWeights(call, in_flight, deadline_s), deadline_s + MARGIN_S)
+        """Make the previous version live again. Raises what the store refuses it for, Conflict if it has none."""
+        try:
+            return await self._do(lambda call: RollbackWeights(call, in_flight, deadline_s), deadline_s + MARGIN_S)
+        except Unavailable as error:
+            if error.code != "not_ready":
+                raise
+            raise Conflict(error.message, code=error.code) from None  # trying again, as 503 invites to, changes nothing
 
     async def checksums(self, baseline: dict[str, str]) -> dict[str, Any]:
         """Digests of the live slot, per rank and tensor."""

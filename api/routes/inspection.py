@@ -17,7 +17,7 @@ router = APIRouter(
 
 @router.post("/rollback")
 async def rollback(service: Uses, body: schema.RollbackRequest | None = None) -> schema.RollbackResponse:
-    """Make the previous version live again; 503 when it is not kept any more, 409 while a push runs."""
+    """Make the previous version live again; 409 when it is not kept any more, and while a push runs."""
     body = body or schema.RollbackRequest()
     report = await service.weights.rollback(in_flight=body.in_flight, deadline_s=body.deadline_s)
     return schema.RollbackResponse(version=report["version"], report=report)

@@ -16,7 +16,7 @@ async def test_a_rollback_is_passed_on_and_reported(client, store):
 async def test_nothing_to_roll_back_to(client, store):
     store.results[RollbackWeights] = Result("", False, "not_ready", "no previous version is kept")
     reply = await client.post(f"{WEIGHTS}/rollback")
-    assert reply.status_code == 503
+    assert reply.status_code == 409
     assert "no previous version" in reply.text
 
 
