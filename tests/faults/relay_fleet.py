@@ -19,7 +19,7 @@ from tests.faults.waiting import until
 from weight_manager import messages
 from weight_manager.arena import ArenaReader
 
-LEASE_S = 1.5
+LEASE_S = 2.0
 TOKEN = "a token of the whole fleet"
 
 

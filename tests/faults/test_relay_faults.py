@@ -16,7 +16,7 @@ from tests.faults.relay_fleet import LEASE_S, Gated, Proxy, RelayFleet
 from tests.faults.waiting import until
 from weight_manager import messages
 
-MARGIN = 2.5
+MARGIN = 4.0
 """Seconds for processes on a busy machine to do their part."""
 
 
@@ -141,7 +141,7 @@ def test_a_slow_store_costs_a_quorum_its_patience_and_all_of_them_its_time(fleet
     before = time.monotonic()
     fleet.push(weights(1), 1)
     took = time.monotonic() - before
-    assert (1.5 < took < 1.5 + MARGIN) if policy == "all" else (1.0 <= took < 1.0 + MARGIN)
+    assert (1.5 if policy == "all" else 1.0) <= took < 1.5 + LEASE_S + MARGIN
     fleet.serve(1, weights(1), "a", "b")
     proxy.rate = 1 << 40
     fleet.serve(1, weights(1), "c", seconds=2 * MARGIN)
