@@ -11,12 +11,12 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup run model demo test acceptance check format bench bench-generate bench-push image image-test clean
+.PHONY: help setup kernels run model demo test acceptance check format bench bench-generate bench-push image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv and install everything (does nothing when it is up to date)
+setup: kernels ## create .venv and install everything (does nothing when it is up to date)
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3 found; Python 3.11 or later is needed" >&2; exit 1; }
@@ -26,15 +26,19 @@ $(STAMP): pyproject.toml
 	  echo "pip failed (try $$try of 3)" >&2; sleep $$((try * 5)); \
 	done; exit 1
 
+# Kept in the user's cache, by processor and source: seconds once, so that no first start has to wait for it.
+kernels: $(STAMP) # compile the kernels for this processor
+	@$(BIN)/python -m worker.cpu.native >/dev/null
+
 model: $(MODEL)/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it to models/
 
 $(MODEL)/model.safetensors: | $(STAMP)
 	$(BIN)/python -m scripts.fetch_smollm2 --out $(MODEL)
 
-run: $(STAMP) model ## serve SmolLM2 on http://127.0.0.1:8000
+run: kernels model ## serve SmolLM2 on http://127.0.0.1:8000
 	$(BIN)/paddle-rollout serve $(MODEL)
 
-demo: $(STAMP) ## train a policy against two live replicas; writes out/demo/
+demo: kernels ## train a policy against two live replicas; writes out/demo/
 	$(BIN)/python -m examples.grpo_paddle --out out/demo
 
 check: $(STAMP) ## ruff, mypy, import-linter, generated docs
@@ -45,7 +49,7 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/python -m scripts.render_states --check
 	$(BIN)/python -m scripts.render_options --check
 
-test: check model ## everything that must hold before a commit: check, then all tests
+test: check kernels model ## everything that must hold before a commit: check, then all tests
 	$(BIN)/python -m pytest
 
 acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
@@ -62,7 +66,7 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 bench: $(STAMP) ## run the benchmarks and write their results as JSON
 	$(BIN)/python -m benchmarks
 
-bench-generate: $(STAMP) model ## tokens per second beside vLLM's CPU build and HF transformers, in environments of their own
+bench-generate: kernels model ## tokens per second beside vLLM's CPU build and HF transformers, in environments of their own
 	$(BIN)/python -m benchmarks.generate $(BENCH_ARGS)
 
 bench-push: $(STAMP) ## pushes of Qwen3-0.6B against memory's speed and other ways; needs 16 GB of memory

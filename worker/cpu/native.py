@@ -120,3 +120,10 @@ def _cpu_flags() -> str:
     except OSError:
         return ""
     return next((line for line in text.splitlines() if line.startswith("flags")), "")
+
+
+if __name__ == "__main__":
+    try:
+        print(compiled())
+    except OSError as problem:
+        print(f"no compiled kernels, everything works at half speed: {problem}", file=sys.stderr)
