@@ -63,8 +63,7 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/python -m scripts.render_states
 	$(BIN)/python -m scripts.render_options
 
-bench: $(STAMP) ## run the benchmarks and write their results as JSON
-	$(BIN)/python -m benchmarks
+bench: bench-push bench-generate ## every benchmark with its peers; results as JSON in benchmarks/results/
 
 bench-generate: kernels model ## tokens per second beside vLLM's CPU build and HF transformers, in environments of their own
 	$(BIN)/python -m benchmarks.generate $(BENCH_ARGS)
