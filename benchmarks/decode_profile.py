@@ -132,7 +132,7 @@ def parts(engine: Any, batch: Any) -> Counter[str]:
 
 def name(backend: Any, call: Any) -> str:
     if not hasattr(call, "kept"):
-        return "attention"
+        return getattr(call, "__qualname__", "").partition(".<locals>")[0]
     slot = next((o for o in call.kept[3].values() if hasattr(o, "name")), None)
     kernel = backend._dnn.implementation(call)
     if "matmul" in kernel or "gemm" in kernel:

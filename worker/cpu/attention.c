@@ -1,35 +1,12 @@
 // Paged attention for a CPU: KV blocks are read where they lie, once per group of query heads.
 //
 // A job is one KV head of one tile: a few consecutive tokens of one sequence (one when decoding). Its rows are
-// the tile's tokens times the query heads of the group. Keys and values are float32 or bfloat16 (kv_narrow),
-// [num_blocks, kv_heads, block_size, head_dim]; arithmetic is float32. head_dim is a multiple of 16.
-//
-// Memory decides the speed: while a block is worked on, the next one is prefetched, across blocks, from keys
-// to values, and from one job to the next. Vectors are 16 floats; the compiler cuts them to what there is.
+// the tile's tokens times the query heads of the group. Memory decides the speed: while a block is worked on,
+// the next one is prefetched, across blocks, from keys to values, and from one job to the next.
 
-#include "vectors.h"
+#include "attention.h"
 
 #define FEW 4
-
-typedef struct {
-    // Of the model and the cache.
-    int64_t heads, kv_heads, dim, block_size, kv_narrow;
-    float scale, pad;
-    // Of the step. rows: token-major q, k, v of every token; out: token-major.
-    const float *rows;
-    float *out;
-    int64_t row_stride, out_stride;
-    const int32_t *positions, *slots;     // [tokens]
-    const int32_t *tables;                // [sequences, table_width]
-    int64_t table_width, tiles, tokens;
-    const int32_t *tile_sequence, *tile_first, *tile_tokens;  // [tiles]
-    // Of the layer.
-    void *keys, *values;
-    // Scratch of one thread: scratch_stride floats each.
-    float *scratch;
-    int64_t scratch_stride;
-    int64_t next_job, next_thread;  // counters, zero before a run
-} Step;
 
 static inline void prefetch_cell(const void *base, int64_t at, int dim, int narrow) {
     const char *p = (const char *)base + at * (narrow ? 2 : 4);
@@ -40,16 +17,6 @@ static inline void prefetch_cell(const void *base, int64_t at, int dim, int narr
 static inline int64_t block_at(const Step *s, int64_t sequence, int64_t column, int64_t kv_head, int dim) {
     int64_t block = s->tables[sequence * s->table_width + column];
     return (block * s->kv_heads + kv_head) * s->block_size * dim;
-}
-
-static inline void write_token(const Step *s, int64_t token, int64_t kv_head, int dim, int narrow) {
-    int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
-    int64_t cell = ((block * s->kv_heads + kv_head) * s->block_size + offset) * dim;
-    const float *k = s->rows + token * s->row_stride + (s->heads + kv_head) * dim, *v = k + s->kv_heads * dim;
-    for (int c = 0; c < dim; c += 16) {
-        store_any(s->keys, cell + c, load(k + c), narrow);
-        store_any(s->values, cell + c, load(v + c), narrow);
-    }
 }
 
 // Scores of `cells` cells for a few rows: one dot product each.
@@ -145,16 +112,14 @@ static inline INLINE void job(Step *s, int64_t index, float *scratch, const int 
     int size = s->block_size, cells = s->positions[first + tokens - 1] + 1, columns = (cells + size - 1) / size;
     int64_t stride = columns * size + 16, next = index + 1 < s->tiles * s->kv_heads ? index + 1 : index;
     int64_t ahead = block_at(s, s->tile_sequence[next / s->kv_heads], 0, next % s->kv_heads, dim);
-    float *turned = scratch, *scores = scratch + dim * 16;
+    float *turned = scratch, *sums = turned + dim * 16, *scores = sums + rows * dim;
     const float *q[rows];
     float *out[rows];
     for (int r = 0; r < rows; r++) {
-        int64_t token = first + r / group, head = kv_head * group + r % group;
-        q[r] = s->rows + token * s->row_stride + head * dim;
-        out[r] = s->out + token * s->out_stride + head * dim;
+        q[r] = s->queries + ((first + r / group) * s->heads + kv_head * group + r % group) * dim;
+        out[r] = sums + r * dim;
         for (int c = 0; c < dim; c += 16) *(f32x16 *)(out[r] + c) = splat(0);
     }
-    if (tokens == 1) write_token(s, first, kv_head, dim, narrow);  // of longer tiles all were written before
 
     for (int j = 0; j < columns; j++) {
         int n = cells - j * size < size ? cells - j * size : size;
@@ -176,29 +141,22 @@ static inline INLINE void job(Step *s, int64_t index, float *scratch, const int 
             WITH_ROWS(rows - r, weigh_few(s, out + r, R, block, following, n, scores + r * stride + j * size, stride,
                                           dim, narrow))
     }
+    for (int r = 0; r < rows; r++) {
+        int64_t at = ((first + r / group) * s->heads + kv_head * group + r % group) * dim;
+        for (int c = 0; c < dim; c += 16) store_any(s->out, at + c, load(out[r] + c), narrow);
+    }
 }
 
-static inline INLINE void jobs(Step *s, int dim, int narrow) {
+static inline INLINE void jobs(Step *s, const int dim, const int narrow) {
     float *scratch = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * s->scratch_stride;
     int64_t count = s->tiles * s->kv_heads, index;
     while ((index = __atomic_fetch_add(&s->next_job, 1, __ATOMIC_RELAXED)) < count) job(s, index, scratch, dim, narrow);
 }
 
-// Run on every thread of a team: attention of one layer.
+// Run on every thread of a team, after `place`: attention of one layer.
 void attend(void *step) {
     Step *s = step;
-    if (s->dim == 64) s->kv_narrow ? jobs(s, 64, 1) : jobs(s, 64, 0);
-    else if (s->dim == 128) s->kv_narrow ? jobs(s, 128, 1) : jobs(s, 128, 0);
-    else s->kv_narrow ? jobs(s, s->dim, 1) : jobs(s, s->dim, 0);
+    if (s->dim == 64) s->narrow ? jobs(s, 64, 1) : jobs(s, 64, 0);
+    else if (s->dim == 128) s->narrow ? jobs(s, 128, 1) : jobs(s, 128, 0);
+    else s->narrow ? jobs(s, s->dim, 1) : jobs(s, s->dim, 0);
 }
-
-// Run on every thread of a team, before `attend` when a tile has more than one token: keys and values of all tokens.
-void write_all(void *step) {
-    Step *s = step;
-    int64_t token;
-    while ((token = __atomic_fetch_add(&s->next_job, 1, __ATOMIC_RELAXED)) < s->tokens)
-        for (int64_t head = 0; head < s->kv_heads; head++) write_token(s, token, head, s->dim, s->kv_narrow != 0);
-}
-
-// For the caller to see that it means the same structure.
-int64_t step_bytes(void) { return sizeof(Step); }

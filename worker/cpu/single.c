@@ -4,8 +4,6 @@
 // run is prefetched, and everything around it (RMS norm before; bias, gate or residual after) is done on the way.
 // columns is a multiple of 16.
 
-#include <math.h>
-
 #include "vectors.h"
 
 enum { SET, ADD, GATED };
@@ -14,9 +12,9 @@ typedef struct {
     const void *weights;  // [rows, columns]; GATED: gate's rows, then as many of up
     const float *bias;    // [rows of weights] or null
     const float *norm;    // [columns] or null: x is RMS-normed first
-    const float *x;
-    float *y;  // [rows]
-    int64_t rows, columns, narrow, mode;
+    const void *x;        // [columns], bfloat16 when x_narrow
+    float *y;             // [rows]
+    int64_t rows, columns, narrow, x_narrow, mode;  // x_narrow only when narrow
     float eps, pad;
     float *scratch;  // columns floats for each thread
     int64_t next_run, next_thread;  // counters, zero before a run
@@ -83,11 +81,12 @@ static const float *prepared(Single *s) {
     float scale = 1;
     if (s->norm) {
         f32x16 squares = splat(0);
-        for (int c = 0; c < s->columns; c += 16) squares += load(s->x + c) * load(s->x + c);
+        for (int c = 0; c < s->columns; c += 16) squares += load_any(s->x, c, s->x_narrow) * load_any(s->x, c, s->x_narrow);
         scale = 1 / sqrtf(sum(squares) / s->columns + s->eps);
     }
     for (int c = 0; c < s->columns; c += 16) {
-        f32x16 x = s->norm ? load(s->x + c) * load(s->norm + c) * scale : load(s->x + c);
+        f32x16 x = load_any(s->x, c, s->x_narrow);
+        if (s->norm) x = x * load(s->norm + c) * scale;
         *(f32x16 *)(made + c) = s->narrow ? widened(rounded(x)) : x;
     }
     return made;

@@ -1,6 +1,7 @@
 // Vectors of 16 floats, written with the compiler's own types: it cuts them to what the processor has.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -29,6 +30,11 @@ static inline float sum(f32x16 v) {
               __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
     f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
     return (b[0] + b[1]) + (b[2] + b[3]);
+}
+
+static inline f32x16 inverse_root(f32x16 v) {
+    for (int lane = 0; lane < 16; lane++) v[lane] = 1 / sqrtf(v[lane]);
+    return v;
 }
 
 // Elements [at, at + 16) of an array of float32, or of bfloat16 when narrow.

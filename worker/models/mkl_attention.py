@@ -53,11 +53,6 @@ class BlockedAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scratch = [np.empty(0, np.float32), np.empty(0, np.float32)]
 
-    @staticmethod
-    def kv_dtype(_: np.dtype[np.generic]) -> np.dtype[np.generic]:
-        """What keys and values are kept in: MKL multiplies float32 only."""
-        return np.dtype(np.float32)
-
     def begin(self, batch: ForwardBatch, kv: KvBlocks, rows: Float32, out: Float32) -> None:
         """Index everything the layers of this step read and write.
 

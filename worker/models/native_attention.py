@@ -1,6 +1,7 @@
-"""Paged attention by the compiled kernel: one call a layer, keys and values in float32 or bfloat16."""
+"""Placing and attending by the compiled kernels: two calls a layer, keys and values in float32 or bfloat16."""
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,9 @@ import numpy.typing as npt
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.kv_blocks import KvBlocks
+from worker.models.onednn_weights import NamedSlot
+from worker.models.shard import Shard
+from worker.models.spec import DecoderSpec
 
 _TILE_ROWS = 64
 """Query rows (tokens times query heads of a group) that run along one read of a prefill chunk's context."""
@@ -16,20 +20,18 @@ _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Step(ctypes.Structure):
-    """`Step` of attention.c."""
+    """`Step` of attention.h."""
 
     _fields_ = [
-        *((name, _Int) for name in ("heads", "kv_heads", "dim", "block_size", "kv_narrow")),
+        *((name, _Int) for name in ("heads", "kv_heads", "dim", "block_size", "narrow", "interleaved")),
         ("scale", ctypes.c_float),
-        ("pad", ctypes.c_float),
-        ("rows", _Pointer),
-        ("out", _Pointer),
-        ("row_stride", _Int),
-        ("out_stride", _Int),
-        *((name, _Pointer) for name in ("positions", "slots", "tables")),
+        ("eps", ctypes.c_float),
+        ("qkv", _Pointer),
+        ("columns", _Int),
+        *((name, _Pointer) for name in ("cos", "sin", "queries", "out", "positions", "slots", "tables")),
         *((name, _Int) for name in ("table_width", "tiles", "tokens")),
         *((name, _Pointer) for name in ("tile_sequence", "tile_first", "tile_tokens")),
-        *((name, _Pointer) for name in ("keys", "values", "scratch")),
+        *((name, _Pointer) for name in ("keys", "values", "bias", "q_norm", "k_norm", "scratch")),
         *((name, _Int) for name in ("scratch_stride", "next_job", "next_thread")),
     ]
 
@@ -37,52 +39,70 @@ class _Step(ctypes.Structure):
 class NativeAttention:
     """Attention over one rank's heads; head_dim is a multiple of 16."""
 
-    def __init__(self, native: Native, heads: int, kv_heads: int, dim: int) -> None:
-        assert dim % 16 == 0
+    def __init__(self, native: Native, spec: DecoderSpec, shard: Shard) -> None:
         assert native.number("step_bytes") == ctypes.sizeof(_Step)
         self._native = native
-        self._attend, self._write_all = native.address("attend"), native.address("write_all")
-        self._step = _Step(heads=heads, kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
-        self._address = ctypes.addressof(self._step)
+        self._step = _Step(
+            heads=shard.heads,
+            kv_heads=shard.kv_heads,
+            dim=spec.head_dim,
+            interleaved=spec.rope.interleaved,
+            scale=spec.head_dim**-0.5,
+            eps=spec.eps,
+        )
         self._scratch = np.empty(0, np.float32)
+        self._layers: list[tuple[int, int]] = []
 
-    @staticmethod
-    def kv_dtype(compute: np.dtype[np.generic]) -> np.dtype[np.generic]:
-        """What keys and values are kept in: the dtype of the matrices."""
-        return compute
-
-    def begin(self, batch: ForwardBatch, kv: KvBlocks, rows: Float32, out: Float32) -> None:
+    def begin(
+        self,
+        batch: ForwardBatch,
+        kv: KvBlocks,
+        qkv: Float32,
+        angles: tuple[Float32, Float32],
+        queries: Float32,
+        out: npt.NDArray[np.generic],
+    ) -> None:
         """What the layers of this step share.
 
-        rows: [T or more, (heads + 2 * kv_heads) * head_dim], q, k and v of every token; out: [.., heads * head_dim].
+        qkv: [(heads + 2 * kv_heads) * head_dim, columns], projected. angles: cos and sin, [head_dim / 2, columns].
+        queries, out: [columns, heads * head_dim], token-major; out is of the cache's dtype.
         """
         step, group = self._step, self._step.heads // self._step.kv_heads
         tiles = _tiles(batch.query_lens, max(1, min(16, _TILE_ROWS // group)))
-        self._chunked = len(batch.token_ids) > len(batch.query_lens)
-        self._layers = [(keys, values) for keys, values in zip(_addresses(kv.keys), _addresses(kv.values), strict=True)]
-        step.block_size, step.kv_narrow = kv.block_size, kv.keys.dtype == np.uint16
-        step.rows, step.row_stride = rows.ctypes.data, rows.shape[1]
-        step.out, step.out_stride = out.ctypes.data, out.shape[1]
+        self._layers = list(zip(_addresses(kv.keys), _addresses(kv.values), strict=True))
+        step.block_size, step.narrow = kv.block_size, kv.keys.dtype == np.uint16
+        step.qkv, step.columns = qkv.ctypes.data, qkv.shape[1]
+        step.cos, step.sin = (table.ctypes.data for table in angles)
+        step.queries, step.out = queries.ctypes.data, out.ctypes.data
         step.tables, step.table_width = batch.block_tables.ctypes.data, batch.block_tables.shape[1]
         step.positions, step.slots = batch.positions.ctypes.data, batch.slots.ctypes.data
         step.tokens, step.tiles = len(batch.token_ids), len(tiles[0])
         step.tile_sequence, step.tile_first, step.tile_tokens = (array.ctypes.data for array in tiles)
+        # Per row: its sums, and its scores, which a vector may run past.
         width = (int(batch.context_lens.max()) // kv.block_size + 1) * kv.block_size + 16
-        step.scratch_stride = int(tiles[2].max()) * group * width + step.dim * 16
+        step.scratch_stride = int(tiles[2].max()) * group * (width + step.dim) + step.dim * 16
         if self._scratch.size < step.scratch_stride * self._native.threads:
             self._scratch = np.empty(step.scratch_stride * self._native.threads, np.float32)
         step.scratch = self._scratch.ctypes.data
-        self._kept = batch, kv, rows, out, tiles  # the kernel has only their addresses
+        self._kept = batch, kv, qkv, angles, queries, out, tiles  # the kernels have only their addresses
 
-    def __call__(self, layer: int) -> None:
-        """Write k and v to the cache, then attend: `begin`'s rows -> its out."""
-        step = self._step
-        step.keys, step.values = self._layers[layer]
-        if self._chunked:
+    def step(
+        self, layer: int, bias: NamedSlot | None, q_norm: NamedSlot | None, k_norm: NamedSlot | None
+    ) -> Callable[[], None]:
+        """One layer's work on what `begin` was given, to be run in every step."""
+        step, address, run = self._step, ctypes.addressof(self._step), self._native.run
+        place, attend = self._native.address("place"), self._native.address("attend")
+
+        def work() -> None:
+            step.keys, step.values = self._layers[layer]
+            # Where the weights lie changes when others are bound.
+            step.bias, step.q_norm, step.k_norm = (slot and slot.address for slot in (bias, q_norm, k_norm))
             step.next_job = 0
-            self._native.run(self._write_all, self._address)
-        step.next_job = step.next_thread = 0
-        self._native.run(self._attend, self._address)
+            run(place, address)
+            step.next_job = step.next_thread = 0
+            run(attend, address)
+
+        return work
 
 
 def _tiles(query_lens: npt.NDArray[np.int32], size: int) -> tuple[npt.NDArray[np.int32], ...]:

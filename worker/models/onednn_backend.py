@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,15 @@ from weight_manager.manifest import Dtype
 from worker.cpu import mkl, native, onednn
 from worker.engine.base import Float32, ForwardBatch
 from worker.models import collectives
+from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import hidden
 from worker.models.kv_blocks import KvBlocks
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
-from worker.models.onednn_program import Buffers, Hooks, Program, Rows
+from worker.models.onednn_program import Buffers, Parts, Program, Rows
 from worker.models.onednn_weights import BoundWeights
+from worker.models.plain_program import PlainProgram
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
 from worker.models.single_program import SingleProgram, fits
@@ -54,8 +57,10 @@ def compiled_kernels() -> native.Native | None:
 
 
 def padded(tokens: int) -> int:
-    """Columns computed for so many tokens: every distinct number costs some 10 ms once, for generated code."""
-    step = 1 if tokens <= 16 else 4 if tokens <= 64 else 16 if tokens <= 256 else 64
+    """Columns computed for so many tokens. A vector has 16 lanes, so fewer columns would save nothing; and every
+    distinct number costs some 20 ms once, for recording and for generated code.
+    """
+    step = 1 if tokens == 1 else 16 if tokens <= 256 else 64
     return -(-tokens // step) * step
 
 
@@ -70,19 +75,25 @@ class OneDnnBackend:
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
         self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
         self._native = compiled_kernels()
-        self._attention = self._chosen_attention()
-        self._buffers = Buffers(padded(max_tokens))
-        self._head_buffers = Buffers(_HEAD_ROWS)
+        self._parts = Parts(
+            self._dnn,
+            spec,
+            shard,
+            self._weights,
+            Buffers(padded(max_tokens)),
+            self._summed if shard.tp > 1 else None,
+            self._experts.step,
+        )
+        self._head_parts = replace(self._parts, buffers=Buffers(_HEAD_ROWS))
+        self._attention: NativeAttention | BlockedAttention
+        if self._native and spec.head_dim % 16 == 0:
+            self._attention = NativeAttention(self._native, spec, shard)
+        else:
+            self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
         self._programs: dict[int, tuple[Program, Rows]] = {}
         self._heads: dict[int, tuple[Program, Rows, Float32]] = {}
-
-    def _chosen_attention(self) -> NativeAttention | BlockedAttention:
-        shape = self._shard.heads, self._shard.kv_heads, self._spec.head_dim
-        if self._native and not self._spec.head_dim % 16:
-            return NativeAttention(self._native, *shape)
-        return BlockedAttention(self._dnn, mkl.load(), *shape)
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Addresses, and float32 copies of vectors. No matrix is copied."""
@@ -96,7 +107,9 @@ class OneDnnBackend:
         """Make the cache; idempotent."""
         if self._kv is None:
             sizes = self._spec.layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
-            self._kv = KvBlocks(*sizes, self._attention.kv_dtype(self._weights.matrix_dtype))
+            # MKL multiplies float32 only; our own kernel reads what the matrices are in.
+            native = isinstance(self._attention, NativeAttention)
+            self._kv = KvBlocks(*sizes, self._weights.matrix_dtype if native else np.float32)
 
     def release_kv(self) -> int:
         """Bytes freed."""
@@ -109,33 +122,32 @@ class OneDnnBackend:
         tokens = len(batch.token_ids)
         program, x = self._programs.get(padded(tokens)) or self._record(padded(tokens))
         program.embedded()[:tokens] = self._looked_up(batch.token_ids)
-        program.set_rotary(self._cos[batch.positions].T, self._sin[batch.positions].T)
         self._experts.tokens = tokens
         self._kv.copy(batch.block_copies)
-        self._attention.begin(batch, self._kv, program.qkv_rows(), program.attention_out())
+        program.begin(batch, self._kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
         program.run()
         return self._logits(x, batch.logits_rows)
 
-    def _new_program(self, buffers: Buffers, columns: int) -> Program:
-        hooks = Hooks(self._attention, self._summed if self._shard.tp > 1 else None, self._experts.step)
-        parts = self._dnn, self._spec, self._shard, self._weights, buffers
-        if columns == 1 and self._native and fits(self._spec, self._shard):
-            return SingleProgram(self._native, *parts, hooks)
-        return Program(*parts, columns, hooks)
+    def _new_program(self, parts: Parts, columns: int) -> Program:
+        if isinstance(self._attention, BlockedAttention):
+            return PlainProgram(parts, columns, self._attention)
+        assert self._native is not None
+        if columns == 1 and fits(self._spec, self._shard):
+            return SingleProgram(parts, self._native, self._attention)
+        return CompiledProgram(parts, columns, self._native, self._attention)
 
     def _record(self, columns: int) -> tuple[Program, Rows]:
-        program = self._new_program(self._buffers, columns)
+        program = self._new_program(self._parts, columns)
         self._programs[columns] = program, hidden(program, self._spec, self._weights.by_role)
         return self._programs[columns]
 
     def _record_head(self, columns: int) -> tuple[Program, Rows, Float32]:
         """Final norm and vocabulary projection of `columns` residual columns -> logits [columns, vocab]."""
-        program, weights = self._new_program(self._head_buffers, columns), self._weights.by_role
-        x = self._head_buffers("last", self._spec.hidden_size, columns)
-        rows = weights.head.shape[0]
-        logits = self._head_buffers("logits", rows, columns)
+        program, weights = self._new_program(self._head_parts, columns), self._weights.by_role
+        buffers, rows = self._head_parts.buffers, weights.head.shape[0]
+        x, logits = buffers("last", self._spec.hidden_size, columns), buffers("logits", rows, columns)
         program.linear(weights.head, program.norm(x, weights.norm), logits)
-        token_major = self._head_buffers("logits_rows", rows, columns).reshape(columns, rows)
+        token_major = buffers("logits_rows", rows, columns).reshape(columns, rows)
         program.copy(logits.T, token_major)
         self._heads[columns] = program, x, token_major
         return self._heads[columns]

@@ -2,9 +2,11 @@
 
 Rows are kept feature-major, [n, T]: a weight [out, in] times activations [in, T] is the form in which the
 large matrix is read straight through, which is 1.2 to 1.8 times as fast as the other way round, and a
-product can add to the residual stream where it lies. Only attention wants token-major rows.
+product can add to the residual stream where it lies. What comes between the products depends on what this
+machine has: `plain_program` (oneDNN and MKL alone), `compiled_program`, `single_program` (one token).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.cpu.onednn import ADD, LINEAR, MUL, POW, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
-from worker.engine.base import Float32
+from worker.cpu.onednn import ADD, MUL, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
+from worker.engine.base import Float32, ForwardBatch
+from worker.models.kv_blocks import KvBlocks
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
 from worker.models.spec import DecoderSpec, MoeSpec
@@ -46,33 +49,29 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """What a program does not do by itself. reduce: None when there is one rank."""
+class Parts:
+    """What programs of one rank are made with.
 
-    attend: Callable[[int], None]
-    """Attention of a layer: reads `Program.qkv_rows`, writes `Program.attention_out`."""
+    reduce: given an array, the step that sums it over the tensor-parallel ranks in place; None when there is
+    one rank. route: the step that adds routed experts, see `onednn_experts`.
+    """
+
+    dnn: OneDnn
+    spec: DecoderSpec
+    shard: Shard
+    weights: BoundWeights
+    buffers: Buffers
     reduce: Callable[[Rows], Step] | None
-    """The step that sums an array over the tensor-parallel ranks in place."""
     route: Callable[[Rows, Rows, Float32, Experts[NamedSlot], MoeSpec], Step]
-    """The step that adds routed experts, see `onednn_experts`."""
 
 
-class Program:
+class Program(ABC):
     """`Ops` over T token columns (padding included) that records what it is asked for; `run` does it."""
 
-    def __init__(
-        self,
-        dnn: OneDnn,
-        spec: DecoderSpec,
-        shard: Shard,
-        weights: BoundWeights,
-        buffers: Buffers,
-        tokens: int,
-        hooks: Hooks,
-    ) -> None:
-        self._dnn, self._spec, self._shard, self._weights = dnn, spec, shard, weights
-        self._buffers, self._tokens, self._hooks = buffers, tokens, hooks
-        self._compute = weights.matrix_dtype
+    def __init__(self, parts: Parts, tokens: int) -> None:
+        self._dnn, self._spec, self._shard, self._weights = parts.dnn, parts.spec, parts.shard, parts.weights
+        self._buffers, self._reduce, self._route = parts.buffers, parts.reduce, parts.route
+        self._tokens, self._compute = tokens, parts.weights.matrix_dtype
         self._steps: list[Step] = []
 
     def run(self) -> None:
@@ -81,60 +80,32 @@ class Program:
             if step():
                 raise RuntimeError(f"a recorded step failed: {step}")
 
+    @abstractmethod
+    def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
+        """What all layers of the next run share. cos, sin: [head_dim / 2, tokens] of the batch's own tokens."""
+
+    @abstractmethod
+    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
+        """RMS norm of every column, in the compute dtype."""
+
+    @abstractmethod
+    def attention(
+        self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None
+    ) -> Rows:
+        """Projected, rotated, written and attended to."""
+
     def embedded(self) -> Rows:
         """Where the caller puts the looked-up rows, [T, hidden] in the matrices' dtype."""
         return self._token_major("embedded", self._spec.hidden_size, self._weights.matrix_dtype)
-
-    def set_rotary(self, cos: Float32, sin: Float32) -> None:
-        """Take the first columns' angles, each [head_dim / 2, tokens]: repeated for every head, as `_rotate` wants."""
-        tokens = cos.shape[1]
-        for table, (first, second) in ((self._rotary("cos"), (cos, cos)), (self._rotary("sin"), (-sin, sin))):
-            a, b = self._pairs(table)
-            a[:, :, :tokens], b[:, :, :tokens] = first, second
-
-    def qkv_rows(self) -> Float32:
-        """Token-major q, k, v: [T, (heads + 2 * kv_heads) * head_dim]."""
-        return self._token_major("qkv_rows", (self._shard.heads + 2 * self._shard.kv_heads) * self._spec.head_dim)
-
-    def attention_out(self) -> Float32:
-        """Where `attend` writes, token-major: [T, heads * head_dim]."""
-        return self._token_major("attention_out", self._shard.heads * self._spec.head_dim)
 
     def embed(self, _: NamedSlot) -> Rows:
         """`embedded` as the residual stream."""
         x = self._buffer("x", self._spec.hidden_size)
         self.copy(self.embedded().T, x)
         if self._shard.vocab != (0, self._spec.vocab_size):
-            assert self._hooks.reduce is not None
-            self._steps.append(self._hooks.reduce(x))
+            assert self._reduce is not None
+            self._steps.append(self._reduce(x))
         return x
-
-    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
-        """RMS norm of every column, in the compute dtype."""
-        scale, h = self._scale(x[None])[0], self._buffer("h", len(x))
-        factors = self._weights.part(weight.name, (len(x), 1))
-        self._steps.append(self._dnn.binary(MUL, x, factors, h, [combine(MUL, scale)]))
-        return self._narrowed("h", h)
-
-    def attention(
-        self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None
-    ) -> Rows:
-        """q, k and v, normed and rotated feature-major, turned token-major for `attend`."""
-        dim, heads, kv_heads = self._spec.head_dim, self._shard.heads, self._shard.kv_heads
-        rows = self._buffer("qkv", (heads + 2 * kv_heads) * dim)
-        self.linear(qkv.weight, h, rows)
-        self._add_bias(rows, qkv.bias)
-        if q_norm is not None and k_norm is not None:
-            self._norm_heads(rows[: heads * dim], q_norm)
-            self._norm_heads(rows[heads * dim : (heads + kv_heads) * dim], k_norm)
-        self._rotate(rows[: (heads + kv_heads) * dim])
-        self.copy(rows.T, self.qkv_rows())
-        self._steps.append(lambda: self._hooks.attend(layer))
-        out = self.attention_out()
-        if self._compute != np.float32:
-            out, wide = self._token_major("attention_narrow", out.shape[1], self._compute), out
-            self.copy(wide, out)
-        return out.T
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
         """silu(gate) * up; the second product multiplies by the first where it is stored."""
@@ -153,7 +124,7 @@ class Program:
 
     def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot]) -> Rows:
         """x + linear(y), into x itself."""
-        if self._hooks.reduce is None:
+        if self._reduce is None:
             self.linear(linear.weight, y, x, [SUM])
         else:
             partial = self._buffer("partial", len(x))
@@ -165,16 +136,16 @@ class Program:
     def add_experts(self, x: Rows, h: Rows, experts: Experts[NamedSlot], moe: MoeSpec) -> Rows:
         """x + experts(h), into x itself."""
         into = x
-        if self._hooks.reduce is not None:
+        if self._reduce is not None:
             into = self._buffer("partial", len(x))
             self._steps.append(lambda: into.fill(0))
         wide, scores = self._buffer("h_wide", len(h)), self._buffer("router", moe.experts)
         self.copy(h, wide)
         self.linear(experts.router, wide, scores)
-        self._steps.append(self._hooks.route(h, into, scores, experts, moe))
+        self._steps.append(self._route(h, into, scores, experts, moe))
         if experts.shared is not None:
             self.linear(experts.shared.down.weight, self.gated(h, experts.shared.gate_up), into, [SUM])
-        if self._hooks.reduce is not None:
+        if self._reduce is not None:
             self._add_reduced(x, into)
         if experts.shared is not None:
             self._add_bias(x, experts.shared.down.bias)
@@ -198,51 +169,9 @@ class Program:
             self._steps.append(self._dnn.binary(ADD, x, self._weights.part(bias.name, (len(x), 1), start), x, post))
 
     def _add_reduced(self, x: Rows, partial: Rows) -> None:
-        assert self._hooks.reduce is not None
-        self._steps.append(self._hooks.reduce(partial))
+        assert self._reduce is not None
+        self._steps.append(self._reduce(partial))
         self._steps.append(self._dnn.binary(ADD, x, partial, x))
-
-    def _norm_heads(self, x: Rows, weight: NamedSlot) -> None:
-        """RMS norm in place of every head's rows of x [heads * head_dim, T]."""
-        dim = self._spec.head_dim
-        scale = self._scale(x.reshape(-1, dim, self._tokens))
-        repeated = self._buffers("scales", len(x), self._tokens)
-        ones = np.ones((1, dim, 1), np.float32)
-        self._steps.append(self._dnn.matmul(ones, scale, repeated.reshape(-1, dim, self._tokens)))
-        factors = self._weights.part(weight.name, (len(x), 1))  # already one copy per head
-        self._steps.append(self._dnn.binary(MUL, x, factors, x, [combine(MUL, repeated)]))
-
-    def _scale(self, x: Rows) -> Float32:
-        """1 / sqrt(mean(x^2) + eps) over n of x [heads, n, T]: [heads, 1, T]."""
-        heads, n, tokens = x.shape
-        squares = self._buffers("squares", heads * n, tokens)
-        scale = self._buffers("scale", heads, tokens).reshape(heads, 1, tokens)
-        self._steps.append(self._dnn.binary(MUL, x.reshape(-1, tokens), x.reshape(-1, tokens), squares))
-        mean = np.full((1, 1, n), 1 / n, np.float32)
-        post = [eltwise(LINEAR, 1.0, self._spec.eps), eltwise(POW, 1.0, -0.5)]
-        self._steps.append(self._dnn.matmul(mean, squares.reshape(x.shape), scale, post))
-        return scale
-
-    def _rotate(self, x: Rows) -> None:
-        """Turn the rotary pairs of x [heads * head_dim, T] in place: x * cos + (x with its pairs swapped) * sin."""
-        swapped = self._buffers("swapped", len(x), self._tokens)
-        (a, b), (into_a, into_b) = self._pairs(x), self._pairs(swapped)
-        self.copy(a, into_b)
-        self.copy(b, into_a)
-        self._steps.append(self._dnn.binary(MUL, swapped, self._rotary("sin"), swapped))
-        self._steps.append(self._dnn.binary(MUL, x, self._rotary("cos"), x, [combine(ADD, swapped)]))
-
-    def _rotary(self, name: str) -> Float32:
-        return self._buffer(name, (self._shard.heads + self._shard.kv_heads) * self._spec.head_dim)
-
-    def _pairs(self, x: Rows) -> tuple[Rows, Rows]:
-        """First and second elements of the rotary pairs of x [heads * head_dim, T]: views [heads, head_dim / 2, T]."""
-        half = self._spec.head_dim // 2
-        if self._spec.rope.interleaved:
-            pairs = x.reshape(-1, half, 2, self._tokens)
-            return pairs[:, :, 0], pairs[:, :, 1]
-        halves = x.reshape(-1, 2, half, self._tokens)
-        return halves[:, 0], halves[:, 1]
 
     def _narrowed(self, name: str, x: Rows) -> Rows:
         """x in the compute dtype."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from worker.cpu.native import Native
-from worker.cpu.onednn import SUM, OneDnn, PostOp
-from worker.models.onednn_program import Buffers, Hooks, Program, Rows
-from worker.models.onednn_weights import BoundWeights, NamedSlot
+from worker.cpu.onednn import SUM, PostOp
+from worker.models.compiled_program import CompiledProgram
+from worker.models.native_attention import NativeAttention
+from worker.models.onednn_program import Parts, Rows
+from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
 from worker.models.spec import DecoderSpec
 from worker.models.weights import Linear
@@ -22,7 +24,7 @@ class _Single(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pointer) for name in ("weights", "bias", "norm", "x", "y")),
-        *((name, _Int) for name in ("rows", "columns", "narrow", "mode")),
+        *((name, _Int) for name in ("rows", "columns", "narrow", "x_narrow", "mode")),
         ("eps", ctypes.c_float),
         ("pad", ctypes.c_float),
         ("scratch", _Pointer),
@@ -37,27 +39,17 @@ def fits(spec: DecoderSpec, shard: Shard) -> bool:
     return not any(spec.moe) and not any(width % 16 for width in widths)
 
 
-class SingleProgram(Program):
-    """`Program` for one token, in float32 activations whatever the weights are. RMS norms are done by their readers."""
+class SingleProgram(CompiledProgram):
+    """`Program` for one token. Activations stay float32; RMS norms are done by their readers."""
 
-    def __init__(
-        self,
-        native: Native,
-        dnn: OneDnn,
-        spec: DecoderSpec,
-        shard: Shard,
-        weights: BoundWeights,
-        buffers: Buffers,
-        hooks: Hooks,
-    ) -> None:
-        super().__init__(dnn, spec, shard, weights, buffers, 1, hooks)
+    def __init__(self, parts: Parts, native: Native, attend: NativeAttention) -> None:
+        super().__init__(parts, 1, native, attend)
         assert native.number("single_bytes") == ctypes.sizeof(_Single)
-        self._native, self._kernel = native, native.address("single")
         self._compute = np.dtype(np.float32)
         self._normed: dict[int, tuple[Rows, NamedSlot]] = {}
 
     def norm(self, x: Rows, weight: NamedSlot) -> Rows:
-        """A name for x normed: what is given here to `linear` is normed there."""
+        """A name for x normed: what is given here to a product is normed there."""
         h = np.empty_like(x)
         self._normed[id(h)] = x, weight
         self._steps.append(lambda: h is None)  # keeps the name alive, and so its id
@@ -84,6 +76,7 @@ class SingleProgram(Program):
             rows=len(dst),
             columns=columns,
             narrow=weight.dtype == np.uint16,
+            x_narrow=x.dtype == np.uint16,
             mode=mode,
             eps=self._spec.eps,
             scratch=scratch.ctypes.data,
@@ -93,7 +86,7 @@ class SingleProgram(Program):
     def _run(
         self, call: _Single, weight: NamedSlot, bias: NamedSlot | None, norm: NamedSlot | None, kept: object
     ) -> Callable[[], None]:
-        run, kernel, address = self._native.run, self._kernel, ctypes.addressof(call)
+        run, kernel, address = self._native.run, self._native.address("single"), ctypes.addressof(call)
 
         def step(_: object = kept) -> None:
             # Where the weights lie changes when others are bound.

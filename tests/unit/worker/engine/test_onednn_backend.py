@@ -37,18 +37,19 @@ def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypa
     assert gap.max() > 0
 
 
+@oneDNN
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_slow_kernel_is_recorded(checkpoint, feeder, dtype, name):
+def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
     """A reference kernel gives the right numbers a thousand times too slowly, so only its name shows it."""
     engine = checkpoint(name, dtype=dtype).engine()
     run = feeder(engine, [list(range(40)), list(range(7))])
     for counts in ({0: 1}, {1: 5}, {0: 30, 1: 2}):
         run.step(counts)
-    backend, dnn = engine._backend, onednn.load()
-    recorded = [program for program, *_ in (*backend._programs.values(), *backend._heads.values())]
+    used, dnn = engine._backend, onednn.load()
+    recorded = [program for program, *_ in (*used._programs.values(), *used._heads.values())]
     kernels = [dnn.implementation(step) for p in recorded for step in p._steps if hasattr(step, "kept")]
-    assert len(kernels) > 50
+    assert len(kernels) > 20
     assert not [kernel for kernel in kernels if "ref" in kernel]
 
 
@@ -103,7 +104,7 @@ def test_weights_are_read_in_place(checkpoint, feeder):
 
 
 def test_padding_grows_with_the_step():
-    assert [padded(n) for n in (1, 16, 17, 64, 65, 256, 257, 1000)] == [1, 16, 20, 64, 80, 256, 320, 1024]
+    assert [padded(n) for n in (1, 2, 16, 17, 64, 65, 256, 257, 1000)] == [1, 16, 16, 32, 64, 80, 256, 320, 1024]
 
 
 def test_a_build_without_the_library_says_so(monkeypatch):

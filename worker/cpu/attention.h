@@ -1,0 +1,27 @@
+// What `place` and `attend` share. Keys and values are [num_blocks, kv_heads, block_size, head_dim].
+#pragma once
+
+#include "vectors.h"
+
+typedef struct {
+    // Of the model and the cache. narrow: keys, values and `out` are bfloat16; all else is float32.
+    int64_t heads, kv_heads, dim, block_size, narrow, interleaved;  // dim is a multiple of 16
+    float scale, eps;
+    // Of the step.
+    const float *qkv;  // [(heads + 2 * kv_heads) * dim, columns], feature-major
+    int64_t columns;   // 1 or a multiple of 16
+    const float *cos, *sin;               // [dim / 2, columns]
+    float *queries;                       // [columns, heads * dim], token-major
+    void *out;                            // likewise
+    const int32_t *positions, *slots;     // [tokens]
+    const int32_t *tables;                // [sequences, table_width]
+    int64_t table_width, tiles, tokens;
+    const int32_t *tile_sequence, *tile_first, *tile_tokens;  // [tiles]
+    // Of the layer.
+    void *keys, *values;
+    const float *bias, *q_norm, *k_norm;  // of q, k and v together; [dim] each; or null
+    // Scratch of one thread: scratch_stride floats each.
+    float *scratch;
+    int64_t scratch_stride;
+    int64_t next_job, next_thread;  // counters, zero before a run
+} Step;

@@ -1,0 +1,78 @@
+"""The program where a C compiler was found: two calls of ours between products instead of fifteen of oneDNN."""
+
+import ctypes
+
+import numpy as np
+
+from worker.cpu.native import Native
+from worker.engine.base import Float32, ForwardBatch
+from worker.models.kv_blocks import KvBlocks
+from worker.models.native_attention import NativeAttention
+from worker.models.onednn_program import Parts, Program, Rows
+from worker.models.onednn_weights import NamedSlot
+from worker.models.weights import Linear
+
+_Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of columns.c."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("x", "weight", "out")),
+        *((name, _Int) for name in ("features", "columns", "narrow")),
+        ("eps", ctypes.c_float),
+        ("pad", ctypes.c_float),
+        ("next_job", _Int),
+    ]
+
+
+class CompiledProgram(Program):
+    """`Program` of 1 token or a multiple of 16; head_dim is a multiple of 16."""
+
+    def __init__(self, parts: Parts, tokens: int, native: Native, attend: NativeAttention) -> None:
+        super().__init__(parts, tokens)
+        assert native.number("norm_bytes") == ctypes.sizeof(_Norm)
+        self._native, self._attend = native, attend
+
+    def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
+        """Angles and indices."""
+        tables = [self._buffer(name, len(cos)) for name in ("cos", "sin")]
+        for table, values in zip(tables, (cos, sin), strict=True):
+            table[:, : cos.shape[1]] = values
+        queries = self._token_major("queries", self._shard.heads * self._spec.head_dim)
+        self._attend.begin(batch, kv, self._qkv(), (tables[0], tables[1]), queries, self._attended())
+
+    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
+        """RMS norm of every column, in the compute dtype."""
+        h = self._buffer("h", len(x), self._compute)
+        call = _Norm(
+            x=x.ctypes.data,
+            out=h.ctypes.data,
+            features=len(x),
+            columns=self._tokens,
+            narrow=self._compute == np.uint16,
+            eps=self._spec.eps,
+        )
+        run, kernel, address = self._native.run, self._native.address("norm_columns"), ctypes.addressof(call)
+
+        def step() -> None:
+            call.weight, call.next_job = weight.address, 0  # the weight's place changes when others are bound
+            run(kernel, address)
+
+        self._steps.append(step)
+        return h
+
+    def attention(
+        self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None
+    ) -> Rows:
+        """Everything after the projection is the kernel's, bias and head norms included."""
+        self.linear(qkv.weight, h, self._qkv())
+        self._steps.append(self._attend.step(layer, qkv.bias, q_norm, k_norm))
+        return self._attended().T
+
+    def _qkv(self) -> Float32:
+        return self._buffer("qkv", (self._shard.heads + 2 * self._shard.kv_heads) * self._spec.head_dim)
+
+    def _attended(self) -> Rows:
+        return self._token_major("attended", self._shard.heads * self._spec.head_dim, self._weights.matrix_dtype)

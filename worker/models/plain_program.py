@@ -1,0 +1,102 @@
+"""The program of machines without a C compiler: norms and rotation by oneDNN, attention by MKL."""
+
+import numpy as np
+
+from worker.cpu.onednn import ADD, LINEAR, MUL, POW, combine, eltwise
+from worker.engine.base import Float32, ForwardBatch
+from worker.models.kv_blocks import KvBlocks
+from worker.models.mkl_attention import BlockedAttention
+from worker.models.onednn_program import Parts, Program, Rows
+from worker.models.onednn_weights import NamedSlot
+from worker.models.weights import Linear
+
+
+class PlainProgram(Program):
+    """`Program` from oneDNN's own primitives."""
+
+    def __init__(self, parts: Parts, tokens: int, attend: BlockedAttention) -> None:
+        super().__init__(parts, tokens)
+        self._attend = attend
+
+    def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
+        """Angles are repeated for every head, as `_rotate` wants them."""
+        tokens = cos.shape[1]
+        for table, (first, second) in ((self._rotary("cos"), (cos, cos)), (self._rotary("sin"), (-sin, sin))):
+            a, b = self._pairs(table)
+            a[:, :, :tokens], b[:, :, :tokens] = first, second
+        self._attend.begin(batch, kv, self._qkv_rows(), self._attended())
+
+    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
+        """RMS norm of every column, in the compute dtype."""
+        scale, h = self._scale(x[None])[0], self._buffer("h", len(x))
+        factors = self._weights.part(weight.name, (len(x), 1))
+        self._steps.append(self._dnn.binary(MUL, x, factors, h, [combine(MUL, scale)]))
+        return self._narrowed("h", h)
+
+    def attention(
+        self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None
+    ) -> Rows:
+        """q, k and v, normed and rotated feature-major, turned token-major for MKL."""
+        dim, heads, kv_heads = self._spec.head_dim, self._shard.heads, self._shard.kv_heads
+        rows = self._buffer("qkv", (heads + 2 * kv_heads) * dim)
+        self.linear(qkv.weight, h, rows)
+        self._add_bias(rows, qkv.bias)
+        if q_norm is not None and k_norm is not None:
+            self._norm_heads(rows[: heads * dim], q_norm)
+            self._norm_heads(rows[heads * dim : (heads + kv_heads) * dim], k_norm)
+        self._rotate(rows[: (heads + kv_heads) * dim])
+        self.copy(rows.T, self._qkv_rows())
+        self._steps.append(lambda: self._attend(layer))
+        out = self._attended()
+        if self._compute != np.float32:
+            out, wide = self._token_major("attended_narrow", out.shape[1], self._compute), out
+            self.copy(wide, out)
+        return out.T
+
+    def _qkv_rows(self) -> Float32:
+        return self._token_major("qkv_rows", (self._shard.heads + 2 * self._shard.kv_heads) * self._spec.head_dim)
+
+    def _attended(self) -> Float32:
+        return self._token_major("attended", self._shard.heads * self._spec.head_dim)
+
+    def _norm_heads(self, x: Rows, weight: NamedSlot) -> None:
+        """RMS norm in place of every head's rows of x [heads * head_dim, T]."""
+        dim = self._spec.head_dim
+        scale = self._scale(x.reshape(-1, dim, self._tokens))
+        repeated = self._buffers("scales", len(x), self._tokens)
+        ones = np.ones((1, dim, 1), np.float32)
+        self._steps.append(self._dnn.matmul(ones, scale, repeated.reshape(-1, dim, self._tokens)))
+        factors = self._weights.part(weight.name, (len(x), 1))  # already one copy per head
+        self._steps.append(self._dnn.binary(MUL, x, factors, x, [combine(MUL, repeated)]))
+
+    def _scale(self, x: Rows) -> Float32:
+        """1 / sqrt(mean(x^2) + eps) over n of x [heads, n, T]: [heads, 1, T]."""
+        heads, n, tokens = x.shape
+        squares = self._buffers("squares", heads * n, tokens)
+        scale = self._buffers("scale", heads, tokens).reshape(heads, 1, tokens)
+        self._steps.append(self._dnn.binary(MUL, x.reshape(-1, tokens), x.reshape(-1, tokens), squares))
+        mean = np.full((1, 1, n), 1 / n, np.float32)
+        post = [eltwise(LINEAR, 1.0, self._spec.eps), eltwise(POW, 1.0, -0.5)]
+        self._steps.append(self._dnn.matmul(mean, squares.reshape(x.shape), scale, post))
+        return scale
+
+    def _rotate(self, x: Rows) -> None:
+        """Turn the rotary pairs of x [heads * head_dim, T] in place: x * cos + (x with its pairs swapped) * sin."""
+        swapped = self._buffers("swapped", len(x), self._tokens)
+        (a, b), (into_a, into_b) = self._pairs(x), self._pairs(swapped)
+        self.copy(a, into_b)
+        self.copy(b, into_a)
+        self._steps.append(self._dnn.binary(MUL, swapped, self._rotary("sin"), swapped))
+        self._steps.append(self._dnn.binary(MUL, x, self._rotary("cos"), x, [combine(ADD, swapped)]))
+
+    def _rotary(self, name: str) -> Float32:
+        return self._buffer(name, (self._shard.heads + self._shard.kv_heads) * self._spec.head_dim)
+
+    def _pairs(self, x: Rows) -> tuple[Rows, Rows]:
+        """First and second elements of the rotary pairs of x [heads * head_dim, T]: views [heads, head_dim / 2, T]."""
+        half = self._spec.head_dim // 2
+        if self._spec.rope.interleaved:
+            pairs = x.reshape(-1, half, 2, self._tokens)
+            return pairs[:, :, 0], pairs[:, :, 1]
+        halves = x.reshape(-1, 2, half, self._tokens)
+        return halves[:, 0], halves[:, 1]
