@@ -55,6 +55,8 @@ class WorkerConfig(BaseModel):
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """processed: of the distribution sampled from. raw: before temperature and penalties."""
 
+    check_ranks: bool = False
+    """After every step compare a digest of hidden state and norms over the ranks of a replica (debugging)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the JSON lines on stderr."""
     max_held: int = Field(default=4096, ge=0, le=1 << 20)

@@ -5,13 +5,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from weight_manager.manifest import Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
-from worker.models import decoder_spec
+from worker.models import collectives, decoder_spec
 from worker.models.decoder import Backend
 from worker.models.onednn_backend import OneDnnBackend, why_not
 from worker.models.paddle_backend import PaddleBackend
@@ -34,7 +36,8 @@ class PaddleEngine:
         self._shard = shard_of(model, manifest, rank, config.tp)
         self._dtype = manifest.dtype
         self.spec = engine_spec(config, hf_config, model.max_positions)
-        self._bound = False
+        self._bound, self._replicated = False, 0
+        self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
         self._backend: Backend
         reason = "the device is a GPU" if config.device == "gpu" else why_not(manifest.dtype)
         if reason is None:
@@ -53,11 +56,18 @@ class PaddleEngine:
             if name not in views:
                 raise ValueError(f"{name}: missing")
             self._shard.check(name, views[name], self._dtype)
-        return self._backend.prepare({name: views[name] for name in self._shard.shapes})
+        replicated = xxhash.xxh3_64()
+        if self._check_ranks:
+            for name in self._shard.shapes:
+                if name.endswith("norm.weight"):
+                    replicated.update(views[name].data)
+        return self._backend.prepare({name: views[name] for name in self._shard.shapes}), replicated.intdigest()
 
     def bind(self, prepared: object | None) -> None:
         """Serve these weights from the next step on."""
-        self._backend.bind(prepared)
+        assert prepared is None or isinstance(prepared, tuple)
+        handle, self._replicated = prepared or (None, 0)
+        self._backend.bind(handle)
         self._bound = prepared is not None
 
     def allocate_kv(self) -> None:
@@ -71,7 +81,12 @@ class PaddleEngine:
     def forward(self, batch: ForwardBatch) -> Float32 | None:
         """Logits [L, vocab] on rank 0; the array is reused by the next call."""
         assert self._bound, "no weights are bound"
-        return self._backend.forward(batch)
+        logits = self._backend.forward(batch)
+        if self._check_ranks:
+            # Ranks sum what they add to the residual stream, so stale weights of one show in its norms alone.
+            state = np.ascontiguousarray(self._backend.residual).tobytes()
+            collectives.require_same(xxhash.xxh3_64_intdigest(state, seed=self._replicated), self._group)
+        return logits
 
 
 def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: int) -> EngineSpec:

@@ -28,3 +28,15 @@ def gathered(array: Float32, group: Any) -> Float32:
     parts: list[Any] = []
     paddle.distributed.all_gather(parts, paddle.utils.dlpack.from_dlpack(array), group=group)
     return np.concatenate([part.numpy() for part in parts], axis=1)
+
+
+def require_same(value: int, group: Any) -> None:
+    """Raises RuntimeError on every rank when the ranks' 64-bit values are not all the same."""
+    import paddle  # noqa: PLC0415
+
+    own = paddle.to_tensor(np.array([value], np.uint64).view(np.int64))
+    parts: list[Any] = []
+    paddle.distributed.all_gather(parts, own, group=group)
+    values = [f"{int(part.item()) & (2**64 - 1):016x}" for part in parts]
+    if len(set(values)) > 1:
+        raise RuntimeError(f"the ranks' hidden states or replicated weights differ: {', '.join(values)}")

@@ -65,6 +65,11 @@ def hidden(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W]) -> X:
 class Backend(Protocol):
     """A way to compute a decoder on one rank: the parts of `Engine` that depend on it."""
 
+    @property
+    def residual(self) -> npt.NDArray[Any]:
+        """The last step's residual stream: the same on every rank, in whatever layout."""
+        ...
+
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """A handle on these weights for `bind`. May run beside `forward`. The views have been checked."""
         ...

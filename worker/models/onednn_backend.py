@@ -71,6 +71,7 @@ class OneDnnBackend:
         self, spec: DecoderSpec, shard: Shard, group: Any, dtype: Dtype, max_len: int, max_tokens: int
     ) -> None:
         self._spec, self._shard, self._group = spec, shard, group
+        self.residual: Rows = np.zeros((spec.hidden_size, 0), np.float32)
         self._dnn = onednn.load()
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
         self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
@@ -126,6 +127,7 @@ class OneDnnBackend:
         self._kv.copy(batch.block_copies)
         program.begin(batch, self._kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
         program.run()
+        self.residual = x[:, :tokens]
         return self._logits(x, batch.logits_rows)
 
     def _new_program(self, parts: Parts, columns: int) -> Program:

@@ -30,6 +30,7 @@ class PaddleBackend:
     def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, device: Device) -> None:
         self._spec, self._shard, self._group, self._device = spec, shard, group, device
         self._ops = PaddleOps(spec, shard, group, max_len)
+        self._x: Any = None
         self._weights: Weights[Any] | None = None
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Prepared:
@@ -54,6 +55,12 @@ class PaddleBackend:
         """Bytes freed."""
         return self._ops.release_kv()
 
+    @property
+    def residual(self) -> npt.NDArray[Any]:
+        """A copy of the last step's residual stream."""
+        copy: npt.NDArray[Any] = self._x.numpy()
+        return copy
+
     def forward(self, batch: ForwardBatch) -> Float32 | None:
         """Logits [L, vocab] on rank 0."""
         weights = self._weights
@@ -61,6 +68,7 @@ class PaddleBackend:
         with paddle.no_grad():
             self._ops.begin(batch)
             x = hidden(self._ops, self._spec, weights)
+            self._x = x
             rows = paddle.index_select(x, paddle.to_tensor(batch.logits_rows))
             part = paddle.matmul(rms_norm(rows, weights.norm, self._spec.eps), weights.head, transpose_y=True)
             if weights.head.shape[0] < self._spec.vocab_size:

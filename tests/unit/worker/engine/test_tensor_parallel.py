@@ -52,5 +52,6 @@ def _gaps(tp, names):
 @pytest.mark.parametrize(("tp", "names"), [(2, FAMILIES), (4, ["llama", "qwen3_moe"])])
 def test_logits_equal_hf(tp, names):
     gaps = _gaps(tp, names)
+    assert "replicated weights differ" in gaps.pop("drift")
     assert sorted(gaps) == sorted(names)
     assert max(gaps.values()) < 2e-5, gaps

@@ -1,4 +1,5 @@
-"""One rank of a tensor-parallel run over the fixture checkpoints; rank 0 prints how far it is from HF.
+"""One rank of a tensor-parallel run over the fixture checkpoints; rank 0 prints how far it is from HF,
+and what is said of a rank whose weights are not the version the others hold.
 
 argv: rank, size, then checkpoint names. The environment is `rendezvous.group_environment`'s.
 """
@@ -23,12 +24,21 @@ gaps = {}
 for name in names:
     expected = load_file(helpers.MODELS / name / "expected.safetensors")
     ids = expected["ids"].tolist()
-    engine = helpers.Checkpoint(helpers.MODELS / name, tp=size).engine(rank=rank, group=group)
+    engine = helpers.Checkpoint(helpers.MODELS / name, tp=size).engine(rank=rank, group=group, check_ranks=True)
     run = helpers.Feeder(engine, [ids, ids[::-1]])
     run.step({0: 30, 1: 5})
     for _ in range(10):
         run.step({1: 1, 0: 1})
     if rank == 0:
         gaps[name] = float(np.abs(run.all_logits(0) - expected["logits"]).max())
+drifting = helpers.Checkpoint(helpers.MODELS / "llama", tp=size).engine(
+    rank=rank, group=group, check_ranks=True, bound=False
+)
+views = helpers.Checkpoint(helpers.MODELS / "llama", tp=size).views(rank, change=lambda x: x * (1 + rank / 1000))
+drifting.bind(drifting.prepare(views))
+try:
+    helpers.Feeder(drifting, [[1, 2, 3]]).step({0: 3})
+except RuntimeError as error:
+    gaps["drift"] = str(error)
 if rank == 0:
     print(json.dumps(gaps))
