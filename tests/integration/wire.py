@@ -17,7 +17,7 @@ class FlippingProxy:
         self._target = (parts.hostname, parts.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._sockets = [self._listener]
+        self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
 
     def __enter__(self) -> "FlippingProxy":
@@ -25,19 +25,26 @@ class FlippingProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close(self._listener)
+        self._threads[0].join(5)  # after it no connection is added
         for one in self._sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        for thread in self._threads:
+            self._close(one)
+        for thread in self._threads[1:]:
             thread.join(5)
+
+    @staticmethod
+    def _close(one: socket.socket) -> None:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
                 near = self._listener.accept()[0]
+                self._sockets.append(near)
                 far = socket.create_connection(self._target)
-                self._sockets += [near, far]
+                self._sockets.append(far)
                 for source, sink, damage in ((near, far, True), (far, near, False)):
                     self._threads.append(threading.Thread(target=self._pump, args=(source, sink, damage)))
                     self._threads[-1].start()

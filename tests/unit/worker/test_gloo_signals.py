@@ -143,6 +143,7 @@ try:
         time.sleep(0.01)
 except GroupDead as error:
     tell(text=str(error), lost=error.lost)
+    os._exit(0)  # as a worker does: a rank that stayed would hold up one that waits for it in the same collective
 """,
     )
     time.sleep(0.3)
@@ -152,7 +153,7 @@ except GroupDead as error:
     for rank in (0, 2):
         result = three.result(rank)
         assert time.monotonic() - killed < 5
-        assert result["lost"] in ([1], []), result
+        assert not result["lost"] or 1 in result["lost"], result  # the first to leave may be gone too
         assert "is gone" in result["text"] or "closed the group" in result["text"]
 
 

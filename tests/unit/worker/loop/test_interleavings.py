@@ -8,6 +8,7 @@ inside a sequence, and a resume and a reload bring everything back.
 import time
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
@@ -193,6 +194,7 @@ class Interleavings(RuleBasedStateMachine):
         assert not set(self.calls) & set(api.answers), "answered twice"
 
 
+@pytest.mark.timeout(240)  # twelve lives of a loop; a late one is judged by its own waits
 def test_any_order_of_everything():
     options = settings(
         max_examples=12,

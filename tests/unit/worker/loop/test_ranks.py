@@ -55,9 +55,14 @@ def test_a_vote_names_the_rank_that_cannot(pair):
 
 
 def test_idle_ranks_stay_together_and_cost_nothing(pair):
-    before = pair.cpu()
-    time.sleep(6)  # six heartbeats here; the default beats every four seconds
-    assert all(after - then < 0.02 * 6 for after, then in zip(pair.cpu(), before, strict=True))
+    shares = []
+    for _ in range(4):  # the first windows may still hold the start's last work, or a neighbour's noise
+        before = pair.cpu()
+        time.sleep(6)  # six heartbeats here; the default beats every four seconds
+        shares.append([(after - then) / 6 for after, then in zip(pair.cpu(), before, strict=True)])
+        if max(shares[-1]) < 0.02:
+            break
+    assert max(shares[-1]) < 0.02, shares
     pair.api.generate("after idle", max_tokens=1)
     began = time.monotonic()
     pair.api.finish("after idle")
