@@ -33,9 +33,10 @@ class KvBlocks:
 def _mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Memory straight from the system: it costs nothing until it is used, and goes back when it is let go.
 
-    From the heap, which start-up tuning tells to keep what is freed, zeroing a gigabyte took a second.
+    From the heap, which start-up tuning tells to keep what is freed, zeroing a gigabyte took a second. Blocks lie
+    anywhere, so huge pages matter; shared mappings (Python's default) do not get them.
     """
-    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype).reshape(shape)
