@@ -6,6 +6,7 @@ something that could let one go has changed.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 """How late a deadline may be noticed."""
+IDLE_SWEEP_S = 1.0
+"""The same while no request is here and nothing is paused: only a pause that begins meanwhile may wait for it."""
 LAST_WORD_S = 10.0
 """How long a replica may take to hand over what it has of a request that took too long."""
 STICKY_SESSIONS = 65536
@@ -72,6 +75,7 @@ class Fleet:
         self.reloading = False  # what is cleared is on its way back
         self.retried = 0
         self.lease_expiries = 0
+        self._came = asyncio.Event()
         self._paused_before = 0.0  # seconds of pauses that are over
         self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
         self.on_landed: Callable[[Flight], None] = lambda flight: None
@@ -86,7 +90,12 @@ class Fleet:
 
     async def _keep_time(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            if self.flights or self.paused is not None:
+                await asyncio.sleep(SWEEP_S)
+            else:
+                self._came.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._came.wait(), IDLE_SWEEP_S)
             self.sweep(asyncio.get_running_loop().time())
 
     @property
@@ -103,6 +112,7 @@ class Fleet:
             raise Unavailable("the service is stopping; the request never ran")
         flight.started = asyncio.get_running_loop().time()
         self.flights.add(flight)
+        self._came.set()
         flight.held_since = flight.unready_since = flight.started
         self.held.append(flight)
         self.pump()

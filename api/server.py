@@ -1,5 +1,7 @@
 """Uvicorn, told to leave the way a service should: what is held is sent away at once, what runs may finish."""
 
+import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -9,6 +11,9 @@ import uvicorn
 
 from api.app import create_app
 from api.service import Service
+
+TICK_S = 1.0
+"""The resolution of HTTP's Date header."""
 
 
 class Server(uvicorn.Server):
@@ -26,10 +31,25 @@ class Server(uvicorn.Server):
             )
         )
         self._service = service
+        self._leave = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         # Uvicorn raises a signal it was stopped by once more after it has stopped; leaving was its whole purpose.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
         logging.getLogger("uvicorn.error").addFilter(_plain)
+
+    async def main_loop(self) -> None:
+        """Uvicorn's own looks ten times a second whether it should leave; this one is told."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):  # which renews the Date header
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leave.wait(), TICK_S)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal asks the service to leave; a second SIGINT asks it not to wait for anybody."""
+        super().handle_exit(sig, frame)
+        if self._loop is not None:  # the handler runs while the loop sleeps in select, which goes on sleeping after it
+            self._loop.call_soon_threadsafe(self._leave.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Nothing new; held requests get their answer now."""

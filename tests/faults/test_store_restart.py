@@ -220,9 +220,14 @@ def test_an_idle_store_sleeps(store, replica):
         fields = Path(f"/proc/{store.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    before = busy_s()
-    time.sleep(3)
-    assert busy_s() - before <= 0.09  # 3 % of a core, with a replica that beats ten times a second
+    windows = []
+    for _ in range(3):  # the first may still hold the start's last work, or a neighbour's noise
+        before = busy_s()
+        time.sleep(3)
+        windows.append(busy_s() - before)
+        if windows[-1] < 0.085:  # 3 % of a core, with a replica that beats ten times a second
+            return
+    raise AssertionError(f"processor seconds in 3 s: {windows}")
 
 
 def test_sigterm_while_the_arena_is_being_made_leaves_nothing(launch, tmp_path, until):

@@ -1,4 +1,7 @@
-"""The API and the command line start at once, and never load Paddle. CPU time, so that a busy machine does not lie."""
+"""The API and the command line start at once, and never load Paddle.
+
+Processor time, in units of what the libraries alone take beside it: a slow or busy machine slows both.
+"""
 
 import resource
 import subprocess
@@ -7,6 +10,7 @@ import sys
 import pytest
 
 LIGHT = ("paddle", "torch")
+LIBRARIES = "fastapi, uvicorn, zmq.asyncio, numpy, httpx, msgspec, pydantic_settings, jinja2, tokenizers"
 WEB = ("fastapi", "uvicorn", "zmq", "numpy", "httpx", "msgspec")
 
 
@@ -32,20 +36,22 @@ def loaded_by(code: str) -> tuple[set[str], float]:
     ],
 )
 def test_nothing_of_the_api_loads_paddle(module):
-    seconds = []
-    for _ in range(4):  # a core shared with somebody counts more CPU seconds for the same work
+    shares = []
+    for _ in range(4):  # the two may still meet different neighbours
+        _, libraries = loaded_by(f"import {LIBRARIES}")
         modules, took = loaded_by(f"import {module}")
         assert not modules.intersection(LIGHT)
-        seconds.append(took)
-        if took < 1.5:
+        shares.append(took / libraries)
+        if shares[-1] < 1.6:
             return
-    raise AssertionError(f"CPU seconds of importing {module}: {seconds}")
+    raise AssertionError(f"processor time of importing {module} over that of its libraries: {shares}")
 
 
 def test_help_is_instant():
+    _, libraries = loaded_by(f"import {LIBRARIES}")
     modules, seconds = loaded_by(
         "from typer.testing import CliRunner\nfrom api.cli import app\n"
         "result = CliRunner().invoke(app, ['serve', '--help'])\nassert result.exit_code == 0, result.output"
     )
     assert not modules.intersection((*LIGHT, *WEB))
-    assert seconds < 0.5
+    assert seconds < 0.5 * libraries
