@@ -47,6 +47,10 @@ class ApiConfig(BaseModel):
     """How many replicas to route over: run_dir/replica-{r}.sock."""
     model: Path
     """HF checkpoint directory: config.json and tokenizer files."""
+    replicas_file: Path | None = None
+    """Says which replicas there are, where they come and go; None = those of `replicas`."""
+    replica_keys: Path | None = None
+    """Key file with which this process connects to replicas on other hosts."""
     served_model_name: str = ""
     """What /v1/models calls it; empty = the directory's name."""
     max_model_len: int | None = Field(default=None, ge=8)
@@ -110,7 +114,9 @@ class ApiConfig(BaseModel):
 
     @property
     def replica_endpoints(self) -> dict[int, str]:
-        """Replica -> ZMQ endpoint of its rank 0."""
+        """Replica -> ZMQ endpoint of its rank 0; none where a file names them."""
+        if self.replicas_file is not None:
+            return {}
         return {r: f"ipc://{self.run_dir}/replica-{r}.sock" for r in range(self.replicas)}
 
     @property

@@ -52,7 +52,7 @@ def server_info(service: Service) -> dict[str, Any]:
 
 def world_size(service: Service) -> int:
     """Ranks that hold weights, all replicas."""
-    return service.config.tp * service.config.replicas
+    return service.config.tp * len(service.fleet.replicas)
 
 
 def flat_checksums(found: dict[int, dict[str, dict[str, str]]]) -> dict[str, str]:

@@ -16,6 +16,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from rollout_client.curve import TrainerKeys
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -55,13 +57,16 @@ class Link(Generic[T]):
         decode: Callable[[bytes], T],
         quiet_s: float,
         silence_s: float,
+        keys: TrainerKeys | None = None,
     ) -> None:
+        """keys: who we are, where the other side asks for that."""
         self.endpoint = endpoint
         self._listener = listener
         self._encode = encode
         self._decode = decode
         self._quiet_s = quiet_s
         self._silence_s = silence_s
+        self._keys = keys
         self._socket: zmq.asyncio.Socket | None = None
         self._calls: dict[str, asyncio.Future[T]] = {}
         self._ids = itertools.count(1)
@@ -100,6 +105,10 @@ class Link(Generic[T]):
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            if self.endpoint.startswith("tcp://"):
+                socket.setsockopt(zmq.IPV6, int("[" in self.endpoint))
+            if self._keys is not None:
+                self._keys.hold(socket)
             monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self.endpoint)
             reason = ""  # we are being cancelled: nobody needs to be told

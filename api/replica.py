@@ -6,6 +6,7 @@ from typing import Protocol
 
 from api.flight import Flight
 from api.link import Link
+from rollout_client.curve import TrainerKeys
 from weight_manager.messages import Live
 from worker import messages
 from worker.messages import Abort, CallFailed, Chunks, GetStats, StateChanged, Stats, ToApi
@@ -39,7 +40,16 @@ class Owner(Protocol):
 class Replica:
     """One replica as the API sees it."""
 
-    def __init__(self, index: int, endpoint: str, fleet: Owner, *, quiet_s: float, silence_s: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        endpoint: str,
+        fleet: Owner,
+        *,
+        quiet_s: float,
+        silence_s: float,
+        keys: TrainerKeys | None = None,
+    ) -> None:
         self.index = index
         self._fleet = fleet
         self.state = UNREACHABLE
@@ -58,6 +68,7 @@ class Replica:
             decode=messages.decode_to_api,
             quiet_s=quiet_s,
             silence_s=silence_s,
+            keys=keys if endpoint.startswith("tcp://") else None,
         )
 
     def serves(self, live: Live | None) -> bool:

@@ -10,12 +10,14 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from api.errors import Conflict, Unavailable
+from api.fleet_settings import FleetSettings
 from api.flight import Flight
 from api.link import LinkDown
+from api.members import Members
 from api.replica import Replica
 from weight_manager.messages import Live
 from worker.messages import Clear, Pause, PauseMode, Resume, Stats, Tag
@@ -30,17 +32,6 @@ LAST_WORD_S = 10.0
 """How long a replica may take to hand over what it has of a request that took too long."""
 STICKY_SESSIONS = 65536
 """Sessions remembered for stickiness; the least recently used go first."""
-
-
-@dataclass
-class FleetSettings:
-    """Deadlines in seconds; see ApiConfig for what they mean to a user."""
-
-    quiet_s: float = 6.0
-    silence_s: float = 20.0
-    unready_hold_s: float = 120.0
-    paused_hold_s: float = 3600.0
-    request_timeout_s: float = 3600.0
 
 
 @dataclass
@@ -62,10 +53,7 @@ class Fleet:
 
     def __init__(self, endpoints: dict[int, str], settings: FleetSettings) -> None:
         self.settings = settings
-        self.replicas = [
-            Replica(i, endpoint, self, quiet_s=settings.quiet_s, silence_s=settings.silence_s)
-            for i, endpoint in sorted(endpoints.items())
-        ]
+        self.members = Members(self._replica, endpoints)
         self.held: deque[Flight] = deque()
         self.flights: set[Flight] = set()
         self.live: Live | None = None
@@ -84,9 +72,22 @@ class Fleet:
     async def run(self) -> None:
         """Keep every link going and every deadline kept, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for replica in self.replicas:
-                group.create_task(replica.link.run())
+            group.create_task(self.members.run())
             group.create_task(self._keep_time())
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Those there are now, by index."""
+        return self.members.replicas
+
+    def set_members(self, endpoints: Mapping[int, str]) -> None:
+        """From now on there are these (see members.py)."""
+        if self.members.set(endpoints):
+            self.changed()
+
+    def _replica(self, index: int, endpoint: str) -> Replica:
+        kept = self.settings
+        return Replica(index, endpoint, self, quiet_s=kept.quiet_s, silence_s=kept.silence_s, keys=kept.keys)
 
     async def _keep_time(self) -> None:
         while True:

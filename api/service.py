@@ -11,14 +11,17 @@ from fastapi import Depends, Request
 
 from api.config import ApiConfig
 from api.control import Control
+from api.fleet_settings import FleetSettings
 from api.generation import Generations
 from api.http_push import HttpPush
+from api.members import ReplicasFile
 from api.metrics import Metrics
 from api.model import Model
 from api.rate_limit import RateLimit
-from api.replicas import Fleet, FleetSettings
+from api.replicas import Fleet
 from api.versions import VersionNames
 from api.weights import Weights
+from rollout_client.curve import TrainerKeys
 
 
 class Service:
@@ -36,6 +39,7 @@ class Service:
                 unready_hold_s=config.unready_hold_s,
                 paused_hold_s=config.paused_hold_s,
                 request_timeout_s=config.request_timeout_s,
+                keys=TrainerKeys.read(config.replica_keys) if config.replica_keys else None,
             ),
         )
         self.weights = Weights(config.store_endpoint, self.fleet)
@@ -58,6 +62,8 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Links up, deadlines kept, for the time of the context."""
         tasks = [asyncio.create_task(self.fleet.run()), asyncio.create_task(self.weights.link.run())]
+        if self.config.replicas_file is not None:
+            tasks.append(asyncio.create_task(ReplicasFile(self.config.replicas_file).follow(self.fleet.set_members)))
         log = logging.getLogger("api")
         log.addHandler(self.metrics.recent.warnings)
         try:

@@ -39,10 +39,14 @@ class TrainerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def lock(self, socket: "zmq.Socket[bytes]") -> "Handshakes":
         """To be called before the socket connects."""
+        self.hold(socket)
+        return Handshakes(socket)
+
+    def hold(self, socket: "zmq.Socket[Any]") -> None:
+        """Without hearing why a connection does not come about."""
         socket.set(zmq.CURVE_SERVERKEY, self.store.encode())
         socket.set(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, self.secret.encode())
-        return Handshakes(socket)
 
 
 class Handshakes:

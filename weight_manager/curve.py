@@ -67,7 +67,7 @@ class Gate:
             name = self._known.get(key) if domain == ZAP_DOMAIN else None
             if name is None:
                 self._counters.add("unauthorized")
-                log.warning("a trainer at %s has a key that is not known here", address.decode(errors="replace"))
+                log.warning("a connection from %s has a key that is not known here", address.decode(errors="replace"))
             status, text = (b"400", b"unknown key") if name is None else (b"200", b"OK")
             self.socket.send_multipart([version, request, status, text, (name or "").encode(), b""])
 

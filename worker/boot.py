@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weight_manager import logs
+from weight_manager.curve import StoreKeys
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
@@ -23,6 +24,7 @@ from worker.engine.base import Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.leader import Leader
 from worker.memory import give_back_to_system
+from worker.rendezvous import LISTEN
 from worker.scheduler import Scheduler
 from worker.signals import GroupDead, LocalSignals, Signals
 from worker.tokenizer import Tokenizer
@@ -45,7 +47,9 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
     logs.setup(f"replica {replica} rank {rank}", config.log_level)
     channel = None
     if rank == 0:
-        channel = Channel(config_path.parent, replica)  # bound before the slow imports: early messages wait in it
+        keys = StoreKeys.read(config.curve_keys) if config.curve_keys else None
+        # bound before the slow imports: early messages wait in it
+        channel = Channel(config_path.parent, replica, os.environ.get(LISTEN, ""), keys)
     _claim_signals(channel)
     try:
         loop = build_loop(config, channel, replica, rank)

@@ -19,6 +19,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weight_manager import messages as store_messages
+from weight_manager.curve import Gate, StoreKeys
+from weight_manager.metrics import Counters
 from worker import messages
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,10 @@ Incoming = FromApi | FromStore | StoreUp | StoreDown | Terminate | OriginGone
 class Channel:
     """ROUTER bound at run_dir/replica-{r}.sock and DEALER connected to run_dir/store.sock."""
 
-    def __init__(self, run_dir: Path, replica: int) -> None:
+    def __init__(self, run_dir: Path, replica: int, listen: str = "", keys: StoreKeys | None = None) -> None:
+        """listen: a tcp:// endpoint instead of the socket file, for an API on another host; it takes keys."""
+        if listen and keys is None:
+            raise ValueError(f"{listen} can be reached from other hosts: worker.curve_keys must be set")
         self.bad_messages = 0
         self._gone: list[bytes] = []
         self._context = zmq.Context()
@@ -83,7 +88,13 @@ class Channel:
         self._api.set(zmq.ROUTER_MANDATORY, 1)  # a connection that is gone is an error, not silence
         self._api.set(zmq.SNDHWM, 100_000)
         self._api.set(zmq.MAXMSGSIZE, 256 << 20)
-        self._api.bind(f"ipc://{self._path}")
+        self._gate: Gate | None = None
+        if listen:
+            assert keys is not None
+            self._gate = Gate(self._context, keys, Counters())
+            keys.lock(self._api)
+            self._api.set(zmq.IPV6, int("[" in listen))
+        self._api.bind(listen or f"ipc://{self._path}")
         self._store = self._context.socket(zmq.DEALER)
         self._store.set(zmq.LINGER, 500)
         self._store.set(zmq.IMMEDIATE, 1)  # nothing is kept for a store that is not there
@@ -97,6 +108,8 @@ class Channel:
         self._poller = zmq.Poller()
         for readable in (self._api, self._store, self._monitor, self._wake_read):
             self._poller.register(readable, zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
 
     def on_sigterm(self) -> None:
         """Deliver SIGTERM as `Terminate`. Call from the main thread."""
@@ -114,6 +127,8 @@ class Channel:
         if self._monitor in ready:
             event = recv_monitor_message(self._monitor)["event"]
             inbox.append(StoreUp() if event == _HANDSHAKE else StoreDown())
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.answer()
         if self._store in ready:
             self._drain(self._store, self._read_store, inbox)
         if self._api in ready:
@@ -137,6 +152,8 @@ class Channel:
         self._store.disable_monitor()
         for closing in (self._monitor, self._store, self._api):
             closing.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         self._wake_read.close()
         self._wake_write.close()

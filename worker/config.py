@@ -55,6 +55,8 @@ class WorkerConfig(BaseModel):
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """processed: of the distribution sampled from. raw: before temperature and penalties."""
 
+    curve_keys: Path | None = None
+    """Key file that says which API may connect, for a replica that is reached from another host."""
     check_ranks: bool = False
     """After every step compare a digest of hidden state and norms over the ranks of a replica (debugging)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,7 +1,9 @@
-"""Where the ranks of one replica meet: written by whoever starts them, read by process_groups.py in each."""
+"""Where the ranks of one replica meet, and where the API finds it: written by whoever starts them, read in each."""
 
 SIGNAL_STORE = "PADDLE_ROLLOUT_SIGNAL_STORE"
 """host:port of the store that the signal group meets on."""
+LISTEN = "PADDLE_ROLLOUT_LISTEN"
+"""tcp:// endpoint of rank 0 for an API on another host; unset = the socket file in the run directory."""
 
 
 def group_environment(rank: int, ports: list[int]) -> dict[str, str]:

@@ -130,7 +130,7 @@ async def update_weights(service: Uses, body: schema.UpdateWeights | None = None
         "total_cost": sum(seconds.values()),
         "version": service.versions.live,
     }
-    ranks = service.config.tp * service.config.replicas
+    ranks = service.config.tp * len(service.fleet.replicas)
     return schema.Control(request_id=_id(), result=[costs | {"rank": rank} for rank in range(ranks)])
 
 
