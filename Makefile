@@ -49,8 +49,8 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/python -m scripts.render_states --check
 	$(BIN)/python -m scripts.render_options --check
 
-test: check kernels model ## everything that must hold before a commit: check, then all tests
-	$(BIN)/python -m pytest
+test: check kernels model ## everything that must hold before a commit: check, then all tests, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
 	tests/acceptance/tools.sh
