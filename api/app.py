@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
-from api import replies
+from api import openapi, replies
 from api.bodies import Bodies
 from api.reply_counts import ReplyCounts
 from api.routes import (
@@ -61,6 +61,7 @@ def create_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     replies.install(app)
+    openapi.install(app)
     app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
     app.add_middleware(ReplyCounts, answered=service.metrics.answered)
     return app

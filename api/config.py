@@ -43,14 +43,16 @@ class ApiConfig(BaseModel):
     """0 picks a free one; run_dir/http_url tells which."""
     run_dir: Path
     """Where the sockets of the service live."""
+    state_dir: Path | None = None
+    """Where the names that trainers give to versions are kept; None = run_dir."""
     replicas: int = Field(default=1, ge=1, le=4096)
     """How many replicas to route over: run_dir/replica-{r}.sock."""
-    model: Path
-    """HF checkpoint directory: config.json and tokenizer files."""
     replicas_file: Path | None = None
     """Says which replicas there are, where they come and go; None = those of `replicas`."""
     replica_keys: Path | None = None
     """Key file with which this process connects to replicas on other hosts."""
+    model: Path
+    """HF checkpoint directory: config.json and tokenizer files."""
     served_model_name: str = ""
     """What /v1/models calls it; empty = the directory's name."""
     max_model_len: int | None = Field(default=None, ge=8)
@@ -235,6 +237,7 @@ def compose(options: ServeOptions) -> ServeConfig:
         "host": options.host,
         "port": options.port,
         "run_dir": run_dir,
+        "state_dir": options.store.get("state_dir"),
         "replicas": options.replicas,
         "model": options.model,
         "served_model_name": options.served_model_name,

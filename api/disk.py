@@ -23,5 +23,5 @@ async def load(
     report = await weights.load(path, version=number, in_flight=in_flight, deadline_s=deadline_s)
     await weights.wait_for_version(report.get("version", number or 0), timeout_s=5.0)
     if name is not None and number is None:
-        versions.give(name)
+        await versions.give(name)
     return report

@@ -80,7 +80,7 @@ class HttpPush:
         finally:
             self.close()
         if name is not None:
-            self._versions.give(name)
+            await self._versions.give(name)
 
     def close(self) -> None:
         """Forget it."""

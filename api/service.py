@@ -43,7 +43,7 @@ class Service:
             ),
         )
         self.weights = Weights(config.store_endpoint, self.fleet)
-        self.versions = VersionNames(self.weights)
+        self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None

@@ -1,28 +1,58 @@
 """How weight versions are called towards other projects' clients: strings, "default" before the first push."""
 
+import asyncio
+import logging
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from api.weights import Weights
+from weight_manager.messages import Live
 from worker.messages import Span
 
+log = logging.getLogger(__name__)
+
 INITIAL = "default"
+FILE = "version_names.json"
+KEPT = 1024
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A name, and the weights it was given to: another run, or a forced push, may use the number for others."""
+
+    run_id: str
+    version: int
+    digest: str
+    name: str
+
+    def fits(self, live: Live) -> bool:
+        """Whether these are the same weights."""
+        return (self.run_id, self.version, self.digest) == (live.run_id, live.version, live.digest)
 
 
 class VersionNames:
-    """version -> its name. A trainer may give the live version a name of its own; it is kept for that version."""
+    """version -> its name. A trainer may give the live version a name of its own; it is kept for those weights.
 
-    def __init__(self, weights: Weights) -> None:
+    Names are in state_dir/version_names.json too, so that a restarted API calls versions what it called them before.
+    """
+
+    def __init__(self, weights: Weights, state_dir: Path) -> None:
         self._weights = weights
-        self._given: dict[int, str] = {}
+        self._path = state_dir / FILE
+        self._given = _read(self._path)
+        self._writing = asyncio.Lock()
 
     def name(self, version: int) -> str:
         """The name of a version."""
-        if version in self._given:
-            return self._given[version]
         live = self._weights.live
+        same = live if live is not None and live.version == version else None
+        if (given := self._given.get(version)) is not None and (same is None or given.fits(same)):
+            return given.name
         # Version 0 of run "" was loaded at the start; a trainer's own version 0 is called 0.
-        pushed = live is not None and live.version == 0 and live.run_id != ""
+        pushed = same is not None and same.run_id != ""
         return INITIAL if version == 0 and not pushed else str(version)
 
     @property
@@ -31,14 +61,18 @@ class VersionNames:
         live = self._weights.live
         return INITIAL if live is None else self.name(live.version)
 
-    def give(self, name: str) -> None:
+    async def give(self, name: str) -> None:
         """Call the live version this from now on."""
         live = self._weights.live
-        if live is None or name == str(live.version):
+        if live is None or name == self.live:
             return
-        self._given[live.version] = name
-        while len(self._given) > 1024:
+        self._given.pop(live.version, None)
+        if name != self.name(live.version):  # else its own name is back
+            self._given[live.version] = Given(live.run_id, live.version, live.digest, name)
+        while len(self._given) > KEPT:
             del self._given[next(iter(self._given))]
+        async with self._writing:
+            await asyncio.to_thread(_write, self._path, list(self._given.values()))
 
     def spans(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
         """`weight_versions`: half-open, over all output tokens, without gaps."""
@@ -50,3 +84,23 @@ class VersionNames:
         for span in spans:
             last = span
         return self.live if last is None else self.name(last.version)
+
+
+def _read(path: Path) -> dict[int, Given]:
+    try:
+        return {given.version: given for given in msgspec.json.decode(path.read_bytes(), type=list[Given])}
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s cannot be read (%s): versions are called by their numbers", path, error)
+        return {}
+
+
+def _write(path: Path, names: list[Given]) -> None:
+    """All or nothing. A disk that is full costs the names of a later restart, not the request."""
+    fresh = path.with_suffix(".new")
+    try:
+        fresh.write_bytes(msgspec.json.encode(names))
+        os.replace(fresh, path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): a restart will call versions by their numbers", path, error)

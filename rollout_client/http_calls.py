@@ -240,7 +240,7 @@ def event(line: str) -> Generation | None:
     data = line[6:]
     if data.startswith('{"error"'):
         detail = msgspec.json.decode(data)["error"]
-        raise RequestFailed(200, detail["code"], detail["message"])
+        raise RequestFailed(detail.get("status", 200), detail["code"], detail["message"])
     return msgspec.json.decode(data, type=Generation)
 
 

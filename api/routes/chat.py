@@ -14,6 +14,7 @@ from api.auth import require_data
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
+from api.openapi import IF_ASKED
 from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.openai import ChatRequest, ChatResponse
@@ -27,7 +28,7 @@ router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(requ
 SessionHeader = Annotated[str, Header(max_length=256)]
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse)
+@router.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=IF_ASKED)
 async def chat_completions(
     body: ChatRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
@@ -50,7 +51,7 @@ async def chat_completions(
     )
     writer = _Writer(body, service, ids, ask)
     if body.stream:
-        return EventStream(writer.stream(), live_header(service))
+        return EventStream(writer.stream(), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
     reply = writer.envelope(job, "chat.completion", [writer.choice(s) for s in samples[0]])
     reply |= {"usage": usage([ids], samples)} | writer.prompt(samples[0][0])
@@ -110,7 +111,8 @@ class _Writer:
                     version = self.service.versions.newest(chunk.spans)
                     role = {"role": "assistant", "content": ""}
                     opening = {"index": chunk.index, "delta": role, "finish_reason": None}
-                    opening |= {"weight_version": version, "weight_versions": []}
+                    nothing_yet = [{"version": version, "start": 0, "end": 0}]
+                    opening |= {"weight_version": version, "weight_versions": nothing_yet}
                     about = self.prompt(job.flights[0].samples[0])
                     yield event(self.envelope(job, kind, [opening]) | about)
                 delta = {"content": texts[chunk.index].push(chunk)}

@@ -14,6 +14,7 @@ from api.auth import require_data
 from api.flight import Flight, Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
+from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import Json
 from api.schemas.base import ERRORS
@@ -28,7 +29,7 @@ router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(requ
 SessionHeader = Annotated[str, Header(max_length=256)]
 
 
-@router.post("/v1/completions", response_model=CompletionResponse)
+@router.post("/v1/completions", response_model=CompletionResponse, openapi_extra=IF_ASKED)
 async def completions(
     body: CompletionRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
@@ -52,7 +53,7 @@ async def completions(
     )
     writer = _Writer(body, service, prompts, ask)
     if body.stream:
-        return EventStream(writer.stream(), live_header(service))
+        return EventStream(writer.stream(), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
     choices = [writer.choice(i, s, of_prompt[0]) for i, of_prompt in enumerate(samples) for s in of_prompt]
     reply = writer.envelope(job, choices) | {"usage": usage(prompts, samples)}

@@ -17,6 +17,7 @@ from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Conflict, TimedOut, status_of
 from api.replies import Json, describe, explain
 from api.schemas import fastdeploy as schema
+from api.schemas.base import ErrorBody
 from api.service import Uses
 from worker.messages import Tag
 
@@ -49,11 +50,13 @@ def _refused(status: int, message: str) -> Response:
 
 
 GET_IS_OFF = Json({"msg": "GET is switched off for routes that change something (legacy_get): use POST"}, 404)
+# What never reached a route (a token, a body too large) is refused in the shape that all routes share.
 REFUSED: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": schema.ControlError},
-    "5XX": {"model": schema.ControlError},
+    status: {"model": schema.ControlError | ErrorBody} for status in ("4XX", "5XX")
 }
-REFUSED_LEGACY: dict[int | str, dict[str, Any]] = {"4XX": {"model": schema.Msg}, "5XX": {"model": schema.Msg}}
+REFUSED_LEGACY: dict[int | str, dict[str, Any]] = {
+    status: {"model": schema.Msg | ErrorBody} for status in ("4XX", "5XX")
+}
 router = APIRouter(tags=["fastdeploy"])
 v1 = APIRouter(tags=["fastdeploy"], route_class=ControlRoute, responses=REFUSED)
 data = [Depends(require_data)]
@@ -66,7 +69,7 @@ async def clear_load_weight(request: Request, service: Uses) -> Response:
     """Release parameters and KV. 400: that is running already; 403: the opposite is; 404: timeout or off."""
     if request.method == "GET" and not service.config.legacy_get:
         return GET_IS_OFF
-    if service.fleet.cleared >= set(ALL_TAGS):
+    if service.fleet.cleared >= set(ALL_TAGS) and service.control.transition is None:
         return Json({"msg": "model weight is cleared"})
     return await _legacy(service.control.clear, "clear", "clear model weight successfully")
 

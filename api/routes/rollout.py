@@ -13,6 +13,7 @@ from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask
 from api.model import Model
+from api.openapi import IF_ASKED
 from api.replies import Json
 from api.schemas import rollout as schema
 from api.schemas.base import ERRORS
@@ -27,7 +28,7 @@ data = [Depends(require_data)]
 admin = [Depends(require_admin)]
 
 
-@router.post("/generate", dependencies=data, response_model=schema.GenerateResponse)
+@router.post("/generate", dependencies=data, response_model=schema.GenerateResponse, openapi_extra=IF_ASKED)
 async def generate(
     body: schema.GenerateRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
@@ -48,7 +49,7 @@ async def generate(
     )
     options = TextOptions(body.skip_special_tokens, body.include_stop, tuple(ask.sampling.stop))
     if body.stream:
-        return EventStream(_events(ask, service, options), live_header(service))
+        return EventStream(_events(ask, service, options), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
     outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
     counted = usage(prompts, samples)

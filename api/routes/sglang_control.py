@@ -85,7 +85,7 @@ async def update_weight_version(body: schema.NewVersion, service: Uses) -> schem
         raise BadInput("nothing is live yet")
     if body.abort_all_requests:
         await service.generations.abort(None)
-    service.versions.give(body.new_version)
+    await service.versions.give(body.new_version)
     return schema.NewVersionSet(new_version=service.versions.live)
 
 
@@ -138,14 +138,16 @@ async def model_info(service: Uses) -> schema.ModelInfo:
 @router.post("/release_memory_occupation", dependencies=admin)
 async def release_memory_occupation(service: Uses, body: schema.MemoryTags | None = None) -> schema.Said:
     """Release parameters, KV or both on every rank. Again is a clean reply."""
-    freed = await service.control.clear(_tags(body))
+    tags = _tags(body)
+    freed = await service.control.clear(tags) if tags else 0
     return schema.Said(message=f"{freed} bytes released")
 
 
 @router.post("/resume_memory_occupation", dependencies=admin)
 async def resume_memory_occupation(service: Uses, body: schema.MemoryTags | None = None) -> schema.Said:
     """Bring back what was released, at the live version. Again is a clean reply."""
-    await service.control.reload(_tags(body))
+    if tags := _tags(body):
+        await service.control.reload(tags)
     return schema.Said(message="memory is back")
 
 
@@ -194,7 +196,9 @@ async def get_load(service: Uses) -> list[schema.Loads]:
 
 
 def _tags(body: schema.MemoryTags | None) -> tuple[Tag, ...]:
-    return tuple(body.tags) if body and body.tags else ("weights", "kv_cache")
+    if body is None or not body.tags:
+        return ("weights", "kv_cache")
+    return tuple(tag for tag in dict.fromkeys(body.tags) if tag != "cuda_graph")
 
 
 def _loads(service: Service) -> list[schema.Loads]:

@@ -15,6 +15,7 @@ from api.auth import require_data
 from api.errors import BadInput
 from api.flight import Sample, Update
 from api.generation import Ask, Job
+from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import Json, explain
 from api.schemas.base import ERRORS
@@ -29,7 +30,7 @@ router = APIRouter(tags=["sglang"], responses=ERRORS, dependencies=[Depends(requ
 SessionHeader = Annotated[str, Header(max_length=256)]
 
 
-@router.post("/generate", response_model=SglangOutput | list[SglangOutput] | LegacyTrlOutput)
+@router.post("/generate", response_model=SglangOutput | list[SglangOutput] | LegacyTrlOutput, openapi_extra=IF_ASKED)
 async def generate(body: SglangGenerate, request: Request, service: Uses, x_session_id: SessionHeader = "") -> Response:
     """Continue one prompt or a batch. Several prompts, or n > 1, are answered with a list, prompt by prompt."""
     if body.prompts is not None:
@@ -50,12 +51,13 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
             session=x_session_id,
             min_version=body.min_weight_version,
             version_timeout_s=body.version_timeout_s,
+            max_staleness=body.max_staleness,
         )
         for i, (ids, w) in enumerate(zip(prompts, wanted, strict=True))
     ]
     as_list = is_batch or any(ask.sampling.n > 1 for ask in asks)
     if body.stream:
-        return EventStream(_stream(asks, wanted, service, as_list), live_header(service))
+        return EventStream(_stream(asks, wanted, service, as_list), lambda: live_header(service))
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
         samples = await while_connected(request.receive, _all(jobs))
@@ -145,6 +147,7 @@ async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) 
         "prompt_ids": prompts,
         "completion_ids": [sample.token_ids for sample in flat],
         "logprobs": [sample.logprobs for sample in flat],
+        "weight_version": service.versions.newest(flat[-1].spans),
         "weight_versions": [service.versions.spans(sample.spans) for sample in flat],
     }
     return Json(reply, headers=version_header(samples))

@@ -11,6 +11,7 @@ from api.answering import live_header, usage, version_header, whole
 from api.auth import require_data
 from api.flight import Sample
 from api.generation import Ask, Job
+from api.openapi import IF_ASKED
 from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.tokens import TokenRequest, TokenResponse
@@ -24,7 +25,7 @@ MAX_TOP = 64
 SessionHeader = Annotated[str, Header(max_length=256)]
 
 
-@router.post("/inference/v1/generate", response_model=TokenResponse)
+@router.post("/inference/v1/generate", response_model=TokenResponse, openapi_extra=IF_ASKED)
 async def generate(body: TokenRequest, request: Request, service: Uses, x_session_id: SessionHeader = "") -> Response:
     """Continue token ids exactly as they are."""
     wanted = body.sampling_params
@@ -47,7 +48,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         max_staleness=body.max_staleness,
     )
     if body.stream:
-        return EventStream(_stream(ask, body, service, top_n), live_header(service))
+        return EventStream(_stream(ask, body, service, top_n), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
     reply = _envelope(job, [_choice(s, body, service, top_n) for s in samples[0]], service)
     reply |= {"usage": usage(ask.prompts, samples)} | _prompt(body, samples[0][0], service)

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 
 from api import snapshot
 from api.auth import require_data
+from api.openapi import ALWAYS
 from api.schemas.base import ERRORS
 from api.schemas.ui import Snapshot
 from api.service import Service, Uses
@@ -36,7 +37,7 @@ async def page() -> Response:
     return HTMLResponse(document, headers={"content-security-policy": policy, "x-content-type-options": "nosniff"})
 
 
-@router.get("/events", dependencies=[Depends(require_data)], response_model=Snapshot)
+@router.get("/events", dependencies=[Depends(require_data)], response_model=Snapshot, openapi_extra=ALWAYS)
 async def events(service: Uses) -> Response:
     """What the page shows, now and every second from now on, as server-sent events; each one's data is a Snapshot."""
     return EventStream(_events(service))

@@ -72,6 +72,8 @@ class SglangGenerate(Lenient):
     min_weight_version: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     """Ours: wait until this version is live; 409 after version_timeout_s."""
     version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Ours: end with `abort` once the live version is further ahead of the one it started under."""
 
     prompts: list[str] | list[Ids] | None = None
     """Older TRL; then the fields below count, and ids and logprobs per sample are answered."""
@@ -117,6 +119,8 @@ class LegacyTrlOutput(Lenient):
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     logprobs: list[list[float]]
+    weight_version: str
+    """Of the last sample's last token."""
     weight_versions: list[list[VersionSpan]]
 
 
@@ -200,9 +204,9 @@ class ModelInfo(Lenient):
 
 
 class MemoryTags(Lenient):
-    """Which memory; none or null = all of it."""
+    """Which memory; none or null = all of it. There are no CUDA graphs: that tag names nothing."""
 
-    tags: list[Literal["weights", "kv_cache"]] | None = None
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 class WeightsByName(Lenient):

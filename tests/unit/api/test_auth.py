@@ -1,3 +1,5 @@
+import hmac
+
 import httpx
 import pytest
 from pydantic import ValidationError
@@ -6,6 +8,8 @@ from api.app import create_app
 from api.config import ApiConfig
 from api.errors import TooMany
 from api.rate_limit import RateLimit
+from weight_manager.messages import GetStatus, ReadTensor, Result
+from worker.messages import Generate, GetStats
 
 DATA, ADMIN = "data-token-1", "admin-token-1"
 GENERATE = ("POST", "/v1/rollout/generate", {"prompt": "A", "max_tokens": 1})
@@ -48,6 +52,57 @@ async def test_every_route_but_health_and_docs_is_guarded(client, service):
         for method in methods:
             reply = await client.request(method, path.replace("{name}", "x"), json={})
             assert reply.status_code == 401, (method, path)
+
+
+async def test_tokens_are_compared_in_constant_time_and_whole(client, monkeypatch):
+    compared = []
+    digest = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or digest(a, b))
+    for token in (DATA[:-1], DATA + "x", DATA.upper(), "x"):
+        assert await status(client, GENERATE, token) == 401
+    assert len(compared) == 8  # with the data token, then with the admin token
+    assert {b for _, b in compared} == {DATA.encode(), ADMIN.encode()}
+    assert await status(client, PAUSE, ADMIN) == 200
+    assert compared[-1] == (ADMIN.encode(), ADMIN.encode())
+
+
+async def test_no_log_shows_a_token(client, caplog):
+    caplog.set_level("DEBUG")
+    for token in (DATA, ADMIN, "wrong-token-0000"):
+        await status(client, GENERATE, token)
+        await status(client, PAUSE, token)
+    assert not any(token in caplog.text for token in (DATA, ADMIN, "wrong-token-0000"))
+
+
+async def test_no_other_site_may_read_a_reply(client):
+    """CORS is off: nothing invites a browser to hand an answer to another site's script."""
+    ours = {"authorization": f"Bearer {DATA}", "origin": "http://evil.example"}
+    for reply in (
+        await client.get("/v1/models", headers=ours),
+        await client.options(GENERATE[1], headers=ours | {"access-control-request-method": "POST"}),
+    ):
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+async def test_reading_changes_nothing(client, service, replicas, store):
+    """But for the legacy GETs, and not even those when they are switched off."""
+    service.config = service.config.model_copy(update={"legacy_get": False})
+    store.results[ReadTensor] = Result("", False, "unknown_tensor", "no such tensor")
+    before = [len(r.received) for r in replicas], len(store.received)
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    answered = {}
+    for path in [path for path, methods in paths.items() if "get" in methods and path != "/ui/events"]:
+        query = {"name": "w", "version": "0", "mode": "abort", "tags": "weights", "level": "2", "timeout_s": "0.01"}
+        reply = await client.get(path.replace("{name}", "tiny"), params=query, headers=headers)
+        answered[path] = reply.status_code
+    asked = [m for r, n in zip(replicas, before[0], strict=True) for m in r.received[n:]]
+    assert {type(m) for m in asked} <= {GetStats, Generate}  # the token that /health_generate makes
+    assert {type(m) for m in store.received[before[1] :]} <= {GetStatus, ReadTensor}
+    refused = {path for path, code in answered.items() if code in (403, 404)}
+    assert refused == {"/clear_load_weight", "/update_model_weight", "/flush_cache"}
+    assert service.fleet.paused is None
+    assert not service.fleet.cleared
 
 
 async def test_a_non_ascii_token_is_only_wrong(client):

@@ -33,6 +33,18 @@ async def test_transitions_that_cross(client, replicas, until, service):
     await asyncio.gather(clearing, return_exceptions=True)
 
 
+async def test_clearing_while_it_comes_back_is_refused(client, replicas, until, service):
+    await client.post("/clear_load_weight")
+    for replica in replicas:
+        replica.mute = True
+    loading = asyncio.create_task(client.get("/update_model_weight"))
+    await until(lambda: service.control.transition == "reload")
+    assert (await client.get("/update_model_weight")).status_code == 400
+    assert (await client.get("/clear_load_weight")).status_code == 403
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+
+
 async def test_a_refusal_of_a_replica(client, replicas):
     replicas[0].fail[Clear] = CallFailed("", "conflict", "cannot clear while starting")
     reply = await client.post("/clear_load_weight")

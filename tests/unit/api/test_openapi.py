@@ -1,5 +1,8 @@
 """The page at /docs: every route is on it, with schemas for what goes in and what comes out."""
 
+import json
+import re
+
 
 async def operations(client):
     document = (await client.get("/openapi.json")).json()
@@ -14,13 +17,34 @@ async def test_every_route_has_response_schemas(client):
     found, _ = await operations(client)
     assert len(found) > 60
     for method, path, operation in found:
-        if path in {"/metrics", "/ui"}:  # text and a page
+        if path in {"/metrics", "/ui", "/ui/events"}:  # text, a page, and events
             continue
         content = operation["responses"]["200"]["content"]["application/json"]["schema"]
         assert content, (method, path)
         assert any(status.startswith(("4", "default")) for status in operation["responses"]), (method, path)
         if "requestBody" in operation:
             assert operation["requestBody"]["content"]["application/json"]["schema"], (method, path)
+
+
+async def test_streams_are_described_event_by_event(client):
+    """The status page's is always one, the routes with `stream` in their body are one when it is asked for."""
+    found, document = await operations(client)
+    streams = {path: op["responses"]["200"]["content"] for _, path, op in found}
+    streams = {path: content for path, content in streams.items() if "text/event-stream" in content}
+    assert streams.keys() == {
+        "/ui/events",
+        "/v1/rollout/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+        "/generate",
+    }
+    for path, content in streams.items():
+        data = content["text/event-stream"]["itemSchema"]["properties"]["data"]
+        assert ("application/json" in content) == ("anyOf" in data) == (path != "/ui/events")
+        payload = data["anyOf"][0] if "anyOf" in data else data
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(payload)):
+            assert reference in document["components"]["schemas"]
 
 
 async def test_operation_ids_are_unique_and_every_route_is_described(client):

@@ -159,6 +159,10 @@ async def test_memory(client, replicas):
     assert replicas[0].got(Clear)[0].tags == ("weights", "kv_cache")
     await post(client, "/resume_memory_occupation", {"tags": ["weights"]})
     assert replicas[0].got(Reload)[0].tags == ("weights",)
+    await post(client, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    assert replicas[0].got(Reload)[1].tags == ("kv_cache",)
+    await post(client, "/release_memory_occupation", {"tags": ["cuda_graph"]})
+    assert len(replicas[0].got(Clear)) == 2
     await post(client, "/resume_memory_occupation")
     assert (await client.post("/release_memory_occupation", json={"tags": ["all"]})).status_code == 400
 

@@ -68,6 +68,14 @@ def test_a_stream_ends_at_done(client, server):
     assert server.body == {"prompt": "hello", "stream": True}
 
 
+def test_a_late_error_of_a_stream_has_its_status(client, server):
+    error = json.dumps({"error": {"code": "Conflict", "message": "no", "status": 409}}, separators=(",", ":"))
+    server.replies["/v1/rollout/generate"] = (200, f": keep-alive\n\ndata: {error}\n\ndata: [DONE]\n\n")
+    with pytest.raises(RequestFailed) as caught:
+        list(client.stream("A"))
+    assert (caught.value.status, caught.value.code) == (409, "Conflict")
+
+
 def test_an_error_inside_a_stream_is_raised(client, server):
     error = json.dumps({"error": {"code": "Unavailable", "message": "gone"}}, separators=(",", ":"))
     server.replies["/v1/rollout/generate"] = (200, f"data: {error}\n\ndata: [DONE]\n\n")

@@ -1,0 +1,116 @@
+"""Names that trainers give to versions: kept for the weights they were given to, over restarts of the API too."""
+
+import json
+
+import pytest
+
+from api.service import Service
+from api.versions import FILE
+from worker.messages import Span
+
+
+async def name_it(client, name):
+    reply = await client.post("/update_weight_version", json={"new_version": name})
+    assert reply.json() == {"success": True, "message": "weight version updated", "new_version": name}
+
+
+async def live_is(service, until, version, run_id="run"):
+    await until(lambda: (service.weights.live.run_id, service.weights.live.version) == (run_id, version))
+
+
+async def restarted(config, model, until):
+    """Another API process over the same service."""
+    made = Service(config, model)
+    context = made.running()
+    await context.__aenter__()
+    await until(lambda: made.weights.live)
+    return made, context
+
+
+async def test_a_name_outlives_the_api(client, service, store, until, config, model):
+    store.commit(3)
+    await live_is(service, until, 3)
+    await name_it(client, "step-3")
+    store.commit(4)
+    await live_is(service, until, 4)
+    await name_it(client, "step-4")
+    again, context = await restarted(config, model, until)
+    try:
+        assert again.versions.live == "step-4"
+        spans = [Span(2, 0, 1), Span(3, 1, 2), Span(4, 2, 3)]
+        assert [s["version"] for s in again.versions.spans(spans)] == ["2", "step-3", "step-4"]
+    finally:
+        await context.__aexit__(None, None, None)
+
+
+async def test_a_name_given_by_finish_or_with_a_directory_does_too(client, service, store, until, config, model):
+    await client.post("/start_weight_update", json={})
+    await client.post("/finish_weight_update", json={"weight_version": "a"})
+    await live_is(service, until, 1)
+    await client.post("/update_weights_from_disk", json={"model_path": "/x", "weight_version": "b"})
+    await live_is(service, until, 2)
+    again, context = await restarted(config, model, until)
+    try:
+        assert (again.versions.name(1), again.versions.name(2)) == ("a", "b")
+    finally:
+        await context.__aexit__(None, None, None)
+
+
+async def test_another_run_s_version_of_that_number_is_not_called_so(client, service, store, until):
+    store.commit(3)
+    await live_is(service, until, 3)
+    await name_it(client, "step-3")
+    store.commit(3, run_id="other")
+    await live_is(service, until, 3, "other")
+    assert (await client.get("/get_weight_version")).json() == {"weight_version": "3"}
+
+
+async def test_a_version_that_is_live_again_has_its_name_again(client, service, store, until):
+    store.commit(3)
+    await live_is(service, until, 3)
+    await name_it(client, "step-3")
+    store.commit(4)
+    await live_is(service, until, 4)
+    store.commit(3)  # rolled back
+    await live_is(service, until, 3)
+    assert service.versions.live == "step-3"
+
+
+async def test_a_number_for_a_name_takes_the_name_away(client, service, store, until, config):
+    store.commit(3)
+    await live_is(service, until, 3)
+    await name_it(client, "step-3")
+    await name_it(client, "3")
+    assert service.versions.live == "3"
+    assert json.loads((config.run_dir / FILE).read_bytes()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'[{"name": 5}]', b"\xff"])
+async def test_a_broken_file_is_no_reason_not_to_start(config, model, store, until, content):
+    (config.run_dir / FILE).write_bytes(content)
+    again, context = await restarted(config, model, until)
+    try:
+        assert again.versions.live == "default"
+    finally:
+        await context.__aexit__(None, None, None)
+
+
+async def test_a_full_disk_costs_the_memory_of_names_and_nothing_else(client, service, store, until, monkeypatch):
+    store.commit(3)
+    await live_is(service, until, 3)
+    monkeypatch.setattr(service.versions, "_path", service.config.run_dir / "no such directory" / FILE)
+    await name_it(client, "step-3")
+    assert service.versions.live == "step-3"
+
+
+class TestElsewhere:
+    @pytest.fixture
+    def settings(self, tmp_path):
+        (tmp_path / "state").mkdir()
+        return {"state_dir": tmp_path / "state"}
+
+    async def test_names_are_kept_where_the_history_is(self, client, service, store, until, config):
+        store.commit(3)
+        await live_is(service, until, 3)
+        await name_it(client, "step-3")
+        assert json.loads((config.state_dir / FILE).read_bytes())[0]["name"] == "step-3"
