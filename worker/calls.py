@@ -53,6 +53,11 @@ class Calls:
         self._queue: deque[_Turn] = deque()
         self._current: _Turn | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """A call has begun, and its last phase is not over."""
+        return self._current is not None
+
     def take(self, origin: bytes, message: Call) -> None:
         """Queue it, or answer at once when it cannot be."""
         under_way = self._current.message if self._current else None

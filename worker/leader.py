@@ -193,7 +193,10 @@ class Leader:
             self._draining.finish()
             self.lifecycle.apply(Event.STOP, "drained")
             return Order(Signal.STOP)
-        for asker in (self.membership, self._calls):
+        askers: list[Membership | Calls] = [self.membership, self._calls]
+        if self._calls.under_way:  # a commit prepared between two phases of a reload would flip other weights
+            askers.reverse()
+        for asker in askers:
             order = asker.next_order()
             if order is not None:
                 self._asker = asker

@@ -1,3 +1,4 @@
+import threading
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from weight_manager.messages import (
     Rollback,
     RolledBack,
 )
-from worker.messages import Clear, Pause, Reload, Resume
+from worker.messages import Clear, Done, Pause, Reload, Resume
 
 
 @pytest.fixture
@@ -262,6 +263,32 @@ def test_clear_between_prepare_and_flip(busy):
     busy.api.answer(reload)
     assert busy.api.stats().version == 1
     busy.api.finish("long")
+    busy.check(busy.api, "long")
+
+
+def test_a_commit_that_comes_between_two_phases_of_a_reload_waits_for_its_end(busy):
+    busy.api.call(Clear)
+    groups = busy.loop._actions._groups
+    entered, go_on = threading.Event(), threading.Event()
+
+    def restart():
+        entered.set()
+        assert go_on.wait(5)
+        return []
+
+    groups.restart = restart
+    reload = busy.api.start(Reload)
+    assert entered.wait(5)
+    busy.store.send(store_messages.Prepare("s1", busy.store.write(1, 1), "keep", 5.0))
+    time.sleep(0.05)
+    go_on.set()
+    assert busy.store.expect(Prepared) == Prepared("s1")
+    assert isinstance(busy.api.answer(reload), Done)
+    assert busy.store.flip("s1") == Flipped("s1")
+    busy.store.send(Finalize("s1"))
+    busy.store.expect(store_messages.Finalized)
+    busy.api.finish("long")
+    assert versions(busy, "long") == [0, 1]
     busy.check(busy.api, "long")
 
 
