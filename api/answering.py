@@ -1,12 +1,15 @@
 """What every data route does around its own names: wait for samples while the client is there, and count tokens."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from api.flight import Sample
 from api.generation import Ask, Job
+from api.replies import Json
 from api.service import Service
 from api.sse import while_connected
 
@@ -15,6 +18,20 @@ async def whole(request: Request, service: Service, ask: Ask) -> tuple[Job, list
     """Run a request to its end: the job, and its samples per prompt. Given up when the client goes away."""
     with service.generations.submit(ask) as job:
         return job, await while_connected(request.receive, job.samples())
+
+
+INLINE_TOKENS = 1024
+"""Replies with more tokens are written on a thread: a batch with logprobs takes seconds, and others want answers."""
+
+
+async def replied(samples: Sequence[Sequence[Sample]], make: Callable[[], Any]) -> Response:
+    """The JSON reply of what make() returns, with its X-Weight-Version. make must not change anything."""
+
+    def written() -> Response:
+        return Json(make(), headers=version_header(samples))
+
+    tokens = sum(len(s.token_ids) + len(s.prompt_logprobs or ()) for of_prompt in samples for s in of_prompt)
+    return written() if tokens <= INLINE_TOKENS else await asyncio.to_thread(written)
 
 
 def usage(prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:

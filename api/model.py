@@ -11,7 +11,7 @@ from api.errors import BadInput
 from worker.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096
-"""Texts longer than this are tokenised on a thread, so that the event loop keeps turning."""
+"""Texts longer than this, together, are tokenised on a thread, so that the event loop keeps turning."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,17 @@ class Model:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises BadInput when it cannot be encoded."""
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def encode_all(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. Raises BadInput when one cannot be encoded."""
         tokenizer = self.text
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
         try:
-            if len(text) <= INLINE_CHARS:
-                return tokenizer.encode(text, add_special_tokens)
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+            return encode() if sum(map(len, texts)) <= INLINE_CHARS else await asyncio.to_thread(encode)
         except UnicodeError as error:
             raise BadInput(
                 f"the text is not valid Unicode: {error.reason if hasattr(error, 'reason') else error}"

@@ -15,5 +15,5 @@ async def prompt_ids(prompt: Any, model: Model, *, add_special_tokens: bool) -> 
     if isinstance(prompt[0], int):
         return [prompt]
     if isinstance(prompt[0], str):
-        return [await model.encode(text, add_special_tokens=add_special_tokens) for text in prompt]
+        return await model.encode_all(prompt, add_special_tokens=add_special_tokens)
     return list(prompt)

@@ -9,13 +9,12 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import live_header, usage, version_header, whole
+from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
 from api.openapi import IF_ASKED
-from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.openai import ChatRequest, ChatResponse
 from api.service import Service, Uses
@@ -53,9 +52,12 @@ async def chat_completions(
     if body.stream:
         return EventStream(writer.stream(), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
-    reply = writer.envelope(job, "chat.completion", [writer.choice(s) for s in samples[0]])
-    reply |= {"usage": usage([ids], samples)} | writer.prompt(samples[0][0])
-    return Json(reply, headers=version_header(samples))
+
+    def reply() -> dict[str, Any]:
+        whole_reply = writer.envelope(job, "chat.completion", [writer.choice(s) for s in samples[0]])
+        return whole_reply | {"usage": usage([ids], samples)} | writer.prompt(samples[0][0])
+
+    return await replied(samples, reply)
 
 
 @dataclass

@@ -9,14 +9,13 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import live_header, usage, version_header, whole
+from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.flight import Flight, Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
-from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.openai import CompletionRequest, CompletionResponse
 from api.service import Service, Uses
@@ -55,9 +54,12 @@ async def completions(
     if body.stream:
         return EventStream(writer.stream(), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
-    choices = [writer.choice(i, s, of_prompt[0]) for i, of_prompt in enumerate(samples) for s in of_prompt]
-    reply = writer.envelope(job, choices) | {"usage": usage(prompts, samples)}
-    return Json(reply, headers=version_header(samples))
+
+    def reply() -> dict[str, Any]:
+        choices = [writer.choice(i, s, of_prompt[0]) for i, of_prompt in enumerate(samples) for s in of_prompt]
+        return writer.envelope(job, choices) | {"usage": usage(prompts, samples)}
+
+    return await replied(samples, reply)
 
 
 @dataclass

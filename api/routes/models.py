@@ -1,7 +1,10 @@
 """GET /v1/models, POST /tokenize and /detokenize."""
 
+import asyncio
+
 from fastapi import APIRouter, Depends
 
+from api.answering import INLINE_TOKENS
 from api.auth import require_data
 from api.errors import BadInput, NotFound
 from api.schemas.base import ERRORS
@@ -51,7 +54,11 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
 async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
     """Text of token ids."""
     service.model.check_ids(body.tokens, "tokens")
-    text = service.model.text.decode(body.tokens, body.skip_special_tokens)
+    decode = service.model.text.decode
+    if len(body.tokens) <= INLINE_TOKENS:
+        text = decode(body.tokens, body.skip_special_tokens)
+    else:
+        text = await asyncio.to_thread(decode, body.tokens, body.skip_special_tokens)
     return DetokenizeResponse(prompt=text, text=text)
 
 

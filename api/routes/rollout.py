@@ -7,14 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
-from api.answering import live_header, usage, version_header, whole
+from api.answering import live_header, replied, usage, whole
 from api.auth import require_admin, require_data
 from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask
 from api.model import Model
 from api.openapi import IF_ASKED
-from api.replies import Json
 from api.schemas import rollout as schema
 from api.schemas.base import ERRORS
 from api.service import Service, Uses
@@ -51,11 +50,14 @@ async def generate(
     if body.stream:
         return EventStream(_events(ask, service, options), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
-    outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
-    counted = usage(prompts, samples)
-    del counted["prompt_tokens_details"]
-    reply = {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": counted}
-    return Json(reply, headers=version_header(samples))
+
+    def reply() -> dict[str, Any]:
+        outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
+        counted = usage(prompts, samples)
+        del counted["prompt_tokens_details"]
+        return {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": counted}
+
+    return await replied(samples, reply)
 
 
 @router.post("/pause", dependencies=admin)
@@ -149,7 +151,7 @@ async def verify(service: Uses) -> schema.ChecksumsResponse:
 async def _prompt_ids(body: schema.GenerateRequest, model: Model) -> list[list[int]]:
     if body.prompt is not None:
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        return [await model.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
+        return await model.encode_all(texts, add_special_tokens=body.add_special_tokens)
     ids: list[Any] = body.prompt_ids or []
     if not ids:
         raise BadInput("prompt_ids is empty: send at least one token")

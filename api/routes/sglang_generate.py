@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from api import sglang_output
-from api.answering import live_header, version_header
+from api.answering import live_header, replied
 from api.auth import require_data
 from api.errors import BadInput
 from api.flight import Sample, Update
 from api.generation import Ask, Job
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
-from api.replies import Json, explain
+from api.replies import explain
 from api.schemas.base import ERRORS
 from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, SglangSampling
 from api.schemas.vllm_sampling import VllmSampling
@@ -61,12 +61,16 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
         samples = await while_connected(request.receive, _all(jobs))
-    outputs = [
-        sglang_output.output(job, w, sample, service)
-        for job, w, of_job in zip(jobs, wanted, samples, strict=True)
-        for sample in of_job
-    ]
-    return Json(outputs if as_list else outputs[0], headers=version_header(samples))
+
+    def reply() -> Any:
+        outputs = [
+            sglang_output.output(job, w, sample, service)
+            for job, w, of_job in zip(jobs, wanted, samples, strict=True)
+            for sample in of_job
+        ]
+        return outputs if as_list else outputs[0]
+
+    return await replied(samples, reply)
 
 
 async def _all(jobs: list[Job]) -> list[list[Sample]]:
@@ -143,11 +147,13 @@ async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) 
     with service.generations.submit(ask) as job:
         samples = await while_connected(request.receive, job.samples())
     flat = [sample for of_prompt in samples for sample in of_prompt]
-    reply = {
-        "prompt_ids": prompts,
-        "completion_ids": [sample.token_ids for sample in flat],
-        "logprobs": [sample.logprobs for sample in flat],
-        "weight_version": service.versions.newest(flat[-1].spans),
-        "weight_versions": [service.versions.spans(sample.spans) for sample in flat],
-    }
-    return Json(reply, headers=version_header(samples))
+    return await replied(
+        samples,
+        lambda: {
+            "prompt_ids": prompts,
+            "completion_ids": [sample.token_ids for sample in flat],
+            "logprobs": [sample.logprobs for sample in flat],
+            "weight_version": service.versions.newest(flat[-1].spans),
+            "weight_versions": [service.versions.spans(sample.spans) for sample in flat],
+        },
+    )

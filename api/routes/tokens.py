@@ -7,12 +7,11 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import live_header, usage, version_header, whole
+from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.openapi import IF_ASKED
-from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.tokens import TokenRequest, TokenResponse
 from api.service import Service, Uses
@@ -50,9 +49,12 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
     if body.stream:
         return EventStream(_stream(ask, body, service, top_n), lambda: live_header(service))
     job, samples = await whole(request, service, ask)
-    reply = _envelope(job, [_choice(s, body, service, top_n) for s in samples[0]], service)
-    reply |= {"usage": usage(ask.prompts, samples)} | _prompt(body, samples[0][0], service)
-    return Json(reply, headers=version_header(samples))
+
+    def reply() -> dict[str, Any]:
+        whole_reply = _envelope(job, [_choice(s, body, service, top_n) for s in samples[0]], service)
+        return whole_reply | {"usage": usage(ask.prompts, samples)} | _prompt(body, samples[0][0], service)
+
+    return await replied(samples, reply)
 
 
 def _envelope(job: Job, choices: list[dict[str, Any]], service: Service) -> dict[str, Any]:

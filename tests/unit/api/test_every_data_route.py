@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 from typing import Any, NamedTuple
 
 import pytest
 
+from api import answering
 from worker.messages import Abort, Generate
 
 
@@ -216,3 +218,22 @@ async def test_what_becomes_too_stale_ends_with_what_it_has(client, service, sto
     await all_at(service, store, replicas, until, 2)
     _, parts = await task
     assert finish_of(parts[-1]) == "abort"
+
+
+@NAMED
+async def test_writing_a_long_reply_keeps_nobody_waiting(client, monkeypatch, route):
+    class Slow(answering.Json):
+        def render(self, content: Any) -> bytes:
+            time.sleep(0.4)
+            return super().render(content)
+
+    monkeypatch.setattr(answering, "Json", Slow)
+    monkeypatch.setattr(answering, "INLINE_TOKENS", 2)
+    task = asyncio.create_task(ask(client, route, stream=False, count=3))
+    slowest = 0.0
+    while not task.done():
+        began = time.monotonic()
+        await asyncio.sleep(0.01)
+        slowest = max(slowest, time.monotonic() - began)
+    await task
+    assert slowest < 0.3

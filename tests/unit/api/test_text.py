@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -92,3 +93,20 @@ def test_what_may_become_a_stop_string_waits():
     streamed = StreamedText(Bytes(), TextOptions(stop=("END",)))
     pushed = [streamed.push(Chunk("r", 0, [i], [0.0], [Span(0, 0, 1)])) for i in b"xEEN."]
     assert pushed == ["x", "", "E", "", "EN."]
+
+
+async def test_many_short_texts_are_a_long_one(model, monkeypatch):
+    """Together they would keep the event loop: a thread encodes them, in order."""
+    threads = set()
+    encode = model.tokenizer.encode
+
+    def noted(text, special):
+        threads.add(threading.current_thread() is threading.main_thread())
+        return encode(text, special)
+
+    monkeypatch.setattr(model.tokenizer, "encode", noted)
+    texts = [f"{i:04}" for i in range(2000)]
+    assert await model.encode_all(texts) == [list(text.encode()) for text in texts]
+    assert threads == {False}
+    assert await model.encode_all(["A", "B"]) == [[65], [66]]
+    assert threads == {False, True}
