@@ -6,6 +6,8 @@
  byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
  byte 40   lease, CLOCK_MONOTONIC nanoseconds; 0 = none is needed
 
+A slot of 2 MiB or more starts at a multiple of 2 MiB, the first one at 2 MiB, so that huge pages fit.
+
 The store moves a slot's write epoch before it lets anybody write there. A reader that remembers the
 epoch it saw when the slot became live knows, by reading it again after its work, whether the bytes it
 worked on stood still. A store that belongs to a fleet of stores may serve only until its lease runs out,
@@ -14,6 +16,7 @@ the same manner. `mmap` by hand: the resource tracker of multiprocessing.shared_
 segments that other processes still use.
 """
 
+import contextlib
 import mmap
 import os
 import struct
@@ -24,9 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.aligned_map import HUGE, map_aligned
 from rollout_client.errors import ArenaError
 
-MAGIC = b"PDLROLL1"
+MAGIC = b"PDLROLL2"
 NONCE_BYTES = 16
 HEADER_BYTES = 4096
 MAX_SLOTS = 8
@@ -53,17 +57,24 @@ class ArenaFile:
             self._header = self._map(0, HEADER_BYTES, write_header)
             magic, self.nonce, self.slot_bytes, self.slots = _FIXED.unpack_from(self._header)
             size = os.fstat(self.fd).st_size
-            if magic != MAGIC or not 0 < self.slots <= MAX_SLOTS or size < self.slot_offset(self.slots):
+            if magic != MAGIC or not 0 < self.slots <= MAX_SLOTS or size < file_bytes(self.slots, self.slot_bytes):
                 raise ArenaError(f"{path} is not an arena of this version")
         except (ValueError, ArenaError) as error:  # ValueError: shorter than a header
             os.close(self.fd)
             raise ArenaError(f"{path} is not an arena of this version") from error
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self._header, dtype="<u8")
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, memoryview] = {}
 
     def slot_offset(self, slot: int) -> int:
         """Where the slot starts, bytes from the start of the file."""
-        return HEADER_BYTES + int(slot * self.slot_bytes)
+        return slot_offset(slot, int(self.slot_bytes))
+
+    def slot_at(self, offset: int) -> int:
+        """The slot that starts there. Raises ArenaError if none does."""
+        for slot in range(self.slots):
+            if self.slot_offset(slot) == offset:
+                return slot
+        raise ArenaError(f"no slot of {self.path} starts at {offset}")
 
     def write_epoch(self, slot: int) -> int:
         """How often the store has given this slot away for writing. One aligned load, never torn."""
@@ -83,8 +94,12 @@ class ArenaFile:
         if slot not in self._maps:
             if not 0 <= slot < self.slots or not self.backed(slot):
                 raise ArenaError(f"{self.path}: slot {slot} has no memory")
-            self._maps[slot] = self._map(self.slot_offset(slot), self.slot_bytes, self.writable)
-        return memoryview(self._maps[slot])
+            offset, size = self.slot_offset(slot), int(self.slot_bytes)
+            if offset % HUGE:
+                self._maps[slot] = memoryview(self._map(offset, size, self.writable))
+            else:
+                self._maps[slot] = map_aligned(self.fd, size, offset, write=self.writable)
+        return self._maps[slot]
 
     def close(self) -> None:
         """Close the file and drop the mappings. Idempotent."""
@@ -93,9 +108,9 @@ class ArenaFile:
         os.close(self.fd)
         self.fd = -1
         self._words = self._words.copy()
-        for mapping in (self._header, *self._maps.values()):
-            _close_unless_used(mapping)
         self._maps.clear()
+        with contextlib.suppress(BufferError):  # a view still reads it; the mapping lives exactly as long as the view
+            self._header.close()
 
     def __enter__(self) -> "ArenaFile":
         return self
@@ -113,8 +128,13 @@ def fixed_header(nonce: bytes, slot_bytes: int, slots: int) -> bytes:
     return _FIXED.pack(MAGIC, nonce, slot_bytes, slots)
 
 
-def _close_unless_used(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:
-        return  # a view still reads it; the mapping lives exactly as long as the view
+def slot_offset(slot: int, slot_bytes: int) -> int:
+    """Where a slot starts, bytes from the start of the file."""
+    if slot_bytes < HUGE:
+        return HEADER_BYTES + slot * slot_bytes
+    return HUGE + slot * -(-slot_bytes // HUGE) * HUGE
+
+
+def file_bytes(slots: int, slot_bytes: int) -> int:
+    """Of an arena of so many slots."""
+    return slot_offset(slots - 1, slot_bytes) + slot_bytes

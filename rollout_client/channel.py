@@ -26,6 +26,7 @@ class Channel:
     def __init__(self, endpoint: str, keys: TrainerKeys | None = None) -> None:
         """Nothing is connected before the first message. Raises ValueError for an endpoint ZMQ cannot parse."""
         self.endpoint = endpoint
+        self.data_port_closed = False  # the store offers one, and it cannot be reached from here
         self._keys = keys
         self._handshakes: Handshakes | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -19,6 +19,7 @@ A push, step by step:
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
     the slot's write epoch with the placement's (slot_lock.py), writes straight into the staged slot, and
     lets the lock go after its last copy. ZMQ: `Chunk` + payload, received straight into the staged slot.
+    Instead of that the bytes may go through a TCP connection of their own, with their digests (data_socket.py).
     Of a placement with `delta`, bytes that are not sent are those of the live version, and a `Chunk` may be a
     patch of them; so a copy that has not changed is its `Written` alone.
     Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
@@ -102,6 +103,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     max_frame: int  # bytes in one payload frame
     lease_s: float
     protocol: int = msgspec.field(default_factory=lambda: PROTOCOL)
+    data_port: int = 0  # TCP, of the same host, for the bytes (data_socket.py); 0 = send chunks
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +153,7 @@ class Placement(Message, tag="placement", frozen=True):
     copies: list[Copy]
     write_epoch: int = 0  # of the slot's header entry while this session owns it
     delta: bool = False  # base_digest is live here: what is not sent is taken from it, and patches are taken
+    data_key: bytes = b""  # admits this rank's data connection (data_socket.py)
 
 
 class Chunk(Message, tag="chunk", frozen=True):

@@ -210,7 +210,8 @@ class WeightPublisher:
             return welcome, self._shm
         if self._wanted == "shm":
             raise ArenaError(f"the store's arena {welcome.arena_path} cannot be written from here: use transport='zmq'")
-        return welcome, ZmqTransport(self._channel, welcome.max_frame, self._kept)
+        port = 0 if self._channel.data_port_closed else welcome.data_port
+        return welcome, ZmqTransport(self._channel, welcome.max_frame, self._kept, port)
 
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""

@@ -61,9 +61,9 @@ class ShmTransport(Transport):
 
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
         """See Transport. Raises ArenaError if the placement does not fit the arena."""
-        number, rest = divmod(placement.slot_offset - self._arena.slot_offset(0), self._arena.slot_bytes)
-        if rest or placement.slot_bytes != self._arena.slot_bytes:
-            raise ArenaError(f"a slot at {placement.slot_offset} is not one of {self._arena.path}")
+        number = self._arena.slot_at(placement.slot_offset)
+        if placement.slot_bytes != self._arena.slot_bytes:
+            raise ArenaError(f"a slot of {placement.slot_bytes} bytes is not one of {self._arena.path}")
         slot = self._arena.slot(number)
         span = placement.slot_offset, placement.slot_bytes
         if not slot_lock.lock_shared(self._arena.fd, *span):

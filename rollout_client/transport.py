@@ -85,13 +85,27 @@ class Reporter:
         """
         if self.left_s <= 0:
             raise DeadlineExceeded("deadline", "the weights were not staged in time")
+        if time.monotonic() - self._spoke > self._placement.lease_s / 4:
+            self._renew()
+        self._listen()
+
+    def ask_why(self) -> None:
+        """The session seems to be over: hear the reason. Raises as `turn`, or returns after a quarter of the lease."""
+        self._renew()
+        end = time.monotonic() + min(self._placement.lease_s / 4, self.left_s)
+        while time.monotonic() < end:
+            self._listen(0.05)
+
+    def _renew(self) -> None:
         now = time.monotonic()
-        if now - self._spoke > self._placement.lease_s / 4:
-            if self._channel.ready(0):
-                self._channel.send(Renew(self.session), timeout_s=self.left_s)
-                self._spoke = now
-            self._unanswered = self._unanswered or now
-        while (reply := self._channel.receive(0)) is not None:
+        if self._channel.ready(0):
+            self._channel.send(Renew(self.session), timeout_s=self.left_s)
+            self._spoke = now
+        self._unanswered = self._unanswered or now
+
+    def _listen(self, patience_s: float = 0.0) -> None:
+        now = time.monotonic()
+        while (reply := self._channel.receive(patience_s)) is not None:
             self._unanswered = None
             if isinstance(reply, Error) and reply.session in ("", self.session):
                 raise from_wire(reply)

@@ -1,4 +1,5 @@
-"""Any host: payload frames, which the store receives straight into the staged slot.
+"""Any host: through a data socket where the store offers one (data_socket.py), else payload frames, which the store
+receives straight into the staged slot.
 
 One frame of 2 MiB to a message: large enough that headers and wake-ups cost nothing, small enough that the
 receiver copies one while the next is on its way (several frames in a message arrive only together). ZMQ
@@ -8,6 +9,7 @@ With `Kept` and a store that still holds what is kept, a block in which little h
 which nothing has changed not at all, and any other as it is.
 """
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -16,11 +18,14 @@ import xxhash
 
 from rollout_client.channel import Channel
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
+from rollout_client.data_socket import DataSocket
 from rollout_client.kept import Kept
 from rollout_client.patches import differing, to_gaps
 from rollout_client.protocol import Chunk, Copy, Placement
 from rollout_client.tensors import Array, Source
 from rollout_client.transport import Reporter, Transport, by_part
+
+log = logging.getLogger(__name__)
 
 FRAME_BYTES = 2 << 20
 WORTH = 0.5
@@ -28,13 +33,17 @@ WORTH = 0.5
 
 
 class ZmqTransport(Transport):
-    """Sends chunks through the publisher's channel, from its thread."""
+    """Sends chunks through the publisher's channel, from its thread, or the bytes beside it."""
 
     name = "zmq"
 
-    def __init__(self, channel: Channel, max_frame: int, kept: Kept | None = None) -> None:
-        """max_frame: the store's cap, bytes. kept: of the last push, for patches; it is brought up to date."""
+    def __init__(self, channel: Channel, max_frame: int, kept: Kept | None = None, data_port: int = 0) -> None:
+        """max_frame: the store's cap, bytes. kept: of the last push, for patches; it is brought up to date.
+
+        data_port: of the store, 0 = it has none. Patches go as chunks.
+        """
         self._channel = channel
+        self._data_port = data_port
         self._kept = kept
         self.sent = 0  # bytes of payload, by the last `stage`
         self._frame = min(FRAME_BYTES, max_frame)
@@ -42,11 +51,28 @@ class ZmqTransport(Transport):
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
         """See Transport."""
         self.sent = 0
+        data = self._data_socket(placement)
+        if data is not None:
+            try:
+                self.sent = data.stage(placement, sources, reporter)
+            finally:
+                data.close()
+            return
         for part, copies in by_part(placement.copies):
             flat = sources[part].load()
             for number, copy in copies:
                 self._send(number, copy, flat, sources[part].part.dtype, reporter)
         reporter.flush()
+
+    def _data_socket(self, placement: Placement) -> DataSocket | None:
+        if self._kept is not None or not self._data_port or not placement.data_key:
+            return None
+        try:
+            return DataSocket(self._channel.endpoint, self._data_port, placement.data_key)
+        except OSError as error:
+            self._channel.data_port_closed = True  # a firewall, perhaps: the next push need not wait for it again
+            log.warning("no connection to the store's data port %d (%s): sending chunks", self._data_port, error)
+            return None
 
     def _send(self, number: int, copy: Copy, flat: Array, src_dtype: str, reporter: Reporter) -> None:
         state = xxhash.xxh3_64()

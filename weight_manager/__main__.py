@@ -6,11 +6,11 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from weight_manager import logs
 from weight_manager.config import StoreConfig
+from weight_manager.ending import ASKED_S, ORPHANED_S, Ending
 from weight_manager.errors import StartError
 from weight_manager.store import Store
 
@@ -29,33 +29,22 @@ def main() -> int:
     _keep_frame_buffers()
     logs.setup("store")
     try:
-        return _serve(StoreConfig.read(parser.parse_args().config))
+        return _serve(StoreConfig.read(parser.parse_args().config), parent)
     except StartError as error:
         logging.getLogger("weight_manager").error("%s", error)
         return 1
 
 
-def _serve(config: StoreConfig) -> int:
+def _serve(config: StoreConfig, parent: int) -> int:
     """A signal that comes while the arena is being made is obeyed once it is there and can be removed."""
     logs.setup("store", config.log_level)
-    asked = threading.Event()
-    store: Store | None = None
-
-    def stop(*_: object) -> None:
-        asked.set()
-        if store is not None:
-            store.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    store = Store(config)
-    signal.set_wakeup_fd(store.wakeup_fd)  # else a signal just before the poll would wait for the poll's end
-    if asked.is_set():
-        store.stop()
+    ending = Ending(parent, orphaned_s=ASKED_S if config.snapshot else ORPHANED_S)
     try:
+        store = Store(config, made=ending.made)
+        ending.tell(store.stop)
         store.run()
     finally:
-        signal.set_wakeup_fd(-1)
+        ending.begin()
     return 0
 
 

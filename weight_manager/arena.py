@@ -12,10 +12,20 @@ import fcntl
 import os
 import re
 import secrets
+import threading
 from pathlib import Path
 
 from rollout_client import slot_lock
-from rollout_client.arena_file import HEADER_BYTES, MAX_SLOTS, NONCE_BYTES, ArenaFile, fixed_header
+from rollout_client.aligned_map import HUGE, collapse
+from rollout_client.arena_file import (
+    HEADER_BYTES,
+    MAX_SLOTS,
+    NONCE_BYTES,
+    ArenaFile,
+    file_bytes,
+    fixed_header,
+    slot_offset,
+)
 from rollout_client.errors import ArenaError
 from weight_manager.errors import StartError
 
@@ -23,6 +33,8 @@ _LEASE_WORD = 5
 _BACKED_WORD, _EPOCH_WORD, _SLOT_WORDS = 9, 8, 8
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _MIB = 1 << 20
+_COLLAPSED = 64 * _MIB
+"""Moved into huge pages at a time."""
 
 
 class ArenaReader(ArenaFile):
@@ -63,8 +75,9 @@ class Arena(ArenaFile):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             locked = _lock(fd)  # at once: an unlocked arena is swept by whoever sees it
-            os.ftruncate(fd, HEADER_BYTES + (slots + spare) * slot_bytes)
-            os.posix_fallocate(fd, 0, backed)
+            os.ftruncate(fd, file_bytes(slots + spare, slot_bytes))
+            for start, length in ((0, HEADER_BYTES), *((slot_offset(i, slot_bytes), slot_bytes) for i in range(slots))):
+                os.posix_fallocate(fd, start, length)
             os.pwrite(fd, fixed_header(nonce, slot_bytes, slots + spare), 0)
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -124,10 +137,28 @@ class Arena(ArenaFile):
         self._maps.pop(slot, None)
         self._punch(slot)
 
+    def use_huge_pages(self, slot: int, stop: threading.Event) -> int:
+        """Move a slot into huge pages, as far as there are any; how many bytes are. Slow: run it in a thread.
+
+        Others may map, read and write the slot meanwhile. Gives up at `stop`.
+        """
+        view, done = self.slot(slot), 0
+        if self.slot_offset(slot) % HUGE:
+            return 0
+        for start in range(0, len(view) - HUGE + 1, _COLLAPSED):
+            if stop.is_set() or not collapse(view[start : start + _COLLAPSED]):
+                break
+            done = min(start + _COLLAPSED, len(view) // HUGE * HUGE)
+        return done
+
+    def unlink(self) -> None:
+        """Remove the file; processes that map it keep what they see."""
+        self.path.unlink(missing_ok=True)
+
     def close(self, *, unlink: bool = False) -> None:
-        """Let the arena go. unlink: also remove the file; processes that map it keep what they see."""
+        """Let the arena go. unlink: also remove the file."""
         if unlink and self.fd >= 0:
-            self.path.unlink(missing_ok=True)
+            self.unlink()
         super().close()
 
     def _punch(self, slot: int) -> None:

@@ -47,6 +47,10 @@ class StoreConfig(BaseModel):
     arena_dir: Path = Path("/dev/shm")  # noqa: S108  shared memory is the point
     """A tmpfs that holds two whole versions."""
 
+    huge_pages: bool = True
+    """Move the arena into huge pages after the start, whatever the system's default for shared memory. Copies, checks
+    and the ranks' reads are faster there; needs Linux 6.1, and goes without where there are none."""
+
     model: Path
     """HF checkpoint directory: config.json, and the weights served as version 0."""
 
@@ -61,6 +65,11 @@ class StoreConfig(BaseModel):
 
     push_endpoint: str = "tcp://127.0.0.1:5600"
     """Where trainers connect (ZMQ). Port * picks a free one; run_dir/push_endpoint tells which."""
+
+    data_port: int | None = Field(0, ge=0, le=65535)
+    """TCP port, on the host of push_endpoint, for the bytes of pushes from other hosts: twice as fast as in ZMQ frames.
+    0 picks a free one, trainers are told which; name one where a firewall must let it through. None: ZMQ frames only,
+    and so it is with curve_keys, which encrypt those."""
 
     token: str | None = Field(None, min_length=16, repr=False)
     """Shared secret of trainers; it or curve_keys is required for any endpoint that other hosts can reach."""

@@ -26,6 +26,7 @@ class Family:
     tied: bool = False  # default of tie_word_embeddings
     head_dim: int | None = None  # default of head_dim; None = hidden_size / num_attention_heads
     experts: Callable[[Config, int], "Experts | None"] | None = None
+    mtp: bool = False  # the config may ask for a layer that predicts one token further (num_nextn_predict_layers)
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, experts=_qwen3_experts
     ),
     "Ernie4_5ForCausalLM": Family(
-        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, head_dim=128
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, head_dim=128, mtp=True
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, experts=_ernie_experts
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, experts=_ernie_experts, mtp=True
     ),
 }
 
@@ -103,6 +104,24 @@ def _parameters(config: Config, family: Family) -> Iterator[Parameter]:
     yield Parameter("model.norm.weight", (hidden,))
     if not tied:
         yield Parameter("lm_head.weight", (vocab, hidden), split=0, even=True)
+    if family.mtp and config.get("num_nextn_predict_layers"):
+        yield from _mtp(config, family, hidden)
+
+
+def _mtp(config: Config, family: Family, hidden: int) -> Iterator[Parameter]:
+    """ERNIE's layer that predicts one token further; it reads the model's own embedding, last norm and head."""
+    if _int(config, "num_nextn_predict_layers") != 1:
+        raise ValueError("config.json: num_nextn_predict_layers above 1 is not served")
+    yield Parameter("model.mtp_emb_norm.0.weight", (hidden,))
+    yield Parameter("model.mtp_hidden_norm.0.weight", (hidden,))
+    yield Parameter("model.mtp_linear_proj.0.weight", (hidden, 2 * hidden))
+    if _flag(config, family.out_bias):
+        yield Parameter("model.mtp_linear_proj.0.bias", (hidden,))
+    prefix = "model.mtp_block.0"
+    yield Parameter(f"{prefix}.input_layernorm.weight", (hidden,))
+    yield from _attention(config, family, f"{prefix}.self_attn", hidden)
+    yield Parameter(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+    yield from _mlp(f"{prefix}.mlp", hidden, _int(config, "intermediate_size"), _flag(config, family.mlp_bias))
 
 
 def _attention(config: Config, family: Family, prefix: str, hidden: int) -> Iterator[Parameter]:

@@ -3,6 +3,7 @@
 Nothing here knows sockets or leases. Copies are numbered over all trainer ranks in the order they joined.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import prod
@@ -30,7 +31,7 @@ class Target:
 
     __slots__ = (
         *("_base", "_patches", "_plain", "_scratch", "_view"),
-        *("by_sums", "digest", "name", "nbytes", "received", "start", "written"),
+        *("by_sums", "digest", "name", "nbytes", "received", "start", "streamed", "written"),
     )
 
     def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
@@ -49,6 +50,7 @@ class Target:
         self.written = False
         self.by_sums = False  # its trainer sends a digest of page sums
         self.digest: int | None = None  # xxh3-64, once it has been found to match
+        self.streamed: int | None = None  # xxh3-64 of the bytes in their place, taken as each was received
 
     @property
     def contiguous(self) -> bool:
@@ -119,6 +121,8 @@ class Target:
         Takes the rest from the base, applies patches and scatters scratch into the slot first. Raises ValueError for
         a patch that does not fit.
         """
+        if self.streamed is not None and not self.scattered:
+            return self.streamed, self.streamed
         if self._base is not None:
             fits = self._fill(self._base)
             self._base = None
@@ -151,6 +155,7 @@ class Staging:
         self.total_bytes = 0
         self.received_bytes = 0
         self.verified_bytes = 0
+        self._receiving = threading.Lock()  # data connections ask for destinations from threads of their own
         self.checking = 0  # checks handed out and not yet back
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
 
@@ -166,6 +171,12 @@ class Staging:
 
     def destinations(self, number: int, offset: int, sizes: Sequence[int], span: int = 0) -> list[memoryview]:
         """Buffers for a chunk's payload frames; marks them as received. span: of a patch."""
+        with self._receiving:
+            return self._destinations(number, offset, sizes, span)
+
+    def _destinations(self, number: int, offset: int, sizes: Sequence[int], span: int) -> list[memoryview]:
+        if number >= len(self.targets):
+            raise PushRefused("aborted", "the session is over")
         target = self.targets[number]
         stop = offset + (span or sum(sizes))
         if not self.chunked:

@@ -5,13 +5,12 @@ deadlines, silence) -> publish. Idle it sleeps in the poll. Start: lock the run 
 layout -> arena (take over the old one, or make one) -> sockets -> first weights in the background.
 """
 
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import zmq
 
@@ -19,35 +18,24 @@ from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
 from weight_manager.background import Background
 from weight_manager.checking import Checker
-from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.curve import Gate, StoreKeys
-from weight_manager.errors import CheckpointError, PushRefused, StartError
-from weight_manager.families import manifest_for
+from weight_manager.data_plane import DataPlane
+from weight_manager.data_port import DataPort
+from weight_manager.errors import PushRefused, StartError
 from weight_manager.first_weights import FirstWeights, open_arena
 from weight_manager.fleet import Fleet
 from weight_manager.history import History
-from weight_manager.layout import make_layout
-from weight_manager.manifest import Layout
-from weight_manager.messages import (
-    Adopted,
-    Beat,
-    Finalized,
-    Flipped,
-    FromApi,
-    FromReplica,
-    Prepared,
-    Refused,
-    Register,
-    RolledBack,
-    ToApi,
-    ToReplica,
-)
+from weight_manager.huge_pages import HugePages
+from weight_manager.intake import Inbox
+from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
+from weight_manager.opening import keys_of, layout_of, lock_run_dir
 from weight_manager.operator import Operator
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.upstream import Upstream
+from weight_manager.replica_messages import ReplicaMessages
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainers import Trainers
@@ -62,18 +50,22 @@ PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
 class Store:
     """Owns every part. `run` returns when `stop` was called."""
 
-    def __init__(self, config: StoreConfig) -> None:
-        """Raises StartError saying what to change."""
+    def __init__(self, config: StoreConfig, made: Callable[[Path], None]) -> None:
+        """made: called with the arena's path, which must not outlive the process. Raises StartError saying what to
+        change.
+        """
         self._config = config
         self._stopping = self._opened = False
-        self._lock = _lock_run_dir(config.run_dir)
+        self._lock = lock_run_dir(config.run_dir)
         config.state.mkdir(parents=True, exist_ok=True)
-        self.layout = _layout(config)
+        self.layout = layout_of(config)
         self._counters = Counters()
         self._history = History(config.state / HISTORY_FILE, config.history)
         self._background = Background(config.verify_threads, "verify")
         self._files = Background(1, "files")
         self._arena, self._taken_over = open_arena(config, self.layout, self._history)
+        made(self._arena.path)
+        self._pages = HugePages(self._arena)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._watched: dict[int, Callable[[], object]] = {}
@@ -89,7 +81,7 @@ class Store:
     def _open(self) -> None:
         config, counters = self._config, self._counters
         cap = 2 * max(MAX_HEADER_BYTES, config.max_frame)
-        keys = _keys(config)
+        keys = keys_of(config)
         if keys is not None:
             self._gate = Gate(self._context, keys, counters)
             self._poller.register(self._gate.socket, zmq.POLLIN)
@@ -126,7 +118,9 @@ class Store:
                 moved=self._poll_instead,
             )
             self._below.left_s = self._above.lease.left_s
-        self._trainers = Trainers(config, self._coordinator, self._push, counters)
+        self._data = self._open_data(slots)
+        self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data)
+        self._replicas = ReplicaMessages(self._coordinator, self._fleet, fenced=self._fenced, refuse=self.send)
         self._operator = Operator(
             config,
             self._coordinator,
@@ -140,8 +134,8 @@ class Store:
         self._first = FirstWeights(config, self._coordinator, self._files, self._snapshots)
         for background in (self._background, self._files):
             self.watch(background.fileno(), background.deliver)
-        self._signalled, self.wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.watch(self._signalled, lambda: os.read(self._signalled, 512))
+        self._stopped = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self._stopped, lambda: os.eventfd_read(self._stopped))
 
     def _bind(self, endpoint: str, max_message: int, backlog: int, keys: StoreKeys | None = None) -> Router:
         try:
@@ -152,6 +146,13 @@ class Store:
         self._poller.register(router.socket, zmq.POLLIN)
         return router
 
+    def _open_data(self, slots: Slots) -> DataPlane:
+        config, self._inbox, self._data_port = self._config, Inbox(), None
+        self.watch(self._inbox.fileno(), self._inbox.deliver)
+        if config.data_port is not None and config.curve_keys is None and self._push.endpoint.startswith("tcp://"):
+            self._data_port = DataPort(self._push.endpoint, config.data_port, self, self._counters)
+        return DataPlane(self._data_port, self._inbox, slots, progress=config.relay_endpoint is not None)
+
     def run(self) -> None:
         """Serve until `stop`; leaves nothing in shared memory."""
         try:
@@ -159,6 +160,8 @@ class Store:
                 "store is up",
                 extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
             )
+            if self._config.huge_pages:
+                self._pages.start()
             if not self._taken_over and self._above is None:
                 self._first.start()
             while not self._stopping:
@@ -172,8 +175,9 @@ class Store:
             self._close()
 
     def stop(self) -> None:
-        """End `run`; to be called from a signal's callback, whose number `signal.set_wakeup_fd` writes to wakeup_fd."""
+        """End `run`; from any thread."""
         self._stopping = True
+        os.eventfd_write(self._stopped, 1)
 
     def send(self, identity: bytes, message: ToReplica | ToApi) -> bool:
         """To a replica or the API."""
@@ -211,7 +215,8 @@ class Store:
         silence = self._fleet.next_silence() if self._coordinator.settled else None
         above = self._above.next_deadline() if self._above is not None else None
         relay = (self._below.next_deadline(), above)
-        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence, *relay)
+        strangers = self._data_port.next_deadline() if self._data_port is not None else None
+        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence, strangers, *relay)
         soonest = min((t for t in times if t is not None), default=None)
         return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
 
@@ -219,6 +224,8 @@ class Store:
         self._trainers.expire(now)
         self._coordinator.tick(now)
         self._below.tick(now)
+        if self._data_port is not None:
+            self._data_port.tick(now)
         if self._above is not None and self._above.tick(now) and self._coordinator.settled:
             self._fleet.admit_held(self._history.live, now)
         if self._coordinator.settled:
@@ -240,51 +247,26 @@ class Store:
         if isinstance(message, FromApi):
             self._operator.request(peer, message)
         else:
-            self._from_replica(peer, message)
+            self._replicas.take(peer, message)
 
-    def _from_replica(self, peer: bytes, message: FromReplica) -> None:
-        now, coordinator = time.monotonic(), self._coordinator
-        live, settled = self._history.live, coordinator.settled and not (self._above and self._above.lease.closed)
-        coordinator.changes += not isinstance(message, Beat)
-        if isinstance(message, Register):
-            self._fleet.register(peer, message, live, now, settled=settled)
-            return
-        replica = self._fleet.find(peer)
-        if replica is None:
-            self.send(peer, Refused("this connection is not registered; register first"))
-            return
-        replica.seen = now
-        round_, number = coordinator.round, replica.number
-        match message:
-            case Beat():
-                coordinator.changes += self._fleet.beat(replica, message.epoch, live, settled=settled)
-            case Adopted():
-                refusal = self._fleet.adopted(replica, message)
-                if refusal is not None:
-                    coordinator.note_error(refusal, {"replica": number, "epoch": message.epoch})
-            case Prepared() if round_:
-                round_.prepared(number, message, now)
-            case Flipped() if round_:
-                round_.flipped_by(number, message, now)
-            case Finalized() if round_:
-                round_.finalized(number, message, now)
-            case RolledBack() if round_:
-                round_.rolled_back(number, message, now)
-            case _:
-                pass
-        coordinator.drive(now)
+    def _fenced(self) -> bool:
+        return self._above is not None and self._above.lease.closed
 
     def _malformed(self, peer: bytes, message: str) -> None:
         log.warning("bad message inside the service: %s", message)
         self.send(peer, Refused(message))
 
     def _close(self, *, keep_arena: bool = False) -> None:
+        if not keep_arena:
+            self._arena.unlink()  # first: it must not stay, whatever the rest takes
         if self._opened:
             if self._above is None or not self._above.in_doubt:
                 self._coordinator.abort(PushRefused("aborted", "the store is stopping"), time.monotonic())
             self._fleet.close()
-        if self._opened and self._above is not None:
-            self._above.close()
+            self._data.close()
+            if self._above is not None:
+                self._above.close()
+        self._pages.close()
         self._files.close()
         self._background.close()
         if self._opened:
@@ -294,34 +276,6 @@ class Store:
         if self._gate is not None:
             self._gate.close()
         self._context.term()
-        self._arena.close(unlink=not keep_arena)
+        self._arena.close()
         self._lock.close()
         log.info("store has stopped")
-
-
-def _layout(config: StoreConfig) -> Layout:
-    try:
-        return make_layout(manifest_for(read_config(config.model), config.dtype), config.tp)
-    except (ValueError, CheckpointError) as error:
-        raise StartError(f"{config.model} cannot be served with tp {config.tp}: {error}") from error
-
-
-def _keys(config: StoreConfig) -> StoreKeys | None:
-    try:
-        return None if config.curve_keys is None else StoreKeys.read(config.curve_keys)
-    except (OSError, ValueError) as error:
-        raise StartError(f"curve_keys: {error}") from error
-
-
-def _lock_run_dir(run_dir: Path) -> BinaryIO:
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (run_dir / "store.lock").open("wb")
-    except OSError as error:
-        raise StartError(f"run_dir {run_dir} cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise StartError(f"another store runs in {run_dir}; stop it, or choose another name or run_dir") from None
-    return lock

@@ -1,10 +1,7 @@
 """The trainer ranks of one push session: who joined, their leases, and which of their requests await an answer."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Sequence
 
 from rollout_client.protocol import (
     Abort,
@@ -17,43 +14,34 @@ from rollout_client.protocol import (
     Placement,
     Renew,
     Renewed,
-    Reply,
     Seal,
     Sealed,
     Written,
 )
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
+from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
+from weight_manager.intake import Arrived, Ended, News, Taken
+from weight_manager.members import Answer, Member, Members, check_same_push, late_answer
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
 from weight_manager.push_session import Intent, PushSession
 
-Answer = Callable[[bytes, Reply], None]
-
-
-@dataclass
-class Member:
-    """One trainer rank. Its copies are numbers [first, first + count) of the session's staging."""
-
-    begin: Begin
-    first: int
-    count: int
-    lease: float  # monotonic; runs only while the trainer owes us the next message
-    sealed: bool = False
-    owed: list[Seal | Commit | Abort] = field(default_factory=list)
-
 
 class TrainerGroup:
     """Owner of a pushed session. `outcome` is set once it is over; late requests are then answered with it."""
 
-    def __init__(self, config: StoreConfig, coordinator: Coordinator, answer: Answer, counters: Counters) -> None:
+    def __init__(
+        self, config: StoreConfig, coordinator: Coordinator, answer: Answer, counters: Counters, data: DataPlane
+    ) -> None:
         self._config = config
         self._coordinator = coordinator
         self._answer = answer
         self._counters = counters
-        self.members: dict[bytes, Member] = {}
+        self._data = data
+        self.members = Members(config.lease_s, answer)
         self.session: PushSession | None = None
         self.outcome: Committed | PushRefused | None = None
         self._kept: tuple[str, ...] = ()  # tensors taken from the base version
@@ -87,14 +75,11 @@ class TrainerGroup:
 
     def join(self, peer: bytes, begin: Begin, now: float) -> Placement:
         """Another rank of the same push. Raises PushRefused; wrong tensors end the session for all ranks."""
-        first = next(iter(self.members.values())).begin
-        mine, theirs = ((b.world, b.in_flight, b.transport, b.base_version, b.force) for b in (begin, first))
-        taken = {m.begin.rank for m in self.members.values()}
-        if first.world == 1 or peer in self.members or begin.rank in taken or mine != theirs:
+        if not check_same_push(begin, self.members.begins, peer in self.members):
             message = f"a push of {self._running.intent} is running, rank {begin.rank} of {begin.world} cannot join it"
             raise PushRefused("busy", message, retryable=True)
         try:
-            copies = self._plan([*(m.begin for m in self.members.values()), begin])
+            copies = self._plan([*self.members.begins, begin])
         except PushRefused as refusal:
             self._coordinator.abort(refusal, now)
             raise
@@ -104,7 +89,7 @@ class TrainerGroup:
         """Where the payload goes; None when it is refused, which ends the session."""
         try:
             member = self._staging_member(peer, now)
-            number = self._number(member, chunk.copy)
+            number = member.number(chunk.copy)
             return self._running.staging.destinations(number, chunk.offset, chunk.sizes, chunk.span)
         except PushRefused as refusal:
             self._refuse(refusal, now)
@@ -113,17 +98,28 @@ class TrainerGroup:
     def received(self, peer: bytes, chunk: Chunk) -> None:
         """A chunk's bytes are in the slot, unless they still have to be scattered or patched in: stores below may
         have them."""
-        session = self._running
-        target = session.staging.targets[self.members[peer].first + chunk.copy]
-        if target.contiguous and not chunk.span:
-            self._coordinator.below.arrived(session, target.start + chunk.offset, sum(chunk.sizes))
+        if not chunk.span:
+            self._arrived(peer, chunk.copy, chunk.offset, sum(chunk.sizes))
+
+    def data(self, peer: bytes, news: News, now: float) -> None:
+        """What came through a data connection."""
+        if self.outcome is not None:
+            return
+        match news:
+            case Arrived():
+                self.members.heard(peer, now)
+                self._arrived(peer, news.copy, news.offset, news.size)
+            case Taken():
+                self.written(peer, Written(self.id, [(news.copy, news.digest)]), now)
+            case Ended(refusal) if refusal is not None:
+                self._refuse(refusal, now)
 
     def written(self, peer: bytes, written: Written, now: float) -> None:
         """Copies that are complete: check them while the rest arrives."""
         try:
             member = self._staging_member(peer, now)
-            digests = [(self._number(member, copy), digest) for copy, digest in written.digests]
-            sums = [(self._number(member, copy), digest) for copy, digest in written.sums]
+            digests = [(member.number(copy), digest) for copy, digest in written.digests]
+            sums = [(member.number(copy), digest) for copy, digest in written.sums]
             checks = self._running.staging.written(digests, sums)
         except PushRefused as refusal:
             self._refuse(refusal, now)
@@ -135,7 +131,7 @@ class TrainerGroup:
         """Keep the lease."""
         if self._over(peer, renew):
             return
-        self.members[peer].lease = now + self._config.lease_s
+        self.members.heard(peer, now)
         verified = self._running.staging.verified_bytes
         self._answer(peer, Renewed(self.id, self._config.lease_s, verified))
 
@@ -158,7 +154,7 @@ class TrainerGroup:
         if session.deadline is not None:
             deadline = min(deadline, session.deadline)
         session.deadline = deadline
-        if not session.sealing and self._complete and all(m.sealed for m in self.members.values()):
+        if not session.sealing and self.members.complete and self.members.sealed:
             self._coordinator.seal(session, deadline, now)
 
     def commit(self, peer: bytes, commit: Commit, now: float) -> None:
@@ -188,10 +184,10 @@ class TrainerGroup:
         """End the session if a trainer has not been heard of in time."""
         if self._committing:
             return
-        for member in self.members.values():
-            if self.outcome is None and not member.owed and now >= member.lease:
+        for member in self.members.late(now):
+            if self.outcome is None:
                 self._counters.add("leases_expired")
-                who = f"trainer rank {member.begin.rank} of {member.begin.world} ({self._running.intent.client})"
+                who = f"{member.label} ({self._running.intent.client})"
                 message = f"{who} was not heard of for {self._config.lease_s:g} s; its push was undone"
                 self._coordinator.abort(PushRefused("lease_expired", message), now)
 
@@ -199,39 +195,35 @@ class TrainerGroup:
         """When `expire` may have something to do."""
         if self.outcome is not None or self._committing:
             return None
-        return min((m.lease for m in self.members.values() if not m.owed), default=None)
+        return self.members.next_expiry()
 
     def sealed(self, session: PushSession) -> None:
         """Owner: every byte is there and matches."""
-        self._reply_all(Seal, Sealed(session.id, session.digest))
+        self.members.reply_all(Seal, Sealed(session.id, session.digest))
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
         self._over_with(report)
-        self._reply_all(Commit, report)
-        self._reply_all(Abort, PushRefused("refused", f"{session.intent} is already live").to_wire(session.id))
+        self.members.reply_all(Commit, report)
+        self.members.reply_all(Abort, PushRefused("refused", f"{session.intent} is already live").to_wire(session.id))
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
         self._over_with(refusal)
-        self._reply_all(Abort, Aborted(session.id))
-        self._reply_all((Seal, Commit), refusal.to_wire(session.id))
+        self.members.reply_all(Abort, Aborted(session.id))
+        self.members.reply_all((Seal, Commit), refusal.to_wire(session.id))
 
     def _over_with(self, outcome: Committed | PushRefused) -> None:
         """Keep what late requests are answered from, not the plan."""
         self.outcome = outcome
+        self._data.end(self._running)
         self._running.staging.forget()
-        for member in self.members.values():
-            member.begin = msgspec.structs.replace(member.begin, parts=[])
+        self.members.forget_parts()
 
     @property
     def _committing(self) -> bool:
-        asked = any(isinstance(r, Commit) for m in self.members.values() for r in m.owed)
-        return asked or self._coordinator.committing(self._running)  # an operator may have asked instead
-
-    @property
-    def _complete(self) -> bool:
-        return len(self.members) == next(iter(self.members.values())).begin.world
+        # an operator may have asked instead
+        return self.members.asked_to_commit or self._coordinator.committing(self._running)
 
     def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
         """Copies of the last one; with the whole world there, the proof that everything is covered."""
@@ -245,16 +237,20 @@ class TrainerGroup:
         session = self._running
         base = self._base(begin)
         first = session.staging.add(copies, [begin.parts[c.part].name for c in copies], base)
-        self.members[peer] = Member(begin, first, len(copies), now + self._config.lease_s)
-        if self._complete and begin.base_version is not None:
+        self.members.add(peer, begin, first, len(copies), now)
+        if self.members.complete and begin.base_version is not None:
             live = self._coordinator.history.live
             assert live is not None
             self._coordinator.checker.carry(session, self._kept, live.slot)
         arena = self._coordinator.slots.arena
         offset = arena.slot_offset(session.slot)
+        span, key = (first, len(copies)), b""
+        if begin.transport == "zmq":
+            key = self._data.expect(session, span, lambda news: self.data(peer, news, time.monotonic()))
         return Placement(
             *(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch),
             delta=base is not None,
+            data_key=key,
         )
 
     def _base(self, begin: Begin) -> memoryview | None:
@@ -265,16 +261,17 @@ class TrainerGroup:
         return self._coordinator.slots.arena.slot(live.slot)
 
     def _staging_member(self, peer: bytes, now: float) -> Member:
-        member = self.members[peer]
+        member = self.members.heard(peer, now)
         if member.sealed:
-            raise PushRefused("bad_message", f"trainer rank {member.begin.rank} sent more after its seal")
-        member.lease = now + self._config.lease_s
+            raise PushRefused("bad_message", f"{member.label} sent more after its seal")
         return member
 
-    def _number(self, member: Member, copy: int) -> int:
-        if not 0 <= copy < member.count:
-            raise PushRefused("bad_message", f"copy {copy} is not among the {member.count} that were placed")
-        return member.first + copy
+    def _arrived(self, peer: bytes, copy: int, offset: int, size: int) -> None:
+        """Bytes are in the slot, unless they still have to be scattered: stores below may have them."""
+        session = self._running
+        target = session.staging.targets[self.members[peer].first + copy]
+        if target.contiguous and size:
+            self._coordinator.below.arrived(session, target.start + offset, size)
 
     def _refuse(self, refusal: PushRefused, now: float) -> None:
         if self.outcome is None:
@@ -288,21 +285,8 @@ class TrainerGroup:
 
     def _settle(self, peer: bytes, request: Renew | Seal | Commit | Abort) -> None:
         """Answer a request that came after the session was over."""
-        if isinstance(self.outcome, PushRefused):
-            aborted = isinstance(request, Abort)
-            self._answer(peer, Aborted(self.id) if aborted else self.outcome.to_wire(self.id))
-        elif isinstance(self.outcome, Committed) and isinstance(request, Commit):
-            self._answer(peer, self.outcome)
-        else:
-            self._answer(peer, PushRefused("refused", f"{self._running.intent} is already live").to_wire(self.id))
-
-    def _reply_all(self, kind: type | tuple[type, ...], reply: Reply) -> None:
-        for peer, member in self.members.items():
-            answered = [r for r in member.owed if isinstance(r, kind)]
-            member.owed = [r for r in member.owed if not isinstance(r, kind)]
-            member.lease = time.monotonic() + self._config.lease_s
-            for _ in answered:
-                self._answer(peer, reply)
+        assert self.outcome is not None
+        self._answer(peer, late_answer(self.outcome, request, self._running.intent))
 
 
 def _name(live: Live | None) -> str:

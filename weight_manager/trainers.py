@@ -27,6 +27,7 @@ from rollout_client.protocol import (
 )
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
+from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
 from weight_manager.metrics import Counters
 from weight_manager.push_session import MAX_VERSION, Intent
@@ -44,11 +45,14 @@ SESSIONS = 32
 class Trainers:
     """Answers every trainer. Messages of one session go to its TrainerGroup."""
 
-    def __init__(self, config: StoreConfig, coordinator: Coordinator, router: Router, counters: Counters) -> None:
+    def __init__(
+        self, config: StoreConfig, coordinator: Coordinator, router: Router, counters: Counters, data: DataPlane
+    ) -> None:
         self._config = config
         self._coordinator = coordinator
         self._router = router
         self._counters = counters
+        self._data = data
         self._store_id = secrets.token_hex(8)
         self._peers: OrderedDict[bytes, Hello] = OrderedDict()
         self._groups: OrderedDict[str, TrainerGroup] = OrderedDict()
@@ -136,6 +140,7 @@ class Trainers:
             arena.nonce,
             self._config.max_frame,
             self._config.lease_s,
+            data_port=self._data.port,
         )
 
     def _begin(self, peer: bytes, begin: Begin, now: float) -> Reply:
@@ -154,7 +159,7 @@ class Trainers:
         try:
             if group is not None and group.same_push(intent):
                 return group.join(peer, begin, now)
-            group = TrainerGroup(self._config, self._coordinator, self._answer, self._counters)
+            group = TrainerGroup(self._config, self._coordinator, self._answer, self._counters, self._data)
             placement = group.open(peer, begin, intent, now)
         except PushRefused as refusal:
             self._counters.add("begins_refused")

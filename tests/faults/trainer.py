@@ -68,7 +68,7 @@ class Trainer:
     def slot(self) -> Iterator[memoryview]:
         """The staged slot, mapped as a trainer may."""
         with ArenaFile(self.welcome.arena_path, write=True) as arena:
-            yield arena.slot((self.placement.slot_offset - arena.slot_offset(0)) // arena.slot_bytes)
+            yield arena.slot(arena.slot_at(self.placement.slot_offset))
 
     def chunks(self, number: int) -> tuple[bytes, int]:
         """Bytes of a copy and their digest."""

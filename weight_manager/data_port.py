@@ -1,0 +1,132 @@
+"""Where trainers' data connections arrive, and how each finds its session. Protocol: rollout_client/data_socket.py.
+
+Until its key is known a connection is a nobody: a few bytes, a few seconds, and a few of them at a time.
+"""
+
+import contextlib
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from rollout_client.data_socket import BUFFER, KEY_BYTES, MAGIC
+from weight_manager.errors import StartError
+from weight_manager.metrics import Counters
+
+log = logging.getLogger(__name__)
+
+GREETING_BYTES = len(MAGIC) + KEY_BYTES
+GREETING_S = 5.0
+STRANGERS = 64
+BACKLOG = 64
+
+
+class Loop(Protocol):
+    """What is needed of the store's loop."""
+
+    def watch(self, fd: int, readable: Callable[[], object]) -> None:
+        """Call `readable` once per turn while fd is readable."""
+        ...
+
+    def unwatch(self, fd: int) -> None:
+        """Stop that."""
+        ...
+
+
+class Stranger:
+    """A connection that has not said its key yet."""
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self.connection = connection
+        self.until = until
+        self.said = b""
+
+
+class DataPort:
+    """Accepts, and hands connections over. `admit` takes a key and returns who takes the connection, or None."""
+
+    def __init__(self, endpoint: str, port: int, loop: Loop, counters: Counters) -> None:
+        """endpoint: tcp://host:port of the trainers' ZMQ socket; this listens on the same host. Raises StartError."""
+        host = urlsplit(endpoint).hostname or ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._loop = loop
+        self._counters = counters
+        self._strangers: dict[int, Stranger] = {}
+        self._keys: dict[bytes, Callable[[socket.socket], None]] = {}
+        self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # taken on by what is accepted
+            self._socket.bind((host, port))
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise StartError(f"cannot listen on data_port {port} of {host}: {error.strerror}") from error
+        self._socket.setblocking(False)
+        self.port = int(self._socket.getsockname()[1])
+        loop.watch(self._socket.fileno(), self._accept)
+
+    def expect(self, key: bytes, take: Callable[[socket.socket], None]) -> None:
+        """One connection may come with this key; `take` owns it then."""
+        self._keys[key] = take
+
+    def forget(self, key: bytes) -> None:
+        """Nobody may come with it any more."""
+        self._keys.pop(key, None)
+
+    def tick(self, now: float) -> None:
+        """Send away who does not say a key."""
+        for stranger in [s for s in self._strangers.values() if now >= s.until]:
+            self._part(stranger).close()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        return min((s.until for s in self._strangers.values()), default=None)
+
+    def close(self) -> None:
+        """Connections that were handed over are not ours."""
+        self._loop.unwatch(self._socket.fileno())
+        self._socket.close()
+        for stranger in list(self._strangers.values()):
+            self._part(stranger).close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:
+            return  # gone again, or out of descriptors: it comes back while it waits
+        if len(self._strangers) >= STRANGERS:
+            self._part(min(self._strangers.values(), key=lambda s: s.until)).close()
+        connection.setblocking(False)
+        stranger = Stranger(connection, time.monotonic() + GREETING_S)
+        self._strangers[connection.fileno()] = stranger
+        self._loop.watch(connection.fileno(), lambda: self._hear(stranger))
+
+    def _hear(self, stranger: Stranger) -> None:
+        content = b""
+        with contextlib.suppress(OSError):
+            content = stranger.connection.recv(GREETING_BYTES - len(stranger.said))
+        stranger.said += content
+        if content and len(stranger.said) < GREETING_BYTES:
+            return
+        connection = self._part(stranger)
+        magic, key = stranger.said[: len(MAGIC)], stranger.said[len(MAGIC) :]
+        known = next((k for k in self._keys if hmac.compare_digest(k, key)), None)
+        if magic != MAGIC or known is None:
+            if stranger.said:
+                self._counters.add("bad_messages")
+                log.warning("a data connection without a session's key")
+            connection.close()
+            return
+        self._counters.add("data_connections")
+        connection.setblocking(True)
+        self._keys.pop(known)(connection)
+
+    def _part(self, stranger: Stranger) -> socket.socket:
+        fd = stranger.connection.fileno()
+        self._loop.unwatch(fd)
+        self._strangers.pop(fd, None)
+        return stranger.connection

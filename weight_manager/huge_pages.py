@@ -1,0 +1,35 @@
+"""Moves the arena into huge pages while the store serves: copies and checks run up to three times as fast there, and
+a process that maps a slot fills one page-table entry where it filled 512.
+"""
+
+import logging
+import threading
+
+from weight_manager.arena import Arena
+
+log = logging.getLogger(__name__)
+
+
+class HugePages:
+    """A thread that goes over the slots once. A system that has no huge pages to give costs nothing but the speed."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="huge-pages")
+
+    def start(self) -> None:
+        """Begin; readers and writers of the slots need not wait."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the piece that is being moved."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        arena = self._arena
+        slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
+        moved = sum(arena.use_huge_pages(slot, self._stop) for slot in slots)
+        log.info("arena in huge pages", extra={"bytes": moved, "of": len(slots) * int(arena.slot_bytes)})

@@ -1,0 +1,192 @@
+"""One data connection: a thread that receives the copies of one trainer rank into the slot, hashing as they come.
+
+The thread touches the targets and the socket, nothing else; what it has to say comes back to the loop through
+`Inbox`. The slot may not be given away while it runs: whoever starts it counts it as a writer until `Ended`.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from rollout_client.data_socket import DIGEST, END, RECORD
+from weight_manager.errors import PushRefused
+from weight_manager.staging import Staging, Target
+
+PIECE_BYTES = 256 << 10
+"""Received and hashed at a time: small enough to be in the core's cache still."""
+HEARD_S = 0.25
+"""How often the loop hears that bytes arrive: the lease goes on. Also the most that a piece waits to be whole."""
+
+
+class Arrived(NamedTuple):
+    """Bytes that have come, of one copy; perhaps none that stores below may have."""
+
+    copy: int
+    offset: int
+    size: int
+
+
+class Taken(NamedTuple):
+    """A copy is complete; the digest that its trainer sent. What was received is in `Target.streamed`."""
+
+    copy: int
+    digest: int
+
+
+class Finished(NamedTuple):
+    """The trainer has sent everything; it waits for an answer."""
+
+
+class Ended(NamedTuple):
+    """The thread has stopped, for good. refusal: why, if the session must end with it."""
+
+    refusal: PushRefused | None = None
+
+
+News = Arrived | Taken | Finished | Ended
+
+
+class Inbox:
+    """From the threads to the loop, which polls `fileno`."""
+
+    def __init__(self) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def fileno(self) -> int:
+        """Readable while something waits."""
+        return self._wake
+
+    def put(self, call: Callable[[], None]) -> None:
+        """From any thread: have the loop call this."""
+        self._waiting.append(call)
+        os.eventfd_write(self._wake, 1)
+
+    def deliver(self) -> None:
+        """In the loop: call everything that waits."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._waiting:
+            self._waiting.popleft()()
+
+    def close(self) -> None:
+        """After the last thread has ended."""
+        os.close(self._wake)
+
+
+class Intake:
+    """Runs from `start` until the peer is done or gone, or `stop`."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        staging: Staging,
+        copies: tuple[int, int],
+        tell: Callable[[News], None],
+        *,
+        progress: bool,
+    ) -> None:
+        """copies: [first, first + count) are this rank's. tell: called in the thread. progress: report every MiB."""
+        self._socket = connection
+        self._staging = staging
+        self._first, self._count = copies
+        self._targets: Sequence[Target] = staging.targets[self._first : self._first + self._count]
+        self._tell = tell
+        self._step = 1 << 20 if progress else 1 << 62
+        self._told = 0.0
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+
+    def start(self) -> None:
+        """The socket must block."""
+        wait = struct.pack("@ll", 0, int(HEARD_S * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The session is over; the thread ends soon, and says so."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def answer(self, content: bytes) -> None:
+        """A word to the trainer; a peer that does not take it has gone."""
+        with contextlib.suppress(OSError):
+            self._socket.send(content, socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """After `Ended`."""
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        refusal: PushRefused | None = None
+        try:
+            while self._record():
+                pass
+        except PushRefused as error:
+            refusal = error
+        except OSError:
+            pass  # the peer is gone: its lease says what becomes of the session
+        except BaseException as error:
+            refusal = PushRefused("internal", f"receiving failed: {error!r}")
+        self._tell(Ended(refusal))
+
+    def _record(self) -> bool:
+        copy, nbytes = RECORD.unpack(self._exactly(RECORD.size))
+        if copy == END:
+            self._tell(Finished())
+            return False
+        if not copy < self._count:
+            raise PushRefused("bad_message", f"copy {copy} is not among the {self._count} that were placed")
+        target = self._targets[copy]
+        if nbytes != target.nbytes:
+            message = f"{target.name}: {nbytes} bytes were announced of a copy of {target.nbytes}"
+            raise PushRefused("bad_message", message, [target.name])
+        (place,) = self._staging.destinations(self._first + copy, 0, [nbytes])
+        streamed = self._receive(copy, place)
+        (digest,) = DIGEST.unpack(self._exactly(DIGEST.size))
+        target.streamed = streamed
+        self._tell(Taken(copy, digest))
+        return True
+
+    def _receive(self, copy: int, place: memoryview) -> int:
+        """xxh3-64 of what is in its place then."""
+        state, done, told, size = xxhash.xxh3_64(), 0, 0, len(place)
+        while done < size:
+            piece = place[done : done + PIECE_BYTES]
+            count = self._some(piece)
+            state.update(piece[:count])
+            done += count
+            if done - told >= self._step or time.monotonic() >= self._told + HEARD_S:
+                self._arrived(copy, told, done - told)
+                told = done
+        self._arrived(copy, told, done - told)
+        return int(state.intdigest())
+
+    def _arrived(self, copy: int, offset: int, size: int) -> None:
+        self._told = time.monotonic()
+        self._tell(Arrived(copy, offset, size))
+
+    def _exactly(self, size: int) -> memoryview:
+        content, done = memoryview(bytearray(size)), 0
+        while done < size:
+            done += self._some(content[done:])
+        return content
+
+    def _some(self, place: memoryview) -> int:
+        """All of it, or as much as has come within `HEARD_S` and is not nothing."""
+        while True:
+            try:
+                count = self._socket.recv_into(place, len(place), socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue
+            if not count:
+                raise ConnectionError("the trainer is gone")
+            return count

@@ -1,0 +1,68 @@
+"""What replicas say to the store, and whom of its parts it concerns."""
+
+import time
+from collections.abc import Callable
+
+from weight_manager.coordinator import Coordinator
+from weight_manager.fleet import Fleet
+from weight_manager.messages import (
+    Adopted,
+    Beat,
+    Finalized,
+    Flipped,
+    FromReplica,
+    Prepared,
+    Refused,
+    Register,
+    RolledBack,
+)
+
+
+class ReplicaMessages:
+    """fenced: nothing may be served here now, so nobody is taken in. refuse: answer somebody who is not registered."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        fleet: Fleet,
+        *,
+        fenced: Callable[[], bool],
+        refuse: Callable[[bytes, Refused], object],
+    ) -> None:
+        self._coordinator = coordinator
+        self._fleet = fleet
+        self._fenced = fenced
+        self._refuse = refuse
+
+    def take(self, peer: bytes, message: FromReplica) -> None:
+        """One message."""
+        now, coordinator = time.monotonic(), self._coordinator
+        live, settled = coordinator.history.live, coordinator.settled and not self._fenced()
+        coordinator.changes += not isinstance(message, Beat)
+        if isinstance(message, Register):
+            self._fleet.register(peer, message, live, now, settled=settled)
+            return
+        replica = self._fleet.find(peer)
+        if replica is None:
+            self._refuse(peer, Refused("this connection is not registered; register first"))
+            return
+        replica.seen = now
+        round_, number = coordinator.round, replica.number
+        match message:
+            case Beat():
+                coordinator.changes += self._fleet.beat(replica, message.epoch, live, settled=settled)
+            case Adopted():
+                refusal = self._fleet.adopted(replica, message)
+                if refusal is not None:
+                    coordinator.note_error(refusal, {"replica": number, "epoch": message.epoch})
+            case Prepared() if round_:
+                round_.prepared(number, message, now)
+            case Flipped() if round_:
+                round_.flipped_by(number, message, now)
+            case Finalized() if round_:
+                round_.finalized(number, message, now)
+            case RolledBack() if round_:
+                round_.rolled_back(number, message, now)
+            case _:
+                pass
+        coordinator.drive(now)
