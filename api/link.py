@@ -77,6 +77,11 @@ class Link(Generic[T]):
         """Whether a process is there."""
         return self._socket is not None
 
+    @property
+    def silent_s(self) -> float:
+        """How long nothing was heard; infinite when nobody is there."""
+        return asyncio.get_running_loop().time() - self._heard if self.up else float("inf")
+
     def post(self, message: Any) -> None:
         """Send without waiting; messages leave in the order of the calls. Raises LinkDown."""
         if self._socket is None:

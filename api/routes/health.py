@@ -1,13 +1,14 @@
 """Health that tells the truth: /live (process), /health (some replica is usable), /ready (it serves what is live)."""
 
 import asyncio
+import contextlib
 import time
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-from api.errors import ApiError, Unavailable
+from api.errors import Unavailable
 from api.generation import Ask
 from api.link import LinkDown
 from api.replica import UNREACHABLE
@@ -22,7 +23,9 @@ router = APIRouter(tags=["health"], responses=ERRORS)
 USABLE = {"serving", "paused", "cleared"}
 TOKEN_S = 0.5
 """How long /health_generate waits for a token before it is content with a turning loop."""
-LOOP_S = 3.0
+LOOP_S = 0.8
+"""How long it waits for a loop's word, before it is content with one that spoke lately: a step may take longer."""
+LATELY_S = 10.0
 
 
 @router.get("/live")
@@ -47,20 +50,17 @@ async def ready(service: Uses) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(service: Uses) -> GenerateHealth:
-    """Make one token; during pauses and updates, and when it takes long, see that every loop turns. Below 5 s."""
-    if service.control.paused or service.fleet.cleared or not describe(service).ready:
-        await _loops_turn(service)
-        return GenerateHealth(generated=False)
-    ask = Ask([[0]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), priority=-(1 << 31))
-    with service.generations.submit(ask) as job:
-        try:
-            await asyncio.wait_for(job.samples(), TOKEN_S)
-        except TimeoutError:
-            pass
-        else:
+    """Make one token; during pauses and updates, and when it takes long, see that a loop turns. Within a second."""
+    turns = asyncio.create_task(_a_loop_turns(service))
+    try:
+        idle = service.control.paused or service.fleet.cleared or not describe(service).ready
+        if not idle and await _made_a_token(service):
             return GenerateHealth(generated=True)
-    await _loops_turn(service)
-    return GenerateHealth(generated=False)
+        if not await turns:
+            raise Unavailable("no replica answers")
+        return GenerateHealth(generated=False)
+    finally:
+        turns.cancel()
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -95,13 +95,26 @@ def describe(service: Service) -> Health:
     )
 
 
-async def _loops_turn(service: Service) -> None:
+async def _made_a_token(service: Service) -> bool:
+    ask = Ask([[0]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), priority=-(1 << 31))
+    with service.generations.submit(ask) as job:
+        try:
+            await asyncio.wait_for(job.samples(), TOKEN_S)
+        except TimeoutError:
+            return False
+    return True
+
+
+async def _a_loop_turns(service: Service) -> bool:
     calls = [r.link.start_call(GetStats) for r in service.fleet.replicas if r.link.up]
-    answers = []
-    if calls:
-        done, late = await asyncio.wait(calls, timeout=LOOP_S)
-        for call in late:
+    try:
+        for answer in asyncio.as_completed(calls, timeout=LOOP_S):
+            with contextlib.suppress(LinkDown):
+                if isinstance(await answer, Stats):
+                    return True
+    except TimeoutError:
+        pass
+    finally:
+        for call in calls:
             call.cancel()
-        answers = [call.result() for call in done if not isinstance(call.exception(), LinkDown | ApiError)]
-    if not any(isinstance(answer, Stats) for answer in answers):
-        raise Unavailable("no replica answers")
+    return any(r.link.silent_s < LATELY_S for r in service.fleet.replicas)

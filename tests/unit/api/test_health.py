@@ -1,6 +1,7 @@
 import asyncio
 import time
 
+from api.routes import health
 from api.schemas.health import Health
 from worker.messages import Generate
 
@@ -78,3 +79,23 @@ async def test_health_generate_fails_when_no_loop_turns(client, replicas, until,
         await replica.die()
     await until(lambda: not any(r.link.up for r in service.fleet.replicas))
     assert (await client.get("/health_generate")).status_code == 503
+
+
+async def test_health_generate_believes_a_loop_that_spoke_lately(client, replicas, monkeypatch):
+    """In the middle of a long step nobody answers; whoever has been silent for longer is not believed."""
+    for replica in replicas:
+        replica.mute = True
+    began = time.monotonic()
+    assert (await client.get("/health_generate")).json() == {"status": "ok", "generated": False}
+    assert time.monotonic() - began < 3.0
+    monkeypatch.setattr(health, "LATELY_S", 0.1)
+    assert (await client.get("/health_generate")).status_code == 503
+
+
+async def test_one_turning_loop_is_enough(client, replicas, monkeypatch):
+    monkeypatch.setattr(health, "LOOP_S", 30.0)
+    await client.post("/v1/rollout/memory/release")
+    replicas[0].mute = True
+    began = time.monotonic()
+    assert (await client.get("/health_generate")).json() == {"status": "ok", "generated": False}
+    assert time.monotonic() - began < 10.0
