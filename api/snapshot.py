@@ -9,6 +9,7 @@ from api.replica import UNREACHABLE, Replica
 from api.schemas.rollout import LiveVersion
 from api.schemas.ui import PauseView, PlotView, RankView, ReplicaView, Snapshot, TroubleView
 from api.service import Service
+from api.versions import INITIAL
 from weight_manager.messages import Live
 
 HISTORY_SHOWN = 24
@@ -42,6 +43,7 @@ def take(service: Service) -> Snapshot:
         replicas=replicas,
         session=status.session if status else None,
         history=history,
+        names=_names(service, {h["version"] for h in history if "version" in h}),
         plot=PlotView(
             start=start,
             tokens=[round(s.tokens, 1) for s in seconds],
@@ -50,6 +52,11 @@ def take(service: Service) -> Snapshot:
         ),
         troubles=[TroubleView(**dataclasses.asdict(trouble)) for trouble in recent.troubles],
     )
+
+
+def _names(service: Service, versions: set[int]) -> dict[int, str]:
+    names = {version: service.versions.name(version) for version in versions}
+    return {version: name for version, name in names.items() if name not in (str(version), INITIAL)}
 
 
 def _version(live: Live | None) -> LiveVersion | None:

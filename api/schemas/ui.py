@@ -88,6 +88,8 @@ class Snapshot(BaseModel):
     """The push in progress, as in /v1/rollout/weights."""
     history: list[dict[str, Any]]
     """Versions that went live, newest last, with seconds per phase and stall per replica."""
+    names: dict[int, str]
+    """What trainers call versions of the history, where that is not their number."""
     plot: PlotView
     troubles: list[TroubleView]
     """Newest first."""

@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const PHASES = ["stage", "seal", "prepare", "commit"];
 const STALE_MS = 4000;
+const REFUSAL_MS = 20000;
 const SECONDS = (s) => Math.max(60, Math.min(s.plot.tokens.length, Math.ceil(s.uptime_s))); // that a plot shows
 let token = sessionStorage.getItem("token") || "";
 let last = 0; // when the last event came, ms
@@ -65,8 +66,16 @@ function head(s) {
   state(word, tone);
   $("pause").disabled = !!s.pause;
   $("resume").disabled = !s.pause;
-  $("notice").hidden = s.store_connected;
-  if (!s.store_connected) $("notice").textContent = "The weight store does not answer: serving goes on, pushes do not.";
+  $("store-notice").hidden = s.store_connected;
+  $("pause-notice").hidden = !s.pause;
+  if (s.pause) $("pause-notice").textContent = pauseNotice(s);
+}
+
+function pauseNotice(s) {
+  const frozen = sum(s.replicas.map((r) => r.running + r.waiting)), waiting = s.held + sum(s.replicas.map((r) => r.held));
+  const left = s.pause.lease_left_s;
+  return `Paused for ${roughly(s.time - s.pause.since)}: ${count(frozen, "request")} frozen, ${waiting} held. `
+    + (left !== null ? `It goes on by itself in ${roughly(left)}.` : "It goes on when somebody resumes it, or when a lease that the replicas hold runs out.");
 }
 
 function state(word, tone) {
@@ -77,16 +86,15 @@ function state(word, tone) {
 function tiles(s) {
   const running = sum(s.replicas.map((r) => r.running)), waiting = sum(s.replicas.map((r) => r.waiting));
   const inside = sum(s.replicas.map((r) => r.held)), recent = s.plot.tokens.slice(-10);
-  text("version", s.live ? String(s.live.version) : "none");
-  const run = s.live && s.live.run_id ? "run " + s.live.run_id : "from the checkpoint";
+  const named = s.live && s.names[s.live.version];
+  text("version", s.live ? named || String(s.live.version) : "none");
+  const run = (named ? "version " + s.live.version + ", " : "") + (s.live && s.live.run_id ? "run " + s.live.run_id : "from the checkpoint");
   $("version-note").textContent = s.live ? run + (s.live_since ? ", " + ago(s.time, s.live_since) : "") : "";
   text("skew", String(s.skew), s.skew ? "bad" : "");
   text("running", number(running));
-  $("running-note").textContent = waiting + " waiting for room";
+  $("running-note").textContent = s.pause ? "frozen by the pause" : waiting + " waiting for room";
   text("held", number(s.held + inside), s.held + inside ? "warn" : "");
-  $("held-note").textContent = s.pause
-    ? "paused " + roughly(s.time - s.pause.since) + (s.pause.lease_left_s !== null ? ", lease " + roughly(s.pause.lease_left_s) : "")
-    : "nothing is paused";
+  $("held-note").textContent = s.pause ? "until it goes on" : s.held + inside ? "until a replica is ready" : "nothing waits";
   text("rate", number(sum(recent) / recent.length));
   const share = s.wasted_tokens / Math.max(1, s.wasted_tokens + s.generation_tokens);
   text("wasted", (100 * share).toFixed(1) + "%", share > 0.2 ? "warn" : "");
@@ -118,7 +126,7 @@ function versions(s) {
       const live = s.live && h.epoch === s.live.epoch, stalls = Object.values(h.stall_ms || {});
       const parts = PHASES.filter((phase) => (h.seconds || {})[phase] > 0);
       return make("div", { class: "version", title: [h.source, h.client, h.run_id && "run " + h.run_id].filter(Boolean).join(" · ") },
-        make("span", {}, make("b", {}, String(h.version)), live ? make("span", { class: "tag" }, "live") : null),
+        make("span", {}, make("b", {}, String(h.version)), s.names[h.version] ? make("span", { class: "name" }, s.names[h.version]) : null, live ? make("span", { class: "tag" }, "live") : null),
         make("span", { class: "dim" }, h.bytes ? bytes(h.bytes) : h.source),
         make("div", { class: "bar" }, ...parts.map((phase) => make("i", {
           "data-phase": phase, title: phase + " " + lasting(h.seconds[phase]), style: { width: (100 * h.seconds[phase]) / longest + "%" },
@@ -215,6 +223,7 @@ async function follow() {
         if (done) break;
         const events = (rest + value).split("\n\n");
         rest = events.pop();
+        for (let i = events.length; i-- > 0;) if (!events[i].startsWith("data: ")) events.splice(i, 1); // comments
         if (events.length) {
           last = Date.now();
           document.body.classList.remove("stale");
@@ -248,11 +257,15 @@ function ask(why) {
   }, { once: true }));
 }
 
+let forget = 0; // timer: a refusal is shown for a while, or until the next attempt
+
 async function control(verb, body) {
+  clearTimeout(forget);
   const send = () => fetch("v1/rollout/" + verb, { method: "POST", headers: headers({ "content-type": "application/json" }), body: JSON.stringify(body) });
   let reply = await send();
   while ((reply.status === 401 || reply.status === 403) && (await ask("This needs the admin token."))) reply = await send();
   $("notice").hidden = reply.ok;
+  if (!reply.ok) forget = setTimeout(() => { $("notice").hidden = true; }, REFUSAL_MS);
   if (!reply.ok) $("notice").textContent = `${verb}: ` + ((await reply.json().catch(() => null))?.error?.message ?? "HTTP " + reply.status);
 }
 

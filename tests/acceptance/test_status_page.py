@@ -1,11 +1,13 @@
 """The status page in a real browser, on a live service with tokens. Pictures are left in out/status-page/."""
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from rollout_client.errors import InvalidPush
@@ -61,6 +63,11 @@ def busy(live: LiveService, checkpoint: Checkpoint) -> Iterator[None]:
         for version in range(1, VERSIONS + 1):
             publisher.push(tensors, version=version)
             time.sleep(1.5)
+        httpx.post(
+            f"{live.url}/update_weight_version",
+            json={"new_version": "step-six"},
+            headers={"authorization": f"Bearer {ADMIN}"},
+        ).raise_for_status()
         wrong = dict(tensors) | {"model.norm.weight": tensors["model.norm.weight"][:-1]}
         with pytest.raises(InvalidPush):
             publisher.push(wrong, version=VERSIONS + 1)
@@ -89,11 +96,11 @@ def enter(browser: Chromium, token: str) -> None:
 def test_the_page_shows_the_service_and_pauses_it(live: LiveService, busy: None, browser: Chromium) -> None:
     browser.open(f"{live.url}/ui", 1280, 1000)
     enter(browser, DATA)
-    browser.until(f"document.querySelector('#version').textContent === '{VERSIONS}'")
+    browser.until("document.querySelector('#version').textContent === 'step-six'")
     browser.until("document.querySelector('#state').textContent === 'serving'")
     browser.until("parseFloat(document.querySelector('#rate').textContent) > 0")
     shown = browser.evaluate("document.body.innerText")
-    for word in ("replica 0", "replica 1", "rank 0", "model.norm.weight", "run grpo-7", "live"):
+    for word in ("replica 0", "step-six", "replica 1", "rank 0", "model.norm.weight", "run grpo-7", "live"):
         assert word in shown, shown
     assert (
         browser.evaluate("document.querySelectorAll('.bar i[data-phase=stage]').length") == 1 + VERSIONS
@@ -109,6 +116,10 @@ def test_the_page_shows_the_service_and_pauses_it(live: LiveService, busy: None,
         late = threading.Thread(target=client.generate, kwargs={"prompt_ids": [[5]], "max_tokens": 1})
         late.start()
         browser.until("parseInt(document.querySelector('#held').textContent) > 0")
+        notice = browser.evaluate("document.querySelector('#pause-notice').innerText")
+        assert re.search(
+            r"^Paused for \d+ s: \d+ requests? frozen, \d+ held. It goes on by itself in 60 min", notice
+        ), notice
         browser.screenshot(OUT / "paused.png")
         browser.click("#resume")
         browser.until("document.querySelector('#state').textContent === 'serving'")
@@ -130,5 +141,7 @@ def test_the_data_token_does_not_pause(live: LiveService, busy: None, browser: C
     browser.until("document.querySelector('#ask').open")
     browser.click("#ask button[value=cancel]")
     browser.until("document.querySelector('#notice').textContent.includes('admin token')")
+    time.sleep(2.5)  # events come every second, and do not wipe it away
+    assert not browser.evaluate("document.querySelector('#notice').hidden")
     with RolloutClient(live.url, token=DATA) as client:
         assert not client.pause_state().paused
