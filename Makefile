@@ -55,7 +55,7 @@ test: check kernels model ## everything that must hold before a commit: check, t
 acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
 	tests/acceptance/tools.sh
 	$(BIN)/python -m scripts.client_venvs
-	ACCEPTANCE=1 $(BIN)/python -m pytest tests/acceptance
+	ACCEPTANCE=1 $(BIN)/python -m pytest -vv --durations 10 tests/acceptance
 
 format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/ruff check --fix .

@@ -40,7 +40,7 @@ def mutant(qwen2: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """A service started with these options, and with the fault of tests/acceptance/faults that is named, if any."""
     fault, *options = request.param
     if fault:
-        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faults" / fault))
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faults" / fault), prepend=":")
     yield from running(qwen2, *options)
 
 
