@@ -136,6 +136,16 @@ def test_flip_of_an_unknown_session_is_a_no(rig):
     assert not rig.store.expect(Flipped).ok
 
 
+def test_a_finalize_without_a_flip_makes_nothing_live(busy):
+    """The store went on without us: what we hold is not what is live, so we ask, and serve what we are told."""
+    assert busy.store.prepare("s1", busy.store.write(1, 1)).ok
+    busy.store.send(Finalize("s1"))
+    busy.store.register(busy.first)
+    assert busy.api.finish("long")[2] == "length"
+    assert versions(busy, "long") == [0]
+    busy.check(busy.api, "long")
+
+
 @pytest.mark.parametrize("committed", [True, False])
 def test_the_truth_after_a_store_that_died_in_the_middle(busy, committed):
     live = busy.store.write(1, 1)
