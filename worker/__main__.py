@@ -1,6 +1,7 @@
 """One rank: ``python -m worker --config run_dir/config.json --replica R --rank K``."""
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -11,9 +12,21 @@ def main() -> int:
     """Exit status: 0 after a drain, 1 for a configuration error, 71 when the ranks lost each other."""
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the service's config.json")
-    parser.add_argument("--replica", type=int, required=True, help="which replica this rank is of, from 0")
+    parser.add_argument("--replica", type=int, help="which replica this rank is of, from 0")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the replica, from 0")
+    parser.add_argument("--spare", action="store_true", help="load everything, then learn from stdin which rank to be")
     arguments = parser.parse_args()
+    if arguments.spare:
+        from worker.spare import wait  # noqa: PLC0415
+
+        told = wait(arguments.config)
+        if told is None:
+            return 0
+        arguments = parser.parse_args(told)
+    if arguments.replica is None:
+        parser.error("--replica is needed")
+    with contextlib.suppress(OSError):  # what `ps -o comm` shows; a spare's command line says nothing
+        Path("/proc/self/comm").write_text(f"replica-{arguments.replica}.{arguments.rank}")
     from worker.boot import run_rank  # noqa: PLC0415  --help does not wait for it
 
     return run_rank(arguments.config, arguments.replica, arguments.rank)

@@ -69,6 +69,10 @@ class Groups(Protocol):
         """Bring back what is shut, in the same order. Returns names; repeatable."""
         ...
 
+    def prove(self) -> None:
+        """After a failed step, on every rank: raises GroupDead when the next would fail too."""
+        ...
+
 
 class Work:
     """The outcome of an order on this rank, filled in here or by a thread."""
@@ -149,8 +153,9 @@ class Actions:
                 self._settle_map(work.order, ok)
         return work
 
-    def rebuild_kv(self) -> None:
-        """After a failed step the KV cache holds anything: make a new one."""
+    def recover(self) -> None:
+        """After a failed step the KV cache holds anything: make a new one. Raises GroupDead."""
+        self._groups.prove()
         self.engine.release_kv()
         self.engine.allocate_kv()
 

@@ -75,7 +75,7 @@ def _claim_signals(channel: Channel | None) -> None:
 
 def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank: int) -> EventLoop:
     """The loop of one rank with everything it needs."""
-    if config.engine == "paddle" and config.device == "cpu":
+    if config.engine == "paddle" and config.device == "cpu" and "paddle" not in sys.modules:  # a spare has done so
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
     hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
@@ -132,6 +132,9 @@ class _NoGroups:
 
     def restart(self) -> list[str]:
         return []
+
+    def prove(self) -> None:
+        pass
 
 
 def _join(config: WorkerConfig, rank: int, device: Device | None) -> _World:

@@ -23,10 +23,20 @@ Output = Callable[[str, str], None]
 
 
 class Child:
-    """Runs from the moment it is made. Needs a running asyncio loop, in the main thread."""
+    """Runs from the moment it is made. Needs a running asyncio loop, in the main thread.
+
+    told: it waits for `become`, a line on its stdin; otherwise it has none.
+    """
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], death_signal: signal.Signals, output: Output
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        death_signal: signal.Signals,
+        output: Output,
+        *,
+        told: bool = False,
     ) -> None:
         self.name = name
         self.started = time.monotonic()
@@ -43,7 +53,7 @@ class Child:
             self._process = subprocess.Popen(
                 argv,
                 env=dict(env),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if told else subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,  # a Ctrl-C is for the supervisor alone
@@ -71,6 +81,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def become(self, name: str, word: str) -> bool:
+        """Tell it what it is from now on; False if it has ended. Once, of one that is `told`."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        self.name, self.started = name, time.monotonic()
+        try:
+            with pipe:
+                pipe.write(word.encode() + b"\n")
+        except BrokenPipeError:
+            return False
+        return True
+
     async def wait(self) -> int:
         """Until it ended."""
         await self._ended.wait()
@@ -82,6 +104,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        if self._process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._read()

@@ -40,6 +40,9 @@ class WorkerConfig(BaseModel):
     """Compute threads of one rank; None = cores divided by the ranks on this host."""
     ranks_on_host: int = Field(default=1, ge=1, le=4096)
     """replicas x tp on this host, for `threads`."""
+    spares: int | None = Field(default=None, ge=0, le=64)
+    """Processes that have loaded Paddle and wait to replace a rank that died, 160 MB each; None = one replica's worth,
+    tp."""
     max_batch: int = Field(default=64, ge=1, le=4096)
     """Sequences in one step."""
     max_tokens_per_step: int = Field(default=1024, ge=16, le=1 << 20)

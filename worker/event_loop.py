@@ -132,9 +132,9 @@ class EventLoop:
 
     def _recover(self, verdict: Verdict) -> None:
         self._step_error = ""
+        self._actions.recover()  # before requests are told: those of a replica that leaves begin again elsewhere
         if self._leader:
             self._leader.stepping.failed(verdict)
-        self._actions.rebuild_kv()
 
     def _leave_if_alone(self) -> None:
         """The others may sit in a collective of the step that this rank left: they must see it gone, not wait."""

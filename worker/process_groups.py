@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from worker.rendezvous import SIGNAL_STORE
+from worker.signals import GroupDead
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,11 @@ def can_be_shut(group: Any) -> bool:
 class ProcessGroups:
     """The groups of this process as Paddle's registry lists them, ours and other people's (fleet)."""
 
-    def __init__(self, distributed: ModuleType | Any, *, default: DefaultPolicy = "keep") -> None:
+    def __init__(self, distributed: ModuleType | Any, *, default: DefaultPolicy = "keep", sums: Any = None) -> None:
+        """sums: the group that `prove` tries."""
         self._dist = distributed
         self._default = default
+        self._sums = sums
 
     def groups(self) -> list[Any]:
         """All groups that may be shut by policy and can be by capability, in the fixed order."""
@@ -85,6 +88,21 @@ class ProcessGroups:
     def restart(self) -> list[str]:
         """Bring back what is shut; returns the names this call restarted. Raises GroupError, PaddleTooOld."""
         return self._each("restart", self._shut_names())
+
+    def prove(self) -> None:
+        """Try the group of the matrices' sums, after a step that failed. Raises GroupDead: none will go well any more.
+
+        A rank that stood still for gloo's 30 s within a step fails that step on every rank, and all that come.
+        """
+        if self._sums is None:
+            return
+        import paddle  # noqa: PLC0415  whoever has such a group has loaded it
+
+        try:
+            self._dist.all_reduce(paddle.ones([1]), group=self._sums)
+        except RuntimeError as error:
+            last = str(error).strip().splitlines()[-1:]
+            raise GroupDead(f"the group of the matrices' sums is dead: {''.join(last)}") from error
 
     def _each(self, verb: Literal["shutdown", "restart"], names: set[str]) -> list[str]:
         todo = [group for group in self.groups() if group.name in names]
@@ -144,7 +162,7 @@ def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_
         signal = _gloo_group(dist, ranks, store)
         # The world group is gloo (rendezvous.py) and nobody else's, so on a CPU it carries the sums.
         tp = dist.get_group(0) if tp_backend == "gloo" else dist.new_group(ranks, backend=tp_backend)
-    return Joined(ProcessGroups(dist), signal, tp, store)
+    return Joined(ProcessGroups(dist, sums=tp), signal, tp, store)
 
 
 @contextlib.contextmanager

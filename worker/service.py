@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from worker.rendezvous import group_environment, ports_needed
+from worker.spares import Spares
+from worker.supervisor import to_stderr
 from worker.unit import ProcessSpec, UnitSpec
 
 
@@ -24,7 +26,7 @@ def _replica(config_path: Path, replica: int, tp: int, drain_s: float) -> UnitSp
     argv = (sys.executable, "-m", "worker", "--config", str(config_path), "--replica", str(replica))
     ranks = tuple(
         # Ranks have nothing to tidy up that a successor does not, and must not outlive the store by a moment.
-        ProcessSpec(f"replica-{replica}-rank-{rank}", (*argv, "--rank", str(rank)), death_signal=signal.SIGKILL)
+        ProcessSpec(f"replica-{replica}-rank-{rank}", (*argv, "--rank", str(rank)), {}, signal.SIGKILL, True)
         for rank in range(tp)
     )
 
@@ -33,6 +35,13 @@ def _replica(config_path: Path, replica: int, tp: int, drain_s: float) -> UnitSp
         return [group_environment(rank, ports) for rank in range(tp)]
 
     return UnitSpec(f"replica-{replica}", "replica", ranks, stop_s=drain_s + 5, incarnation=meet if tp > 1 else None)
+
+
+def spares_of_service(config_path: Path, count: int) -> Spares | None:
+    """Processes that wait to replace ranks; None when there are to be none."""
+    if not count:
+        return None
+    return Spares((sys.executable, "-m", "worker", "--config", str(config_path), "--spare"), count, to_stderr)
 
 
 def free_ports(count: int) -> list[int]:

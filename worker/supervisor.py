@@ -21,6 +21,7 @@ import zmq.asyncio
 from worker.child import Output
 from worker.rolling import restart_units
 from worker.run_dir import RunDir
+from worker.spares import Spares
 from worker.supervisor_messages import Failed, GetProcesses, Ok, Processes, Reply, Restart, decode_request, encode
 from worker.unit import Unit, UnitSpec
 
@@ -39,9 +40,16 @@ def to_stderr(_name: str, line: str) -> None:
 class Supervisor:
     """Runs `units` in a claimed run directory until SIGTERM, SIGINT, Shutdown, or until it makes no sense."""
 
-    def __init__(self, units: Sequence[UnitSpec], run_dir: RunDir, output: Output = to_stderr) -> None:
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        run_dir: RunDir,
+        output: Output = to_stderr,
+        spares: Spares | None = None,
+    ) -> None:
         self._run_dir = run_dir
-        self.units = [Unit(spec, run_dir.crashes, output) for spec in units]
+        self._spares = spares
+        self.units = [Unit(spec, run_dir.crashes, output, spares) for spec in units]
         self._stop: asyncio.Event
         self._rolling = False
 
@@ -57,12 +65,16 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop.set)
         control = asyncio.create_task(self._serve_control(self._run_dir.path / "supervisor.sock"))
         lives = {unit: asyncio.create_task(unit.run()) for unit in self.units}
+        spares = asyncio.create_task(self._spares.run()) if self._spares else None
         try:
             return await self._watch(lives)
         finally:
-            control.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await control
+            for task in filter(None, (control, spares)):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            if self._spares:
+                await self._spares.close()
             await self._shut_down(lives)
 
     async def _watch(self, lives: dict[Unit, "asyncio.Task[None]"]) -> int:

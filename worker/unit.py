@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from worker.child import Child, Output, describe
+from worker.spares import Spares
 from worker.supervisor_messages import Process
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,13 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process of a unit. death_signal: what it gets when the supervisor dies."""
+    """One process of a unit. death_signal: what it gets when the supervisor dies. spare: it can take one's place."""
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     death_signal: signal.Signals = signal.SIGTERM
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ State = Literal["running", "backoff", "stopping", "stopped", "gave_up"]
 class Unit:
     """Keeps its processes running until told to stop, or until it gives up. `run` is its whole life."""
 
-    def __init__(self, spec: UnitSpec, crashes: Path, output: Output) -> None:
+    def __init__(self, spec: UnitSpec, crashes: Path, output: Output, spares: Spares | None = None) -> None:
         self.spec = spec
         self.state: State = "backoff"
         self.restarts = 0
@@ -87,6 +89,7 @@ class Unit:
         self.why_gave_up = ""
         self._crashes = crashes
         self._output = output
+        self._spares = spares
         self._children: list[Child] = []
         self._failures: deque[float] = deque()
         self._stopping = asyncio.Event()
@@ -152,13 +155,19 @@ class Unit:
 
     def _start(self) -> None:
         extra = self.spec.incarnation() if self.spec.incarnation else [{} for _ in self.spec.processes]
-        self._children = [
-            Child(spec.name, spec.argv, {**os.environ, **spec.env, **more}, spec.death_signal, self._output)
-            for spec, more in zip(self.spec.processes, extra, strict=True)
-        ]
+        self._children = [self._child(spec, more) for spec, more in zip(self.spec.processes, extra, strict=True)]
         self.state = "running"
         for child in self._children:
             log.info("started %s", child.name, extra={"unit": self.spec.name, "child": child.pid})
+
+    def _child(self, spec: ProcessSpec, more: Mapping[str, str]) -> Child:
+        env = {**spec.env, **more}
+        if self._spares:
+            self._spares.disturb()
+            spare = self._spares.take(spec.name, spec.argv, env) if spec.spare else None
+            if spare:
+                return spare
+        return Child(spec.name, spec.argv, {**os.environ, **env}, spec.death_signal, self._output)
 
     async def _until_one_ends(self) -> None:
         await _first(self._stopping.wait(), *(child.wait() for child in self._children))

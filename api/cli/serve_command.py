@@ -15,7 +15,7 @@ from api.cli.connect import read_token
 from api.config import ServeConfig, ServeOptions, compose
 from weight_manager.logs import setup
 from worker.run_dir import AlreadyRunning, RunDir
-from worker.service import units_of_service
+from worker.service import spares_of_service, units_of_service
 from worker.supervisor import Supervisor
 
 USAGE = 2
@@ -39,12 +39,12 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
     except (AlreadyRunning, OSError) as error:
         return _refuse(str(error))
     try:
-        units = units_of_service(
-            config.write(), replicas=config.api.replicas, tp=config.worker.tp, drain_s=config.worker.drain_s
-        )
+        written, worker = config.write(), config.worker
+        units = units_of_service(written, replicas=config.api.replicas, tp=worker.tp, drain_s=worker.drain_s)
+        spares = spares_of_service(written, worker.tp if worker.spares is None else worker.spares)
         announcer = threading.Thread(target=announce, args=(config,), daemon=True)
         announcer.start()
-        return Supervisor(units, run_dir).run()
+        return Supervisor(units, run_dir, spares=spares).run()
     finally:
         run_dir.close()
 

@@ -103,10 +103,16 @@ class Weights:
 
 
 class NoGroups:
+    dead = False
+
     def shutdown(self):
         return []
 
     restart = shutdown
+
+    def prove(self):
+        if self.dead:
+            raise GroupDead("the group of the matrices' sums is dead")
 
 
 @pytest.fixture
@@ -130,6 +136,7 @@ def run(monkeypatch):
                 errors.append(error)
                 shared["barrier"].abort()
 
+        play.leader = leader
         threads = [threading.Thread(target=target, args=(loop,)) for loop in loops]
         for thread in threads:
             thread.start()
@@ -147,6 +154,13 @@ def test_a_step_that_fails_on_one_rank_ends_it_on_both_and_names_the_rank(run):
     leader, _ = run([Order(step=True)], engines, [Weights(), Weights()])
     assert [(v.rank, v.error) for v in leader.failures] == [(1, "RuntimeError: out of memory")]
     assert [engine.rebuilt for engine in engines] == [1, 1]
+
+
+def test_a_step_that_failed_because_its_group_died_ends_the_replica_and_no_request(run, monkeypatch):
+    monkeypatch.setattr(NoGroups, "dead", True)
+    with pytest.raises(AssertionError, match="sums is dead"):
+        run([Order(step=True), Order(step=True)], [Engine("timeout"), Engine("timeout")], [Weights(), Weights()])
+    assert run.leader.failures == []
 
 
 def test_a_flip_that_fails_on_one_rank_is_undone_on_both(run):

@@ -82,6 +82,7 @@ orders = [Order(), Order(Signal.PAUSE, vote=True), Order(step=True),
 got = [signals.agree(order if rank == 0 else None) for order in orders]
 batches = [None, np.arange(5, dtype=np.int32), np.arange(2047, dtype=np.int32), np.arange(5000, dtype=np.int32)]
 shared = [signals.share(batch if rank == 0 else None) for batch in batches]
+joined.groups.prove()  # all three are there: it says nothing
 same = all((a is None and b is None) or np.array_equal(a, b) for a, b in zip(batches, shared))
 tell(orders=got == orders, batches=same, votes=signals.vote((rank, 10 + rank)),
      words=[w.decode() for w in signals.gather(b"" if rank == 1 else f"rank {rank} ".encode() * 100)],
@@ -142,7 +143,11 @@ try:
         signals.vote((0, 0))
         time.sleep(0.01)
 except GroupDead as error:
-    tell(text=str(error), lost=error.lost)
+    try:
+        sums = joined.groups.prove()
+    except GroupDead as dead:
+        sums = str(dead)
+    tell(text=str(error), lost=error.lost, sums=sums)
     os._exit(0)  # as a worker does: a rank that stayed would hold up one that waits for it in the same collective
 """,
     )
@@ -155,6 +160,7 @@ except GroupDead as error:
         assert time.monotonic() - killed < 5
         assert not result["lost"] or 1 in result["lost"], result  # the first to leave may be gone too
         assert "is gone" in result["text"] or "closed the group" in result["text"]
+        assert "sums is dead" in result["sums"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,39 @@
+"""A process that waits to become a rank (spares.py): everything is loaded, and nothing is known yet."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from worker.config import read_worker_config
+
+
+def wait(config_path: Path) -> list[str] | None:
+    """Load what every rank loads, then sleep until stdin says which one to be: its arguments, None = none.
+
+    The environment that came with the word is set when this returns.
+    """
+    config = read_worker_config(config_path)
+    if config.engine == "paddle":
+        _load(config.device, config.threads, config.ranks_on_host)
+    line = sys.stdin.readline()
+    if not line:
+        return None
+    word = json.loads(line)
+    os.environ.update(word["env"])
+    argv: list[str] = word["argv"]
+    return argv[argv.index("worker") + 1 :]
+
+
+def _load(device: str, threads: int | None, ranks_on_host: int) -> None:
+    from worker.cpu.tuning import tune  # noqa: PLC0415  the fake engine needs none of this
+
+    if device == "cpu":
+        tune(threads, ranks_on_host)
+    import paddle.distributed  # noqa: PLC0415, F401
+    import tokenizers  # noqa: PLC0415, F401
+
+    import worker.boot  # noqa: PLC0415
+    import worker.engine.paddle_engine  # noqa: PLC0415
+    import worker.gloo_signals  # noqa: PLC0415
+    import worker.process_groups  # noqa: F401, PLC0415

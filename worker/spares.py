@@ -1,0 +1,85 @@
+"""Ranks in waiting: they have loaded Paddle already and become any rank as soon as they are told which.
+
+Loading Paddle is most of what a restarted rank takes. A spare is started once the service has been left alone for a
+while, so that it takes no processor from a start or a restart, and is used up by the next one.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from worker.child import Child, Output
+
+log = logging.getLogger(__name__)
+
+CALM_S = 8.0
+"""After any start, until a spare is made: about what a start takes."""
+_LOOK_S = 1.0
+_TRIES = 3
+"""So many spares ended before they were needed, and no more are made."""
+
+
+class Spares:
+    """`count` processes of `argv`. `run` makes them; until it has, every start is an ordinary one."""
+
+    def __init__(self, argv: Sequence[str], count: int, output: Output, *, calm_s: float = CALM_S) -> None:
+        self._argv = tuple(argv)
+        self._count = count
+        self._output = output
+        self._calm_s = calm_s
+        self._not_before = time.monotonic() + calm_s
+        self._waiting: list[Child] = []
+        self._lost = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that wait."""
+        return [child.pid for child in self._waiting if child.status is None]
+
+    def disturb(self) -> None:
+        """Something starts: whoever has to be made waits."""
+        self._not_before = time.monotonic() + self._calm_s
+
+    def take(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child | None:
+        """One that becomes the process of this command line and environment; None when none waits."""
+        self._forget_ended()
+        word = json.dumps({"argv": list(argv), "env": dict(env)})
+        while self._waiting:
+            child = self._waiting.pop(0)
+            if child.become(name, word):
+                return child
+        return None
+
+    async def run(self) -> None:
+        """Make what is missing, one at a time, while nothing is being started. Until cancelled."""
+        while self._lost < _TRIES:
+            self._forget_ended()
+            now = time.monotonic()
+            if now < self._not_before:
+                await asyncio.sleep(self._not_before - now)
+            elif len(self._waiting) < self._count:
+                self.disturb()
+                name = f"spare-{len(self._waiting)}"
+                child = Child(name, self._argv, os.environ, signal.SIGKILL, self._output, told=True)
+                self._waiting.append(child)
+            else:
+                await asyncio.sleep(_LOOK_S)
+        log.error("%d spare processes ended before they were needed: no more are made", self._lost)
+
+    async def close(self) -> None:
+        """End those that wait."""
+        for child in self._waiting:
+            child.send(signal.SIGKILL)
+        for child in self._waiting:
+            await child.wait()
+
+    def _forget_ended(self) -> None:
+        for child in [child for child in self._waiting if child.status is not None]:
+            self._waiting.remove(child)
+            self._lost += 1
+            last = child.lines[-1] if child.lines else "it said nothing"
+            log.warning("a spare process ended before it was needed: %s", last)
