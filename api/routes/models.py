@@ -1,6 +1,8 @@
 """GET /v1/models, POST /tokenize and /detokenize."""
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from fastapi import APIRouter, Depends
 
@@ -17,6 +19,8 @@ from api.schemas.openai import (
     TokenizeResponse,
 )
 from api.service import Service, Uses
+
+T = TypeVar("T")
 
 router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
 
@@ -46,7 +50,9 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
         ids = await service.model.encode(text, add_special_tokens=bool(special))
     else:
         ids = await service.model.encode(body.prompt or "", add_special_tokens=special is not False)
-    strings = [service.model.token_text(i) for i in ids] if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await _off_loop(len(ids), lambda: [service.model.token_text(i) for i in ids])
     return TokenizeResponse(count=len(ids), max_model_len=service.model.max_model_len, tokens=ids, token_strs=strings)
 
 
@@ -54,12 +60,14 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
 async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
     """Text of token ids."""
     service.model.check_ids(body.tokens, "tokens")
-    decode = service.model.text.decode
-    if len(body.tokens) <= INLINE_TOKENS:
-        text = decode(body.tokens, body.skip_special_tokens)
-    else:
-        text = await asyncio.to_thread(decode, body.tokens, body.skip_special_tokens)
+    tokenizer = service.model.text
+    text = await _off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, body.skip_special_tokens))
     return DetokenizeResponse(prompt=text, text=text)
+
+
+async def _off_loop(tokens: int, work: Callable[[], T]) -> T:
+    """What takes long is done on a thread."""
+    return work() if tokens <= INLINE_TOKENS else await asyncio.to_thread(work)
 
 
 def _card(service: Service) -> ModelCard:
