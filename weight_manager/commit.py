@@ -17,7 +17,6 @@ A version is live once it is recorded (see history.py), not before and not later
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from rollout_client.protocol import InFlight
 from weight_manager.errors import IllegalTransition, PushRefused
@@ -33,41 +32,7 @@ from weight_manager.messages import (
     RolledBack,
     ToReplica,
 )
-
-Voter = int | str
-"""A replica of this host, or a store below."""
-
-
-class Phase(Enum):
-    """What the round waits for."""
-
-    PREPARE = "prepare"  # votes
-    READY = "ready"  # the store above says flip
-    FLIP = "flip"  # all ranks on the new slot, output held
-    RECORD = "record"  # the store writes the version down (gated: once the store above has)
-    FINALIZE = "finalize"  # stall figures; nothing depends on them
-    ROLLBACK = "rollback"  # everybody back on the old slot
-    DONE = "done"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds. prepare: until all votes are in. behind: patience with a store that may miss. The others as in
-    StoreConfig."""
-
-    prepare: float
-    flip: float
-    rollback: float
-    finalize: float
-    behind: float = 3600.0
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What a yes of a voter stands for."""
-
-    stores: int = 0
-    replicas: int = 1
+from weight_manager.votes import OPEN, Limits, Phase, Tally, Voter, label
 
 
 @dataclass
@@ -185,7 +150,7 @@ class Round:
 
     def fail(self, refusal: PushRefused, now: float) -> None:
         """Give the commit up; everybody who was asked goes back. No effect once it is recorded."""
-        if self.phase in _OPEN:
+        if self.phase in OPEN:
             self.refusal = refusal
             self._fencing.clear()
             rollback = Rollback(self.session, refusal.message)
@@ -196,11 +161,11 @@ class Round:
         """A replica died or registered anew; or a store below is lost or has joined anew."""
         if voter not in self.voters:
             return
-        if isinstance(voter, str) and self.phase in _OPEN:
+        if isinstance(voter, str) and self.phase in OPEN:
             self._miss(voter, why, PushRefused("refused", f"store {voter} {why}", rank=voter, retryable=True), now)
             return
         self.voters.discard(voter)
-        if self.phase in _OPEN and isinstance(voter, int) and not any(isinstance(v, int) for v in self.voters):
+        if self.phase in OPEN and isinstance(voter, int) and not any(isinstance(v, int) for v in self.voters):
             message = f"no replica is left to serve the version; the last, replica {voter}, {why}"
             self.fail(PushRefused("refused", message, rank=f"replica {voter}"), now)
         else:
@@ -226,7 +191,7 @@ class Round:
 
     def _late(self, silent: list[Voter], now: float) -> None:
         for store in silent:
-            if isinstance(store, str) and store in self.may_miss and self.phase in _OPEN:
+            if isinstance(store, str) and store in self.may_miss and self.phase in OPEN:
                 why = f"did not answer to {self.phase.value} in time"
                 self._miss(store, why, PushRefused("deadline", f"store {store} {why}", rank=store), now)
         silent = sorted(self._waiting, key=str)
@@ -234,7 +199,7 @@ class Round:
             return
         self._drop(silent)
         limit = self.limits.prepare if self.phase is Phase.PREPARE else self.limits.flip
-        names = [_name(v) for v in silent]
+        names = [label(v) for v in silent]
         message = f"{', '.join(names)} did not answer to {self.phase.value} within {limit:g} s"
         for voter in silent:  # should they wake, they find the rollback before anything else
             self.outbox.append((voter, Rollback(self.session, message)))
@@ -299,11 +264,3 @@ class Round:
         self._hard, self._soft = now + seconds, now + min(seconds, self.limits.behind)
         self._waiting = set(self.voters)
         self.outbox += [(voter, message) for voter in sorted(self.voters, key=str)]
-
-
-_OPEN = (Phase.PREPARE, Phase.READY, Phase.FLIP, Phase.RECORD)
-"""Before the version is recorded everything can be undone."""
-
-
-def _name(voter: Voter) -> str:
-    return f"replica {voter}" if isinstance(voter, int) else f"store {voter}"

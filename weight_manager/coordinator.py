@@ -10,20 +10,23 @@ from typing import Any
 
 from rollout_client.protocol import Committed
 from weight_manager.checking import Checker
-from weight_manager.commit import Limits, Phase, Round, Voter
+from weight_manager.commit import Round
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.fleet import Fleet
-from weight_manager.history import History, Record
+from weight_manager.history import History
 from weight_manager.layout import version_digest
 from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.push_session import Intent, Owner, PushSession
 from weight_manager.relay.downstreams import Downstreams
+from weight_manager.rounds import live_as, make_round, record_of
 from weight_manager.session import Event, Machine, State
 from weight_manager.slots import Slots
 from weight_manager.staging import Staging
+from weight_manager.version_order import check_order, check_same
+from weight_manager.votes import Phase
 
 log = logging.getLogger(__name__)
 
@@ -84,22 +87,12 @@ class Coordinator:
         if self._config.upstream is not None:
             raise PushRefused("refused", f"this store follows {self._config.upstream}; push to the root of the fleet")
 
-    def check_version(self, intent: Intent) -> None:
-        """Versions rise within a run. The run's last one may come again while another run's is live."""
-        last, live = self.history.last(intent.run_id), self.history.live
-        if intent.force or last is None:
-            return
-        is_live = live is not None and live.run_id == intent.run_id
-        if intent.version < last.version or (is_live and intent.version == last.version):
-            message = f"{intent} is not above {last.version}, the last of that run; force allows it"
-            raise PushRefused("stale_version", message)
-
     def begin(self, intent: Intent, owner: Owner, now: float, *, reuse: Live | None = None) -> PushSession:
         """IDLE -> STAGING with a slot to fill or one that is full. Raises PushRefused busy, stale_version or io.
 
         Stores below hear of it at once, but by `announce` of a slot that is full and of the session of a store above.
         """
-        self.check_version(intent)
+        check_order(self.history, intent)
         if self.session is not None:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
         live = self.history.live
@@ -139,25 +132,12 @@ class Coordinator:
             raise IllegalTransition(f"commit of {session.id} while another commit is in {self._round}")
         if self._round is not None:
             self._finish_round(now)  # the last commit still waits for stall figures: answer it without
-        epoch = self.history.next_epoch()
-        intent = session.intent
-        live = Live(intent.run_id, intent.version, epoch, session.slot, session.digest, session.write_epoch)
+        live = live_as(session, self.history.next_epoch())
         replicas = self._fleet.numbers() if self.history.live else set()
-        stores = self.below.voters()
-        config, hops = self._config, 2 if stores else 1
-        times = (seconds, config.flip_s * hops, config.rollback_s * hops, config.finalize_s * hops)
-        limits = Limits(*times, config.relay_patience_s)
         session.deadline = None
         session.mark = now
         self._committing = session
-        voters: set[Voter] = {*replicas, *stores}
-        self._round = Round(
-            *(session.id, live, intent.in_flight, voters, limits),
-            may_miss=frozenset(name for name, required in stores.items() if not required),
-            needed=self.below.needed(),
-            gated=session.gated,
-            serves_until=self.below.serves_until,
-        )
+        self._round = make_round(self._config, session, live, replicas, self.below, seconds)
         for name, why in self.below.outsiders(now).items():
             self._round.leave_behind(name, why, now)
         self._round.start(now)
@@ -232,14 +212,8 @@ class Coordinator:
     def _record(self, round_: Round, session: PushSession, now: float) -> None:
         session.lap("commit", now)
         live, intent = round_.live, session.intent
-        record = Record(
-            *(live.run_id, live.version, live.epoch, live.digest, time.time(), intent.source, intent.client),
-            bytes=session.staging.total_bytes,
-            replicas=round_.replicas,
-            seconds=session.seconds,
-        )
         try:
-            self.history.commit(live, record)
+            self.history.commit(live, record_of(round_, session))
         except OSError as error:
             refusal = PushRefused("io", f"the commit could not be written down: {error}", retryable=True)
             round_.fail(refusal, now)
@@ -295,10 +269,10 @@ class Coordinator:
         if session.expected not in ("", digest):
             self.abort(PushRefused("checksum_mismatch", f"{intent} is {digest} here, not {session.expected}"), now)
             return
-        last = self.history.last(intent.run_id)
-        if last is not None and last.version == intent.version and last.digest != digest and not intent.force:
-            message = f"{intent} went live before as {last.digest} and is {digest} now; force allows it"
-            self.abort(PushRefused("stale_version", message), now)
+        try:
+            check_same(self.history, intent, digest)
+        except PushRefused as refusal:
+            self.abort(refusal, now)
             return
         session.local_digest = digest
         self.below.seal(session, digest, digests, now)

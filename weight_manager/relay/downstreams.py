@@ -1,8 +1,6 @@
 """The stores below: who has joined, who may serve until when, and what each is sent. Steps: relay/messages.py."""
 
-import hmac
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -10,22 +8,24 @@ from typing import Any
 
 from weight_manager import messages as inner
 from weight_manager.background import Background
-from weight_manager.commit import Round, Tally
+from weight_manager.commit import Round
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
 from weight_manager.history import History
-from weight_manager.layout import region_digests
 from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import PushSession
 from weight_manager.relay import messages as wire
+from weight_manager.relay.catch_up import CatchUp
 from weight_manager.relay.commits import Commits
+from weight_manager.relay.electorate import Electorate, why_not
 from weight_manager.relay.link import Link, Part
 from weight_manager.relay.links import Links
-from weight_manager.relay.messages import RELAY_PROTOCOL, FromBelow, Version
+from weight_manager.relay.messages import FromBelow, version_of
 from weight_manager.relay.stream import Stream
 from weight_manager.slots import Slots
 from weight_manager.staging import Check
+from weight_manager.votes import Tally
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ SHRINK = 0.8
 """Of a deadline, for the subtree below: its stores must be heard of before we have to answer ourselves."""
 
 
-class Downstreams:
+class Downstreams(Electorate):
     """Nobody, unless a router is bound."""
 
     def __init__(
@@ -43,16 +43,13 @@ class Downstreams:
         self._layout = layout
         self._slots = slots
         self._history = history
-        self._background = background
         self.coordinator: Commits
-        self.links = Links(history.saved.members, config.relay_lease_s)
+        super().__init__(config, Links(history.saved.members, config.relay_lease_s))
         self.left_s: Callable[[float], float] = lambda now: float("inf")  # of our own lease
         self._held: dict[str, tuple[bytes, wire.Join]] = {}
-        self._session: PushSession | None = None
         self._stream: Stream | None = None
-        self._quorum = config.relay_policy == "quorum"
         self._patience = float("inf")
-        self._digests: tuple[int, list[int]] = (0, [])  # epoch, of every region
+        self._late = CatchUp(*(layout, self.links, slots, history, background), busy=lambda: self._session is not None)
 
     # a session, as the coordinator tells it
 
@@ -82,51 +79,22 @@ class Downstreams:
         if session is not self._session or self._stream is None:
             return
         self._stream.finish(digests)
-        self._digests = 0, list(digests)
+        self._late.sealed(digests)
         self._patience = now + self._config.relay_patience_s
         for _, part in self.links.taking_part():
             part.digest = digest
-
-    def unstaged(self) -> list[str]:
-        """Stores that the session still waits for."""
-        return [link.name for link, part in self.links.taking_part() if not (part.staged or part.out)]
-
-    def stores(self) -> int:
-        """That are staged, this one included."""
-        return 1 + sum(link.stores for link, part in self.links.taking_part() if part.staged and not part.out)
-
-    def voters(self) -> dict[str, bool]:
-        """Stores that vote in the commit -> whether it fails without them."""
-        return {link.name: part.required for link, part in self.links.taking_part() if part.staged and not part.out}
-
-    def outsiders(self, now: float) -> dict[str, str]:
-        """Stores that do not vote but may be serving -> why they do not."""
-        out = {link.name: part.out for link, part in self.links.taking_part() if part.out and link.serves_until > now}
-        return out | {name: "is away" for name, until in self.links.absent.items() if until > now}
-
-    def serves_until(self, name: str) -> float:
-        """Until when a store may serve if it hears nothing more."""
-        link = self.links.named(name)
-        return link.serves_until if link else self.links.absent.get(name, 0.0)
-
-    def needed(self) -> int:
-        """Stores that must take part in the commit, this one included."""
-        if self._session is None or self._session.intent.source == "relay" or not self._quorum:
-            return 1
-        total = 1 + sum(link.stores for link in self.links.all())
-        return self._config.relay_quorum or total // 2 + 1
 
     def went_live(self, live: Live, round_: Round) -> None:
         """Recorded here: whoever voted holds it, the others have to catch up."""
         if self.links.router is None:
             return
-        self._digests = live.epoch, self._digests[1]
+        self._late.went_live(live)
         self._session, self._stream, self._patience = None, None, float("inf")
         for link in self.links.all():
             link.part, link.fenced = None, False
             if link.name in round_.voters:
-                link.holds = _version(live)
-            self._catch_up(link)
+                link.holds = version_of(live)
+            self._late.offer(link)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Nothing came of it."""
@@ -137,25 +105,17 @@ class Downstreams:
             part, link.part, link.fenced = link.part, None, False
             if part is not None:
                 self.links.send(link, wire.Rollback(part.session, refusal.message))
-            self._catch_up(link)
+            self._late.offer(link)
 
     def tell(self, name: str, message: inner.ToReplica, seconds: float, *, fence: bool) -> None:
         """What the round says to one of its voters."""
         link = self.links.named(name)
         if link is None:
             return
-        match message:
-            case inner.Prepare():
-                self.links.send(link, wire.Prepare(message.session, seconds * SHRINK))
-            case inner.Flip():
-                self.links.send(link, wire.Flip(message.session, seconds * SHRINK))
-            case inner.Finalize():
-                self.links.send(link, wire.Finalize(message.session))
-            case inner.Rollback():
-                link.fenced = link.fenced or fence
-                self.links.send(link, wire.Rollback(message.session, message.reason, fence))
-            case _:
-                pass
+        link.fenced = link.fenced or (fence and isinstance(message, inner.Rollback))
+        order = wire.order_of(message, seconds * SHRINK, fence=fence)
+        if order is not None:
+            self.links.send(link, order)
 
     def drop(self, name: str, why: str) -> None:
         """A store did not answer: it must join again."""
@@ -183,7 +143,7 @@ class Downstreams:
             case wire.Holds():
                 self.coordinator.changes += 1
                 link.holds, link.part = message.version, None if link.part and link.part.catch_up else link.part
-                self._catch_up(link)
+                self._late.offer(link)
             case wire.Leave():
                 link.serves_until = 0.0
                 self._remove(link, "has stopped")
@@ -245,17 +205,11 @@ class Downstreams:
 
     def status(self, now: float) -> dict[str, Any]:
         """Per store, as the API shows it."""
-        live = _version(self._history.live)
+        live = version_of(self._history.live)
         return {link.name: link.status(live, now) for link in self.links.all()}
 
     def _join(self, peer: bytes, join: wire.Join, now: float) -> None:
-        why = ""
-        if not hmac.compare_digest(join.token.encode(), (self._config.token or "").encode()):
-            why = "the token is wrong or missing"
-        elif join.protocol != RELAY_PROTOCOL:
-            why = f"relay protocol {join.protocol}, this store speaks {RELAY_PROTOCOL}: use the same release"
-        elif join.layout_digest != self._layout.digest:
-            why = "another layout: model config, dtype and tp must be the same on all stores"
+        why = why_not(join, self._config.token, self._layout)
         if why:
             log.error("store %s cannot join: %s", join.name, why)
             self.links.answer(peer, wire.NotJoined(why, refused=True))
@@ -275,12 +229,12 @@ class Downstreams:
         self.links.add(link)
         self._remember()
         log.info("store %s has joined", link.name, extra={"holds": join.holds and join.holds.version})
-        live = _version(self._history.live)
+        live = version_of(self._history.live)
         self.links.send(link, wire.Joined(live, self._config.relay_lease_s))
         if self._session is not None and self._stream is not None:
             self._enrol(link, self._session)
         else:
-            self._catch_up(link)
+            self._late.offer(link)
 
     def _remove(self, link: Link, why: str, *, absent: bool = False) -> None:
         """absent: it may still be serving, until its lease runs out."""
@@ -314,7 +268,7 @@ class Downstreams:
     def _enrol(self, link: Link, session: PushSession) -> None:
         assert self._stream is not None
         live, intent = self._history.live, session.intent
-        holds = live is not None and link.holds == _version(live)
+        holds = live is not None and link.holds == version_of(live)
         required = holds and not self._quorum and not session.catch_up
         link.part = Part(session.id, self._stream, self._slots.arena.slot(session.slot), required)
         link.part.digest = session.digest or session.local_digest
@@ -328,38 +282,9 @@ class Downstreams:
             ),
         )
 
-    def _catch_up(self, link: Link) -> None:
-        """Bring a store that holds something else to what is live here."""
-        live = self._history.live
-        if live is None or link.part is not None or self._session is not None or link.holds == _version(live):
-            return
-        if self._digests[0] != live.epoch:
-            self._read_digests(live)
-            return
-        stream = Stream(self._layout)
-        stream.finish(self._digests[1])
-        slot = self._slots.arena.slot(live.slot)
-        link.part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
-        stage = wire.Stage(link.part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
-        self.links.send(link, stage)
-
-    def _read_digests(self, live: Live) -> None:
-        slot = self._slots.arena.slot(live.slot)
-
-        def done(digests: list[int]) -> None:
-            if self._history.live == live:
-                self._digests = live.epoch, digests
-                for link in self.links.all():
-                    self._catch_up(link)
-
-        def failed(error: BaseException) -> None:
-            log.error("the live version cannot be read", exc_info=error)
-
-        self._background.submit(lambda: region_digests(self._layout, slot), done, failed)
-
     def _grant(self, link: Link, now: float) -> float:
         live = self._history.live
-        if live is None or link.fenced or link.holds != _version(live):
+        if live is None or link.fenced or link.holds != version_of(live):
             return 0.0
         seconds = max(0.0, min(self._config.relay_lease_s, self.left_s(now) - 0.05))
         link.serves_until = now + seconds if seconds else link.serves_until
@@ -367,10 +292,6 @@ class Downstreams:
 
     def _remember(self) -> None:
         self._history.remember(self.links.names())
-
-
-def _version(live: Live | None) -> Version | None:
-    return Version(live.run_id, live.version, live.digest) if live else None
 
 
 def own_name(config: StoreConfig, store: str) -> str:

@@ -43,6 +43,8 @@ from typing import Literal
 import msgspec
 
 from rollout_client.protocol import ErrorCode, InFlight
+from weight_manager import messages as inner
+from weight_manager.messages import Live
 
 RELAY_PROTOCOL = 1
 
@@ -214,6 +216,26 @@ class Over(Message, tag="over", frozen=True):
 
 class Leave(Message, tag="leave", frozen=True):
     """[BELOW] stops; fenced from now on."""
+
+
+def version_of(live: Live | None) -> Version | None:
+    """What is called so on every store."""
+    return Version(live.run_id, live.version, live.digest) if live else None
+
+
+def order_of(message: inner.ToReplica, seconds: float, *, fence: bool) -> Message | None:
+    """What a store below is told when the round says this to its voters. seconds: for its answer."""
+    match message:
+        case inner.Prepare():
+            return Prepare(message.session, seconds)
+        case inner.Flip():
+            return Flip(message.session, seconds)
+        case inner.Finalize():
+            return Finalize(message.session)
+        case inner.Rollback():
+            return Rollback(message.session, message.reason, fence)
+        case _:
+            return None
 
 
 def no(asked: Prepare | Flip, error: str, rank: str = "", tensors: Sequence[str] = ()) -> Vote:

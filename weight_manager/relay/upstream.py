@@ -10,18 +10,17 @@ from typing import Any
 
 import zmq
 
-from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager.arena import Arena
-from weight_manager.commit import Phase
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.errors import PushRefused
-from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
+from weight_manager.relay.dealer import connect, drain
 from weight_manager.relay.downstreams import Downstreams, own_name
 from weight_manager.relay.lease import Lease
-from weight_manager.relay.messages import Version
+from weight_manager.relay.messages import Version, version_of
 from weight_manager.relay.relayed import Relayed
+from weight_manager.votes import Phase
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class Upstream:
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
         self.refusal = ""
-        self.socket = self._connect()
+        self.socket = connect(self._context, self._endpoint)
         moved(None, self.socket)
 
     @property
@@ -99,13 +98,13 @@ class Upstream:
                 message = wire.decode_from_above(head.buffer)
             except UNREADABLE as error:
                 log.error("the store above sent what cannot be read: %s", error)
-                _drain(socket)
+                drain(socket)
                 continue
             self._heard = time.monotonic()
             if isinstance(message, wire.Chunk):
                 self._chunk(socket, message, self._heard)
             else:
-                _drain(socket)
+                drain(socket)
                 self._handle(message, self._heard)
 
     def tick(self, now: float) -> bool:
@@ -166,22 +165,13 @@ class Upstream:
         """The lease is due now."""
         self._next_beat = 0.0
 
-    def _connect(self) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
-        socket.set(zmq.RCVHWM, 0)  # what is on its way is bounded by the credit
-        socket.set(zmq.IPV6, 1 if "[" in self._endpoint else 0)
-        socket.connect(self._endpoint)
-        return socket
-
     def _lost(self, why: str, now: float) -> None:
         """Begin again on a new connection."""
         log.warning("the store above %s; joining again", why)
         self._joined = False
         self._coordinator.changes += 1
         self._forget(f"the store above {why}", now)
-        old, self.socket = self.socket, self._connect()
+        old, self.socket = self.socket, connect(self._context, self._endpoint)
         self._moved(old, self.socket)
         old.close(linger=0)
         self._join(now)
@@ -299,17 +289,7 @@ class Upstream:
                 buffers = None
                 break
         if socket.get(zmq.RCVMORE):
-            _drain(socket)
+            drain(socket)
             buffers = None
         if relayed is not None and buffers is not None:
             relayed.received(chunk, now)
-
-
-def version_of(live: Live | None) -> Version | None:
-    """What is called so on every store."""
-    return Version(live.run_id, live.version, live.digest) if live else None
-
-
-def _drain(socket: "zmq.Socket[bytes]") -> None:
-    while socket.get(zmq.RCVMORE):
-        socket.recv(copy=False)

@@ -2,9 +2,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_manager.commit import Limits, Phase, Round
+from weight_manager.commit import Round
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.messages import Finalize, Finalized, Flip, Flipped, Live, Prepare, Prepared, Rollback, RolledBack
+from weight_manager.votes import Limits, Phase
 
 LIVE = Live("run", 2, 5, 1, "d" * 16)
 LIMITS = Limits(prepare=10.0, flip=2.0, rollback=1.0, finalize=1.0)

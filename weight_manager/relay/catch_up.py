@@ -1,0 +1,79 @@
+"""Brings a store below that holds something else to what is live here, outside any session."""
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+
+from weight_manager.background import Background
+from weight_manager.history import History
+from weight_manager.layout import region_digests
+from weight_manager.manifest import Layout
+from weight_manager.messages import Live
+from weight_manager.relay import messages as wire
+from weight_manager.relay.link import Link, Part
+from weight_manager.relay.links import Links
+from weight_manager.relay.messages import version_of
+from weight_manager.relay.stream import Stream
+from weight_manager.slots import Slots
+
+log = logging.getLogger(__name__)
+
+
+class CatchUp:
+    """The live slot as a stream that is complete from the start."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        links: Links,
+        slots: Slots,
+        history: History,
+        background: Background,
+        *,
+        busy: Callable[[], bool],
+    ) -> None:
+        """busy: a session runs; it brings them there, too."""
+        self._layout = layout
+        self._links = links
+        self._slots = slots
+        self._history = history
+        self._background = background
+        self._busy = busy
+        self._digests: tuple[int, list[int]] = (0, [])  # epoch, of every region
+
+    def sealed(self, digests: Sequence[int]) -> None:
+        """Of what may go live next."""
+        self._digests = 0, list(digests)
+
+    def went_live(self, live: Live) -> None:
+        """And has."""
+        self._digests = live.epoch, self._digests[1]
+
+    def offer(self, link: Link) -> None:
+        """Begin, if it is needed and nothing runs for this store."""
+        live = self._history.live
+        if live is None or self._busy() or link.part is not None or link.holds == version_of(live):
+            return
+        if self._digests[0] != live.epoch:
+            self._read_digests(live)
+            return
+        stream = Stream(self._layout)
+        stream.finish(self._digests[1])
+        slot = self._slots.arena.slot(live.slot)
+        link.part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
+        stage = wire.Stage(link.part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
+        self._links.send(link, stage)
+
+    def _read_digests(self, live: Live) -> None:
+        slot = self._slots.arena.slot(live.slot)
+
+        def done(digests: list[int]) -> None:
+            if self._history.live == live:
+                self._digests = live.epoch, digests
+                for link in self._links.all():
+                    self.offer(link)
+
+        def failed(error: BaseException) -> None:
+            log.error("the live version cannot be read", exc_info=error)
+
+        self._background.submit(lambda: region_digests(self._layout, slot), done, failed)

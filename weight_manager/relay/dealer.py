@@ -1,0 +1,22 @@
+"""The socket to the store above."""
+
+import zmq
+
+from rollout_client.protocol import MAX_HEADER_BYTES
+
+
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """Bounded by the credit that is given, not by a queue of messages."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
+    socket.connect(endpoint)
+    return socket
+
+
+def drain(socket: "zmq.Socket[bytes]") -> None:
+    """Throw the rest of a message away."""
+    while socket.get(zmq.RCVMORE):
+        socket.recv(copy=False)
