@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api.paths import default_run_dir
+from fleet_ray.config import FleetConfig
+from fleet_ray.shipment import KEYS
 from weight_manager.config import StoreConfig
 from weight_manager.manifest import Dtype
 from worker.config import WorkerConfig
@@ -143,6 +145,8 @@ class ServeConfig(BaseModel):
     store: StoreConfig
     worker: WorkerConfig
     api: ApiConfig
+    fleet: FleetConfig | None = None
+    """Only there with --ray."""
 
     def write(self) -> Path:
         """Write run_dir/config.json, readable by this user only (it holds tokens); returns its path."""
@@ -194,12 +198,18 @@ class ServeOptions(BaseSettings):
     """Shared secret of trainers that push."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
+    ray: bool = False
+    """Place the replicas on the nodes of a Ray cluster."""
+    address: str = "auto"
+    """Of the Ray cluster; auto = the one that this host belongs to."""
     store: dict[str, Any] = {}
     """Any other field of StoreConfig."""
     worker: dict[str, Any] = {}
     """Any other field of WorkerConfig."""
     api: dict[str, Any] = {}
     """Any other field of ApiConfig."""
+    fleet: dict[str, Any] = {}
+    """Any other field of FleetConfig."""
 
     @field_validator("model")
     @classmethod
@@ -251,4 +261,31 @@ def compose(options: ServeOptions) -> ServeConfig:
         "admin_token": options.admin_token,
         "log_level": options.log_level,
     }
-    return ServeConfig.model_validate({"store": store | options.store, "worker": worker, "api": api | options.api})
+    parts = {"store": store | options.store, "worker": worker, "api": api | options.api}
+    return ServeConfig.model_validate(_on_ray(parts, options) if options.ray else parts)
+
+
+def _on_ray(parts: dict[str, dict[str, Any]], options: ServeOptions) -> dict[str, Any]:
+    """What is different when replicas run on other hosts."""
+    store, worker, run_dir = parts["store"], parts["worker"], parts["api"]["run_dir"]
+    if not store.get("token"):
+        raise ValueError(
+            "stores of other nodes present the push token: set one of at least 16 characters "
+            "(PADDLE_ROLLOUT_PUSH_TOKEN or --push-token-file)"
+        )
+    fleet = {
+        "name": options.name,
+        "run_dir": run_dir,
+        "address": options.address,
+        "replicas": options.replicas,
+        "tp": options.tp,
+        "gpus_per_rank": float(options.device == "gpu"),
+        "drain_s": worker.get("drain_s", WorkerConfig.model_fields["drain_s"].default),
+        "log_level": options.log_level,
+    } | options.fleet
+    elastic = {"replicas_file": run_dir / "replicas.json", "replica_keys": run_dir / KEYS / "api.key"}
+    return parts | {
+        "store": {"relay_endpoint": "tcp://0.0.0.0:5601"} | store,
+        "api": elastic | parts["api"],
+        "fleet": fleet,
+    }

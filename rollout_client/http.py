@@ -151,6 +151,10 @@ class RolloutClient:
         """Make a checkpoint directory on the server live, all or nothing."""
         return self._do(calls.load(path, version, in_flight, deadline_s, force))
 
+    def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> Loaded:
+        """Serve the version before the live one again. RequestFailed (409) when it is not kept any more."""
+        return self._do(calls.rollback(in_flight, deadline_s))
+
     def abort_push(self) -> None:
         """End the push in progress, whoever holds it."""
         self._do(calls.ABORT_PUSH)

@@ -125,6 +125,10 @@ class AsyncRolloutClient:
         """See RolloutClient.load_weights."""
         return await self._do(calls.load(path, version, in_flight, deadline_s, force))
 
+    async def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> Loaded:
+        """See RolloutClient.rollback."""
+        return await self._do(calls.rollback(in_flight, deadline_s))
+
     async def abort_push(self) -> None:
         """See RolloutClient.abort_push."""
         await self._do(calls.ABORT_PUSH)

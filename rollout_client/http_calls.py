@@ -220,6 +220,12 @@ def load(path: str, version: int | None, in_flight: str, deadline_s: float, forc
     return Call("POST", "/v1/rollout/weights/load", Loaded, body, timeout_s=deadline_s + REPLY_MARGIN_S)
 
 
+def rollback(in_flight: str, deadline_s: float) -> Call[Loaded]:
+    """Make the version before the live one live again."""
+    body = {"in_flight": in_flight, "deadline_s": deadline_s}
+    return Call("POST", "/v1/rollout/weights/rollback", Loaded, body, timeout_s=deadline_s + REPLY_MARGIN_S)
+
+
 RESUME = Call("POST", "/v1/rollout/resume", PauseState)
 PAUSE_STATE = Call("GET", "/v1/rollout/pause", PauseState)
 WEIGHTS = Call("GET", "/v1/rollout/weights", Weights)

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from api.config import ApiConfig, ServeOptions
+from fleet_ray.config import FleetConfig
 from weight_manager.config import StoreConfig
 from worker.config import WorkerConfig
 
@@ -25,7 +26,12 @@ INTRODUCTION = """\
 Written by `python -m scripts.render_options` from the classes that the processes read; edit those, not this page.
 A flag of `paddle-rollout serve` wins over its variable. Fields of a part have no flag of their own: they are
 `--set part.field=value`, or the variable. Structured values are JSON."""
-PARTS: dict[str, type[BaseModel]] = {"store": StoreConfig, "worker": WorkerConfig, "api": ApiConfig}
+PARTS: dict[str, type[BaseModel]] = {
+    "store": StoreConfig,
+    "worker": WorkerConfig,
+    "api": ApiConfig,
+    "fleet": FleetConfig,
+}
 PORTS = """\
 ## Ports
 
@@ -33,9 +39,11 @@ PORTS = """\
 | --- | --- | --- | --- |
 | {host}:{port} | HTTP | clients, Prometheus, health checks | `--host`, `--port` |
 | {push} | ZMQ | trainers that push weights | `--push-endpoint` |
+| 0.0.0.0:5601 | ZMQ | with `--ray`: stores of other nodes | `store.relay_endpoint` |
 
 The processes of a service reach each other over Unix sockets in the run directory; the ranks of a tensor-parallel
-replica also over loopback ports that the system picks."""
+replica also over loopback ports that the system picks. With `--ray` the API reaches the replicas of other nodes on TCP
+ports that the system picks there, encrypted and by key, and a node's store listens for further stores on another."""
 
 
 def render() -> str:

@@ -37,7 +37,7 @@ class WorkerConfig(BaseModel):
     """Settings of the fake engine."""
 
     threads: int | None = Field(default=None, ge=1, le=512)
-    """Compute threads of one rank; None = cores divided by the ranks on this host."""
+    """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""
     ranks_on_host: int = Field(default=1, ge=1, le=4096)
     """replicas x tp on this host, for `threads`."""
     spares: int | None = Field(default=None, ge=0, le=64)

@@ -26,6 +26,8 @@ async def restart_units(units: Sequence[Unit], request: Restart, run_dir: Path) 
     if unknown:
         return f"no such unit: {', '.join(unknown)}; there are {', '.join(by_name)}"
     chosen = [by_name[name] for name in request.units] or [u for u in units if u.spec.kind == "replica"]
+    if not chosen:
+        return "no replica runs on this host: a service on Ray has them on the nodes of the cluster"
     for unit in chosen:
         if unit.state != "running":
             return f"{unit.spec.name} is {unit.state}"

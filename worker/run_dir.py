@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-_OURS = ("*.sock", "config.json", "http_url", "push_endpoint")
+_OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json")
 
 
 class AlreadyRunning(RuntimeError):

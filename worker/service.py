@@ -3,6 +3,7 @@
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from worker.rendezvous import group_environment, ports_needed
@@ -17,16 +18,19 @@ def units_of_service(config_path: Path, *, replicas: int, tp: int, drain_s: floa
     config = ("--config", str(config_path))
     return [
         UnitSpec("store", "store", (ProcessSpec("store", (*python, "weight_manager", *config)),)),
-        *(_replica(config_path, replica, tp, drain_s) for replica in range(replicas)),
+        *(replica_unit(config_path, replica, tp, drain_s) for replica in range(replicas)),
         UnitSpec("api", "api", (ProcessSpec("api", (*python, "api", *config)),), stop_s=drain_s + 5),
     ]
 
 
-def _replica(config_path: Path, replica: int, tp: int, drain_s: float) -> UnitSpec:
+def replica_unit(
+    config_path: Path, replica: int, tp: int, drain_s: float, env: Mapping[str, str] | None = None
+) -> UnitSpec:
+    """The ranks of one replica, which live and die together. env: more environment, for all of them."""
     argv = (sys.executable, "-m", "worker", "--config", str(config_path), "--replica", str(replica))
     ranks = tuple(
         # Ranks have nothing to tidy up that a successor does not, and must not outlive the store by a moment.
-        ProcessSpec(f"replica-{replica}-rank-{rank}", (*argv, "--rank", str(rank)), {}, signal.SIGKILL, True)
+        ProcessSpec(f"replica-{replica}-rank-{rank}", (*argv, "--rank", str(rank)), env or {}, signal.SIGKILL, True)
         for rank in range(tp)
     )
 

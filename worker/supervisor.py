@@ -27,7 +27,7 @@ from worker.unit import Unit, UnitSpec
 
 log = logging.getLogger(__name__)
 
-STOP_ORDER = ("api", "replica", "store")
+STOP_ORDER = ("api", "replica", "fleet", "store")
 
 
 def to_stderr(_name: str, line: str) -> None:

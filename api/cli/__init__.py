@@ -32,6 +32,8 @@ def serve(
     model: Annotated[Path, typer.Argument(help="HF checkpoint directory.", envvar="PADDLE_ROLLOUT_MODEL")],
     name: Annotated[str | None, typer.Option(help="Of the service; two on one host need two. [default]")] = None,
     replicas: Annotated[int | None, typer.Option(help="Independent copies of the model. [1]")] = None,
+    ray: Annotated[bool | None, typer.Option("--ray", help="Place them on the nodes of a Ray cluster.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of that cluster. [the one of this host]")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of one replica. [1]")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Served dtype. [float32]")] = None,
     device: Annotated[Literal["cpu", "gpu"] | None, typer.Option(help="Where ranks compute. [cpu]")] = None,
@@ -57,6 +59,8 @@ def serve(
         "model": model,
         "name": name,
         "replicas": replicas,
+        "ray": ray,
+        "address": address,
         "tp": tp,
         "dtype": dtype,
         "device": device,
@@ -171,6 +175,34 @@ def restart(
     from api.cli import control_command as command  # noqa: PLC0415
 
     raise typer.Exit(command.restart(units or [], drain_s, name, run_dir))
+
+
+@app.command()
+def scale(
+    replicas: Annotated[int, typer.Argument(help="How many there are to be.")],
+    wait_s: Annotated[float, typer.Option(help="How long to wait until they are ready; 0 = do not.")] = 120.0,
+    name: Name = "default",
+    run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
+) -> None:
+    """More or fewer replicas of a service on Ray. New ones pull the live version; those that leave are drained."""
+    from api.cli import scale_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.run(replicas, wait_s, name, run_dir))
+
+
+@app.command()
+def rollback(
+    in_flight: Annotated[
+        Literal["keep", "recompute", "abort", "wait"], typer.Option(help="What becomes of running requests.")
+    ] = "keep",
+    url: Url = None,
+    name: Name = "default",
+    token: AdminToken = None,
+) -> None:
+    """Serve the version before the live one again, while its slot still holds it."""
+    from api.cli import control_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.rollback(in_flight, url, name, token))
 
 
 def main() -> None:

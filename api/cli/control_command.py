@@ -1,4 +1,4 @@
-"""``paddle-rollout pause``, ``resume`` and ``restart``."""
+"""``paddle-rollout pause``, ``resume``, ``rollback`` and ``restart``."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from api.cli.connect import connect, explained, run_dir_of
 from api.cli.supervisor import ask
 from rollout_client.http import PauseState
-from rollout_client.http_calls import PauseMode
+from rollout_client.http_calls import InFlight, PauseMode
 from worker.supervisor_messages import Restart
 
 console = Console(highlight=False)
@@ -24,6 +24,15 @@ def resume(url: str | None, name: str, token: str | None) -> int:
     """Go on."""
     with explained(), connect(url, name, token) as client:
         _say(client.resume())
+    return 0
+
+
+def rollback(in_flight: InFlight, url: str | None, name: str, token: str | None) -> int:
+    """Back to the version before the live one."""
+    with explained(), connect(url, name, token) as client:
+        loaded = client.rollback(in_flight=in_flight)
+    seconds = sum(loaded.report.get("seconds", {}).values())
+    console.print(f"version {loaded.version} is live again on every replica, {seconds:.2f} s")
     return 0
 
 

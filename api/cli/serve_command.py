@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -13,13 +14,18 @@ from pydantic import ValidationError
 
 from api.cli.connect import read_token
 from api.config import ServeConfig, ServeOptions, compose
+from fleet_ray.shipment import KEYS
+from fleet_ray.unit import fleet_unit
+from weight_manager.curve import make_keys
 from weight_manager.logs import setup
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.service import spares_of_service, units_of_service
 from worker.supervisor import Supervisor
+from worker.unit import UnitSpec
 
 USAGE = 2
 POLL_S = 0.1
+PARTS = ("store", "worker", "api", "fleet")
 LATE_S = 5.0
 """How long a service with some replicas ready waits for the others before it says so."""
 
@@ -40,13 +46,25 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
         return _refuse(str(error))
     try:
         written, worker = config.write(), config.worker
-        units = units_of_service(written, replicas=config.api.replicas, tp=worker.tp, drain_s=worker.drain_s)
-        spares = spares_of_service(written, worker.tp if worker.spares is None else worker.spares)
+        replicas = 0 if config.fleet else config.api.replicas
+        units = units_of_service(written, replicas=replicas, tp=worker.tp, drain_s=worker.drain_s)
+        spares = spares_of_service(written, (worker.tp if worker.spares is None else worker.spares) if replicas else 0)
+        if config.fleet:
+            units.append(_fleet(config, written))
         announcer = threading.Thread(target=announce, args=(config,), daemon=True)
         announcer.start()
         return Supervisor(units, run_dir, spares=spares).run()
     finally:
+        shutil.rmtree(run_dir.path / KEYS, ignore_errors=True)
         run_dir.close()
+
+
+def _fleet(config: ServeConfig, written: Path) -> UnitSpec:
+    """The process that has the replicas elsewhere. New keys for each life: no replica outlives the service."""
+    keys = config.api.run_dir / KEYS
+    shutil.rmtree(keys, ignore_errors=True)
+    make_keys(keys, "api")
+    return fleet_unit(written, drain_s=config.worker.drain_s)
 
 
 def configure(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> ServeConfig:
@@ -56,8 +74,8 @@ def configure(options: dict[str, Any], token_files: dict[str, Path | None], sett
     for setting in settings:
         target, equals, value = setting.partition("=")
         part, dot, field = target.partition(".")
-        if not equals or not dot or part not in {"store", "worker", "api"}:
-            raise ValueError(f"--set {setting}: write store.FIELD=VALUE, worker.FIELD=VALUE or api.FIELD=VALUE")
+        if not equals or not dot or part not in PARTS:
+            raise ValueError(f"--set {setting}: write worker.FIELD=VALUE, or a field of another of {', '.join(PARTS)}")
         given.setdefault(part, {})[field] = _value(value)
     return compose(ServeOptions(**given))
 
@@ -75,12 +93,13 @@ def announce(config: ServeConfig) -> None:
             continue
         now = time.monotonic()
         some_since = (some_since or now) if any(replicas) else None
-        if all(replicas) or (some_since is not None and now - some_since > LATE_S):
+        everyone = all(replicas) and len(replicas) >= config.api.replicas
+        if everyone or (some_since is not None and now - some_since > LATE_S):
             break
     push_file = config.api.run_dir / "push_endpoint"
     push = push_file.read_text().strip() if push_file.exists() else config.api.push_endpoint
     open_to = "" if config.api.data_token else " (no tokens: this host only)"
-    how_many = f"{sum(replicas)} of {len(replicas)} replicas in {now - started:.1f} s"
+    how_many = f"{sum(replicas)} of {config.api.replicas} replicas in {now - started:.1f} s"
     print(f"ready: {url}{open_to}, docs {url}/docs, push {push}, {how_many}", flush=True)
 
 

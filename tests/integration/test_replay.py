@@ -96,13 +96,19 @@ def wait_for(load: Load, answers: int) -> None:
     raise AssertionError(f"only {len(load.answers)} answers")
 
 
-def check(replay: Replay, in_flight: InFlight, prompt: list[int], temperature: float, output: Output) -> float:
-    """Derive one response again; returns the share of its tokens that the other checkpoint cannot have made."""
-    assert output.finish_reason == "length"
-    assert len(output.token_ids) == len(output.logprobs) == LENGTH
+def check(
+    replay: Replay, in_flight: InFlight, prompt: list[int], temperature: float, output: Output, *, cut: bool = False
+) -> float:
+    """Derive one response again; returns the share of its tokens that the other checkpoint cannot have made.
+
+    cut: it may have ended early, with its replica, but not before its first token.
+    """
+    length = len(output.token_ids) if cut else LENGTH
+    assert cut or output.finish_reason == "length"
+    assert len(output.token_ids) == len(output.logprobs) == length > 0
     bounds = [(span.start, span.end) for span in output.spans]
     assert bounds[0][0] == 0
-    assert bounds[-1][1] == LENGTH
+    assert bounds[-1][1] == length
     assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     numbers = [span.version for span in output.spans]
     assert numbers == sorted(numbers)

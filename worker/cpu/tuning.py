@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from worker.cpu.cores import usable_cores
+
 log = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -22,13 +24,13 @@ _KEEP = 1 << 30
 def tune(threads: int | None, ranks_on_host: int) -> dict[str, str]:
     """Make every setting that fits this machine; returns what was set. Call before ``import paddle``.
 
-    threads: compute threads of this rank; None = cores divided by the ranks on this host.
+    threads: compute threads of this rank; None = the cores it may use, divided by the ranks on this host.
     """
     if "paddle" in sys.modules:
         log.warning("Paddle is already loaded: start-up tuning has no effect")
         return {}
     warnings.filterwarnings("ignore", message="No ccache found", category=UserWarning)
-    chosen = environment(_cpuinfo(), threads or max(1, len(os.sched_getaffinity(0)) // ranks_on_host))
+    chosen = environment(_cpuinfo(), threads or max(1, usable_cores() // ranks_on_host))
     made = {name: value for name, value in chosen.items() if name not in os.environ}
     os.environ.update(made)
     if "PADDLE_ROLLOUT_NO_MALLOPT" not in os.environ and _keep_freed_memory():

@@ -130,3 +130,9 @@ async def test_async_client_does_the_same(server):
         pieces = f"data: {json.dumps(GENERATION)}\n\ndata: [DONE]\n\n"
         server.replies["/v1/rollout/generate"] = (200, pieces)
         assert len([piece async for piece in client.stream("x")]) == 1
+
+
+def test_rollback_names_what_is_live_again(client, server):
+    server.replies["/v1/rollout/weights/rollback"] = (200, json.dumps({"version": 6, "report": {"seconds": {}}}))
+    assert client.rollback(in_flight="recompute").version == 6
+    assert server.body == {"in_flight": "recompute", "deadline_s": 60.0}

@@ -1,0 +1,175 @@
+"""What runs on the nodes: actors that keep a unit of processes going, as the supervisor does on the head.
+
+They hold processes, not weights or requests: what these say to each other goes over sockets of their own. The actors'
+methods are called by the head only. Importing this module does not load Ray.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_ray.shipment import Shipment, bracketed, release, remove, run_dir_on, sweep
+from weight_manager.logs import setup
+from worker.rendezvous import LISTEN
+from worker.run_dir import RunDir
+from worker.service import replica_unit
+from worker.supervisor import to_stderr
+from worker.unit import ProcessSpec, Unit, UnitSpec
+
+BOUND_S = 30.0
+"""How long a store may take to listen."""
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor runs. host: as other nodes reach it. sees_head: the head's files are there and can be read."""
+
+    node: str
+    host: str
+    sees_head: bool = False
+
+
+class NodeStore:
+    """The weight store of one node."""
+
+    def __init__(self, shipment: Shipment, log_level: str) -> None:
+        setup("store actor", log_level)
+        if shipment.release != release():
+            raise RuntimeError(f"this node has paddle-rollout {release()}, the head has {shipment.release}")
+        place = _here()
+        sweep(shipment)
+        self._shipment = shipment
+        self._host = place.host
+        self._label = place.node[:8]
+        self._run_dir = RunDir(run_dir_on(place.node, shipment.name))
+        self._relay_port = free_port(place.host)
+        self._upstream = ""
+        self._unit: Unit | None = None
+        self._life: asyncio.Task[None] | None = None
+
+    async def alive(self) -> None:
+        """Answered once the actor is there."""
+
+    async def start(self, upstream: str) -> tuple[str, str]:
+        """Serve below `upstream`; returns the run directory and where further stores may join."""
+        path = self._run_dir.path
+        running = self._life is not None and not self._life.done()
+        if upstream != self._upstream or not running:
+            bound = path / "push_endpoint"
+            bound.unlink(missing_ok=True)
+            self._upstream = upstream
+            config = self._shipment.unpack(
+                path, self._label, upstream=upstream, host=self._host, relay_port=self._relay_port
+            )
+            if self._unit is not None and running:
+                self._unit.cycle()
+                self._unit.kill()  # another store above: the next life takes over the arena, so nobody stops serving
+            else:
+                process = ProcessSpec("store", (sys.executable, "-m", "weight_manager", "--config", str(config)))
+                self._unit = Unit(UnitSpec("store", "store", (process,)), self._run_dir.crashes, to_stderr)
+                self._life = asyncio.create_task(self._unit.run())
+            async with asyncio.timeout(BOUND_S):
+                while not _written(bound):  # noqa: ASYNC110  another process writes it
+                    await asyncio.sleep(POLL_S)
+        return str(path), f"tcp://{bracketed(self._host)}:{self._relay_port}"
+
+    async def ended(self) -> str:
+        """Once the store has been given up or stopped: why."""
+        return await _ended(self._life, self._unit)
+
+    async def stop(self) -> None:
+        """Stop the store and remove what it wrote."""
+        if self._unit is not None and self._life is not None:
+            self._unit.stop()
+            await self._life
+        self._run_dir.close()
+        if self._run_dir.path.exists():
+            remove(self._run_dir.path)
+
+
+class ReplicaHost:
+    """The ranks of one replica."""
+
+    def __init__(self, replica: int, *, tp: int, threads: int, drain_s: float, log_level: str) -> None:
+        setup(f"replica {replica} actor", log_level)
+        self._replica, self._tp, self._drain_s = replica, tp, drain_s
+        self._env = {"OMP_NUM_THREADS": str(threads)}  # Ray sets one of its own
+        self._endpoint = self._run_dir = ""
+        self._unit: Unit | None = None
+        self._life: asyncio.Task[None] | None = None
+
+    async def where(self, head_config: str) -> Place:
+        """Answered once the actor is there. head_config: path on the head, to see whether that is here."""
+        place = _here()
+        return Place(place.node, place.host, os.access(head_config, os.R_OK))
+
+    async def start(self, run_dir: str, host: str, devices: Sequence[str]) -> str:
+        """Serve beside the store of `run_dir`; returns the endpoint of rank 0.
+
+        host: listen there, for an API on another host; "" = on a socket file. devices: GPUs of all ranks.
+        """
+        if self._unit is None or self._life is None or self._life.done():
+            env = self._env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+            self._endpoint = f"ipc://{run_dir}/replica-{self._replica}.sock"
+            if host:
+                self._endpoint = f"tcp://{bracketed(host)}:{free_port(host)}"
+                env[LISTEN] = self._endpoint
+            spec = replica_unit(Path(run_dir) / "config.json", self._replica, self._tp, self._drain_s, env)
+            self._unit = Unit(spec, Path(run_dir) / "crashes", to_stderr)
+            self._life = asyncio.create_task(self._unit.run())
+        return self._endpoint
+
+    async def ended(self) -> str:
+        """Once the replica has been given up or stopped: why."""
+        return await _ended(self._life, self._unit)
+
+    async def stop(self) -> None:
+        """Drain, then end."""
+        if self._unit is not None and self._life is not None:
+            self._unit.stop()
+            await self._life
+
+
+class Accelerators:
+    """Holds the GPUs of a rank's bundle, and says which they are."""
+
+    def ids(self) -> list[str]:
+        """As CUDA_VISIBLE_DEVICES has them."""
+        import ray  # noqa: PLC0415
+
+        found: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+        return found.get("GPU", [])
+
+
+async def _ended(life: "asyncio.Task[None] | None", unit: Unit | None) -> str:
+    assert life is not None
+    assert unit is not None
+    await asyncio.shield(life)
+    return unit.why_gave_up or "stopped"
+
+
+def _written(path: Path) -> bool:
+    try:
+        return path.read_text().endswith("\n")
+    except OSError:
+        return False
+
+
+def _here() -> Place:
+    import ray  # noqa: PLC0415
+
+    context: Any = ray.get_runtime_context()
+    return Place(context.get_node_id(), str(ray.util.get_node_ip_address()))
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody uses there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,44 @@
+"""What the fleet's process is told: the "fleet" part of run_dir/config.json."""
+
+import json
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class FleetConfig(BaseModel):
+    """Only there with `serve --ray`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "default"
+    """Of the service."""
+    run_dir: Path
+    """Of the service, on the head."""
+    address: str = "auto"
+    """Of the Ray cluster; auto = the one that this host belongs to."""
+    replicas: int = Field(default=1, ge=0, le=4096)
+    """How many there are to be at first; `paddle-rollout scale` changes it."""
+    tp: int = Field(default=1, ge=1, le=64)
+    """Ranks of a replica."""
+    cpus_per_rank: float = Field(default=1.0, ge=0, le=1024)
+    """CPUs that Ray sets aside for a rank; also its compute threads, unless worker.threads is set."""
+    gpus_per_rank: float = Field(default=0.0, ge=0, le=64)
+    """GPUs that Ray sets aside for a rank; 1 with --device gpu."""
+    fan_out: int = Field(default=0, ge=0, le=1024)
+    """How many stores a store feeds; with more nodes the stores form a tree. 0 = the head feeds all."""
+    head_host: str = ""
+    """Where nodes reach the head; empty = its address in the Ray cluster."""
+    drain_s: float = Field(default=10.0, ge=0, le=600)
+    """How long running requests of a replica that leaves may take; worker.drain_s."""
+    log_level: str = "info"
+    """Of the JSON lines on stderr."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises OSError, or ValueError saying what is wrong."""
+        document = json.loads(path.read_bytes())
+        if not isinstance(document, dict) or not document.get("fleet"):
+            raise ValueError(f'{path} has no "fleet" part')
+        return cls.model_validate(document["fleet"])

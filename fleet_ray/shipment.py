@@ -1,0 +1,118 @@
+"""What a node needs besides the weights: the configuration, the tokenizer, the key of the replica's socket."""
+
+import fcntl
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+LARGEST = 64 << 20
+SUFFIXES = {".json", ".txt", ".jinja", ".model"}
+KEYS = "replica-keys"
+"""Directory in the head's run directory: store.key for the replicas, api.key for the API."""
+KEY_FILE = "replica.key"
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """store, worker: the parts of the head's configuration. model: small files of the checkpoint, by name."""
+
+    name: str
+    store: dict[str, Any]
+    worker: dict[str, Any]
+    model: dict[str, bytes]
+    key: bytes
+    release: str
+
+    def store_name(self, label: str) -> str:
+        """Of a node's store; part of its arena's name."""
+        return f"{self.name[:48]}-{label}"
+
+    def unpack(self, run_dir: Path, label: str, *, upstream: str, host: str, relay_port: int) -> Path:
+        """Write run_dir/config.json and what it names; returns its path. relay_port: where further stores join."""
+        model = run_dir / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        for name, content in self.model.items():
+            (model / name).write_bytes(content)
+        key = run_dir / KEY_FILE
+        key.touch(mode=0o600)
+        key.write_bytes(self.key)
+        store = self.store | {
+            "name": self.store_name(label),
+            "run_dir": str(run_dir),
+            "state_dir": None,
+            "model": str(model),
+            "load_weights": False,
+            "push_endpoint": "tcp://127.0.0.1:*",
+            "curve_keys": None,
+            "upstream": upstream,
+            "relay_endpoint": f"tcp://{bracketed(host)}:{relay_port}" if relay_port else None,
+            "disk_roots": [],
+            "snapshot": False,
+        }
+        worker = self.worker | {"model_dir": str(model), "curve_keys": str(key)}
+        path = run_dir / "config.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({"store": store, "worker": worker}))
+        return path
+
+
+def pack(config_path: Path, name: str, key: Path) -> Shipment:
+    """From the head's config.json."""
+    document = json.loads(config_path.read_bytes())
+    model = Path(document["worker"]["model_dir"])
+    files = {p.name: p for p in model.iterdir() if p.suffix in SUFFIXES and p.is_file() and p.stat().st_size <= LARGEST}
+    content = {name: path.read_bytes() for name, path in files.items()}
+    return Shipment(name, document["store"], document["worker"], content, key.read_bytes(), release())
+
+
+def release() -> str:
+    """Of this package; all nodes need the same."""
+    return version("paddle-rollout")
+
+
+def run_dir_on(node: str, name: str) -> Path:
+    """Short, since socket paths end at 107 bytes; its own for each node, since a host may carry two in tests."""
+    return Path(tempfile.gettempdir()) / f"paddle-rollout-ray-{name[:40]}-{node[:8]}"
+
+
+def sweep(shipment: Shipment) -> None:
+    """Remove what earlier nodes of this service left on this host: killed ones remove neither files nor their arena."""
+    pattern = run_dir_on("*", shipment.name)
+    for run_dir in pattern.parent.glob(pattern.name):
+        if not any(_held(run_dir / lock) for lock in ("lock", "store.lock")):
+            label = run_dir.name.rpartition("-")[2]
+            for arena in Path(shipment.store["arena_dir"]).glob(f"*-{shipment.store_name(label)}-*.arena"):
+                arena.unlink(missing_ok=True)
+            remove(run_dir)
+
+
+def _held(lock: Path) -> bool:
+    """Somebody who lives has locked it."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def remove(run_dir: Path) -> None:
+    """All but crash reports."""
+    for path in run_dir.iterdir():
+        if path.is_dir() and path.name != "crashes":
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_file() or path.is_socket():
+            path.unlink(missing_ok=True)
+    if not any(run_dir.iterdir()):
+        run_dir.rmdir()
+
+
+def bracketed(host: str) -> str:
+    """As part of an endpoint."""
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,169 @@
+"""A store on every node that has a replica of ours, each below another one."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fleet_ray.actors import NodeStore, Place
+from fleet_ray.tree import ROOT, Tree
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+STOP_S = 10.0
+
+
+class NodeGone(Exception):
+    """The node has left the cluster."""
+
+
+class Stores:
+    """`at` brings one up, `leave` lets go of it. Only the head's loop touches it."""
+
+    def __init__(self, shipment: Any, head: Place, *, run_dir: Path, relay: str, fan_out: int, log_level: str) -> None:
+        """shipment: a reference to it in Ray's store. relay: where stores join the head's."""
+        self._shipment = shipment
+        self._head = head
+        self._run_dir = run_dir
+        self._relay = relay
+        self._log_level = log_level
+        self._tree = Tree(fan_out)
+        self._lives: dict[str, _Life] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    def serves_itself(self, place: Place) -> bool:
+        """On the head's own node replicas use the head's store."""
+        return place.node == self._head.node and place.sees_head
+
+    async def at(self, place: Place, replica: int) -> Path:
+        """The run directory of the node's store, once that is there. Raises NodeGone."""
+        if self.serves_itself(place):
+            return self._run_dir
+        life = self._lives.get(place.node)
+        if life is None:
+            self._tree.add(place.node)
+            life = self._lives[place.node] = _Life(place.node, self._shipment, self._upstream, self._log_level)
+        life.users.add(replica)
+        return await life.up()
+
+    def leave(self, place: Place, replica: int) -> None:
+        """A replica is gone from there. Whoever was the last turns off the light."""
+        life = self._lives.get(place.node)
+        if life is None:
+            return
+        life.users.discard(replica)
+        if not life.users:
+            del self._lives[place.node]
+            orphans = [self._lives[node] for node in self._tree.remove(place.node) if node in self._lives]
+            ending = asyncio.create_task(_end(life, orphans))
+            self._stopping.add(ending)
+            ending.add_done_callback(self._stopping.discard)
+
+    async def close(self) -> None:
+        """Stop all."""
+        lives, self._lives = list(self._lives.values()), {}
+        await asyncio.gather(*(life.stop() for life in lives), *self._stopping)
+
+    async def _upstream(self, node: str) -> str:
+        above = self._tree.above(node)
+        if above == ROOT:
+            return self._relay
+        await self._lives[above].up()
+        return self._lives[above].relay
+
+
+class _Life:
+    """One node's store: an actor bound to that node, which Ray restarts there."""
+
+    def __init__(self, node: str, shipment: Any, upstream: Callable[[str], Any], log_level: str) -> None:
+        self.node = node
+        self.users: set[int] = set()
+        self.relay = ""
+        self._upstream = upstream
+        self._shipment, self._log_level = shipment, log_level
+        self._actor: Any = None
+        self._run_dir: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+
+    async def up(self) -> Path:
+        """Once it listens."""
+        return await asyncio.shield(self._run_dir)
+
+    async def move(self) -> None:
+        """The one above it is another now."""
+        if self._run_dir.done():
+            try:
+                await self._actor.start.remote(await self._upstream(self.node))
+            except RayError as error:  # `_keep` sees to it
+                log.warning("the store of node %s: %s", self.node[:8], _short(error))
+
+    async def stop(self) -> None:
+        """End it, and remove what it wrote, if the node is still there."""
+        self._task.cancel()
+        if not self._run_dir.done():
+            self._run_dir.cancel()
+        elif not self._run_dir.cancelled():
+            self._run_dir.exception()  # seen
+        if self._actor is None:
+            return
+        try:
+            await asyncio.wait_for(_of(self._actor.stop.remote()), STOP_S)
+        except (RayError, TimeoutError) as error:
+            log.warning("the store of node %s did not stop in order: %s", self.node[:8], _short(error))
+        ray.kill(self._actor)
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                if self._actor is None:
+                    self._actor = self._make()
+                await self._actor.alive.remote()
+                run_dir, self.relay = await self._actor.start.remote(await self._upstream(self.node))
+                log.info("node %s: store is up", self.node[:8], extra={"node": self.node, "relay": self.relay})
+                if not self._run_dir.done():
+                    self._run_dir.set_result(Path(run_dir))
+                why = await self._actor.ended.remote()
+            except ActorUnschedulableError as error:
+                self._actor = None
+                if not self._run_dir.done():
+                    self._run_dir.set_exception(NodeGone(f"node {self.node[:8]}: {_short(error)}"))
+                log.warning("node %s has left the cluster", self.node[:8], extra={"node": self.node})
+                return
+            except RayError as error:
+                why = _short(error)
+                if isinstance(error, ActorDiedError):
+                    self._actor = None  # Ray does not restart this one
+            log.warning("node %s: store: %s", self.node[:8], why, extra={"node": self.node})
+            await asyncio.sleep(AGAIN_S)
+
+    def _make(self) -> Any:
+        return (
+            ray.remote(NodeStore)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self.node, soft=False),
+            )
+            .remote(self._shipment, self._log_level)
+        )
+
+
+async def _end(life: _Life, orphans: list[_Life]) -> None:
+    await asyncio.gather(*(orphan.move() for orphan in orphans))
+    await life.stop()
+
+
+async def _of(reference: Any) -> Any:
+    return await reference
+
+
+def _short(error: BaseException) -> str:
+    """Ray's messages are paragraphs."""
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,0 +1,87 @@
+"""A service whose replicas are on a Ray cluster."""
+
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from api.cli.supervisor import ask_fleet
+from fleet_ray.messages import Fleet, GetFleet
+from rollout_client.publisher import WeightPublisher
+from tests.integration.live import LiveService
+
+TOKEN = "a token of the whole fleet"
+
+
+class RayService(LiveService):
+    """`serve --ray`; trainers need TOKEN."""
+
+    def __init__(self, model: Path, address: str, *args: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            relay = f"tcp://0.0.0.0:{probe.getsockname()[1]}"
+        super().__init__(model, "--ray", "--address", address, "--set", f"store.relay_endpoint={relay}", *args)
+        token = self.scratch / "token"
+        token.write_text(TOKEN)
+        self._command += ["--push-token-file", str(token)]
+        self.dead_nodes: list[str] = []
+
+    def publisher(self, run_id: str, endpoint: str = "", transport: str = "auto") -> WeightPublisher:
+        return WeightPublisher(
+            endpoint or self.push_endpoint, run_id=run_id, token=TOKEN, transport=transport, progress=False
+        )
+
+    def fleet(self) -> Fleet:
+        return ask_fleet(self.run_dir, GetFleet, timeout_s=10.0)
+
+    def nodes(self) -> dict[int, str]:
+        """Replica -> node."""
+        return {member.replica: member.node for member in self.fleet().members}
+
+    def ready(self) -> dict[int, int]:
+        """Replicas that are ready -> the version they serve."""
+        said = httpx.get(f"{self.url}/ready", timeout=5.0).json()["replicas"]
+        return {r["replica"]: r["version"] for r in said if r["ready"]}
+
+    def wait_ready(self, *replicas: int, version: int | None = None, seconds: float = 60.0) -> None:
+        """These and no others are ready, at this version."""
+
+        def as_wished() -> bool:
+            ready = self.ready()
+            return sorted(ready) == sorted(replicas) and (version is None or set(ready.values()) == {version})
+
+        until(as_wished, seconds, lambda: f"{self.ready()}, {self.fleet()}\n{self.tail(60)}")
+
+    def shared_memory(self) -> list[str]:
+        names = super().shared_memory()
+        return [name for name in names if not any(node[:8] in name for node in self.dead_nodes)]
+
+    def close(self) -> None:
+        self.dead_nodes.clear()
+        super().close()
+        for path in Path("/tmp").glob(f"paddle-rollout-ray-{self.name}-*"):
+            shutil.rmtree(path)
+
+    def left_on_nodes(self) -> list[str]:
+        """Processes, files and shared memory of nodes' stores and replicas; only processes where a node was killed."""
+        run_dirs = Path("/tmp").glob(f"paddle-rollout-ray-{self.name}-*")
+        left = [str(path) for path in run_dirs if not any(path.name.endswith(node[:8]) for node in self.dead_nodes)]
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if f"paddle-rollout-ray-{self.name}-" in command:
+                left.append(command)
+        return left
+
+
+def until(condition: Callable[[], Any], seconds: float, explain: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s\n{explain()}"
+        time.sleep(0.05)

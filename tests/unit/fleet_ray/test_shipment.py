@@ -1,0 +1,75 @@
+import fcntl
+import json
+import os
+import stat
+
+import pytest
+
+from api.config import ServeOptions, compose
+from fleet_ray import shipment as module
+from fleet_ray.shipment import KEYS, pack, remove, run_dir_on, sweep
+from weight_manager.config import StoreConfig
+from weight_manager.curve import StoreKeys, make_keys
+from worker.config import read_worker_config
+
+CONFIG = {"vocab_size": 300, "max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.fixture
+def packed(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    options = ServeOptions(
+        model=model, run_dir=tmp_path / "run", ray=True, push_token="a token of the fleet", store={"disk_roots": ["/x"]}
+    )
+    config = compose(options)
+    config.api.run_dir.mkdir()
+    make_keys(config.api.run_dir / KEYS, "api")
+    return pack(config.write(), "svc", config.api.run_dir / KEYS / "store.key")
+
+
+def test_a_node_gets_all_it_needs_and_no_weights(packed, tmp_path):
+    run_dir = tmp_path / "node"
+    path = packed.unpack(run_dir, "abcd1234", upstream="tcp://10.0.0.1:5601", host="fd00::2", relay_port=7000)
+    assert sorted(p.name for p in (run_dir / "model").iterdir()) == ["config.json", "tokenizer.json"]
+    store, worker = StoreConfig.read(path), read_worker_config(path)
+    assert (store.upstream, store.relay_endpoint) == ("tcp://10.0.0.1:5601", "tcp://[fd00::2]:7000")
+    assert (store.load_weights, store.disk_roots, store.snapshot) == (False, (), False)
+    assert store.name == "svc-abcd1234"
+    assert store.token == "a token of the fleet"
+    assert worker.model_dir == run_dir / "model"
+    assert StoreKeys.read(worker.curve_keys).trainers.keys() == {"api"}
+    for secret in (path, worker.curve_keys):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+def test_what_a_killed_node_left_is_swept_and_what_lives_is_not(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    arenas = tmp_path / "arenas"
+    arenas.mkdir()
+    packed.store["arena_dir"] = str(arenas)
+    locks = {}
+    for label in ("dead0000", "live0000"):
+        run_dir = run_dir_on(label, "svc")
+        packed.unpack(run_dir, label, upstream="tcp://10.0.0.1:5601", host="10.0.0.2", relay_port=7000)
+        (arenas / f"paddle-rollout-svc-{label}-00ff.arena").touch()
+        locks[label] = (run_dir / "store.lock").open("wb")
+    fcntl.flock(locks["live0000"], fcntl.LOCK_EX)
+    sweep(packed)
+    assert [path.name for path in arenas.iterdir()] == ["paddle-rollout-svc-live0000-00ff.arena"]
+    assert not run_dir_on("dead0000", "svc").exists()
+    assert (run_dir_on("live0000", "svc") / "config.json").exists()
+    for lock in locks.values():
+        lock.close()
+
+
+def test_crash_reports_stay(tmp_path):
+    (tmp_path / "crashes").mkdir()
+    (tmp_path / "crashes" / "report.txt").touch()
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model").mkdir()
+    remove(tmp_path)
+    assert os.listdir(tmp_path) == ["crashes"]
