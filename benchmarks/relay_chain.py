@@ -77,7 +77,7 @@ def line(length: int, rate: str) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def chain(directory: Path, names: list[str], model: Path) -> Iterator[str]:
+def chain(directory: Path, names: list[str], model: Path, *, dtype: str = "float32", threads: int = 1) -> Iterator[str]:
     """Stores in all namespaces but the first, each below the one before; yields the push endpoint."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -94,7 +94,8 @@ def chain(directory: Path, names: list[str], model: Path) -> Iterator[str]:
                 "push_endpoint": f"tcp://10.77.{i}.2:5600",
                 "upstream": f"tcp://10.77.{i}.1:5601" if i else None,
                 "relay_endpoint": f"tcp://10.77.{i + 1}.1:5601" if i + 2 < len(names) else None,
-                "verify_threads": 1,
+                "verify_threads": threads,
+                "dtype": dtype,
                 "log_level": "warning",
             }
             (run_dir / "config.json").write_text(json.dumps({"store": part}))

@@ -1,0 +1,118 @@
+"""What a commit costs those who are served: gaps between tokens of 16 sequences that decode while versions are pushed.
+
+The trainer's pushes are seconds apart; the store, the trainer and the replica share the machine's cores, so a gap
+holds what the copy takes from the decode, too. `stall_ms` of each push is the commit's own part: how long the
+replica's loop stood still. The median step is taken without any push before.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.push import source
+from benchmarks.push.rounds import load, write
+from rollout_client import AsyncRolloutClient, WeightPublisher
+from weight_manager.families import manifest_for
+
+PROMPT = 16
+
+
+async def decode(url: str, sequences: int, until: threading.Event) -> list[tuple[float, float]]:
+    """(when, gap) of every token but each sequence's first; sequences begin anew as they end."""
+    gaps: list[tuple[float, float]] = []
+    client = AsyncRolloutClient(url)
+
+    async def one(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not until.is_set():
+            prompt = [int(t) for t in rng.integers(1, 4000, PROMPT)]
+            last = 0.0
+            async for piece in client.stream(prompt_ids=prompt, max_tokens=400, ignore_eos=True, temperature=1.0):
+                now = time.monotonic()
+                if last and any(output.token_ids for output in piece.outputs):
+                    gaps.append((now, now - last))
+                last = now
+                if until.is_set():
+                    break
+
+    await asyncio.gather(*(one(n) for n in range(sequences)))
+    await client.aclose()
+    return gaps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.push.stall", description=__doc__)
+    parser.add_argument("--shapes", choices=SHAPES, default="Qwen3-0.6B")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--pushes", type=int, default=6)
+    parser.add_argument("--quiet-s", type=float, default=40.0)
+    parser.add_argument("--every-s", type=float, default=15.0)
+    args = parser.parse_args()
+    shapes = {p.name: p.shape for p in manifest_for(SHAPES[args.shapes], "float32").parameters}
+    with tempfile.TemporaryDirectory(prefix="bench-stall-", dir="/dev/shm") as scratch:
+        tensors = source.read(source.write(Path(scratch), shapes))[1]
+        for tensor in tensors.values():
+            np.multiply(tensor - 0.5, 0.02, out=tensor)
+        options = ("--dtype", args.dtype, "--set", "worker.max_model_len=512", "--set", "worker.max_batch=16")
+        with (
+            EmptyService(SHAPES[args.shapes], 1, Path(scratch) / "log", *options) as service,
+            WeightPublisher(service.push_endpoint, run_id="push", transport="shm", progress=False) as publisher,
+        ):
+            publisher.push(tensors, 1, timeout_s=300)
+            service.wait_ready()
+            publisher.push(tensors, 2, timeout_s=300)
+            until, gaps = threading.Event(), []
+            clients = threading.Thread(
+                target=lambda: gaps.extend(asyncio.run(decode(service.url, args.sequences, until)))
+            )
+            clients.start()
+            time.sleep(args.quiet_s)
+            began, pushes = time.monotonic(), []
+            for version in range(3, 3 + args.pushes):
+                start = time.monotonic()
+                report = publisher.push(tensors, version, timeout_s=300)
+                pushes.append({"start": start, "end": time.monotonic(), "stall_ms": report.stall_ms} | report.seconds)
+                time.sleep(args.every_s)
+            ended = time.monotonic()
+            until.set()
+            clients.join(120)
+    steady = [gap for at, gap in gaps if began - args.quiet_s / 2 < at < began]
+    under = [gap for at, gap in gaps if began <= at <= ended]
+    # a commit is over in the last moments of a push: gaps that end within a second of it
+    commits = [gap for at, gap in gaps if any(p["end"] - 0.2 <= at <= p["end"] + 1.0 for p in pushes)]
+    step = float(np.median(steady))
+    result: dict[str, Any] = {
+        "model": args.shapes,
+        "dtype": args.dtype,
+        "sequences": args.sequences,
+        "load": load(),
+        "median_step_ms": round(step * 1e3, 1),
+        "p99_gap_ms": {
+            "without pushes": round(float(np.percentile(steady, 99)) * 1e3, 1),
+            "while pushing": round(float(np.percentile(under, 99)) * 1e3, 1),
+            "around commits": round(float(np.percentile(commits, 99)) * 1e3, 1),
+        },
+        "max_gap_ms": round(max(under) * 1e3, 1),
+        "gaps": len(under),
+        "pushes": pushes,
+    }
+    ratios = {
+        f"p99 {name} over step": round(v / result["median_step_ms"], 3) for name, v in result["p99_gap_ms"].items()
+    }
+    write("stall", result, ratios, dict.fromkeys(ratios, ("<=", 2.0)))
+    print({k: v for k, v in result.items() if k != "pushes"}, [p["stall_ms"] for p in pushes])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
