@@ -5,6 +5,7 @@
 #
 # BASE       anything on glibc with Python 3.11 or later as python3, and its venv module
 # PADDLE     the engine's requirement; for GPUs paddlepaddle-gpu==..., with PIP_INDEX naming Paddle's package index
+# EXTRAS     of pyproject.toml, besides serve: ray for the nodes of a Ray cluster
 # WHEELS     an image with wheels in its root: pip then asks no index. Newer dockers take a directory instead,
 #            --build-context wheels=DIR
 ARG BASE=python:3.11-slim
@@ -21,18 +22,20 @@ RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin rollout \
 
 FROM base AS build
 ARG PADDLE=""
+ARG EXTRAS=""
 ARG PIP_INDEX=""
 RUN python3 -m venv /opt/venv
 WORKDIR /src
 # The dependencies change less often than the code: a layer of their own.
 COPY pyproject.toml deploy/image/requirements.py deploy/image/install.sh ./
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    python3 requirements.py pyproject.toml "$PADDLE" > requirements.txt && sh install.sh -r requirements.txt
+    python3 requirements.py pyproject.toml "$PADDLE" $EXTRAS > requirements.txt && sh install.sh -r requirements.txt
 FROM build AS build-code
 COPY README.md LICENSE ./
 COPY rollout_client rollout_client
 COPY weight_manager weight_manager
 COPY worker worker
+COPY fleet_ray fleet_ray
 COPY api api
 RUN --mount=type=bind,from=wheels,target=/wheels sh install.sh --no-deps --target /opt/code .
 
@@ -55,9 +58,14 @@ VOLUME /out
 ENTRYPOINT ["python", "-m", "examples.grpo_paddle", "--out", "/out"]
 
 FROM runtime AS service
+# The kernels are compiled at the first start, for the processor that is there then, and kept in /state/cache: code built
+# here for the least of all processors would run at half speed, and code for this one not everywhere.
+RUN command -v cc \
+    || (apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*)
 COPY --from=build-code /opt/code /opt/code
 COPY deploy/image/healthcheck.py /opt/code/
 ENV PADDLE_ROLLOUT_RUN_DIR=/tmp/paddle-rollout \
+    XDG_CACHE_HOME=/state/cache \
     PADDLE_ROLLOUT_STORE__STATE_DIR=/state \
     PADDLE_ROLLOUT_STORE__SNAPSHOT=true
 USER 10001:10001

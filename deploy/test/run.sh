@@ -41,13 +41,15 @@ tools() {
 }
 
 base_system() {
-    [ -s "$cache/base.tar" ] && return
-    debootstrap --variant=minbase --include=python3,python3-venv,libgomp1,ca-certificates bookworm "$scratch/base" \
+    local packages=python3,python3-venv,libgomp1,ca-certificates,gcc,libc6-dev
+    [ -s "$cache/base.tar" ] && [ "$(cat "$cache/base.packages" 2>/dev/null)" = "$packages" ] && return
+    debootstrap --variant=minbase --include="$packages" bookworm "$scratch/base" \
         >"$scratch/debootstrap.log" || { tail "$scratch/debootstrap.log" >&2; return 1; }
     tar -C "$scratch/base" --numeric-owner --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' \
         --exclude='./usr/share/doc/*' --exclude='./usr/share/man/*' --exclude='./usr/share/locale/*' \
         -cf "$cache/base.tar.part" .
     mv "$cache/base.tar.part" "$cache/base.tar"
+    echo "$packages" >"$cache/base.packages"
 }
 
 wheels() {

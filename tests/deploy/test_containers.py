@@ -36,6 +36,28 @@ def test_the_image_is_small_unprivileged_and_says_when_it_is_healthy(image: str)
     assert docker("run", *SANDBOX, "--entrypoint", "id", image, "-u") == "10001"
 
 
+def test_kernels_are_compiled_where_they_run_and_kept(image: str) -> None:
+    command = ("docker", "run", *SANDBOX, "-v", "kernels:/state", "--entrypoint", "python", image)
+    made = []
+    for _ in range(2):
+        started = time.monotonic()
+        done = run(*command, "-m", "worker.cpu.native", timeout_s=150)
+        print(f"{time.monotonic() - started:.1f} s")
+        assert done.returncode == 0, done.stdout
+        made.append(done.stdout.split()[-1])
+    assert made[0] == made[1]
+    assert made[0].startswith("/state/cache/paddle-rollout/kernels-")
+    load = f"import ctypes, paddle; ctypes.CDLL('{made[0]}')"
+    assert run(*command, "-c", load, timeout_s=60).returncode == 0
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_threads_follow_the_cpu_limit(image: str, cpus: int) -> None:
+    code = "from worker.cpu.cores import usable_cores; print(usable_cores())"
+    said = docker("run", *SANDBOX, "--cpus", str(cpus), "--entrypoint", "python", image, "-c", code)
+    assert int(said) == min(cpus, len(os.sched_getaffinity(0)))
+
+
 def test_without_tokens_it_does_not_open_its_ports(image: str, checkpoint: str) -> None:
     refused = run("docker", "run", *SANDBOX, "-v", checkpoint, image)
     assert refused.returncode == 2
