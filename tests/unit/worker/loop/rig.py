@@ -26,6 +26,9 @@ from worker.engine.fake_engine import replay, views_hash
 from worker.messages import CallFailed, Chunks, Done, Drain, Generate, GetStats, SamplingParams, Stats
 from worker.service import units_of_service
 
+PATIENCE_S = 20.0
+"""For what must happen; how soon is another test's claim, and a busy machine's threads wait for one another."""
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
@@ -87,12 +90,12 @@ class ScriptedStore:
                 return message
         return None
 
-    def expect(self, kind, timeout=5.0):
+    def expect(self, kind, timeout=PATIENCE_S):
         message = self.poll(timeout)
         assert isinstance(message, kind), f"wanted {kind.__name__}, got {message}"
         return message
 
-    def register(self, live, timeout=5.0):
+    def register(self, live, timeout=PATIENCE_S):
         """Welcome the replica and have it map `live`."""
         self.expect(store_messages.Register, timeout)
         self.send(store_messages.Registered(self.arena_path, live, 1.0))
@@ -142,11 +145,11 @@ class ScriptedApi:
         self.send(kind(call, *args, **kwargs))
         return call
 
-    def call(self, kind, *args, timeout=5.0, **kwargs):
+    def call(self, kind, *args, timeout=PATIENCE_S, **kwargs):
         """A control call and its answer."""
         return self.answer(self.start(kind, *args, **kwargs), timeout)
 
-    def answer(self, call, timeout=5.0):
+    def answer(self, call, timeout=PATIENCE_S):
         self.until(lambda: call in self.answers, timeout)
         return self.answers.pop(call)
 
@@ -156,7 +159,7 @@ class ScriptedApi:
     def finished(self, request_id):
         return any(chunk.finish for chunk in self.chunks[request_id])
 
-    def finish(self, request_id, timeout=5.0):
+    def finish(self, request_id, timeout=PATIENCE_S):
         """Wait for the end of a request with one sequence; (token ids, spans, finish)."""
         self.until(lambda: self.finished(request_id) or request_id in self.answers, timeout)
         assert request_id not in self.answers, self.answers[request_id]
@@ -169,7 +172,7 @@ class ScriptedApi:
     def tokens(self, request_id):
         return sum(len(chunk.token_ids) for chunk in self.chunks[request_id])
 
-    def until(self, condition, timeout=5.0):
+    def until(self, condition, timeout=PATIENCE_S):
         deadline = time.monotonic() + timeout
         self.pump(0)
         while not condition():

@@ -169,7 +169,7 @@ def test_a_silent_store_is_asked_again_after_the_hold(busy):
     live = busy.store.write(1, 1)
     busy.store.prepare("s1", live)
     busy.store.flip("s1")
-    busy.store.expect(Register, timeout=2)
+    busy.store.expect(Register)
     busy.store.send(Registered(busy.store.arena_path, live, 1.0))
     assert busy.store.expect(Adopted) == Adopted(live.epoch)
     busy.api.finish("long")
@@ -180,7 +180,7 @@ def test_without_any_store_the_old_version_goes_on_in_the_end(busy):
     busy.store.prepare("s1", busy.store.write(1, 1))
     busy.store.flip("s1")
     busy.store.close()
-    busy.api.finish("long", timeout=8)
+    busy.api.finish("long")
     assert versions(busy, "long") == [0]
     busy.check(busy.api, "long")
     busy.store.open()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from tests.unit.worker.loop.rig import Rig
+from tests.unit.worker.loop.rig import PATIENCE_S, Rig
 from weight_manager import messages as store_messages
 from weight_manager.messages import Finalize, Finalized, Registered, Rollback, RolledBack
 from worker.messages import Abort, Clear, Done, Pause, Reload, ResetPrefixCache, Resume, Verify
@@ -161,7 +161,7 @@ class Interleavings(RuleBasedStateMachine):
         self.rig.store.expect(store_messages.Register)
         owed = self.welcome()
         while True:
-            answer = self.rig.store.poll(5 if owed else 0.005)
+            answer = self.rig.store.poll(PATIENCE_S if owed else 0.005)
             if isinstance(answer, store_messages.Register):
                 owed += self.welcome()
             elif isinstance(answer, store_messages.Adopted):
@@ -184,14 +184,14 @@ class Interleavings(RuleBasedStateMachine):
 
     def settle(self):
         api = self.rig.api
-        answers = [api.answer(call, 10) for call in self.calls]
+        answers = [api.answer(call) for call in self.calls]
         for answer in answers:
             overtaken = OVERTAKEN.search(getattr(answer, "message", ""))
             assert isinstance(answer, Done) or answer.code in ("conflict", "timeout") or overtaken, answer
-        assert isinstance(api.call(Reload, timeout=10), Done)
+        assert isinstance(api.call(Reload), Done)
         assert isinstance(api.call(Resume), Done)
         for name, prompt in self.prompts.items():
-            api.until(lambda name=name: api.finished(name) or name in api.answers, 10)
+            api.until(lambda name=name: api.finished(name) or name in api.answers)
             if name not in api.answers:
                 self.rig.check(api, name, prompt)
                 versions = [span.version for span in api.result(name)[1]]
