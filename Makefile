@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup kernels run model demo test acceptance check format bench bench-generate bench-push image image-test clean
+.PHONY: help setup kernels run model demo test chaos acceptance check format bench bench-generate bench-push bench-life image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 test: check kernels model ## everything that must hold before a commit: check, then all tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+chaos: kernels ## break a service at random under load for ten minutes, then account for every token; CHAOS_ARGS
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
 acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
 	tests/acceptance/tools.sh
 	$(BIN)/python -m scripts.client_venvs
@@ -63,13 +66,16 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/python -m scripts.render_states
 	$(BIN)/python -m scripts.render_options
 
-bench: bench-push bench-generate ## every benchmark with its peers; results as JSON in benchmarks/results/
+bench: bench-push bench-generate bench-life ## every benchmark with its peers; results as JSON in benchmarks/results/
 
 bench-generate: kernels model ## tokens per second beside vLLM's CPU build and HF transformers, in environments of their own
 	$(BIN)/python -m benchmarks.generate $(BENCH_ARGS)
 
 bench-push: $(STAMP) ## pushes of Qwen3-0.6B against memory's speed and other ways; needs 16 GB of memory
 	$(BIN)/python -m benchmarks.push $(BENCH_ARGS)
+
+bench-life: kernels model ## what deaths, clears, idling and ticks cost; LIFE_ARGS=idle for ten minutes of idling
+	$(BIN)/python -m benchmarks.life $(LIFE_ARGS)
 
 image: ## build the container images: the service, and the demo's trainer
 	DOCKER_BUILDKIT=1 docker build $(IMAGE_ARGS) --target service -t paddle-rollout .

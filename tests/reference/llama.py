@@ -39,10 +39,10 @@ class Replay:
             q = _rotate(q.reshape(length, heads, head), cos, sin)
             k = np.repeat(_rotate(k.reshape(length, kv_heads, head), cos, sin), heads // kv_heads, axis=1)
             v = np.repeat(v.reshape(length, kv_heads, head), heads // kv_heads, axis=1)
-            scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(head) + future
+            scores = q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) / np.sqrt(head) + future
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             scores /= scores.sum(-1, keepdims=True)
-            mixed = np.einsum("hqk,khd->qhd", scores, v).reshape(length, heads * head)
+            mixed = (scores @ v.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(length, heads * head)
             x = x + self._linear(layer + "self_attn.o_proj.weight", who, mixed)
             h = self._norm(layer + "post_attention_layernorm.weight", who, x)
             gate, up = (self._linear(layer + f"mlp.{p}_proj.weight", who, h) for p in ("gate", "up"))

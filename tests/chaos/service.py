@@ -1,0 +1,96 @@
+"""The service under chaos: which process is which, what it holds, and what is left of it."""
+
+import contextlib
+import os
+import re
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.integration.live import LiveService
+from worker.service import free_ports
+
+SPARE = "spare"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one process holds. files: what its descriptors are, sockets as one."""
+
+    fds: int
+    files: dict[str, int]
+    threads: int
+    rss_mb: float
+
+
+def serve(model: Path, replicas: int, tp: int) -> LiveService:
+    """Not started yet. Its ports are fixed, so that what is restarted is found where it was."""
+    http, push = free_ports(2)
+    # A prompt, or all that was made so far, is computed within one step: else a flip may fall between two parts of it.
+    options = ("--replicas", str(replicas), "--tp", str(tp), "--set", "worker.max_tokens_per_step=16384")
+    return LiveService(model, *options, "--port", str(http), "--push-endpoint", f"tcp://127.0.0.1:{push}")
+
+
+def by_name(live: LiveService) -> dict[str, list[int]]:
+    """Its processes by the supervisor's names for them; more than one pid under a name is an orphan."""
+    found: dict[str, list[int]] = {}
+    for pid in live.processes():
+        with contextlib.suppress(OSError):
+            found.setdefault(_name(pid), []).append(pid)
+    return found
+
+
+def _name(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if "weight_manager" in words:
+        return "store"
+    if "api" in words:
+        return "api"
+    if "worker" not in words:
+        return "supervisor"
+    rank = re.fullmatch(r"replica-(\d+)\.(\d+)\n", Path(f"/proc/{pid}/comm").read_text())
+    if rank:
+        return f"replica-{rank[1]}-rank-{rank[2]}"
+    if "--spare" in words:
+        return SPARE
+    return f"replica-{words[words.index('--replica') + 1]}-rank-{words[words.index('--rank') + 1]}"
+
+
+def held(live: LiveService) -> dict[str, Held]:
+    """Of every process now."""
+    result = {}
+    for name, pids in by_name(live).items():
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text().splitlines()
+                fields = {key: value.strip() for key, _, value in (line.partition(":") for line in status)}
+                rss_mb = int(fields["RssAnon"].split()[0]) / 1024
+                files = _files(pid)
+                result[name] = Held(sum(files.values()), files, int(fields["Threads"]), round(rss_mb, 1))
+    return result
+
+
+def _files(pid: int) -> dict[str, int]:
+    kinds: Counter[str] = Counter()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            kinds[os.readlink(f"/proc/{pid}/fd/{entry}").partition(":[")[0]] += 1
+    return dict(kinds)
+
+
+class Handle:
+    """A process that a signal can be sent to, and never to another that got its number."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError if it is gone."""
+        self._fd = os.pidfd_open(pid)
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, number)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._fd)

@@ -1,0 +1,25 @@
+"""A short chaos run, always the same one; `make chaos` has the long ones."""
+
+import argparse
+
+import pytest
+
+from tests.chaos.report import run_and_report
+
+SEED = 5
+SECONDS = 15.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)  # alone it takes half a minute
+def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path):
+    options = argparse.Namespace(
+        seed=SEED, seconds=SECONDS, clients=8, every_s=1.5, think_s=0.2, replicas=2, tp=1, out=tmp_path / "chaos.json"
+    )
+    report = run_and_report(options, say=print)
+    assert report["violations"] == []
+    assert report["torn_samples"] == report["hung"] == 0
+    assert report["tokens_replayed"] > 1000
+    assert report["pushes"]["committed"] >= 3
+    kinds = {fault["what"] for fault in report["faults"]}
+    assert kinds == {"kill", "stop", "pause", "clear"}

@@ -1,0 +1,101 @@
+"""The witness of a chaos run finds what it is there for: it is shown forged samples beside true ones."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.chaos import plan, witness
+from tests.chaos.clients import Sample
+from tests.chaos.trainer import weights_of
+from tests.reference.checkpoint import CONFIG
+from tests.reference.llama import Replay
+
+SEED = 3
+PROMPT = [5, 17, 99, 3]
+SPANS = [(4, 0, 6), (5, 6, 15)]
+
+
+def made(recomputed_at: int | None = None) -> Sample:
+    """Greedy tokens of two versions; the cache was kept, or computed again before token `recomputed_at`."""
+    model = Replay(CONFIG, [weights_of(SEED, version) for version, _, _ in SPANS])
+    sample = Sample(list(PROMPT), True, spans=list(SPANS), finish="length")
+    owner = [0] * len(PROMPT)
+    for at in range(SPANS[-1][2]):
+        mine = 0 if at < SPANS[0][2] else 1
+        if at == recomputed_at:
+            owner = [mine] * len(owner)
+        owner[-1] = mine
+        row = model.logprobs(PROMPT + sample.tokens, owner)[-1]
+        sample.tokens.append(int(row.argmax()))
+        sample.logprobs.append(float(row.max()))
+        owner.append(mine)
+    return sample
+
+
+@pytest.mark.parametrize("recomputed_at", [None, 3, 6, 9])
+def test_a_true_sample_is_derived_whatever_became_of_the_cache(recomputed_at):
+    assert witness.replay(SEED, made(recomputed_at)) == ""
+
+
+def test_tokens_under_the_wrong_version_are_found():
+    true = made()
+    late = replace(true, spans=[(4, 0, 7), (5, 7, 15)])
+    assert "token 6 of 15 is not version 4's" in witness.replay(SEED, late)
+    swapped = replace(true, spans=[(4, 0, 6), (6, 6, 15)])
+    assert "token 6 of 15 is not version 6's" in witness.replay(SEED, swapped)
+
+
+def test_a_forward_pass_over_two_versions_is_found():
+    true = made()
+    torn = Replay(CONFIG, [mix(weights_of(SEED, 4), weights_of(SEED, 5))])
+    row = torn.logprobs(PROMPT + true.tokens[:2], [0] * 6)[-1]
+    forged = replace(true, greedy=False, logprobs=[*true.logprobs[:2], float(row[true.tokens[2]]), *true.logprobs[3:]])
+    assert "token 2 of 15" in witness.replay(SEED, forged)
+
+
+def mix(ours, theirs):
+    """The first layer of one version, the rest of another."""
+    return {name: theirs[name] if ".layers.1." in name else value for name, value in ours.items()}
+
+
+def test_another_token_or_logprob_is_found():
+    true = made()
+    other = [*true.tokens[:9], (true.tokens[9] + 1) % 128, *true.tokens[10:]]
+    assert "token 9" in witness.replay(SEED, replace(true, tokens=other))
+    assert "token 1 " in witness.replay(SEED, replace(true, logprobs=[true.logprobs[0], -9.0, *true.logprobs[2:]]))
+    assert "14 logprobs" in witness.replay(SEED, replace(true, logprobs=true.logprobs[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spans", "problem"),
+    [
+        ([(4, 0, 6)], "do not cover"),
+        ([(4, 0, 5), (5, 6, 15)], "do not cover"),
+        ([(5, 0, 6), (4, 6, 15)], "go back"),
+        ([(4, 0, 6), (4, 6, 15)], "go back"),
+    ],
+)
+def test_spans_that_cannot_be_are_found(spans, problem):
+    assert problem in witness.replay(SEED, replace(made(), spans=spans))
+
+
+def test_versions_are_told_apart():
+    verdict = witness._judge_some(SEED, [made()])
+    assert verdict.torn == []
+    assert (verdict.tokens, verdict.asked) == (15, 15)
+    assert verdict.telling >= 14
+    assert np.isfinite(made().logprobs).all()
+
+
+def test_a_plan_follows_from_its_seed_and_spares_no_process():
+    one, again, other = (plan.draw(seed, 600, 4, 2, 2) for seed in (1, 1, 2))
+    assert one == again != other
+    killed = {fault.target for fault in one + other if fault.what == "kill"}
+    assert killed == set(plan.processes(2, 2))
+    assert {fault.what for fault in one} == {"kill", "stop", "pause", "clear"}
+    assert all(earlier.at <= later.at for earlier, later in pairwise(one))
+    for unit in {plan.unit_of(name) for name in plan.processes(2, 2)}:
+        times = [fault.at for fault in one if fault.what == "kill" and plan.unit_of(fault.target) == unit]
+        assert all(later - earlier > 60 for earlier, later in zip(times, times[plan.KILLS_OF_A_UNIT :], strict=False))
