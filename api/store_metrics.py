@@ -6,6 +6,7 @@ from typing import get_args
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from api import relay_metrics
 from api.histogram import SECONDS, Histogram
 from api.metric_names import counter
 from api.weights import Weights
@@ -63,6 +64,7 @@ def collect(weights: Weights, samples: StoreSamples) -> Iterator[Metric]:
     yield counter("push_failures", "pushes refused or failed", failures, labels=("reason",))
     for name, value in status.counters.items():
         yield counter(f"store_{name}", COUNTERS.get(name, name.replace("_", " ")), [((), value)])
+    yield from relay_metrics.collect(status)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -75,8 +75,12 @@ class StoreConfig(BaseModel):
     """Shared secret of trainers; it or curve_keys is required for any endpoint that other hosts can reach."""
 
     curve_keys: Path | None = None
-    """The store's key file (`paddle-rollout keys` makes it): trainers need a key that it names, and pushes are
-    encrypted. Stores that relay to each other do not use it; they need a token."""
+    """The store's key file (`paddle-rollout keys` makes it): trainers, and stores that join at relay_endpoint, need a
+    key that it names, and everything between them is encrypted."""
+
+    relay_keys: Path | None = None
+    """This store's own key file for an upstream that has curve_keys: `paddle-rollout keys DIR --trainer NAME` beside
+    those."""
 
     relay_endpoint: str | None = None
     """Where stores of other hosts join this one, e.g. tcp://0.0.0.0:5601; run_dir/relay_endpoint tells what was bound.
@@ -160,10 +164,11 @@ class StoreConfig(BaseModel):
                 f"push_endpoint {self.push_endpoint} can be reached from other hosts: set a token of at least 16 "
                 "characters (the trainers pass the same one), or curve_keys, or bind to tcp://127.0.0.1:PORT"
             )
-        if self.token is None and self.relay_endpoint is not None and not is_loopback(self.relay_endpoint):
+        guarded = self.token is not None or self.curve_keys is not None
+        if self.relay_endpoint is not None and not guarded and not is_loopback(self.relay_endpoint):
             raise ValueError(
                 f"relay_endpoint {self.relay_endpoint} can be reached from other hosts: set a token of at least 16 "
-                "characters, the same for all stores"
+                "characters, the same for all stores, or curve_keys"
             )
         return self
 

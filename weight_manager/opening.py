@@ -4,6 +4,7 @@ import fcntl
 from pathlib import Path
 from typing import BinaryIO
 
+from rollout_client.curve import TrainerKeys
 from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
 from weight_manager.curve import StoreKeys
@@ -27,6 +28,14 @@ def keys_of(config: StoreConfig) -> StoreKeys | None:
         return None if config.curve_keys is None else StoreKeys.read(config.curve_keys)
     except (OSError, ValueError) as error:
         raise StartError(f"curve_keys: {error}") from error
+
+
+def relay_keys_of(config: StoreConfig) -> TrainerKeys | None:
+    """Its own keys for the store above, if it has some."""
+    try:
+        return None if config.relay_keys is None else TrainerKeys.read(config.relay_keys)
+    except (OSError, ValueError) as error:
+        raise StartError(f"relay_keys: {error}") from error
 
 
 def lock_run_dir(run_dir: Path) -> BinaryIO:

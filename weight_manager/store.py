@@ -31,8 +31,9 @@ from weight_manager.huge_pages import HugePages
 from weight_manager.intake import Inbox
 from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
-from weight_manager.opening import keys_of, layout_of, lock_run_dir
+from weight_manager.opening import keys_of, layout_of, lock_run_dir, relay_keys_of
 from weight_manager.operator import Operator
+from weight_manager.relay.dealer import connect
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.upstream import Upstream
 from weight_manager.replica_messages import ReplicaMessages
@@ -93,7 +94,7 @@ class Store:
         checker = Checker(self._background, slots, counters)
         self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
         if config.relay_endpoint is not None:
-            self._below.links.router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG)
+            self._below.links.router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys)
             (config.run_dir / "relay_endpoint").write_text(self._below.links.router.endpoint + "\n")
         self._coordinator = Coordinator(
             config,
@@ -106,6 +107,7 @@ class Store:
             below=self._below,
         )
         self._above: Upstream | None = None
+        own = relay_keys_of(config)
         if config.upstream is None:
             self._arena.lease(0)
         else:
@@ -114,7 +116,7 @@ class Store:
                 self._coordinator,
                 self._below,
                 arena=self._arena,
-                context=self._context,
+                connect=lambda: connect(self._context, config.upstream or "", own),
                 moved=self._poll_instead,
             )
             self._below.left_s = self._above.lease.left_s

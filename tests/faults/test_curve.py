@@ -10,6 +10,7 @@ import zmq
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import StoreUnavailable, Unauthorized
 from rollout_client.publisher import WeightPublisher
+from tests.faults.relay_fleet import TOKEN, RelayFleet
 from weight_manager.curve import StoreKeys, make_keys
 
 
@@ -114,6 +115,34 @@ def test_nothing_of_a_push_can_be_read_on_the_way(locked, files):
     assert len(seen) > 300
     assert b"secret-run" not in seen
     assert b"t" * 20 not in seen
+
+
+@pytest.fixture
+def fleet(tmp_path, model):
+    fleet = RelayFleet(tmp_path, model)
+    yield fleet
+    fleet.close()
+
+
+def test_stores_relay_under_keys_and_nobody_else_joins(fleet, tmp_path, files, weights):
+    _, trainer = files
+    own = make_keys(files[0].parent, "host-b")[1]
+    stranger = msgspec.structs.replace(
+        TrainerKeys.read(make_keys(tmp_path / "others")[1]), store=TrainerKeys.read(own).store
+    )
+    (tmp_path / "stranger.key").write_bytes(msgspec.json.encode(stranger))
+    root = fleet.add("a", curve_keys=str(files[0]))
+    below = fleet.add("b", "a", relay_keys=str(own))
+    outside = [fleet.add("c", "a", relay_keys=str(tmp_path / "stranger.key")), fleet.add("d", "a")]
+    fleet.wait_ready("a", "b")
+    with WeightPublisher(
+        root.store.endpoint, run_id="run", token=TOKEN, keys=trainer, transport="zmq", progress=False
+    ) as mine:
+        assert mine.push(weights(1), 1, timeout_s=15).replicas == 2
+    fleet.serve(1, weights(1), "a", "b")
+    assert len(root.relay()["below"]) == 1
+    assert [host.relay()["above"]["joined"] for host in outside] == [False, False]
+    assert below.relay()["above"]["joined"]
 
 
 def test_files_are_for_their_owner_and_grow_by_trainer(tmp_path, files):

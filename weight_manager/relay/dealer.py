@@ -2,16 +2,19 @@
 
 import zmq
 
+from rollout_client.curve import TrainerKeys
 from rollout_client.protocol import MAX_HEADER_BYTES
 
 
-def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
-    """Bounded by the credit that is given, not by a queue of messages."""
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: TrainerKeys | None) -> "zmq.Socket[bytes]":
+    """Bounded by the credit that is given, not by a queue of messages. keys: for a store above that wants some."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
+    if keys is not None:
+        keys.hold(socket)
     socket.connect(endpoint)
     return socket
 

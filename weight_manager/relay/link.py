@@ -45,6 +45,8 @@ class Link:
             "version": self.holds.version if self.holds else None,
             "ready": self.holds is not None and self.holds == live and not self.fenced,
             "seen_s": round(now - self.seen, 3),
+            "fenced": self.fenced,
+            "behind_bytes": part.stream.logged - part.cursor.sent if part and not part.out else 0,
             "sent_bytes": part.cursor.sent if part else None,
             "staged": part.staged if part else None,
             "catching_up": part.catch_up if part else False,

@@ -37,6 +37,7 @@ class Stream:
         self.starts = [r.offset for r in layout.regions]
         self.sizes = [prod(r.shape) * itemsize for r in layout.regions]
         self.log: list[Span | Claim] = []
+        self.logged = 0  # bytes
         self._sent = [Intervals() for _ in self.sizes]
         self._proven = [0] * len(self.sizes)
         self._claimed = [False] * len(self.sizes)
@@ -46,7 +47,7 @@ class Stream:
         region = bisect.bisect_right(self.starts, start) - 1
         offset = start - self.starts[region]
         if size and self._sent[region].add(offset, offset + size):
-            self.log.append(Span(region, offset, size))
+            self._good(Span(region, offset, size))
 
     def proven(self, start: int, size: int, digest: int | None, *, contiguous: bool) -> None:
         """A copy of this many bytes that begins at `start` was compared in place.
@@ -77,7 +78,11 @@ class Stream:
     def _fill(self, region: int, offset: int, size: int) -> None:
         for start, stop in self._sent[region].gaps(offset, offset + size):
             self._sent[region].add(start, stop)
-            self.log.append(Span(region, start, stop - start))
+            self._good(Span(region, start, stop - start))
+
+    def _good(self, span: Span) -> None:
+        self.log.append(span)
+        self.logged += span.size
 
 
 @dataclass

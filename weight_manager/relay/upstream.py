@@ -15,7 +15,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.errors import PushRefused
 from weight_manager.relay import messages as wire
-from weight_manager.relay.dealer import connect, drain
+from weight_manager.relay.dealer import drain
 from weight_manager.relay.downstreams import Downstreams, own_name
 from weight_manager.relay.lease import Lease
 from weight_manager.relay.messages import Version, version_of
@@ -29,8 +29,9 @@ JOIN_AGAIN_S = 1.0
 FAILED_AGAIN_S = 2.0
 REFUSED_AGAIN_S = 5.0
 DOUBT_S = 2.0
-BEATS = 6
-"""Per lease."""
+BEATS = 30
+"""Per lease. A store hands on what is left of its own lease, so each hop costs up to the time between two beats: with
+six a lease, stores seven hops below the root had none at times."""
 
 
 class Upstream:
@@ -43,16 +44,16 @@ class Upstream:
         below: Downstreams,
         *,
         arena: Arena,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        connect: Callable[[], "zmq.Socket[bytes]"],
         moved: Callable[["zmq.Socket[bytes] | None", "zmq.Socket[bytes]"], None],
     ) -> None:
-        """moved: another socket is to be polled from now on."""
+        """connect: a new connection. moved: another socket is to be polled from now on."""
         assert config.upstream is not None
         self._config = config
         self._endpoint = config.upstream
         self._coordinator = coordinator
         self._below = below
-        self._context = context
+        self._connect = connect
         self._moved = moved
         self._store = coordinator.history.saved.id
         self._name = own_name(config, self._store)
@@ -64,7 +65,7 @@ class Upstream:
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
         self.refusal = ""
-        self.socket = connect(self._context, self._endpoint)
+        self.socket = self._connect()
         moved(None, self.socket)
 
     @property
@@ -171,7 +172,7 @@ class Upstream:
         self._joined = False
         self._coordinator.changes += 1
         self._forget(f"the store above {why}", now)
-        old, self.socket = self.socket, connect(self._context, self._endpoint)
+        old, self.socket = self.socket, self._connect()
         self._moved(old, self.socket)
         old.close(linger=0)
         self._join(now)

@@ -1,9 +1,12 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api import relay_metrics
 from api.histogram import Histogram
 from api.store_metrics import StoreSamples
-from weight_manager.messages import Status
+from weight_manager.messages import Live, Status
+from weight_manager.relay.link import Link
+from weight_manager.relay.messages import Version
 
 
 @pytest.fixture
@@ -69,6 +72,29 @@ async def test_a_dead_replica_leaves_no_numbers_behind(client, replicas, until, 
     assert ("rollout_running_sequences", (("replica", "0"),)) not in seen
 
 
+def test_stores_of_other_hosts():
+    """Two below, one of them left behind by the running commit; and a store that has one above, without a lease."""
+    behind = Link("s1", "b@h", b"1", Version("run", 5, "d"), 0.0, fenced=True)
+    level = Link("s2", "c@h", b"2", Version("run", 7, "d"), 0.0)
+    live = Live("run", 7, 3, 0, "d", 1)
+    below = {link.name: link.status(Version("run", 7, "d"), 1.0) for link in (behind, level)}
+    above = {"joined": True, "fenced": True, "in_doubt": False}
+    seen = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in relay_metrics.collect(
+            status(live=live, relay={"below": below, "above": above, "sent_bytes": 1 << 40})
+        )
+        for sample in family.samples
+    }
+    assert (seen["rollout_relay_stores",], seen["rollout_relay_stores_unready",]) == (2, 1)
+    assert (seen["rollout_relay_store_ready", "b@h"], seen["rollout_relay_store_ready", "c@h"]) == (0, 1)
+    assert (seen["rollout_relay_store_fenced", "b@h"], seen["rollout_relay_store_lag_versions", "b@h"]) == (1, 2)
+    assert (seen["rollout_relay_store_lag_versions", "c@h"], seen["rollout_relay_store_behind_bytes", "c@h"]) == (0, 0)
+    assert seen["rollout_relay_sent_bytes_total",] == 1 << 40
+    assert (seen["rollout_relay_joined",], seen["rollout_relay_fenced",], seen["rollout_relay_in_doubt",]) == (1, 1, 0)
+    assert not list(relay_metrics.collect(status()))
+
+
 def test_histogram_buckets_are_cumulative_and_inclusive():
     histogram = Histogram((1.0, 2.0))
     histogram.observe([0.5, 1.0, 1.5, 9.0])
@@ -78,7 +104,7 @@ def test_histogram_buckets_are_cumulative_and_inclusive():
 
 def status(**changes):
     fields = {"live": None, "previous": None, "session": None, "replicas": {}, "history": [], "counters": {}}
-    return Status(call="", **fields, **({"last_error": None, "last_push": None} | changes))
+    return Status(call="", **(fields | {"last_error": None, "last_push": None} | changes))
 
 
 def test_pushes_and_failures_are_counted_once_each_and_not_those_before_us():
