@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from rollout_client import errors
-from tests.faults.relay_fleet import TOKEN, RelayFleet
+from tests.faults.relay_fleet import LEASE_S, TOKEN, RelayFleet
 from tests.faults.small_model import LAYOUT
 from tests.faults.waiting import until
 from weight_manager import messages
@@ -107,6 +107,13 @@ def test_a_rollback_goes_everywhere_and_moves_no_bytes(fleet, weights, within):
     assert [h.relay()["sent_bytes"] for h in fleet.hosts.values()] == before
     fleet.push(weights(3), 3)
     fleet.serve(3, weights(3))
+
+
+def test_leases_last_down_a_long_chain(fleet):
+    *_, last = fleet.chain(8)
+    left = []
+    until(lambda: left.append(last.relay()["above"]["lease_s"]) or len(left) == 100, 20)
+    assert min(left) > 0.3 * LEASE_S
 
 
 def test_a_store_below_takes_no_pushes_of_its_own(fleet, weights):
