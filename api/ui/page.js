@@ -120,13 +120,14 @@ function versions(s) {
   const list = s.history.slice().reverse().slice(0, 12);
   const total = (h) => sum(Object.values(h.seconds || {}));
   const longest = Math.max(1e-3, ...list.map(total));
+  $("versions").classList.toggle("named", Object.keys(s.names).length > 0);
   $("versions").replaceChildren(
     make("div", { class: "version head" }, ...["version", "bytes", "phases", "took", "stall", "went live"].map((w) => make("span", {}, w))),
     ...list.map((h) => {
       const live = s.live && h.epoch === s.live.epoch, stalls = Object.values(h.stall_ms || {});
       const parts = PHASES.filter((phase) => (h.seconds || {})[phase] > 0);
       return make("div", { class: "version", title: [h.source, h.client, h.run_id && "run " + h.run_id].filter(Boolean).join(" · ") },
-        make("span", {}, make("b", {}, String(h.version)), s.names[h.version] ? make("span", { class: "name" }, s.names[h.version]) : null, live ? make("span", { class: "tag" }, "live") : null),
+        make("span", {}, make("b", {}, String(h.version)), s.names[h.version] ? make("span", { class: "name", title: s.names[h.version] }, s.names[h.version]) : null, live ? make("span", { class: "tag" }, "live") : null),
         make("span", { class: "dim" }, h.bytes ? bytes(h.bytes) : h.source),
         make("div", { class: "bar" }, ...parts.map((phase) => make("i", {
           "data-phase": phase, title: phase + " " + lasting(h.seconds[phase]), style: { width: (100 * h.seconds[phase]) / longest + "%" },
