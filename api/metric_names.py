@@ -38,6 +38,8 @@ REPLICA_COUNTERS: Mapping[str, tuple[str, str]] = {
     "recomputed": ("recomputed_sequences", "sequences whose KV was computed again after an update or a cleared cache"),
     "prefix_hits": ("prefix_hit_tokens", "prompt tokens found in the prefix cache"),
     "prefix_queries": ("prefix_lookup_tokens", "prompt tokens looked up in the prefix cache"),
+    "spec_drafted": ("spec_drafted_tokens", "tokens that the drafting layer proposed"),
+    "spec_accepted": ("spec_accepted_tokens", "proposed tokens that were kept; over the drafted ones, acceptance"),
     "steps": ("steps", "engine steps"),
     "discarded_steps": ("discarded_steps", "engine steps whose result was thrown away"),
     "fenced_steps": ("fenced_steps", "engine steps discarded because the weights below had been given away"),

@@ -48,6 +48,7 @@ class Batcher:
         """From running to the queue, to be computed again from its tokens."""
         self._metrics.counters["wasted_tokens"] += sequence.kv.computed
         self.drop(sequence)
+        sequence.draft = None
         if sequence.request.scoring and sequence.request.prompt_logprobs:
             sequence.request.prompt_logprobs.clear()
         self.queue(sequence)
@@ -55,8 +56,14 @@ class Batcher:
     def fill(self, step: Step, now: float, *, admit: bool) -> None:
         """Choose the step's rows. admit=False: nobody who has not begun."""
         self._make_way(admit)
-        if self._fill_running(step):
+        decodes = [sequence for sequence in self.running if sequence.pending == 1 and sequence.feed]
+        prefills = [sequence for sequence in self.running if sequence.pending > 1]
+        if self._take(step, decodes + prefills):
             self._admit(step, now, admit)
+
+    def fill_draft(self, step: Step) -> None:
+        """Rows for those that cannot go on without a draft."""
+        self._take(step, [sequence for sequence in self.running if sequence.wants_draft])
 
     def _make_way(self, admit: bool) -> None:
         """The head of the queue displaces running sequences of lower priority."""
@@ -67,18 +74,18 @@ class Batcher:
                 return
             self._preempt(self.running[-1])
 
-    def _fill_running(self, step: Step) -> bool:
-        """Rows for what runs; False when somebody had to give way, so nobody should be let in now."""
-        decodes = [sequence for sequence in self.running if sequence.pending == 1]
-        prefills = [sequence for sequence in self.running if sequence.pending > 1]
+    def _take(self, step: Step, chosen: list[Sequence]) -> bool:
+        """Rows for some of what runs; False when somebody had to give way, so nobody should be let in now."""
         unscheduled = set(self.running)
         calm = True
-        for sequence in decodes + prefills:
+        for sequence in chosen:
             if step.full:
                 break
             if sequence not in unscheduled:  # gave way to an earlier one
                 continue
             length = step.room_for(sequence)
+            if not length:
+                continue
             while not self._kv.reserve(sequence.kv, length):
                 victim = next(other for other in reversed(self.running) if other in unscheduled)
                 calm = False
@@ -112,10 +119,10 @@ class Batcher:
                 self._metrics.admitted(sequence, now)
             self.join(sequence)
             coming |= self._names_coming_from(sequence)
-            length = step.room_for(sequence)
-            reserved = self._kv.reserve(sequence.kv, length)
-            assert reserved, "an admitted sequence has all its blocks"
-            step.take(sequence, length)
+            if length := step.room_for(sequence):  # 0: the cache had all but the token that a draft goes on from
+                reserved = self._kv.reserve(sequence.kv, length)
+                assert reserved, "an admitted sequence has all its blocks"
+                step.take(sequence, length)
 
     def _reusable(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
         if sequence.request.scoring:  # needs the logits of every prompt token

@@ -101,6 +101,7 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             max_tokens_per_step=config.max_tokens_per_step,
             logprobs_mode=config.logprobs_mode,
             prefix_caching=config.prefix_caching,
+            speculative=config.speculative != "off",
         )
         leader = Leader(
             channel,

@@ -60,6 +60,9 @@ class WorkerConfig(BaseModel):
 
     curve_keys: Path | None = None
     """Key file that says which API may connect, for a replica that is reached from another host."""
+    speculative: Literal["off", "mtp"] = "off"
+    """mtp: the checkpoint's own drafting layer proposes a token a step; the distribution stays the model's."""
+
     check_ranks: bool = False
     """After every step compare a digest of hidden state and norms over the ranks of a replica (debugging)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -15,6 +15,7 @@ class GenerationMetrics:
     Counters, in tokens: prompt_tokens, generation_tokens, prefix_queries (prompt tokens looked up), prefix_hits
     (found), wasted_tokens (computed and thrown away: preemption, recompute, discarded steps). In sequences:
     finished_<reason>, preempted, recomputed (by an update or a cleared cache). discarded_steps, requests.
+    spec_drafted: tokens proposed by a draft; spec_accepted: those of them that were kept.
     Samples, in seconds: ttft_s, itl_s, e2e_s, queue_s; in versions: staleness, the live version when a sequence
     ended minus that of its oldest token.
     """
@@ -31,6 +32,8 @@ class GenerationMetrics:
                 "preempted",
                 "recomputed",
                 "discarded_steps",
+                "spec_drafted",
+                "spec_accepted",
                 "finished_stop",
                 "finished_length",
                 "finished_abort",

@@ -1,7 +1,32 @@
-"""What makes a request impossible, found before it takes any room."""
+"""A client's request as the scheduler keeps it, and what makes one impossible, found before it takes any room."""
+
+import secrets
 
 from worker.engine.base import EngineSpec
 from worker.messages import Generate
+from worker.sequence import Request
+from worker.stopping import StopRules
+
+
+def accepted(
+    origin: bytes, g: Generate, arrival: int, now: float, spec: EngineSpec, context: int, *, speculative: bool
+) -> Request:
+    """Number `arrival` of the API connection `origin`. Without a seed of its own it gets a random one."""
+    sampling, room = g.sampling, context - len(g.prompt_ids)
+    limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    return Request(
+        origin=origin,
+        request_id=g.request_id,
+        sampling=sampling,
+        stream=g.stream,
+        prompt_length=len(g.prompt_ids),
+        order=(g.priority, arrival),
+        arrived=now,
+        seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+        rules=StopRules(sampling, spec.eos_token_ids, max(0, limit)),
+        prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        speculative=speculative,
+    )
 
 
 def refusal(g: Generate, spec: EngineSpec, context: int, *, has_text: bool) -> str:

@@ -76,7 +76,7 @@ class RowSampler:
         return Drawn(tokens, np.minimum(chosen - norms, 0.0), np.isfinite(peaks) & np.isfinite(lows))
 
 
-def locate(weights: Float32, numbers: Float64) -> tuple[Int64, Float64]:
+def locate(weights: Float32 | Float64, numbers: Float64) -> tuple[Int64, Float64]:
     """Per row [R, C]: the column a number in [0, 1] of the row's weight falls into, and where in [0, 1] of that column.
 
     A column without weight is never chosen.

@@ -26,11 +26,14 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: list[int], samples: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits per row. Seeds of any size are taken modulo 2**64."""
+def uniforms(seeds: list[int], samples: list[int], positions: list[int], purpose: int = 0) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits per row. Seeds of any size are taken modulo 2**64.
+
+    purpose: numbers for different purposes at one position are independent.
+    """
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], np.uint64)
     zeros = np.zeros_like(seed)
-    counter = (np.array(positions, np.uint64), np.array(samples, np.uint64), zeros, zeros)
+    counter = (np.array(positions, np.uint64), np.array(samples, np.uint64), zeros + np.uint64(purpose), zeros)
     high, low, _, _ = philox(counter, (seed & _LOW, seed >> _HALF))
     mantissa = (high >> np.uint64(5)) * np.uint64(1 << 26) + (low >> np.uint64(6))
     return mantissa.astype(np.float64) * 2.0**-53

@@ -15,7 +15,8 @@ from worker.inverse_cdf import Float64, RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
-from worker.truncation import largest, open_ids, truncates
+from worker.speculation import ACCEPT, DRAFT, REPLACE, Proposal, judged
+from worker.truncation import Ids, largest, open_ids, truncates
 
 LogprobsMode = Literal["processed", "raw"]
 
@@ -59,7 +60,7 @@ class Sampler:
 
     def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""
-        numbers = uniforms([p.seed for p in picks], [p.sample for p in picks], [p.position for p in picks])
+        numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
         plain = [i for i, pick in enumerate(picks) if self._is_plain(pick)]
         with np.errstate(all="ignore"):
@@ -71,6 +72,31 @@ class Sampler:
                 self._sample_row(logits[pick.row], pick, numbers[i : i + 1]) if draw is None else draw
                 for i, (pick, draw) in enumerate(zip(picks, draws, strict=True))
             ]
+
+    def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
+        """Draw from a draft's logits as `sample` would from the model's, and keep what was drawn from."""
+        numbers = _numbers(picks, DRAFT)
+        with np.errstate(all="ignore"):
+            return [self._propose_row(logits[p.row], p, numbers[i : i + 1]) for i, p in enumerate(picks)]
+
+    def verify(self, logits: Float32, picks: Sequence[Pick], proposals: Sequence[Proposal]) -> list[tuple[Draw, bool]]:
+        """The token at every pick, drawn as `sample` draws it in distribution, and whether it is the proposed one."""
+        plain, accept, replace = (_numbers(picks, purpose) for purpose in (0, ACCEPT, REPLACE))
+        found: list[tuple[Draw, bool]] = []
+        with np.errstate(all="ignore"):
+            for i, (pick, proposal) in enumerate(zip(picks, proposals, strict=True)):
+                row = logits[pick.row]
+                if proposal.token is None:
+                    found.append((self._sample_row(row, pick, plain[i : i + 1]), False))
+                elif isinstance(spread := self._spread(row, pick), Draw):
+                    found.append((spread, False))
+                elif spread.ids is not None and len(spread.ids) == 1:
+                    token = int(spread.ids[0])
+                    found.append((self._reported(row, pick, token, spread), token == proposal.token))
+                else:
+                    token, kept = judged(self._shares(spread), proposal, float(accept[i]), replace[i : i + 1])
+                    found.append((self._reported(row, pick, token, spread), kept))
+        return found
 
     def score(
         self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
@@ -118,6 +144,20 @@ class Sampler:
         ]
 
     def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
+        spread = self._spread(row, pick)
+        if isinstance(spread, Draw):
+            return spread
+        return self._reported(row, pick, self._drawn(spread, number), spread)
+
+    def _propose_row(self, row: Float32, pick: Pick, number: Float64) -> Proposal:
+        spread = self._spread(row, pick)
+        if isinstance(spread, Draw):
+            return Proposal(None)
+        token = self._drawn(spread, number)
+        return Proposal(token, None if pick.sampling.temperature < _COLD else self._shares(spread))
+
+    def _spread(self, row: Float32, pick: Pick) -> "_Spread | Draw":
+        """Fill `_scaled` and `_weights` from a row; a Draw when nothing can be drawn."""
         if not _finite(row):
             return _BROKEN
         sampling = pick.sampling
@@ -133,26 +173,53 @@ class Sampler:
         weights = np.exp(scaled, out=self._weights.reshape(-1)[: self._vocab])
         sums = self._weights.sum(axis=1)[None]
         total = float(sums.sum(dtype=np.float64))
-        mask: list[int] = []
+        ids = None
         if sampling.temperature < _COLD:
-            token = int(scaled.argmax())
-            mask = [token]
+            ids = np.array([scaled.argmax()])
         elif truncates(sampling, self._vocab):
             ids = open_ids(scaled, weights, total, sampling)
-            token = int(ids[locate(weights[None, ids], number)[0][0]])
-            mask = ids.tolist() if sampling.sampling_mask else mask
-        else:
-            block, share = locate(sums, number)
-            token = int(block[0] * _BLOCK + locate(self._weights[block], share)[0][0])
-        shown, norm = (row, _log_sum(row)) if self._raw else (scaled, float(np.log(total)))
-        draw = Draw(token, _logprob(shown, token, norm), mask=mask if sampling.sampling_mask else [])
+        return _Spread(sums, total, ids)
+
+    def _drawn(self, spread: "_Spread", number: Float64) -> int:
+        if spread.ids is not None:
+            weights = self._weights.reshape(-1)[spread.ids]
+            return int(spread.ids[locate(weights[None], number)[0][0]])
+        block, share = locate(spread.sums, number)
+        return int(block[0] * _BLOCK + locate(self._weights[block], share)[0][0])
+
+    def _shares(self, spread: "_Spread") -> Float64:
+        """The distribution that is drawn from, [vocab]."""
+        weights = self._weights.reshape(-1)[: self._vocab].astype(np.float64)
+        if spread.ids is not None:
+            whole, weights = weights, np.zeros_like(weights)
+            weights[spread.ids] = whole[spread.ids]
+        shares: Float64 = weights / weights.sum()
+        return shares
+
+    def _reported(self, row: Float32, pick: Pick, token: int, spread: "_Spread") -> Draw:
+        sampling, scaled = pick.sampling, self._scaled
+        shown, norm = (row, _log_sum(row)) if self._raw else (scaled, float(np.log(spread.total)))
+        mask = spread.ids.tolist() if sampling.sampling_mask and spread.ids is not None else []
+        draw = Draw(token, _logprob(shown, token, norm), mask=mask)
         if sampling.logprobs:
             top = [(int(i), _logprob(shown, int(i), norm)) for i in largest(shown, sampling.logprobs)]
             draw = draw._replace(top=top, rank=_rank(shown, token))
         return draw
 
 
+class _Spread(NamedTuple):
+    """A row's weights over blocks of ids [1, blocks], their total, and the ids left open (None = all)."""
+
+    sums: Float32
+    total: float
+    ids: Ids | None
+
+
 _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
+
+
+def _numbers(picks: Sequence[Pick], purpose: int = 0) -> Float64:
+    return uniforms([p.seed for p in picks], [p.sample for p in picks], [p.position for p in picks], purpose)
 
 
 def _finite(row: Float32) -> bool:

@@ -5,22 +5,22 @@ else may be called between ticks. Each token is stamped with the version given t
 logits. One owner thread. Nothing a request contains makes a method raise: it ends with finish "error" instead.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Collection
 
 from rollout_client.protocol import InFlight
 from worker.batcher import Batcher
+from worker.drafting import Drafting, Judged
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.generation_metrics import GenerationMetrics
-from worker.intake import refusal
+from worker.intake import accepted, refusal
 from worker.kv_cache import KvCache, KvState
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.sampler import Draw, LogprobsMode, Pick, Sampler
 from worker.sequence import Request, Sequence
 from worker.step import Step, StepRow
-from worker.stopping import StopCheck, StopRules
+from worker.stopping import StopCheck
 from worker.tokenizer import Tokenizer
 
 
@@ -28,7 +28,7 @@ class Scheduler:
     """Continuous batching over a paged KV cache.
 
     max_batch: sequences in a step. max_tokens_per_step: decodes plus prefill chunks, >= max_batch. tokenizer: for
-    stop strings. clock: seconds.
+    stop strings. speculative: the engine drafts. clock: seconds.
     """
 
     def __init__(
@@ -40,10 +40,13 @@ class Scheduler:
         max_tokens_per_step: int,
         logprobs_mode: LogprobsMode = "processed",
         prefix_caching: bool = True,
+        speculative: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if max_tokens_per_step < max_batch:
-            raise ValueError(f"max_tokens_per_step ({max_tokens_per_step}) is below max_batch ({max_batch})")
+        least = "twice max_batch" if speculative else "max_batch"
+        if max_tokens_per_step < max_batch * (1 + speculative):
+            raise ValueError(f"max_tokens_per_step ({max_tokens_per_step}) is below {least} ({max_batch})")
+        self._speculative = speculative
         self._spec = spec
         self._context = min(spec.max_model_len, spec.num_blocks * spec.block_size)
         self._tokenizer = tokenizer
@@ -54,6 +57,7 @@ class Scheduler:
         self._kv = KvCache(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
         self._batcher = Batcher(self._kv, max_batch, self._metrics)
         self._sampler = Sampler(spec.vocab_size, logprobs_mode)
+        self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
         self._empty: list[Request] = []
         self._arrivals = 0
@@ -63,30 +67,17 @@ class Scheduler:
 
     def add(self, origin: bytes, g: Generate) -> None:
         """Queue a request of the API connection `origin`."""
-        sampling, prompt = g.sampling, g.prompt_ids
-        room = self._context - len(prompt)
-        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         self._arrivals += 1
-        request = Request(
-            origin=origin,
-            request_id=g.request_id,
-            sampling=sampling,
-            stream=g.stream,
-            prompt_length=len(prompt),
-            order=(g.priority, self._arrivals),
-            arrived=self._clock(),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            rules=StopRules(sampling, self._spec.eos_token_ids, max(0, limit)),
-            prompt_logprobs=None if sampling.prompt_logprobs is None else [],
-        )
+        context, drafts = self._context, self._speculative
+        request = accepted(origin, g, self._arrivals, self._clock(), self._spec, context, speculative=drafts)
         self._metrics.counters["requests"] += 1
         self._requests[request] = None
         problem = refusal(g, self._spec, self._context, has_text=self._tokenizer is not None)
-        leader = self._sequence(request, 0, list(prompt), KvState(g.cache_salt), sound=not problem)
+        leader = self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem)
         self._batcher.queue(leader)
         if problem:
             self._end_request(request, "error", problem)
-        elif limit <= 0 and not request.scoring:
+        elif not request.rules.limit and not request.scoring:
             self._empty.append(request)
 
     def abort(self, ids: Collection[str] | None) -> int:
@@ -109,28 +100,38 @@ class Scheduler:
             request = self._empty.pop()
             if request.live:
                 self._end_request(request, "length")
-        step = Step(version, self._max_tokens, self._max_batch)
-        self._batcher.fill(step, self._clock(), admit=admit)
-        if not step.rows:
-            return None
-        self._step = step
-        return step.batch(self._kv)
+        # The last: what the step before it let in may have had everything in the cache.
+        for draft in (True, False, True) if self._speculative else (False,):
+            step = Step(version, self._max_tokens, self._max_batch, draft)
+            if draft:
+                self._batcher.fill_draft(step)
+            else:
+                self._batcher.fill(step, self._clock(), admit=admit)
+            if step.rows:
+                self._step = step
+                return step.batch(self._kv)
+        return None
 
     def apply(self, logits: Float32) -> None:
         """Sample from logits [L, vocab] of the last scheduled step, advance, finish."""
         step, self._step = self._step, None
         assert step is not None, "no step is under way"
         self._kv.settle()
+        if step.draft:
+            return self._drafting.propose(step, logits)
         picks: list[Pick] = []
         drawing: list[Sequence] = []
+        judged: list[Judged] = []
         at = 0
         for row in step.rows:
             sequence = row.sequence
-            self._kv.advance(sequence.kv, sequence.tokens, row.length)
+            self._kv.advance(sequence.kv, sequence.tokens, row.length - row.proposed)
             scored = not row.scored or self._score(row, logits[at : at + row.scored])
             at += row.wanted
             if not scored:
                 self._end_request(sequence.request, "error", self._not_finite(step))
+            elif row.samples and sequence.draft is not None:
+                judged.append(Judged(sequence, sequence.pick(at - 1 - row.proposed)))
             elif row.samples:
                 members = [sequence] if sequence.request.forked else self._fork(sequence)
                 drawing.extend(members)
@@ -139,6 +140,9 @@ class Scheduler:
                 self._fork(sequence)
                 self._end_request(sequence.request, "length")
         now = self._clock()
+        for sequence, pick in self._drafting.judge(judged, logits, step, now):  # one more token each
+            drawing.append(sequence)
+            picks.append(pick)
         for sequence, draw in zip(drawing, self._sampler.sample(logits, picks), strict=True):
             if sequence.running:  # a sibling's bad logits end it too
                 self._advance(sequence, draw, step, now)

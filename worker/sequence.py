@@ -6,6 +6,7 @@ from worker.kv_cache import KvState
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, SamplingParams, Span
 from worker.sampler import Draw, Pick
+from worker.speculation import Proposal
 from worker.stopping import StopCheck, StopRules
 
 PromptLogprobs = list[list[tuple[int, float, int]]]
@@ -14,7 +15,11 @@ PromptLogprobs = list[list[tuple[int, float, int]]]
 
 @dataclass(eq=False)
 class Request:
-    """What the n sequences of one `Generate` have in common. arrived: clock seconds; order: lower runs first."""
+    """What the n sequences of one `Generate` have in common. arrived: clock seconds; order: lower runs first.
+
+    speculative: every output token after the first is proposed by a draft. Always, or the same seed would not give
+    the same tokens: a token's random numbers depend on whether it was proposed.
+    """
 
     origin: bytes
     request_id: str
@@ -28,6 +33,7 @@ class Request:
     admitted: float | None = None
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    speculative: bool = False
     forked: bool = False
     live: list["Sequence"] = field(default_factory=list)
 
@@ -50,6 +56,7 @@ class Sequence:
     begun: bool = False
     running: bool = False
     last_token_at: float | None = None
+    draft: Proposal | None = None  # of the next token
     _spans: list[list[int]] = field(default_factory=list)  # [version, start, end]
     _fresh: list[Draw] = field(default_factory=list)  # drawn and not yet in a chunk
     _reported: bool = False
@@ -68,6 +75,24 @@ class Sequence:
     def pending(self) -> int:
         """Known tokens without KV; 1 = decoding."""
         return len(self.tokens) - self.kv.computed
+
+    @property
+    def wants_draft(self) -> bool:
+        """It can go on once a draft has said what may follow."""
+        return self._proposed and self.pending == 1 and self.draft is None
+
+    @property
+    def feed(self) -> int:
+        """Tokens for the next step: what is pending, and a proposed one. Before a draft, not the last known token."""
+        if not self._proposed:
+            return self.pending
+        if self.pending > 1 or self.draft is None:
+            return self.pending - 1
+        return 1 + (self.draft.token is not None)
+
+    @property
+    def _proposed(self) -> bool:
+        return self.request.speculative and self.length > 0
 
     @property
     def first_version(self) -> int | None:

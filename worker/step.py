@@ -14,17 +14,28 @@ _SCORED_ROWS = 256
 
 @dataclass(frozen=True)
 class StepRow:
-    """Tokens [start, start + length) of one sequence. scored: prompt positions among them whose logits are kept."""
+    """Tokens [start, start + length) of one sequence. scored: prompt positions among them whose logits are kept.
+
+    proposed: 1 when the last of them is a draft's.
+    """
 
     sequence: Sequence
     start: int
     length: int
     scored: int
+    proposed: int = 0
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens."""
+        known = self.sequence.tokens[self.start : self.start + self.length]
+        draft = self.sequence.draft
+        return [*known, draft.token] if self.proposed and draft and draft.token is not None else known
 
     @property
     def reaches_end(self) -> bool:
         """The last known token is fed, so its logits make the next one."""
-        return self.start + self.length == len(self.sequence.tokens)
+        return self.start + self.length - self.proposed == len(self.sequence.tokens)
 
     @property
     def samples(self) -> bool:
@@ -34,16 +45,19 @@ class StepRow:
     @property
     def wanted(self) -> int:
         """Rows of logits this row needs; a scored row's last token may also be the one sampled from."""
-        return self.scored + self.samples
+        return self.scored + self.samples * (1 + self.proposed)
 
 
 @dataclass
 class Step:
-    """A step being filled, then under way. budget: tokens it may still take; seats: sequences."""
+    """A step being filled, then under way. budget: tokens it may still take; seats: sequences. draft: the drafting
+    layer runs alone.
+    """
 
     version: int
     budget: int
     seats: int
+    draft: bool = False
     rows: list[StepRow] = field(default_factory=list)
 
     @property
@@ -52,15 +66,20 @@ class Step:
         return self.budget <= 0 or self.seats <= 0
 
     def room_for(self, sequence: Sequence) -> int:
-        """How many of a sequence's pending tokens this step takes."""
-        room = min(self.budget, sequence.pending)
+        """How many of a sequence's tokens this step takes. A proposed token and the one before it go together."""
+        if self.draft:
+            return 1
+        room = min(self.budget, sequence.feed)
+        if sequence.draft is not None:
+            return room if room == sequence.feed else 0
         return min(room, _SCORED_ROWS) if sequence.request.scoring else room
 
     def take(self, sequence: Sequence, length: int) -> None:
         """Add a row; its KV is already writable."""
         request, start = sequence.request, sequence.kv.computed
         scored = min(length, request.prompt_length - 1 - start) if request.scoring else 0
-        self.rows.append(StepRow(sequence, start, length, scored))
+        proposed = max(0, start + length - len(sequence.tokens))
+        self.rows.append(StepRow(sequence, start, length, scored, proposed))
         self.budget -= length
         self.seats -= 1
 
@@ -81,10 +100,10 @@ class Step:
         for index, row in enumerate(self.rows):
             first, end, table = len(tokens), row.start + row.length, row.sequence.kv.table
             wanted.extend(range(first, first + row.scored))
-            tokens.extend(row.sequence.tokens[row.start : end])
+            tokens.extend(row.fed)
             slots.extend(table[at // size] * size + at % size for at in range(row.start, end))
             if row.samples:
-                wanted.append(len(tokens) - 1)
+                wanted.extend(range(len(tokens) - 1 - row.proposed, len(tokens)))
             used = -(-end // size)
             tables[index, :used] = table[:used]
         starts = np.repeat(contexts - np.cumsum(lengths), lengths)
@@ -97,4 +116,5 @@ class Step:
             block_tables=tables,
             logits_rows=np.array(wanted, np.int32),
             block_copies=np.array([(copy.source, copy.target) for copy in kv.copies], np.int32).reshape(-1, 2),
+            draft=self.draft,
         )

@@ -133,7 +133,11 @@ static inline INLINE void job(Step *s, int64_t index, float *scratch, const int 
             for (int r = 0; r < rows; r += FEW)
                 WITH_ROWS(rows - r, score_few(s, q + r, R, block, following, n, row + r * stride, stride, dim, narrow))
     }
-    for (int r = 0; r < rows; r++) softmax(scores + r * stride, s->positions[first + r / group] + 1, cells);
+    for (int r = 0; r < rows; r++) {
+        int limit = s->positions[first + r / group] + 1;
+        if (s->hide_first && limit > 1) scores[r * stride] = -1e30f;
+        softmax(scores + r * stride, limit, cells);
+    }
     for (int j = 0; j < columns; j++) {
         int n = cells - j * size < size ? cells - j * size : size;
         int64_t block = block_at(s, sequence, j, kv_head, dim);

@@ -6,6 +6,7 @@
 typedef struct {
     // Of the model and the cache. narrow: keys, values and `out` are bfloat16; all else is float32.
     int64_t heads, kv_heads, dim, block_size, narrow, interleaved;  // dim is a multiple of 16
+    int64_t hide_first;  // later tokens do not see a sequence's first cell, which holds finite numbers
     float scale, eps;
     // Of the step.
     const float *qkv;  // [(heads + 2 * kv_heads) * dim, columns], feature-major

@@ -24,7 +24,8 @@ class ForwardBatch:
     query_lens: [S] new tokens per sequence; sum = T. context_lens: [S] tokens including the new ones.
     block_tables: [S, B] padded with 0. logits_rows: [L] rows of T whose logits are wanted, rising; L may be 0.
     block_copies: [C, 2] (from, to) KV blocks copied before the step writes anything (copy-on-write of shared
-    prompts). No block is the target of two copies, and none is both a source and a target.
+    prompts). No block is the target of two copies, and none is both a source and a target. draft: the drafting layer
+    alone runs and says what may follow each token; the model need not have seen the token, only those before it.
     """
 
     token_ids: Int32
@@ -35,9 +36,10 @@ class ForwardBatch:
     block_tables: Int32
     logits_rows: Int32
     block_copies: Int32
+    draft: bool = False
 
     def pack(self) -> Int32:
-        """All arrays as one flat int32 array, for one broadcast to the other ranks: [T, S, B, L, C], then the data."""
+        """All as one flat int32 array, for one broadcast to the other ranks: [draft, T, S, B, L, C], then the data."""
         sizes = (*self.token_ids.shape, *self.block_tables.shape, *self.logits_rows.shape, self.block_copies.shape[0])
         fields = (
             self.token_ids,
@@ -49,18 +51,21 @@ class ForwardBatch:
             self.logits_rows,
             self.block_copies.reshape(-1),
         )
-        return np.concatenate((np.array(sizes, np.int32), *fields), dtype=np.int32)
+        return np.concatenate((np.array((self.draft, *sizes), np.int32), *fields), dtype=np.int32)
 
     @staticmethod
     def unpack(flat: Int32) -> "ForwardBatch":
         """Inverse of `pack`; the fields are views of `flat`."""
-        tokens, sequences, blocks, rows, copies = (int(size) for size in flat[:5])
+        draft, tokens, sequences, blocks, rows, copies = (int(size) for size in flat[:6])
         lengths = (tokens, tokens, tokens, sequences, sequences, sequences * blocks, rows, copies * 2)
-        ends = np.cumsum((5, *lengths))
+        ends = np.cumsum((6, *lengths))
         parts = [flat[start:end] for start, end in pairwise(ends)]
         parts[5] = parts[5].reshape(sequences, blocks)
         parts[7] = parts[7].reshape(copies, 2)
-        return ForwardBatch(*parts)
+        token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs = parts
+        return ForwardBatch(
+            token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs, bool(draft)
+        )
 
 
 @dataclass(frozen=True)
@@ -99,5 +104,8 @@ class Engine(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> Float32 | None:
-        """Logits [L, vocab_size] float32 on rank 0, None elsewhere. Writes the KV of all T tokens."""
+        """Logits [L, vocab_size] float32 on rank 0, None elsewhere. Writes the KV of all T tokens.
+
+        A draft needs the hidden states of the tokens before, which the forward that wrote their KV has kept.
+        """
         ...

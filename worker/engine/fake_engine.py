@@ -54,7 +54,8 @@ def _logits(weights: int, cells: npt.NDArray[np.int64], vocab_size: int) -> Floa
 class FakeEngine:
     """`Engine` of one rank; rank 0 returns logits. step_s: seconds each forward sleeps, to stand for work.
 
-    names: when given, `prepare` refuses views whose names differ, as a model would.
+    names: when given, `prepare` refuses views whose names differ, as a model would. draft_noise: how far a draft's
+    logits are from the model's.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class FakeEngine:
         step_s: float = 0.0,
         names: frozenset[str] | None = None,
         kv_weights: bool = False,
+        draft_noise: float = 1.0,
     ) -> None:
         self.spec = spec
+        self._draft_noise = draft_noise
         self.steps = 0
         self._rank = rank
         self._step_s = step_s
@@ -122,4 +125,6 @@ class FakeEngine:
             cells = self._kv[batch.block_tables[sequence, positions // size] * size + positions % size]
             cells[:, 2] = np.where(cells[:, 2] == own, 0, cells[:, 2])
             logits[out] = _logits(self._weights, cells, self.spec.vocab_size)
+            if batch.draft:
+                logits[out] += self._draft_noise * _logits(~self._weights, cells, self.spec.vocab_size)
         return logits

@@ -33,6 +33,11 @@ class PaddleEngine:
     ) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
+        drafts = config.speculative == "mtp"
+        if drafts and not model.mtp:
+            raise ValueError(
+                "speculative mtp: this checkpoint has no such layer (config.json num_nextn_predict_layers)"
+            )
         self._shard = shard_of(model, manifest, rank, config.tp)
         self._dtype = manifest.dtype
         self.spec = engine_spec(config, hf_config, model.max_positions)
@@ -42,11 +47,11 @@ class PaddleEngine:
         reason = "the device is a GPU" if config.device == "gpu" else why_not(manifest.dtype)
         if reason is None:
             tokens = max(config.max_tokens_per_step, config.max_batch)
-            self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, self.spec.max_model_len, tokens)
+            length = self.spec.max_model_len
+            self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, length, tokens, drafts=drafts)
         else:
-            self._backend = PaddleBackend(
-                model, self._shard, tp_group, self.spec.max_model_len, device or device_for(config.device)
-            )
+            place = device or device_for(config.device)
+            self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, place, drafts=drafts)
             cast = ", weights cast to float32" if manifest.dtype != "float32" else ""
             log.warning("computing with Paddle's own kernels in float32%s: %s", cast, reason)
 

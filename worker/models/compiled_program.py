@@ -41,7 +41,8 @@ class CompiledProgram(Program):
         for table, values in zip(tables, (cos, sin), strict=True):
             table[:, : cos.shape[1]] = values
         queries = self._token_major("queries", self._shard.heads * self._spec.head_dim)
-        self._attend.begin(batch, kv, self._qkv(), (tables[0], tables[1]), queries, self._attended())
+        angles, out = (tables[0], tables[1]), self._attended()
+        self._attend.begin(batch, kv, self._qkv(), angles, queries, out, hide_first=self._hide_first)
 
     def norm(self, x: Rows, weight: NamedSlot) -> Rows:
         """RMS norm of every column, in the compute dtype."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.spec import DecoderSpec, MoeSpec
-from worker.models.weights import Experts, Linear, Mlp, Weights
+from worker.models.weights import Experts, Layer, Linear, Mlp, Weights
 
 W = TypeVar("W")
 X = TypeVar("X")
@@ -44,22 +44,49 @@ class Ops(Protocol[W, X]):
         """x + the routed experts' weighted outputs (+ the shared expert's), summed over ranks."""
         ...
 
+    def joined(self, x: X, norm: W, previous_norm: W) -> X:
+        """x normed, and below it the hidden states before the step's tokens normed: [T, 2 * hidden]."""
+        ...
+
+    def projected(self, y: X, linear: Linear[W]) -> X:
+        """linear(y), a weight that every rank holds whole, as a new residual stream."""
+        ...
+
 
 def hidden(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W]) -> X:
     """One forward pass up to the last layer's residual stream, over the step that `ops` was prepared for."""
     x = ops.embed(weights.embed)
     for index, layer in enumerate(weights.layers):
-        h = ops.norm(x, layer.input_norm)
-        a = ops.attention(index, h, layer.qkv, layer.q_norm, layer.k_norm)
-        x = ops.add_projected(x, a, layer.out)
-        h = ops.norm(x, layer.post_norm)
-        if isinstance(layer.mlp, Mlp):
-            x = ops.add_projected(x, ops.gated(h, layer.mlp.gate_up), layer.mlp.down)
-        else:
-            moe = spec.moe[index]
-            assert moe is not None
-            x = ops.add_experts(x, h, layer.mlp, moe)
+        x = _behind(ops, x, _attended(ops, index, x, layer), layer, spec.moe[index])
     return x
+
+
+def draft_hidden(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W], *, only_keys: bool) -> X:
+    """The drafting layer's residual stream: what it says of the token after each of the step's tokens.
+
+    It reads a token's embedding and the hidden state (residual stream) of the token before, so it may run before the
+    model itself has seen the token. Its keys and values are cached as those of layer `spec.layers`. only_keys: they
+    are all that is wanted.
+    """
+    draft = weights.draft
+    assert draft is not None
+    x = ops.projected(ops.joined(ops.embed(weights.embed), draft.embed_norm, draft.hidden_norm), draft.projection)
+    a = _attended(ops, spec.layers, x, draft.layer)
+    return x if only_keys else _behind(ops, x, a, draft.layer, None)
+
+
+def _attended(ops: Ops[W, X], index: int, x: X, layer: Layer[W]) -> X:
+    return ops.attention(index, ops.norm(x, layer.input_norm), layer.qkv, layer.q_norm, layer.k_norm)
+
+
+def _behind(ops: Ops[W, X], x: X, a: X, layer: Layer[W], moe: MoeSpec | None) -> X:
+    """What follows attention."""
+    x = ops.add_projected(x, a, layer.out)
+    h = ops.norm(x, layer.post_norm)
+    if isinstance(layer.mlp, Mlp):
+        return ops.add_projected(x, ops.gated(h, layer.mlp.gate_up), layer.mlp.down)
+    assert moe is not None
+    return ops.add_experts(x, h, layer.mlp, moe)
 
 
 class Backend(Protocol):

@@ -18,4 +18,5 @@ def decoder_spec(config: Config) -> DecoderSpec:
     last = layers - 1 if last < 0 else last
     interval = int(config.get("moe_layer_interval", 1))
     moe = tuple(experts if first <= layer <= last and (layer + 1) % interval == 0 else None for layer in range(layers))
-    return spec_from(config, theta=500000.0, eps=1e-5, tied=True, interleaved=True, moe=moe)
+    mtp = bool(config.get("num_nextn_predict_layers"))
+    return spec_from(config, theta=500000.0, eps=1e-5, tied=True, interleaved=True, moe=moe, mtp=mtp)

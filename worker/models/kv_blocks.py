@@ -8,26 +8,57 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from worker.engine.base import ForwardBatch
+
 
 class KvBlocks:
     """Keys and values [layers, num_blocks, kv_heads, block_size, head_dim] each, float32 or bfloat16 bits.
+
+    states: [num_blocks * block_size, hidden], the hidden state after each token; hidden 0 = they are not kept.
 
     Cells are never read before they are written: a request that overflowed must not reach the next one that
     is given its blocks, and 0 * NaN is NaN.
     """
 
     def __init__(
-        self, layers: int, num_blocks: int, kv_heads: int, block_size: int, dim: int, dtype: npt.DTypeLike
+        self,
+        layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        block_size: int,
+        dim: int,
+        dtype: npt.DTypeLike,
+        hidden: int = 0,
     ) -> None:
         shape = (layers, num_blocks, kv_heads, block_size, dim)
         self.keys, self.values = _mapped(shape, np.dtype(dtype)), _mapped(shape, np.dtype(dtype))
+        self.states: npt.NDArray[np.float32] | None = None
+        if hidden:
+            self.states = _mapped((num_blocks * block_size, hidden), np.dtype(np.float32))
         self.block_size = block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def copy(self, pairs: npt.NDArray[np.int32]) -> None:
         """Copy whole blocks in all layers; pairs: [C, 2] (from, to)."""
         if len(pairs):
             for cache in (self.keys, self.values):
                 cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
+            if self.states is not None:
+                blocks = self.states.reshape(-1, self.block_size, self.states.shape[1])
+                blocks[pairs[:, 1]] = blocks[pairs[:, 0]]
+
+
+def slots_before(batch: ForwardBatch, block_size: int) -> npt.NDArray[np.int64]:
+    """Per token of a step [T]: the slot of the token before it in its sequence; of a first token its own."""
+    sequence = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+    at = np.maximum(batch.positions.astype(np.int64) - 1, 0)
+    slots: npt.NDArray[np.int64] = batch.block_tables[sequence, at // block_size] * np.int64(block_size)
+    slots += at % block_size
+    return slots
 
 
 def _mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

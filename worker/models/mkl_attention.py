@@ -53,12 +53,13 @@ class BlockedAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scratch = [np.empty(0, np.float32), np.empty(0, np.float32)]
 
-    def begin(self, batch: ForwardBatch, kv: KvBlocks, rows: Float32, out: Float32) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvBlocks, rows: Float32, out: Float32, *, hide_first: bool) -> None:
         """Index everything the layers of this step read and write.
 
         rows: [T or more, (heads + 2 * kv_heads) * head_dim], q, k and v of every token; out: [.., heads * head_dim].
+        hide_first: only the first token of a sequence sees its cell.
         """
-        self._kv = kv
+        self._kv, self._hide_first = kv, hide_first
         block, offset = np.divmod(batch.slots.astype(np.int64), kv.block_size)
         heads = np.arange(self._kv_heads)
         self._cells = (block[:, None] * self._kv_heads + heads) * kv.block_size + offset[:, None]
@@ -149,6 +150,10 @@ class BlockedAttention:
         if tile.mask is not None:
             per_unit = scores.reshape(count, tile.m, columns)
             yield self._dnn.binary(ADD, per_unit, tile.mask[None], per_unit)
+        if self._hide_first:
+            last = batch.positions[tile.rows[:, None] + (np.arange(tile.m) if tile.mask is not None else 0)]
+            later = np.broadcast_to(last > 0, (count, tile.m)).reshape(-1)
+            yield lambda: scores[:, 0].__setitem__(later, _HIDDEN)
         yield self._dnn.softmax(scores, weights)
         # Values column by column: each adds to what the ones before it left.
         start = 0

@@ -23,7 +23,7 @@ class _Step(ctypes.Structure):
     """`Step` of attention.h."""
 
     _fields_ = [
-        *((name, _Int) for name in ("heads", "kv_heads", "dim", "block_size", "narrow", "interleaved")),
+        *((name, _Int) for name in ("heads", "kv_heads", "dim", "block_size", "narrow", "interleaved", "hide_first")),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
         ("qkv", _Pointer),
@@ -61,16 +61,20 @@ class NativeAttention:
         angles: tuple[Float32, Float32],
         queries: Float32,
         out: npt.NDArray[np.generic],
+        *,
+        hide_first: bool,
     ) -> None:
         """What the layers of this step share.
 
         qkv: [(heads + 2 * kv_heads) * head_dim, columns], projected. angles: cos and sin, [head_dim / 2, columns].
-        queries, out: [columns, heads * head_dim], token-major; out is of the cache's dtype.
+        queries, out: [columns, heads * head_dim], token-major; out is of the cache's dtype. hide_first: only the first
+        token of a sequence sees its cell.
         """
         step, group = self._step, self._step.heads // self._step.kv_heads
         tiles = _tiles(batch.query_lens, max(1, min(16, _TILE_ROWS // group)))
         self._layers = list(zip(_addresses(kv.keys), _addresses(kv.values), strict=True))
         step.block_size, step.narrow = kv.block_size, kv.keys.dtype == np.uint16
+        step.hide_first = hide_first
         step.qkv, step.columns = qkv.ctypes.data, qkv.shape[1]
         step.cos, step.sin = (table.ctypes.data for table in angles)
         step.queries, step.out = queries.ctypes.data, out.ctypes.data

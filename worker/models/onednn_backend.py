@@ -13,8 +13,8 @@ from worker.cpu import mkl, native, onednn
 from worker.engine.base import Float32, ForwardBatch
 from worker.models import collectives
 from worker.models.compiled_program import CompiledProgram
-from worker.models.decoder import hidden
-from worker.models.kv_blocks import KvBlocks
+from worker.models.decoder import draft_hidden, hidden
+from worker.models.kv_blocks import KvBlocks, slots_before
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
@@ -65,11 +65,22 @@ def padded(tokens: int) -> int:
 
 
 class OneDnnBackend:
-    """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1."""
+    """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. drafts: whether the
+    drafting layer is used.
+    """
 
     def __init__(
-        self, spec: DecoderSpec, shard: Shard, group: Any, dtype: Dtype, max_len: int, max_tokens: int
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        group: Any,
+        dtype: Dtype,
+        max_len: int,
+        max_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> None:
+        self._drafts = drafts
         self._spec, self._shard, self._group = spec, shard, group
         self.residual: Rows = np.zeros((spec.hidden_size, 0), np.float32)
         self._dnn = onednn.load()
@@ -94,6 +105,8 @@ class OneDnnBackend:
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
         self._programs: dict[int, tuple[Program, Rows]] = {}
+        self._draft_parts = replace(self._parts, hide_first=True)
+        self._draft_programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}
         self._heads: dict[int, tuple[Program, Rows, Float32]] = {}
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
@@ -107,28 +120,59 @@ class OneDnnBackend:
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
         if self._kv is None:
-            sizes = self._spec.layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
+            layers, hidden = self._spec.layers + self._drafts, self._spec.hidden_size if self._drafts else 0
+            sizes = layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
             # MKL multiplies float32 only; our own kernel reads what the matrices are in.
             native = isinstance(self._attention, NativeAttention)
-            self._kv = KvBlocks(*sizes, self._weights.matrix_dtype if native else np.float32)
+            self._kv = KvBlocks(*sizes, self._weights.matrix_dtype if native else np.float32, hidden)
 
     def release_kv(self) -> int:
         """Bytes freed."""
         kv, self._kv = self._kv, None
-        return 0 if kv is None else kv.keys.nbytes + kv.values.nbytes
+        return 0 if kv is None else kv.nbytes
 
     def forward(self, batch: ForwardBatch) -> Float32 | None:
         """Logits [L, vocab] on rank 0."""
         assert self._kv is not None, "no KV cache is allocated"
+        self._kv.copy(batch.block_copies)
+        if batch.draft:
+            x = self._drafted(batch, self._kv, only_keys=False)
+            self.residual = x[:, : len(batch.token_ids)]
+            return self._logits(x, batch.logits_rows)
         tokens = len(batch.token_ids)
         program, x = self._programs.get(padded(tokens)) or self._record(padded(tokens))
-        program.embedded()[:tokens] = self._looked_up(batch.token_ids)
         self._experts.tokens = tokens
-        self._kv.copy(batch.block_copies)
-        program.begin(batch, self._kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
-        program.run()
+        self._run(program, batch, self._kv)
         self.residual = x[:, :tokens]
-        return self._logits(x, batch.logits_rows)
+        logits = self._logits(x, batch.logits_rows)
+        if self._drafts:
+            assert self._kv.states is not None
+            self.residual = self.residual.copy()
+            self._kv.states[batch.slots] = self.residual.T
+            self._drafted(batch, self._kv, only_keys=True)
+        return logits
+
+    def _run(self, program: Program, batch: ForwardBatch, kv: KvBlocks) -> None:
+        program.embedded()[: len(batch.token_ids)] = self._looked_up(batch.token_ids)
+        program.begin(batch, kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
+        program.run()
+
+    def _drafted(self, batch: ForwardBatch, kv: KvBlocks, *, only_keys: bool) -> Rows:
+        """The drafting layer's residual stream; only_keys: nothing but its keys and values is made."""
+        assert kv.states is not None, "this engine was not made for drafts"
+        tokens = len(batch.token_ids)
+        columns = max(padded(tokens), padded(2))
+        found = self._draft_programs.get((columns, only_keys))
+        if found is None:
+            program = self._new_program(self._draft_parts, columns)
+            made = draft_hidden(program, self._spec, self._weights.by_role, only_keys=only_keys)
+            found = self._draft_programs[columns, only_keys] = program, made
+        program, x = found
+        before = kv.states[slots_before(batch, kv.block_size)]
+        before[batch.positions == 0] = 0
+        program.previous()[:, :tokens] = before.T
+        self._run(program, batch, kv)
+        return x
 
     def _new_program(self, parts: Parts, columns: int) -> Program:
         if isinstance(self._attention, BlockedAttention):

@@ -63,6 +63,7 @@ class Parts:
     buffers: Buffers
     reduce: Callable[[Rows], Step] | None
     route: Callable[[Rows, Rows, Float32, Experts[NamedSlot], MoeSpec], Step]
+    hide_first: bool = False  # of attention: only the first token of a sequence sees its cell
 
 
 class Program(ABC):
@@ -71,6 +72,7 @@ class Program(ABC):
     def __init__(self, parts: Parts, tokens: int) -> None:
         self._dnn, self._spec, self._shard, self._weights = parts.dnn, parts.spec, parts.shard, parts.weights
         self._buffers, self._reduce, self._route = parts.buffers, parts.reduce, parts.route
+        self._hide_first = parts.hide_first
         self._tokens, self._compute = tokens, parts.weights.matrix_dtype
         self._steps: list[Step] = []
 
@@ -149,6 +151,25 @@ class Program(ABC):
             self._add_reduced(x, into)
         if experts.shared is not None:
             self._add_bias(x, experts.shared.down.bias)
+        return x
+
+    def previous(self) -> Rows:
+        """Where the caller puts the hidden states before the step's tokens, [hidden, T]."""
+        return self._buffer("previous", self._spec.hidden_size)
+
+    def joined(self, x: Rows, norm: NamedSlot, previous_norm: NamedSlot) -> Rows:
+        """x normed, and below it `previous` normed."""
+        size = len(x)
+        both = self._buffer("joined", 2 * size, self._compute)
+        self.copy(self.norm(x, norm), both[:size])
+        self.copy(self.norm(self.previous(), previous_norm), both[size:])
+        return both
+
+    def projected(self, y: Rows, linear: Linear[NamedSlot]) -> Rows:
+        """linear(y) where the residual stream lies."""
+        x = self._buffer("x", linear.weight.shape[0])
+        self.linear(linear.weight, y, x)
+        self._add_bias(x, linear.bias)
         return x
 
     def copy(self, src: Rows, dst: Rows) -> None:

@@ -57,8 +57,12 @@ class PagedAttention:
         self._keys, self._values = [], []
         return int(freed)
 
-    def begin(self, batch: ForwardBatch) -> None:
-        """Copy shared blocks, then index what the layers of this step read and write."""
+    def begin(self, batch: ForwardBatch, *, hide_first: bool) -> None:
+        """Copy shared blocks, then index what the layers of this step read and write.
+
+        hide_first: only the first token of a sequence sees its cell.
+        """
+        self._hide_first = hide_first
         for source, target in batch.block_copies:
             self._copy_block(int(source), int(target))
         block, offset = np.divmod(batch.slots, self._block_size)
@@ -110,7 +114,10 @@ class PagedAttention:
         tables = batch.block_tables[sequences, :width]
         heads = np.arange(self._kv_heads, dtype=np.int32)[None, :, None]
         blocks = tables[:, None, :] * self._kv_heads + heads
-        visible = np.arange(width * self._block_size) <= batch.positions[rows].reshape(count, queries, 1)
+        own = batch.positions[rows].reshape(count, queries, 1)
+        visible = np.arange(width * self._block_size) <= own
+        if self._hide_first:
+            visible[..., :1] &= own == 0
         mask = np.where(visible, np.float32(0), _MASKED)[:, None, None]
         mask = np.broadcast_to(mask, (count, self._kv_heads, per_kv, queries, mask.shape[-1]))
         return _Group(

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import paddle
 
 from worker.device import Device
 from worker.engine.base import Float32, ForwardBatch
-from worker.models.decoder import hidden
+from worker.models.decoder import draft_hidden, hidden
+from worker.models.kv_blocks import slots_before
 from worker.models.paddle_ops import PaddleOps, rms_norm
 from worker.models.shard import Shard
 from worker.models.spec import DecoderSpec
@@ -25,10 +27,16 @@ class Prepared:
 
 
 class PaddleBackend:
-    """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1."""
+    """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1. drafts: whether
+    the drafting layer is used.
+    """
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, device: Device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, device: Device, *, drafts: bool = False
+    ) -> None:
         self._spec, self._shard, self._group, self._device = spec, shard, group, device
+        self._drafts = drafts
+        self._states: Any = None  # [num_blocks, block_size * hidden], the hidden state after each token
         self._ops = PaddleOps(spec, shard, group, max_len)
         self._x: Any = None
         self._weights: Weights[Any] | None = None
@@ -49,11 +57,15 @@ class PaddleBackend:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
-        self._ops.allocate_kv(num_blocks, block_size)
+        self._ops.allocate_kv(self._spec.layers + self._drafts, num_blocks, block_size)
+        if self._drafts and self._states is None:
+            self._block_size = block_size
+            self._states = paddle.zeros([num_blocks, block_size * self._spec.hidden_size])
 
     def release_kv(self) -> int:
         """Bytes freed."""
-        return self._ops.release_kv()
+        states, self._states = self._states, None
+        return self._ops.release_kv() + (0 if states is None else int(states.numel().item()) * 4)
 
     @property
     def residual(self) -> npt.NDArray[Any]:
@@ -66,13 +78,36 @@ class PaddleBackend:
         weights = self._weights
         assert weights is not None, "no weights are bound"
         with paddle.no_grad():
-            self._ops.begin(batch)
-            x = hidden(self._ops, self._spec, weights)
+            if self._drafts and len(batch.block_copies):
+                read, write = (paddle.to_tensor(np.ascontiguousarray(batch.block_copies[:, side])) for side in (0, 1))
+                paddle.scatter_(self._states, write, paddle.index_select(self._states, read))
+            if batch.draft:
+                x = self._drafted(batch, weights, only_keys=False)
+            else:
+                self._ops.begin(batch)
+                x = hidden(self._ops, self._spec, weights)
             self._x = x
-            rows = paddle.index_select(x, paddle.to_tensor(batch.logits_rows))
-            part = paddle.matmul(rms_norm(rows, weights.norm, self._spec.eps), weights.head, transpose_y=True)
-            if weights.head.shape[0] < self._spec.vocab_size:
-                parts: list[Any] = []
-                paddle.distributed.all_gather(parts, part, group=self._group)
-                part = paddle.concat(parts, axis=-1)
+            logits = self._logits(x, batch, weights)
+            if self._drafts and not batch.draft:
+                paddle.scatter_(self._by_slot(), paddle.to_tensor(batch.slots), x)
+                self._drafted(batch, weights, only_keys=True)
+        return logits
+
+    def _drafted(self, batch: ForwardBatch, weights: Weights[Any], *, only_keys: bool) -> Any:
+        """The drafting layer's residual stream."""
+        before = paddle.index_select(self._by_slot(), paddle.to_tensor(slots_before(batch, self._block_size)))
+        first = paddle.to_tensor((batch.positions > 0).astype(np.float32)[:, None])
+        self._ops.begin(batch, before * first)
+        return draft_hidden(self._ops, self._spec, weights, only_keys=only_keys)
+
+    def _by_slot(self) -> Any:
+        return self._states.reshape([-1, self._spec.hidden_size])
+
+    def _logits(self, x: Any, batch: ForwardBatch, weights: Weights[Any]) -> Float32 | None:
+        rows = paddle.index_select(x, paddle.to_tensor(batch.logits_rows))
+        part = paddle.matmul(rms_norm(rows, weights.norm, self._spec.eps), weights.head, transpose_y=True)
+        if weights.head.shape[0] < self._spec.vocab_size:
+            parts: list[Any] = []
+            paddle.distributed.all_gather(parts, part, group=self._group)
+            part = paddle.concat(parts, axis=-1)
         return part.numpy() if self._shard.rank == 0 else None

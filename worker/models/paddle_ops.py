@@ -22,22 +22,23 @@ class PaddleOps:
 
     def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int) -> None:
         self._spec, self._shard, self._group = spec, shard, group
+        self._previous: Tensor = None
         cos, sin = rope_table(spec.rope, max_len)
         self._attention = PagedAttention(spec, shard, paddle.to_tensor(cos), paddle.to_tensor(sin))
         self._batch: ForwardBatch
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, layers: int, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
-        self._attention.allocate(self._spec.layers, num_blocks, block_size)
+        self._attention.allocate(layers, num_blocks, block_size)
 
     def release_kv(self) -> int:
         """Bytes freed."""
         return self._attention.release()
 
-    def begin(self, batch: ForwardBatch) -> None:
-        """What all layers of this step share."""
-        self._batch = batch
-        self._attention.begin(batch)
+    def begin(self, batch: ForwardBatch, previous: Tensor | None = None) -> None:
+        """What all layers of this step share. previous: for the drafting layer, [T, hidden] before the tokens."""
+        self._batch, self._previous = batch, previous
+        self._attention.begin(batch, hide_first=previous is not None)
 
     def embed(self, weight: Tensor) -> Tensor:
         """Looked-up rows; a split vocabulary is summed over ranks."""
@@ -89,6 +90,15 @@ class PaddleOps:
         if experts.shared is not None:
             out = out + self._mlp(h, experts.shared)
         return x + self._summed(out)
+
+    def joined(self, x: Tensor, norm: Tensor, previous_norm: Tensor) -> Tensor:
+        """Both normed, side by side."""
+        previous = rms_norm(self._previous, previous_norm, self._spec.eps)
+        return paddle.concat([rms_norm(x, norm, self._spec.eps), previous], axis=-1)
+
+    def projected(self, y: Tensor, linear: Linear[Tensor]) -> Tensor:
+        """linear(y)."""
+        return _linear(y, linear)
 
     def _mlp(self, h: Tensor, mlp: Mlp[Tensor]) -> Tensor:
         y = _linear(self.gated(h, mlp.gate_up), Linear(mlp.down.weight, None))

@@ -24,7 +24,7 @@ class PlainProgram(Program):
         for table, (first, second) in ((self._rotary("cos"), (cos, cos)), (self._rotary("sin"), (-sin, sin))):
             a, b = self._pairs(table)
             a[:, :, :tokens], b[:, :, :tokens] = first, second
-        self._attend.begin(batch, kv, self._qkv_rows(), self._attended())
+        self._attend.begin(batch, kv, self._qkv_rows(), self._attended(), hide_first=self._hide_first)
 
     def norm(self, x: Rows, weight: NamedSlot) -> Rows:
         """RMS norm of every column, in the compute dtype."""

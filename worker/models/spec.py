@@ -28,7 +28,8 @@ class MoeSpec:
 class DecoderSpec:
     """A pre-norm decoder with grouped-query attention, rotary positions and gated MLPs.
 
-    Biases are not listed: a layer has those its weights come with. moe: per layer, None = dense MLP.
+    Biases are not listed: a layer has those its weights come with. moe: per layer, None = dense MLP. mtp: the
+    checkpoint has a further, dense layer that drafts tokens (`decoder.draft_hidden`).
     """
 
     vocab_size: int
@@ -42,6 +43,7 @@ class DecoderSpec:
     rope: RopeSpec
     max_positions: int
     moe: tuple[MoeSpec | None, ...]
+    mtp: bool = False
 
     @property
     def layers(self) -> int:
@@ -59,6 +61,7 @@ def spec_from(
     qk_norm: bool = False,
     interleaved: bool = False,
     moe: tuple[MoeSpec | None, ...] | None = None,
+    mtp: bool = False,
 ) -> DecoderSpec:
     """The common part of all families. theta, eps, tied, head_dim: the family's defaults for absent keys.
 
@@ -83,4 +86,5 @@ def spec_from(
         rope=rope_spec(config, dim, theta=theta, positions=positions, interleaved=interleaved),
         max_positions=positions,
         moe=moe if moe is not None else (None,) * int(config["num_hidden_layers"]),
+        mtp=mtp,
     )

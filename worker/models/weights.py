@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from worker.models.spec import DecoderSpec
+from worker.models.spec import DecoderSpec, MoeSpec
 
 T = TypeVar("T")
 
@@ -53,13 +53,24 @@ class Layer(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Draft(Generic[T]):
+    """The layer that predicts one token further. projection: [hidden, 2 * hidden], of embedding and hidden state."""
+
+    embed_norm: T
+    hidden_norm: T
+    projection: Linear[T]
+    layer: Layer[T]
+
+
+@dataclass(frozen=True)
 class Weights(Generic[T]):
-    """Everything one rank reads in a forward pass."""
+    """Everything one rank reads in a forward pass. draft: its embedding, last norm and head are the model's own."""
 
     embed: T
     layers: tuple[Layer[T], ...]
     norm: T
     head: T
+    draft: Draft[T] | None
 
 
 def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
@@ -71,9 +82,7 @@ def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
     def mlp(prefix: str) -> Mlp[T]:
         return Mlp(linear(f"{prefix}.gate_up_proj"), linear(f"{prefix}.down_proj"))
 
-    def layer(index: int) -> Layer[T]:
-        prefix = f"model.layers.{index}"
-        moe = spec.moe[index]
+    def layer(prefix: str, moe: MoeSpec | None) -> Layer[T]:
         return Layer(
             input_norm=tensors[f"{prefix}.input_layernorm.weight"],
             qkv=linear(f"{prefix}.self_attn.qkv_proj"),
@@ -97,7 +106,15 @@ def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
     embed = tensors["model.embed_tokens.weight"]
     return Weights(
         embed=embed,
-        layers=tuple(layer(index) for index in range(spec.layers)),
+        layers=tuple(layer(f"model.layers.{index}", moe) for index, moe in enumerate(spec.moe)),
         norm=tensors["model.norm.weight"],
         head=embed if spec.tied else tensors["lm_head.weight"],
+        draft=Draft(
+            embed_norm=tensors["model.mtp_emb_norm.0.weight"],
+            hidden_norm=tensors["model.mtp_hidden_norm.0.weight"],
+            projection=linear("model.mtp_linear_proj.0"),
+            layer=layer("model.mtp_block.0", None),
+        )
+        if spec.mtp
+        else None,
     )

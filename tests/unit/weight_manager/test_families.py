@@ -1,8 +1,13 @@
+import json
+from pathlib import Path
+
 import pytest
+from safetensors import safe_open
 
 from weight_manager.families import FAMILIES, manifest_for
 from weight_manager.layout import make_layout
 
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -132,3 +137,23 @@ def test_every_family_can_be_laid_out(architecture, tp):
 def test_a_config_that_does_not_fit_is_refused_by_key(config, said):
     with pytest.raises(ValueError, match=said):
         manifest_for(SMALL | config, "float32")
+
+
+def test_a_layer_that_drafts_is_served_with_the_rest():
+    config = json.loads((FIXTURES / "ernie45_mtp" / "config.json").read_text())
+    parameters = {p.name: p for p in manifest_for(config, "float32").parameters}
+    own = {name for name in parameters if name.startswith("model.mtp_")}
+    assert {name.removeprefix("model.").split(".")[0] for name in own} == {
+        "mtp_emb_norm",
+        "mtp_hidden_norm",
+        "mtp_linear_proj",
+        "mtp_block",
+    }
+    assert parameters["model.mtp_linear_proj.0.weight"].shape == (32, 64)
+    assert parameters["model.embed_tokens.weight"].aliases == ("lm_head.weight",), "embedding and head are shared"
+    with safe_open(FIXTURES / "ernie45_mtp" / "model.safetensors", "numpy") as file:
+        assert set(file.keys()) == set(parameters)
+    without = manifest_for(config | {"num_nextn_predict_layers": 0}, "float32")
+    assert set(parameters) - {p.name for p in without.parameters} == own
+    with pytest.raises(ValueError, match="num_nextn_predict_layers"):
+        manifest_for(config | {"num_nextn_predict_layers": 2}, "float32")

@@ -60,6 +60,7 @@ class Rig:
         self.results: dict[tuple[str, int], Result] = {}
         self.batches: list[ForwardBatch] = []
         self.version = 0
+        self.speculative = bool(options.get("speculative"))
         self.bind(0)
 
     def weights(self, version: int) -> int:
@@ -139,8 +140,15 @@ class Rig:
         assert self.covers(result)
         for span in result.spans:
             for at in range(span.start, span.end):
-                draw = self.expected(request_id, index, prompt + result.tokens[:at], span.version)
-                assert draw.token == result.tokens[at], f"{request_id}/{index} token {at}"
+                known, token = prompt + result.tokens[:at], result.tokens[at]
+                draw = self.expected(request_id, index, known, span.version)
+                sampling = self.sent[request_id].sampling
+                if self.speculative and sampling.temperature > 0:  # which token depends on the drafts, too
+                    logits = fake_logits(self.weights(span.version), known, self.spec.vocab_size)[None]
+                    score = Sampler(self.spec.vocab_size).score(logits, [token], sampling)
+                    assert score is not None
+                    draw = Draw(token, score[0][0][1])
+                assert draw.token == token, f"{request_id}/{index} token {at}"
                 assert abs(draw.logprob - result.logprobs[at]) < 1e-5
 
     def covers(self, result: Result) -> bool:

@@ -12,8 +12,8 @@ def _ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize(("rows", "copies"), [((0, 2), 2), ((), 0)])
-def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int) -> None:
+@pytest.mark.parametrize(("rows", "copies", "draft"), [((0, 2), 2, False), ((), 0, True)])
+def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: bool) -> None:
     batch = ForwardBatch(
         token_ids=_ints(5, 6, 7),
         positions=_ints(9, 0, 1),
@@ -23,6 +23,7 @@ def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int) -> None:
         block_tables=np.array([[1, 2, 8], [10, 0, 0]], np.int32),
         logits_rows=_ints(*rows),
         block_copies=np.arange(copies * 2, dtype=np.int32).reshape(-1, 2),
+        draft=draft,
     )
     flat = batch.pack()
     assert flat.dtype == np.int32
@@ -30,6 +31,9 @@ def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int) -> None:
     again = ForwardBatch.unpack(flat)
     for field in dataclasses.fields(batch):
         before, after = getattr(batch, field.name), getattr(again, field.name)
+        if field.name == "draft":
+            assert after is before is draft
+            continue
         assert after.dtype == np.int32
         assert after.shape == before.shape
         assert np.array_equal(after, before)
