@@ -26,8 +26,9 @@ class FleetConfig(BaseModel):
     """CPUs that Ray sets aside for a rank; also its compute threads, unless worker.threads is set."""
     gpus_per_rank: float = Field(default=0.0, ge=0, le=64)
     """GPUs that Ray sets aside for a rank; 1 with --device gpu."""
-    fan_out: int = Field(default=0, ge=0, le=1024)
-    """How many stores a store feeds; with more nodes the stores form a tree. 0 = the head feeds all."""
+    fan_out: int = Field(default=2, ge=0, le=1024)
+    """How many stores a store feeds; with more nodes the stores form a tree. 1 = a chain; 0 = the head feeds all.
+    docs/scaling.md says which is for what."""
     head_host: str = ""
     """Where nodes reach the head; empty = its address in the Ray cluster."""
     drain_s: float = Field(default=10.0, ge=0, le=600)

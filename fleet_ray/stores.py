@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ class Stores:
         life = self._lives.get(place.node)
         if life is None:
             self._tree.add(place.node)
-            life = self._lives[place.node] = _Life(place.node, self._shipment, self._upstream, self._log_level)
+            life = _Life(place.node, self._shipment, self._upstream, self._remove, self._log_level)
+            self._lives[place.node] = life
         life.users.add(replica)
         return await life.up()
 
@@ -59,8 +60,13 @@ class Stores:
             return
         life.users.discard(replica)
         if not life.users:
-            del self._lives[place.node]
-            orphans = [self._lives[node] for node in self._tree.remove(place.node) if node in self._lives]
+            self._remove(place.node)
+
+    def _remove(self, node: str) -> None:
+        """Its store ends, and those below join elsewhere."""
+        life = self._lives.pop(node, None)
+        orphans = [self._lives[one] for one in self._tree.remove(node) if one in self._lives]
+        if life is not None:
             ending = asyncio.create_task(_end(life, orphans))
             self._stopping.add(ending)
             ending.add_done_callback(self._stopping.discard)
@@ -81,11 +87,19 @@ class Stores:
 class _Life:
     """One node's store: an actor bound to that node, which Ray restarts there."""
 
-    def __init__(self, node: str, shipment: Any, upstream: Callable[[str], Any], log_level: str) -> None:
+    def __init__(
+        self,
+        node: str,
+        shipment: Any,
+        upstream: Callable[[str], Awaitable[str]],
+        gone: Callable[[str], None],
+        log_level: str,
+    ) -> None:
+        """gone: the node is no more."""
         self.node = node
         self.users: set[int] = set()
         self.relay = ""
-        self._upstream = upstream
+        self._upstream, self._gone = upstream, gone
         self._shipment, self._log_level = shipment, log_level
         self._actor: Any = None
         self._run_dir: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
@@ -134,6 +148,7 @@ class _Life:
                 if not self._run_dir.done():
                     self._run_dir.set_exception(NodeGone(f"node {self.node[:8]}: {_short(error)}"))
                 log.warning("node %s has left the cluster", self.node[:8], extra={"node": self.node})
+                self._gone(self.node)
                 return
             except RayError as error:
                 why = _short(error)

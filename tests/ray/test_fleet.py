@@ -89,9 +89,11 @@ def scale(service, count, wait_s=60):
 
 
 def test_a_killed_node_and_a_late_one(serve, tiny, cluster):
-    service = serve("--replicas", "3")
+    """The stores form a chain, and the node in its middle dies: whoever was below it joins elsewhere."""
+    service = serve("--replicas", "3", "--set", "fleet.fan_out=1")
     service.wait_ready(0, 1, 2)
-    doomed = next(node for node in service.nodes().values() if node != cluster.head)
+    (next_below,) = httpx.get(f"{service.url}/v1/rollout/weights").json()["relay"]["below"]
+    doomed = next(node for node in service.nodes().values() if node[:8] in next_below)
     sets = [random_weights(tiny.config, seed) for seed in (201, 202)]
     with trainer(service, sets) as (publisher, load):
         wait_for(load, 4)
