@@ -9,7 +9,7 @@ from worker.stopping import StopRules
 
 
 def accepted(
-    origin: bytes, g: Generate, arrival: int, now: float, spec: EngineSpec, context: int, *, speculative: bool
+    origin: bytes, g: Generate, arrival: int, now: float, spec: EngineSpec, context: int, speculative: bool
 ) -> Request:
     """Number `arrival` of the API connection `origin`. Without a seed of its own it gets a random one."""
     sampling, room = g.sampling, context - len(g.prompt_ids)

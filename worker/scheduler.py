@@ -68,8 +68,7 @@ class Scheduler:
     def add(self, origin: bytes, g: Generate) -> None:
         """Queue a request of the API connection `origin`."""
         self._arrivals += 1
-        context, drafts = self._context, self._speculative
-        request = accepted(origin, g, self._arrivals, self._clock(), self._spec, context, speculative=drafts)
+        request = accepted(origin, g, self._arrivals, self._clock(), self._spec, self._context, self._speculative)
         self._metrics.counters["requests"] += 1
         self._requests[request] = None
         problem = refusal(g, self._spec, self._context, has_text=self._tokenizer is not None)
@@ -118,7 +117,8 @@ class Scheduler:
         assert step is not None, "no step is under way"
         self._kv.settle()
         if step.draft:
-            return self._drafting.propose(step, logits)
+            self._drafting.propose(step, logits)
+            return
         picks: list[Pick] = []
         drawing: list[Sequence] = []
         judged: list[Judged] = []
