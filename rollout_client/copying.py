@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from rollout_client.digest import Digest
 from rollout_client.protocol import Copy
 
 Array = npt.NDArray[Any]
@@ -47,19 +47,19 @@ def _strided(flat: Array, shape: tuple[int, ...], offset: int, strides: tuple[in
 
 
 def move(source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
-    """Copy, casting if the dtypes differ. Returns the xxh3-64 of the copy's bytes in C order, never read back."""
+    """Copy, casting if the dtypes differ. Returns the digest of the copy's bytes in C order, never read back."""
     if src_dtype == dst_dtype and source.flags.c_contiguous and target.flags.c_contiguous:
         return _move_bytes(source, target)
-    state = xxhash.xxh3_64()
+    state = Digest()
     for index, block in blocks(source, src_dtype, dst_dtype):
         target[index] = block
-        state.update(block.data)
+        state.update(block.reshape(-1).data.cast("B"))
     return state.intdigest()
 
 
 def _move_bytes(source: Array, target: Array) -> int:
     """Nothing to cast, nothing strided: as little Python for each block as can be."""
-    state = xxhash.xxh3_64()
+    state = Digest()
     raw = source.reshape(-1).data.cast("B")
     step, size = BLOCK * 4, source.nbytes
     src, dst = source.ctypes.data, target.ctypes.data

@@ -6,7 +6,7 @@ just before it is sent, and by the store just after it was received, while it is
  1. [STORE] `Welcome.data_port`, and in each chunked `Placement` a `data_key` for the session and trainer rank.
  2. [TRAINER] connects to the host it reaches the store at. Sends `MAGIC` and the key.
  3. [TRAINER] for each copy, in any order: `RECORD` (copy, bytes), the bytes in C order and in dst_dtype, `DIGEST`
-    (their xxh3-64). That replaces the `Chunk`s and the `Written` of the copy. Copies may also go as chunks instead.
+    (digest.py). That replaces the `Chunk`s and the `Written` of the copy. Copies may also go as chunks instead.
  4. [TRAINER] `RECORD` (END, 0). [STORE] answers `DONE` once all before it has been taken in; then `Seal` may come.
  5. [STORE] closes the connection when the session is over, or of a record that does not fit: the reason is the answer
     to the next `Renew`, `Seal` or `Commit`.
@@ -20,9 +20,8 @@ import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import xxhash
-
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
+from rollout_client.digest import Digest
 from rollout_client.errors import StoreUnavailable
 from rollout_client.protocol import Copy, Placement
 from rollout_client.tensors import Array, Source
@@ -85,7 +84,7 @@ class DataSocket:
         source = source_view(flat, copy)
         itemsize = WIRE_DTYPE[copy.dst_dtype].itemsize
         nbytes = source.size * itemsize
-        state = xxhash.xxh3_64()
+        state = Digest()
         self._send(memoryview(RECORD.pack(number, nbytes)), reporter)
         for _, block in blocks(source, src_dtype, copy.dst_dtype, BLOCK_BYTES // itemsize):
             raw = block.reshape(-1).data.cast("B")

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client.digest import Digest, digest_of
+
 PAGE = 4096
 """Bytes."""
 BLOCK = 2 << 20
@@ -48,16 +50,16 @@ def digest_of_sums(sums: npt.NDArray[np.int64]) -> int:
 
 
 def both_digests(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """(xxh3-64, digest of the page sums) of a contiguous array's bytes."""
+    """(digest, digest of the page sums) of a contiguous array's bytes."""
     raw = array.reshape(-1).view(np.uint8)
     if raw.size >= LARGE:
         with ThreadPoolExecutor(1) as beside:
             sums = beside.submit(page_sums, raw)
-            return int(xxhash.xxh3_64_intdigest(raw.data)), digest_of_sums(sums.result())
-    state = xxhash.xxh3_64()
+            return digest_of(raw.data), digest_of_sums(sums.result())
+    state = Digest()
     parts = []
     for start in range(0, raw.size, BLOCK):
         block = raw[start : start + BLOCK]
         state.update(block.data)
         parts.append(page_sums(block))
-    return int(state.intdigest()), digest_of_sums(np.concatenate(parts))
+    return state.intdigest(), digest_of_sums(np.concatenate(parts))

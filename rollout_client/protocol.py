@@ -1,4 +1,4 @@
-"""Wire protocol v1 between a trainer and a weight store: typed messages over ZMQ, no pickle.
+"""Wire protocol v2 between a trainer and a weight store: typed messages over ZMQ, no pickle.
 
 Transport: the trainer's DEALER talks to the store's ROUTER. A message is one msgpack frame holding one
 of the structs below (tag in field ``t``); a `Chunk` is followed by its payload frames in the same
@@ -23,7 +23,7 @@ A push, step by step:
     Of a placement with `delta`, bytes that are not sent are those of the live version, and a `Chunk` may be a
     patch of them; so a copy that has not changed is its `Written` alone.
     Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
-    memory: xxh3-64, or from tensors on a GPU the page sums that the GPU itself made (page_sums.py).
+    memory (digest.py), or from tensors on a GPU the page sums that the GPU itself made (page_sums.py).
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
     lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
     accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
@@ -44,7 +44,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER_BYTES = 64 << 20
 """Largest msgpack frame either side reads; payload frames are capped by `Welcome.max_frame`."""
 
@@ -170,7 +170,7 @@ class Written(Message, tag="written", frozen=True):
     """[TRAINER] these copies are complete; digests are over the copy's bytes in C order."""
 
     session: str
-    digests: list[tuple[int, int]]  # (copy, xxh3_64)
+    digests: list[tuple[int, int]]  # (copy, digest.py)
     sums: list[tuple[int, int]] = []  # (copy, digest of its page sums), of copies that a GPU made
 
 

@@ -9,14 +9,14 @@ from giving the slot away (slot_lock.py).
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
-from rollout_client.copying import move, slot_view, source_view
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.errors import ArenaError, SessionLost
+from rollout_client.moving import Gathered, Moved, move_part, tasks
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part
@@ -91,20 +91,18 @@ class ShmTransport(Transport):
     def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
         if sum(sources[part].nbytes for part, _ in parts) < INLINE_BYTES:
             for part, copies in parts:
-                for done in _move_part(sources[part], copies, slot, threading.Event()):
-                    _report(reporter, done)
+                for moved in move_part(sources[part], copies, slot, threading.Event()):
+                    reporter.moved(moved.nbytes)
+                    reporter.written(moved.copy, moved.digest, moved.nbytes)
             reporter.turn()
             return
         stop = threading.Event()
-        finished: queue.SimpleQueue[tuple[int, int, int] | Future[None]] = queue.SimpleQueue()
-
-        def work(source: Source, copies: list[tuple[int, Copy]]) -> None:
-            for done in _move_part(source, copies, slot, stop):
-                finished.put(done)
-
-        futures = [self._pool.submit(work, sources[part], copies) for part, copies in parts]
+        finished: queue.SimpleQueue[Moved | Future[None]] = queue.SimpleQueue()
+        works = (work for part, copies in parts for work in tasks(sources[part], copies, slot, stop))
+        futures = [self._pool.submit(_put_all, work, finished) for work in works]
         for future in futures:
             future.add_done_callback(finished.put)
+        gathered = Gathered()
         try:
             running = len(futures)
             while running:
@@ -117,7 +115,10 @@ class ShmTransport(Transport):
                     running -= 1
                     event.result()
                 else:
-                    _report(reporter, event)
+                    done = gathered.add(event)
+                    reporter.moved(event.nbytes)
+                    if done is not None:
+                        reporter.written(*done)
                     reporter.turn()
         finally:
             stop.set()
@@ -126,23 +127,6 @@ class ShmTransport(Transport):
             wait(futures)
 
 
-def _move_part(
-    source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop: threading.Event
-) -> "list[tuple[int, int, int]]":
-    """Copy after copy until told to stop; (copy, digest, bytes) of each that was done."""
-    done: list[tuple[int, int, int]] = []
-    if stop.is_set():
-        return done
-    flat = source.load()
-    for number, copy in copies:
-        if stop.is_set():
-            break
-        target = slot_view(slot, copy)
-        digest = move(source_view(flat, copy), source.part.dtype, target, copy.dst_dtype)
-        done.append((number, digest, target.nbytes))
-    return done
-
-
-def _report(reporter: Reporter, done: tuple[int, int, int]) -> None:
-    reporter.moved(done[2])
-    reporter.written(*done)
+def _put_all(work: Callable[[], list[Moved]], finished: "queue.SimpleQueue[Moved | Future[None]]") -> None:
+    for moved in work():
+        finished.put(moved)

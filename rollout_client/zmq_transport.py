@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import xxhash
 
 from rollout_client.channel import Channel
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
 from rollout_client.data_socket import DataSocket
+from rollout_client.digest import Digest
 from rollout_client.kept import Kept
 from rollout_client.patches import differing, to_gaps
 from rollout_client.protocol import Chunk, Copy, Placement
@@ -75,7 +75,7 @@ class ZmqTransport(Transport):
             return None
 
     def _send(self, number: int, copy: Copy, flat: Array, src_dtype: str, reporter: Reporter) -> None:
-        state = xxhash.xxh3_64()
+        state = Digest()
         done = 0
         held, known = self._kept.of(copy) if self._kept is not None else (None, False)
         limit = self._frame // WIRE_DTYPE[copy.dst_dtype].itemsize

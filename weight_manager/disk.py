@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from rollout_client.copying import WIRE_DTYPE, move, slot_view, source_view
+from rollout_client.digest import digest_of
 from rollout_client.protocol import Copy
 from weight_manager.checkpoint import Tensor, TensorFile, weight_files
 from weight_manager.errors import CheckpointError, PushRefused
@@ -70,7 +70,7 @@ def _load(tensor: Tensor, copies: list[Copy], slot: memoryview, scratch: Bytes) 
     if len(copies) == 1 and tensor.part.dtype == copies[0].dst_dtype and targets[0].flags.c_contiguous:
         target = targets[0].reshape(-1).view(np.uint8)
         tensor.file.read_into(target.data, tensor.offset)
-        yield xxhash.xxh3_64_intdigest(target.data)
+        yield digest_of(target.data)
         return
     raw = scratch[: tensor.nbytes]
     tensor.file.read_into(raw.data, tensor.offset)

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import xxhash
-
 from rollout_client.data_socket import DIGEST, END, RECORD
+from rollout_client.digest import Digest
 from weight_manager.errors import PushRefused
 from weight_manager.staging import Staging, Target
 
@@ -157,8 +156,8 @@ class Intake:
         return True
 
     def _receive(self, copy: int, place: memoryview) -> int:
-        """xxh3-64 of what is in its place then."""
-        state, done, told, size = xxhash.xxh3_64(), 0, 0, len(place)
+        """Digest of what is in its place then."""
+        state, done, told, size = Digest(), 0, 0, len(place)
         while done < size:
             piece = place[done : done + PIECE_BYTES]
             count = self._some(piece)
@@ -168,7 +167,7 @@ class Intake:
                 self._arrived(copy, told, done - told)
                 told = done
         self._arrived(copy, told, done - told)
-        return int(state.intdigest())
+        return state.intdigest()
 
     def _arrived(self, copy: int, offset: int, size: int) -> None:
         self._told = time.monotonic()

@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client.digest import digest_of
 from weight_manager.manifest import ALIGN, ITEMSIZE, Layout, Manifest, Parameter, Region
 
 PAGE = 4096
+FORMAT = 2
+"""Of a slot and its digests: what another release left behind is not taken for the same."""
 EVERY_RANK = -1
 VIEW_DTYPE: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
 """numpy dtype of a view; bfloat16 is shown as its bits."""
@@ -42,8 +45,8 @@ def make_layout(manifest: Manifest, tp: int) -> Layout:
                 regions.append(Region(p.name, rank, end, start, shape))
                 end += prod(shape) * ITEMSIZE[manifest.dtype]
     slot_bytes = max(-(-end // PAGE), 1) * PAGE
-    digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((manifest, tp, regions, slot_bytes)))
-    return Layout(manifest, tp, tuple(regions), slot_bytes, digest)
+    name = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((FORMAT, manifest, tp, regions, slot_bytes)))
+    return Layout(manifest, tp, tuple(regions), slot_bytes, name)
 
 
 def piece(p: Parameter, tp: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,8 +145,8 @@ def rank_views(layout: Layout, rank: int, slot: Slot) -> dict[str, Array]:
 
 
 def region_digests(layout: Layout, slot: Slot) -> list[int]:
-    """xxh3-64 of every region's bytes, in layout order."""
-    return [xxhash.xxh3_64_intdigest(view.data) for view in region_views(layout, slot)]
+    """Digest of every region's bytes, in layout order."""
+    return [digest_of(view.data) for view in region_views(layout, slot)]
 
 
 def version_digest(layout: Layout, digests: Sequence[int]) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from rollout_client import patches
+from rollout_client.digest import digest_of, pieces
 from rollout_client.page_sums import both_digests
 from rollout_client.patches import BITS
 from rollout_client.protocol import Copy
@@ -49,8 +49,8 @@ class Target:
         self.received = Intervals()
         self.written = False
         self.by_sums = False  # its trainer sends a digest of page sums
-        self.digest: int | None = None  # xxh3-64, once it has been found to match
-        self.streamed: int | None = None  # xxh3-64 of the bytes in their place, taken as each was received
+        self.digest: int | None = None  # once it has been found to match
+        self.streamed: int | None = None  # of the bytes in their place, taken as each was received
 
     @property
     def contiguous(self) -> bool:
@@ -115,8 +115,14 @@ class Target:
             for offset, span, gaps, values in self._patches
         )
 
+    def parts(self) -> list[memoryview]:
+        """What threads may hash apart from each other (digest.py); one if it has to be computed as a whole."""
+        if self.scattered or self.by_sums or self.streamed is not None or not self.contiguous:
+            return []
+        return pieces(memoryview(self._view.reshape(-1).view(np.uint8).data))
+
     def compute(self) -> tuple[int, int]:
-        """xxh3-64 of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.
+        """Digest of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.
 
         Takes the rest from the base, applies patches and scatters scratch into the slot first. Raises ValueError for
         a patch that does not fit.
@@ -135,8 +141,8 @@ class Target:
         whole = self._view if self.contiguous else np.ascontiguousarray(self._view)
         if self.by_sums:
             return both_digests(whole)
-        digest = xxhash.xxh3_64_intdigest(whole.reshape(-1).data)
-        return digest, digest
+        found = digest_of(whole.reshape(-1).data)
+        return found, found
 
 
 Check = list[tuple[Target, int]]
@@ -202,7 +208,7 @@ class Staging:
     def written(self, digests: Iterable[tuple[int, int]], sums: Iterable[tuple[int, int]] = ()) -> list[Check]:
         """The trainer says these copies are complete: what to check, in pieces for threads.
 
-        digests: (copy, xxh3-64). sums: (copy, digest of its page sums).
+        digests: (copy, digest). sums: (copy, digest of its page sums).
         """
         checks: list[Check] = []
         room = 0
@@ -214,6 +220,9 @@ class Staging:
             if self.chunked and not target.complete:
                 raise PushRefused("missing_tensor", f"{target.name} is not complete, bytes are missing", [target.name])
             target.written, target.by_sums = True, by_sums
+            if target.nbytes > BATCH_BYTES:
+                checks.insert(0, [(target, digest)])  # by itself: several threads share it
+                continue
             if room <= 0:
                 checks.append([])
                 room = BATCH_BYTES
@@ -244,13 +253,13 @@ class Staging:
         return list(dict.fromkeys(t.name for t in self.targets[first : first + count] if not t.written))
 
     def region_digests(self) -> list[int]:
-        """xxh3-64 of every region; hashes what no single verified copy covers. Run it in a thread."""
+        """Digest of every region; hashes what no single verified copy covers. Run it in a thread."""
         views = region_views(self.layout, self.slot)
         itemsize = ITEMSIZE[self.layout.manifest.dtype]
         digests = []
         for region, view in zip(self.layout.regions, views, strict=True):
             known = self._digests.get((region.offset, prod(region.shape) * itemsize))
-            digests.append(xxhash.xxh3_64_intdigest(view.data) if known is None else known)
+            digests.append(digest_of(view.data) if known is None else known)
         return digests
 
 

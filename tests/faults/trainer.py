@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import xxhash
 import zmq
 
 from rollout_client import protocol as wire
 from rollout_client.arena_file import ArenaFile
 from rollout_client.copying import slot_view, source_view
+from rollout_client.digest import digest_of
 from rollout_client.protocol import Part
 from tests.faults.small_model import Weights
 
@@ -61,7 +61,7 @@ class Trainer:
             for number, copy in enumerate(self.placement.copies[:count]):
                 source = np.ascontiguousarray(source_view(self.sources[copy.part].reshape(-1), copy))
                 slot_view(slot, copy)[...] = source
-                digests.append((number, xxhash.xxh3_64_intdigest(source.data)))
+                digests.append((number, digest_of(source.data)))
         return digests
 
     @contextmanager
@@ -74,7 +74,7 @@ class Trainer:
         """Bytes of a copy and their digest."""
         copy = self.placement.copies[number]
         raw = np.ascontiguousarray(source_view(self.sources[copy.part].reshape(-1), copy)).tobytes()
-        return raw, xxhash.xxh3_64_intdigest(raw)
+        return raw, digest_of(raw)
 
     def close(self) -> None:
         self.socket.close()

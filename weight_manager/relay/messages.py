@@ -46,7 +46,7 @@ from rollout_client.protocol import ErrorCode, InFlight
 from weight_manager import messages as inner
 from weight_manager.messages import Live
 
-RELAY_PROTOCOL = 1
+RELAY_PROTOCOL = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -138,7 +138,7 @@ class Claims(Message, tag="claims", frozen=True):
     """[ABOVE] regions that were sent whole."""
 
     session: str
-    digests: list[tuple[int, int]]  # (region, xxh3-64)
+    digests: list[tuple[int, int]]  # (region, digest)
 
 
 class Seal(Message, tag="seal", frozen=True):

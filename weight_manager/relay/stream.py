@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """All of a region has been logged; its xxh3-64."""
+    """All of a region has been logged; its digest."""
 
     region: int
     digest: int

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from rollout_client import protocol as wire
+from rollout_client.publisher import WeightPublisher
 from weight_manager.arena import Arena
 
 Answer = Callable[[Any, list[bytes]], list[Any] | Any | None]
@@ -109,3 +110,16 @@ def store(arena) -> Iterator[ScriptedStore]:
     made = ScriptedStore(arena)
     yield made
     made.close()
+
+
+@pytest.fixture
+def publisher(store):
+    made = []
+
+    def make(**options):
+        made.append(WeightPublisher(store.endpoint, run_id="r", **{"connect_timeout_s": 5.0} | options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
