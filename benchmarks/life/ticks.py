@@ -73,17 +73,20 @@ def threads_of(pid: int) -> int:
 
 
 def loop_parts(requests: int, tokens: int = 300) -> dict[str, float]:
-    """Microseconds of a tick by part, on a replica of one rank whose engine does nothing; the median over ticks."""
+    """Microseconds of processor time of a tick by part, on one rank whose engine does nothing; medians over ticks.
+
+    step is the fake engine, which draws its logits at random, and the sampler.
+    """
     spent: dict[str, list[float]] = defaultdict(list)
     before = {name: getattr(EventLoop, name) for name in (*PARTS, "tick")}
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return call(*args)
             finally:
-                spent[name].append(time.perf_counter() - began)
+                spent[name].append(time.thread_time() - began)
 
         return run
 
