@@ -21,3 +21,13 @@ def make_rig():
 def rig(make_rig):
     """One with defaults."""
     return make_rig()
+
+
+@pytest.fixture
+def busy(make_rig):
+    """Serving version 0, with one long stream under way."""
+    rig = make_rig(fake={"step_s": 0.005}, hold_s=0.4, unknown_s=1.0)
+    rig.first = rig.serve()
+    rig.api.generate("long", max_tokens=150)
+    rig.api.until(lambda: rig.api.tokens("long") > 2)
+    return rig

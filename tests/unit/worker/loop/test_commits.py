@@ -1,11 +1,9 @@
-import threading
 import time
 
 import pytest
 
 from weight_manager import messages as store_messages
 from weight_manager.messages import (
-    Adopt,
     Adopted,
     Finalize,
     Flip,
@@ -16,17 +14,6 @@ from weight_manager.messages import (
     Rollback,
     RolledBack,
 )
-from worker.messages import Clear, Done, Pause, Reload, Resume
-
-
-@pytest.fixture
-def busy(make_rig):
-    """Serving version 0, with one long stream under way."""
-    rig = make_rig(fake={"step_s": 0.005}, hold_s=0.4, unknown_s=1.0)
-    rig.first = rig.serve()
-    rig.api.generate("long", max_tokens=150)
-    rig.api.until(lambda: rig.api.tokens("long") > 2)
-    return rig
 
 
 def versions(rig, request_id):
@@ -203,176 +190,3 @@ def test_a_slot_given_away_while_we_slept_voids_the_step(busy):
     assert versions(busy, "long") == [0, 1]
     busy.check(busy.api, "long")
     assert busy.api.stats().counters["fenced_steps"] == 1
-
-
-def test_adopt_outside_a_push(rig):
-    rig.serve()
-    newer = rig.store.write(5, 1)
-    rig.store.send(Adopt(newer))
-    assert rig.store.expect(Adopted) == Adopted(newer.epoch)
-    rig.api.generate("a")
-    rig.api.finish("a")
-    assert versions(rig, "a") == [5]
-    rig.check(rig.api, "a")
-
-
-def test_adopt_of_a_slot_with_other_bytes_is_refused_and_tried_again(rig):
-    first = rig.serve()
-    newer = rig.store.write(5, 1)
-    rig.arena.slot(1)[0:4] = b"\0\0\0\1"
-    rig.store.send(Adopt(newer))
-    answer = rig.store.expect(Adopted)
-    assert not answer.ok
-    assert "digest" in answer.error
-    rig.api.generate("a")
-    rig.api.finish("a")
-    assert versions(rig, "a") == [0]
-    rig.store.register(first)  # it asks again by itself
-
-
-def test_a_commit_while_paused_is_taken(busy):
-    busy.api.call(Pause, "keep", clear_cache=False)
-    busy.store.push("s1", busy.store.write(1, 1))
-    assert busy.api.stats().state == "paused"
-    assert busy.api.stats().version == 1
-    busy.api.call(Resume)
-    busy.api.finish("long")
-    busy.check(busy.api, "long")
-
-
-def test_wait_policy_while_paused_with_sequences_is_voted_down(busy):
-    busy.api.call(Pause, "keep")
-    vote = busy.store.prepare("s1", busy.store.write(1, 1), "wait")
-    assert not vote.ok
-    assert "stand still" in vote.error
-
-
-def test_cleared_replicas_follow_commits_and_reload_the_latest(busy):
-    released = busy.api.call(Clear).data["released"]
-    assert released[0]["weights"] > 0
-    assert released[0]["kv_cache"] > 0
-    assert busy.api.stats().version is None
-    busy.store.push("s1", busy.store.write(1, 1))
-    busy.store.push("s2", busy.store.write(2, 0))
-    assert busy.api.stats().state == "cleared"
-    busy.api.call(Reload)
-    assert (busy.api.stats().state, busy.api.stats().version) == ("serving", 2)
-    busy.api.finish("long")
-    assert versions(busy, "long") == [0, 2]
-    busy.check(busy.api, "long")
-
-
-def test_clear_between_prepare_and_flip(busy):
-    live = busy.store.write(1, 1)
-    busy.store.prepare("s1", live)
-    busy.api.call(Clear)
-    reload = busy.api.start(Reload)  # must not map the old version now
-    assert busy.store.flip("s1").ok
-    busy.store.send(Finalize("s1"))
-    busy.store.expect(store_messages.Finalized)
-    busy.api.answer(reload)
-    assert busy.api.stats().version == 1
-    busy.api.finish("long")
-    busy.check(busy.api, "long")
-
-
-def test_a_commit_that_comes_between_two_phases_of_a_reload_waits_for_its_end(busy):
-    busy.api.call(Clear)
-    groups = busy.loop._actions._groups
-    entered, go_on = threading.Event(), threading.Event()
-
-    def restart():
-        entered.set()
-        assert go_on.wait(5)
-        return []
-
-    groups.restart = restart
-    reload = busy.api.start(Reload)
-    assert entered.wait(5)
-    busy.store.send(store_messages.Prepare("s1", busy.store.write(1, 1), "keep", 5.0))
-    time.sleep(0.05)
-    go_on.set()
-    assert busy.store.expect(Prepared) == Prepared("s1")
-    assert isinstance(busy.api.answer(reload), Done)
-    assert busy.store.flip("s1") == Flipped("s1")
-    busy.store.send(Finalize("s1"))
-    busy.store.expect(store_messages.Finalized)
-    busy.api.finish("long")
-    assert versions(busy, "long") == [0, 1]
-    busy.check(busy.api, "long")
-
-
-@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
-def test_each_half_alone_is_cleared_and_reloaded(busy, tag):
-    assert set(busy.api.call(Clear, (tag,)).data["released"][0]) == {tag}
-    assert busy.api.call(Clear, (tag,)).data["released"][0] == {tag: 0}  # again: nothing left, a clean answer
-    assert busy.api.stats().state == "cleared"
-    busy.api.call(Reload)
-    busy.api.call(Reload)
-    assert busy.api.stats().state == "serving"
-    busy.api.finish("long")
-    busy.check(busy.api, "long")
-
-
-def test_both_halves_are_needed_to_serve(rig):
-    rig.serve()
-    rig.api.call(Clear)
-    rig.api.call(Reload, ("weights",))
-    assert rig.api.stats().state == "cleared"
-    rig.api.call(Reload, ("kv_cache",))
-    assert rig.api.stats().state == "serving"
-
-
-def test_requests_while_cleared_are_held(rig):
-    rig.serve()
-    rig.api.call(Clear)
-    rig.api.generate("a")
-    rig.api.until(lambda: rig.api.stats().held == 1)
-    rig.api.call(Reload)
-    rig.api.finish("a")
-    rig.check(rig.api, "a")
-
-
-def test_requests_while_cleared_are_refused_by_policy(make_rig):
-    rig = make_rig(when_cleared="refuse")
-    rig.serve()
-    rig.api.call(Clear)
-    rig.api.generate("a")
-    assert rig.api.answer("a").code == "conflict"
-
-
-def test_a_store_with_another_arena_is_followed(busy, tmp_path):
-    from weight_manager.arena import Arena
-
-    moved = Arena.create(busy.run_dir, "rig", busy.layout.slot_bytes)
-    busy.store.close()
-    old, busy.arena = busy.arena, moved
-    busy.store.arena, busy.store.arena_path = moved, str(moved.path)
-    old.close(unlink=True)
-    busy.store.open()
-    live = busy.store.write(7, 0)
-    busy.store.register(live)
-    busy.api.finish("long")
-    assert versions(busy, "long") == [0, 7]
-    busy.check(busy.api, "long")
-
-
-def test_an_engine_error_ends_its_batch_and_the_worker_goes_on(busy):
-    engine = busy.loop._actions.engine
-    forward, calls = engine.forward, []
-
-    def broken(batch):
-        calls.append(batch)
-        if len(calls) == 1:
-            raise RuntimeError("out of memory, say")
-        return forward(batch)
-
-    engine.forward = broken
-    _, _, finish = busy.api.finish("long")
-    assert finish == "error"
-    assert "out of memory, say" in busy.api.chunks["long"][-1].error
-    busy.check(busy.api, "long")
-    busy.api.generate("next")
-    busy.api.finish("next")
-    busy.check(busy.api, "next")
-    assert busy.api.stats().counters["engine_errors"] == 1

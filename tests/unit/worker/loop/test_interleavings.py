@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from tests.unit.worker.loop.rig import PATIENCE_S, Rig
+from tests.unit.worker.loop.rig import Rig
+from tests.unit.worker.loop.scripted import PATIENCE_S
 from weight_manager import messages as store_messages
 from weight_manager.messages import Finalize, Finalized, Registered, Rollback, RolledBack
 from worker.messages import Abort, Clear, Done, Pause, Reload, ResetPrefixCache, Resume, Verify

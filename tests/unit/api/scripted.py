@@ -1,0 +1,288 @@
+"""Stand-ins at the API's two edges: a replica's rank 0 and the weight store, each a real ROUTER on an ipc socket.
+
+`ScriptedReplica` stands for a worker's event loop: it answers every message of worker/messages.py as the
+protocol says, and makes tokens by counting up from the last prompt token. `ScriptedStore` stands for the
+store's service socket. Neither checks weights or numerics; integration tests run the real processes.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from weight_manager import messages as store_messages
+from weight_manager.messages import (
+    AbortSession,
+    Checksums,
+    CommitSession,
+    GetStatus,
+    Live,
+    LoadDisk,
+    ReadTensor,
+    Result,
+    RollbackWeights,
+    SessionTensors,
+    Status,
+)
+from worker import messages
+from worker.messages import (
+    Abort,
+    CallFailed,
+    Chunk,
+    Chunks,
+    Clear,
+    Done,
+    Generate,
+    GetStats,
+    Pause,
+    Reload,
+    ResetPrefixCache,
+    Resume,
+    Span,
+    StateChanged,
+    Stats,
+    Verify,
+)
+
+CONTEXT = 64
+
+
+class ScriptedReplica:
+    """See module. script: token ids every sequence produces instead of counting; gate: one release per token."""
+
+    def __init__(self, run_dir: Path, index: int) -> None:
+        self.endpoint = f"ipc://{run_dir}/replica-{index}.sock"
+        self.index = index
+        self.state = "serving"
+        self.version = 0
+        self.pause_mode: messages.PauseMode | None = None
+        self.script: list[int] | None = None
+        self.finish: messages.FinishReason = "length"
+        self.stop_reason: int | str | None = None
+        self.gate: asyncio.Semaphore | None = None
+        self.fail: dict[type, CallFailed] = {}
+        self.refuse = ""
+        self.mute = False
+        self.received: list[Any] = []
+        self.running: dict[tuple[bytes, str], asyncio.Task[None]] = {}
+        self._socket: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._origins: set[bytes] = set()
+
+    def start(self) -> None:
+        self.mute = False
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.endpoint)
+        self._task = asyncio.create_task(self._serve())
+
+    async def die(self) -> None:
+        """Without a last word."""
+        self.mute = True
+        tasks = [task for task in (self._task, *self.running.values()) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.running.clear()
+        self._origins.clear()
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = None
+
+    def got(self, kind: type) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    def move(self, state: str, version: int | None = None) -> None:
+        self.state = state
+        self.version = self.version if version is None else version
+        for origin in self._origins:
+            self._send(origin, StateChanged(state, self.version))
+
+    def _send(self, origin: bytes, message: Any) -> None:
+        if self._socket is not None and not self.mute:
+            self._socket.send_multipart([origin, messages.encode(message)])
+
+    async def _serve(self) -> None:
+        assert self._socket is not None
+        while True:
+            origin, frame = await self._socket.recv_multipart()
+            message = messages.decode_from_api(frame)
+            self.received.append(message)
+            if type(message) in self.fail:
+                failure = self.fail[type(message)]
+                self._send(origin, CallFailed(message.call, failure.code, failure.message, failure.rank))
+                continue
+            self._act(origin, message)
+
+    def _act(self, origin: bytes, message: Any) -> None:
+        match message:
+            case Generate() if self.refuse:
+                self._send(origin, CallFailed(message.request_id, "conflict", self.refuse))
+            case Generate():
+                self.running[origin, message.request_id] = asyncio.create_task(self._generate(origin, message))
+            case Abort(call=call, request_ids=ids):
+                ended = [key for key in self.running if ids is None or key[1] in ids]
+                for key in ended:  # soon: a task that has not begun would end without a word
+                    asyncio.get_running_loop().call_soon(self.running[key].cancel)
+                self._send(origin, Done(call, {"aborted": len(ended)}))
+            case GetStats(call=call):
+                self._origins.add(origin)
+                self._send(origin, self.stats(call))
+            case Pause(call=call, mode=mode):
+                self.pause_mode = mode
+                if mode == "abort":
+                    for task in self.running.values():
+                        task.cancel()
+                self.move("paused")
+                self._send(origin, Done(call))
+            case Resume(call=call):
+                self.pause_mode = None
+                if self.state == "paused":
+                    self.move("serving")
+                self._send(origin, Done(call))
+            case Clear(call=call):
+                self.move("cleared")
+                self._send(origin, Done(call, {"released": [{"weights": 700, "kv_cache": 300}]}))
+            case Reload(call=call):
+                self.move("serving" if self.pause_mode is None else "paused")
+                self._send(origin, Done(call))
+            case Verify(call=call):
+                self._send(origin, Done(call, {"0": {"model.norm.weight": "00000000000000ff"}}))
+            case ResetPrefixCache(call=call):
+                self._send(origin, Done(call, {"empty": not self.running}))
+
+    async def _generate(self, origin: bytes, g: Generate) -> None:
+        limit = g.sampling.max_tokens if g.sampling.max_tokens is not None else CONTEXT - len(g.prompt_ids)
+        ids = (self.script or [(g.prompt_ids[-1] + 1 + i) % 256 for i in range(limit)])[:limit]
+        made = 0
+        try:
+            for token_id in ids:
+                if self.gate is not None:
+                    await self.gate.acquire()
+                made += 1
+                if g.stream and made < len(ids):
+                    self._emit(origin, g, [token_id], made, None)
+            last = ids[-1:] if g.stream else ids
+            self._emit(origin, g, last, made, self.finish)
+        except asyncio.CancelledError:
+            self._emit(origin, g, [] if g.stream else ids[:made], made, "abort")
+        finally:
+            self.running.pop((origin, g.request_id), None)
+
+    def _emit(self, origin: bytes, g: Generate, ids: list[int], made: int, finish: Any) -> None:
+        chunks = [
+            Chunk(
+                g.request_id,
+                index,
+                ids,
+                [-0.5] * len(ids),
+                [Span(self.version, 0, made)],
+                top=[[(i, -0.5), (0, -2.0)] for i in ids] if g.sampling.logprobs else [],
+                ranks=[1] * len(ids) if g.sampling.logprobs else [],
+                finish=finish,
+                stop_reason=self.stop_reason if finish == "stop" else None,
+                prompt_logprobs=[[(i, -1.0, 1)] for i in g.prompt_ids[1:]]
+                if g.sampling.prompt_logprobs is not None
+                else None,
+            )
+            for index in range(g.sampling.n)
+        ]
+        self._send(origin, Chunks(chunks))
+
+    def stats(self, call: str = "") -> Stats:
+        return Stats(
+            call=call,
+            replica=self.index,
+            state=self.state,
+            pause_mode=self.pause_mode,
+            version=self.version,
+            epoch=1,
+            running=len(self.running),
+            waiting=0,
+            held=0,
+            kv_blocks_used=3,
+            kv_blocks_total=10,
+            block_size=16,
+            counters={"generation_tokens": 5.0, "finished_stop": 1.0, "steps": 2.0},
+            histograms={"step_s": [0.01, 0.02]},
+            ranks=[{"pid": 1, "rss_bytes": 1000}],
+        )
+
+
+class ScriptedStore:
+    """See module."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.live: Live | None = Live("", 0, 1, 0, "d" * 16)
+        self.results: dict[type, Result] = {}
+        self.received: list[Any] = []
+        self.session: dict[str, Any] | None = None
+        self.relay: dict[str, Any] | None = None
+        self.arrived: set[str] = set()
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{run_dir}/store.sock")
+        self._subscribers: set[bytes] = set()
+        self._task = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close(linger=0)
+
+    def commit(self, version: int, run_id: str = "run") -> None:
+        epoch = self.live.epoch + 1 if self.live else 1
+        self.live = Live(run_id, version, epoch, epoch % 2, "e" * 16)
+        self.publish()
+
+    def publish(self) -> None:
+        for origin in self._subscribers:
+            self._send(origin, self.status(""))
+
+    def status(self, call: str) -> Status:
+        return Status(
+            call=call,
+            live=self.live,
+            previous=None,
+            session=self.session,
+            replicas={"0": {"ready": True}},
+            last_error=None,
+            last_push={"version": self.live.version} if self.live else None,
+            history=[],
+            counters={"commits": 1.0},
+            relay=self.relay,
+        )
+
+    def _send(self, origin: bytes, message: Any) -> None:
+        self._socket.send_multipart([origin, store_messages.encode(message)])
+
+    async def _serve(self) -> None:
+        while True:
+            origin, frame = await self._socket.recv_multipart()
+            message = store_messages.decode_incoming(frame)
+            self.received.append(message)
+            match message:
+                case GetStatus(call=call, subscribe=subscribe):
+                    if subscribe:
+                        self._subscribers.add(origin)
+                    self._send(origin, self.status(call))
+                case SessionTensors(call=call, names=names):
+                    missing = [name for name in names if name not in self.arrived]
+                    self._send(origin, Result(call, True, data={"missing": missing}))
+                case CommitSession(call=call):
+                    self.session = None
+                    self.commit((self.live.version if self.live else 0) + 1)
+                    self._send(origin, Result(call, True, data={"version": self.live.version}))
+                case RollbackWeights() | Checksums() | ReadTensor():
+                    answer = self.results[type(message)]
+                    self._send(origin, Result(message.call, answer.ok, answer.code, answer.message, data=answer.data))
+                case LoadDisk() | AbortSession():
+                    answer = self.results.get(type(message), Result("", True, data={}))
+                    if answer.ok and isinstance(message, LoadDisk):
+                        assert self.live is not None
+                        self.commit(self.live.version + 1 if message.version is None else message.version)
+                        answer = Result("", True, data={"version": self.live.version})
+                    fields = {f: getattr(answer, f) for f in answer.__struct_fields__} | {"call": message.call}
+                    self._send(origin, Result(**fields))
