@@ -68,7 +68,7 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 
 bench: bench-push bench-generate bench-life ## every benchmark with its peers; results as JSON in benchmarks/results/
 
-bench-generate: kernels model ## tokens per second beside vLLM's CPU build and HF transformers, in environments of their own
+bench-generate: kernels model ## generation beside vLLM's CPU build and HF transformers; an hour, in pieces that go on where one ended
 	$(BIN)/python -m benchmarks.generate $(BENCH_ARGS)
 
 bench-push: $(STAMP) ## pushes of Qwen3-0.6B against memory's speed and other ways; needs 16 GB of memory

@@ -40,7 +40,7 @@ def main() -> None:
             measure(engine, dtype, count, args.context, args.steps)
 
 
-def loaded(path: Path, dtype: Any, without: list[str]) -> Any:
+def loaded(path: Path, dtype: Any, without: list[str], *, rank: int = 0, tp: int = 1, group: Any = None) -> Any:
     from safetensors.numpy import load_file
 
     from weight_manager.families import manifest_for
@@ -54,16 +54,17 @@ def loaded(path: Path, dtype: Any, without: list[str]) -> Any:
     if "compiler" in without:
         native.compiled = refuse
     manifest = manifest_for(json.loads((path / "config.json").read_text()), dtype)
-    layout = make_layout(manifest, 1)
+    layout = make_layout(manifest, tp)
     tensors = load_file(path / "model.safetensors")
     slot = bytearray(layout.slot_bytes)
     for region, view in zip(layout.regions, region_views(layout, slot), strict=True):
-        flat = tensors[region.name].reshape(-1)
+        box = tuple(slice(start, start + size) for start, size in zip(region.start, region.shape, strict=True))
+        flat = np.ascontiguousarray(tensors[region.name][box]).reshape(-1)
         view[:] = flat if dtype == "float32" else flat.view(np.uint32) >> 16
-    config = WorkerConfig(model_dir=path, dtype=dtype, max_batch=64, max_model_len=1024)
-    engine = paddle_engine.PaddleEngine(config, manifest, None, 0)
+    config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024)
+    engine = paddle_engine.PaddleEngine(config, manifest, group, rank)
     engine.allocate_kv()
-    engine.bind(engine.prepare(rank_views(layout, 0, memoryview(slot).toreadonly())))
+    engine.bind(engine.prepare(rank_views(layout, rank, memoryview(slot).toreadonly())))
     return engine
 
 

@@ -1,13 +1,17 @@
 """No torn weights: every token of every response is derived again from the version its span claims.
 
+Under all four policies, on one rank and on two. `REPLAY_PUSHES=200` makes it the long proof.
+
 Two very different checkpoints take turns under load. The derivation is an independent forward in numpy. A greedy
 token must be the most likely one under the claimed weights, and every logprob must be theirs; under the other
 checkpoint nearly all of them would be far off, which the test checks too.
 """
 
 import itertools
+import os
 import threading
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +19,13 @@ import pytest
 
 from rollout_client.http import Output, RolloutClient
 from rollout_client.protocol import InFlight
+from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.llama import Replay
 
-PUSHES = 16
+PUSHES = int(os.environ.get("REPLAY_PUSHES", "12"))
+LONGEST_S = 60 + 2.5 * PUSHES
 LENGTH = 40
 # Few and long, so that the prefix cache is hit, also right after a push.
 PROMPTS = [np.random.default_rng(n).integers(1, 128, 4 + 8 * n).tolist() for n in range(6)]
@@ -63,11 +69,19 @@ class Load:
             self.failures.append(error)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+@pytest.fixture(scope="module")
+def split(tiny: Checkpoint) -> Iterator[LiveService]:
+    """One replica of two ranks."""
+    yield from running(tiny.directory, "--tp", "2")
+
+
+@pytest.mark.timeout(2 * LONGEST_S)
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort", "wait"])
+@pytest.mark.parametrize("ranks", ["service", "split"])
 def test_every_token_comes_from_the_version_its_span_claims(
-    service: LiveService, tiny: Checkpoint, in_flight: InFlight
+    ranks: str, tiny: Checkpoint, in_flight: InFlight, request: pytest.FixtureRequest
 ) -> None:
+    service: LiveService = request.getfixturevalue(ranks)
     sets = [random_weights(tiny.config, seed) for seed in (201, 202)]
     run = f"replay-{uuid.uuid4().hex[:8]}"
     with service.publisher(run) as publisher:
@@ -77,13 +91,26 @@ def test_every_token_comes_from_the_version_its_span_claims(
                 wait_for(load, 3 * version)
                 publisher.push(sets[version % 2], version, in_flight=in_flight)
     assert not load.failures
-    mixed = [output for _, _, output in load.answers if len(output.spans) > 1]
-    versions = {span.version for _, _, output in load.answers for span in output.spans}
-    assert len(mixed) >= PUSHES / 2, "the pushes did not land inside running sequences"
+    outputs = [output for _, _, output in load.answers]
+    caught = {
+        "keep": [output for output in outputs if len(output.spans) > 1],
+        "recompute": [output for output in outputs if len(output.spans) > 1],
+        "abort": [output for output in outputs if output.finish_reason == "abort"],
+        "wait": [],
+    }[in_flight]
+    versions = {span.version for output in outputs for span in output.spans}
+    assert in_flight == "wait" or len(caught) >= PUSHES / 2, "the pushes did not land inside running sequences"
     assert len(versions) >= PUSHES / 2
+    if in_flight in {"abort", "wait"}:
+        assert all(len(output.spans) == 1 for output in outputs)
     replay = Replay(tiny.config, sets)
-    misfits = [check(replay, in_flight, *answer) for answer in load.answers]
+    misfits = [
+        check(replay, in_flight, *answer, cut=in_flight == "abort" and answer[2].finish_reason == "abort")
+        for answer in load.answers
+        if answer[2].token_ids
+    ]
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike for this test to mean anything"
+    print(f"{ranks}, {in_flight}: {PUSHES} updates, {sum(len(o.token_ids) for o in outputs)} tokens replayed")
 
 
 def wait_for(load: Load, answers: int) -> None:

@@ -1,0 +1,79 @@
+"""Our engine without scheduler, loop and HTTP: forward passes and the drawing of tokens, and nothing else.
+
+Line in:  {"prompts": [[ids], ...], "n": 1, "max_tokens": 96}; prompts are equally long, in one prefill step together.
+Line out: {"seconds": s, "forward_seconds": of the forward passes alone, "tokens": generated, "ids": [[ids], ...]}
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--model", type=Path, required=True)
+    arguments.add_argument("--dtype", required=True)
+    options = arguments.parse_args()
+    sys.path.insert(0, str(ROOT))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from worker.cpu.tuning import tune
+
+    tune(None, 1)
+    from benchmarks.decode_profile import loaded
+
+    began = time.perf_counter()
+    engine = loaded(options.model, options.dtype, [])
+    print(json.dumps({"ready_seconds": time.perf_counter() - began}), file=out, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps(generate(engine, job["prompts"], job["max_tokens"])), file=out, flush=True)
+
+
+def generate(engine: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    """All prompts in lock step, at temperature 1."""
+    import numpy as np
+
+    from worker.engine.base import ForwardBatch
+    from worker.logit_edits import LogitEdits
+    from worker.messages import SamplingParams
+    from worker.sampler import Pick, Sampler
+
+    count, length, size = len(prompts), len(prompts[0]), engine.spec.block_size
+    sampler, sampling = Sampler(engine.spec.vocab_size), SamplingParams()
+    edits = LogitEdits(sampling, [], frozenset())
+    width = -(-(length + new) // size)
+    tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
+    ids = np.array(prompts, np.int32)
+    done, forward, began = 0, 0.0, time.perf_counter()
+    for step in range(new):
+        fed = ids[:, done:]
+        at = np.arange(done, ids.shape[1])
+        batch = ForwardBatch(
+            token_ids=np.ascontiguousarray(fed.reshape(-1)),
+            positions=np.tile(at, count).astype(np.int32),
+            slots=(tables[:, at // size] * size + at % size).reshape(-1).astype(np.int32),
+            query_lens=np.full(count, len(at), np.int32),
+            context_lens=np.full(count, ids.shape[1], np.int32),
+            block_tables=tables,
+            logits_rows=(np.arange(1, count + 1) * len(at) - 1).astype(np.int32),
+            block_copies=np.zeros((0, 2), np.int32),
+        )
+        before = time.perf_counter()
+        logits = engine.forward(batch)
+        forward += time.perf_counter() - before
+        draws = sampler.sample(logits, [Pick(row, sampling, edits, row, 0, step) for row in range(count)])
+        done = ids.shape[1]
+        ids = np.concatenate([ids, np.array([[draw.token] for draw in draws], np.int32)], axis=1)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "forward_seconds": forward, "tokens": count * new, "ids": ids.tolist()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The rows that the rounds add up to, as a Markdown table: ``python -m benchmarks.generate.report [FILE]``."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.generate.rounds import RESULTS, Round, read
+
+OURS = "service"
+
+
+def rows(sections: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(claim, measured, bar) of every section that has rounds."""
+    found: list[tuple[str, str, str]] = []
+    for name, section in sections.items():
+        rounds, (kind, *what) = section["rounds"], name.split("/")
+        if not rounds:
+            continue
+        loads = [taken["load"] for taken in rounds]
+        suffix = f" ({len(rounds)} rounds, load {min(loads):.0f} to {max(loads):.0f})"
+        found += [(claim, figure + suffix, bar) for claim, figure, bar in _ROWS[kind](what, rounds)]
+    return found
+
+
+def _throughput(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    dtype, peer = what
+    bars = {"1": ">= 1.0", "16": ">= 1.0", "64": ">= 1.0", "group": ">= 1.3"} if peer == "vllm" else {}
+    lines = []
+    for case in [key for key in rounds[0] if key != "load"]:
+        ours, theirs = (median(taken[case][name] for taken in rounds) for name in (OURS, peer))
+        ratio = median(taken[case][OURS] / taken[case][peer] for taken in rounds)
+        said = f"{ratio:.2f}x: {ours:.0f} against {theirs:.0f} tokens/s"
+        lines.append((f"{dtype} against {peer}, {case}", said, bars.get(case, "")))
+    return lines
+
+
+def _overhead(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    said = f"{_of(rounds, 'over_bare'):.1%} (over forward passes alone {_of(rounds, 'over_forward'):.1%})"
+    return [(f"HTTP and scheduler over the bare engine at 16, {what[0]}", said, "<= 5 %")]
+
+
+def _signals(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    said = (
+        f"{_of(rounds, 'added'):.1%} of {_of(rounds, 'plain_ms'):.1f} ms (in the calls {_of(rounds, 'calls_ms'):.2f})"
+    )
+    return [(f"signals of a tick at tp 2, {what[0]}", said, "<= 3 %")]
+
+
+def _start(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    return [(f"start of serve to ready, {what[0]}", f"{_of(rounds, 'ready_s'):.2f} s", "<= 5 s")]
+
+
+def _updates(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    said = f"{_of(rounds, 'share'):.3f} with {_of(rounds, 'updates'):.0f} updates"
+    return [(f"throughput with an update every 2 s over that without, {what[0]}", said, ">= 0.95")]
+
+
+def _gap(_: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    said = f"{_of(rounds, 'ours'):.4f}; HF's own {_of(rounds, 'hf'):.4f}"
+    return [("bfloat16 logprobs against float32, mean gap", said, "< 0.02")]
+
+
+_ROWS: dict[str, Callable[[list[str], list[Round]], list[tuple[str, str, str]]]] = {
+    "throughput": _throughput,
+    "overhead": _overhead,
+    "signals": _signals,
+    "start": _start,
+    "updates": _updates,
+    "gap": _gap,
+}
+
+
+def _of(rounds: list[Round], key: str) -> float:
+    return float(median(taken[key] for taken in rounds))
+
+
+def main() -> None:
+    result = read(Path(sys.argv[1]) if sys.argv[1:] else RESULTS)
+    machine = result["machine"]
+    print(f"SmolLM2-135M on {machine['cores']} cores of {machine['processor']} ({', '.join(machine['bf16'])}).\n")
+    print("| | median | bar |\n|---|---|---|")
+    for row in rows(result["sections"]):
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()
