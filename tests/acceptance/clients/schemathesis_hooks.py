@@ -3,7 +3,6 @@
 Looks at every request as it goes out, whichever phase made it. What is not valid stays as it is.
 """
 
-import anyio  # noqa: F401  its workers would import it both at once, which Python 3.11's compiler does not survive
 import schemathesis
 
 WAIT_S = 0.01
