@@ -1,5 +1,6 @@
 """A service whose replicas are on a Ray cluster."""
 
+import os
 import shutil
 import socket
 import time
@@ -68,7 +69,8 @@ class RayService(LiveService):
 
     def left_on_nodes(self) -> list[str]:
         """Processes, files and shared memory of nodes' stores and replicas; only processes where a node was killed."""
-        run_dirs = Path("/tmp").glob(f"paddle-rollout-ray-{self.name}-*")
+        run_dirs: list[Path] = list(Path("/tmp").glob(f"paddle-rollout-ray-{self.name}-*"))
+        run_dirs = [path for path in run_dirs if os.listdir(path) != ["crashes"]]
         left = [str(path) for path in run_dirs if not any(path.name.endswith(node[:8]) for node in self.dead_nodes)]
         for process in Path("/proc").glob("[0-9]*"):
             try:
