@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup kernels run model demo test chaos acceptance check format bench bench-generate bench-push bench-life image image-test clean
+.PHONY: help setup kernels run model demo test chaos ray-test acceptance check format bench bench-generate bench-push bench-life image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ acceptance: $(STAMP) ## outside clients, promtool and Chromium against live serv
 	tests/acceptance/tools.sh
 	$(BIN)/python -m scripts.client_venvs
 	ACCEPTANCE=1 $(BIN)/python -m pytest -vv --durations 10 tests/acceptance
+
+ray-test: kernels ## all tests of the Ray cluster, also those of minutes: nodes that lose their power (root for these)
+	RAY_TESTS=1 $(BIN)/python -m pytest -p no:cacheprovider --durations 10 tests/ray
 
 format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/ruff check --fix .
