@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from api.paths import default_run_dir
 from fleet_ray.config import FleetConfig
 from fleet_ray.shipment import KEYS
+from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
 from weight_manager.manifest import Dtype
 from worker.config import WorkerConfig
@@ -178,6 +179,8 @@ class ServeOptions(BaseSettings):
     """Where ranks compute."""
     engine: Literal["paddle", "fake"] = "paddle"
     """fake is for tests of the service around the model."""
+    speculative: Literal["off", "mtp"] = "off"
+    """mtp: the checkpoint's own drafting layer proposes a token a step; the distribution stays the model's."""
     host: str = "127.0.0.1"
     """HTTP address."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -238,10 +241,15 @@ def compose(options: ServeOptions) -> ServeConfig:
         "tp": options.tp,
         "device": options.device,
         "engine": options.engine,
+        "speculative": options.speculative,
         "ranks_on_host": options.replicas * options.tp,
         "max_model_len": options.max_model_len,
     }
     worker |= options.worker
+    if worker["speculative"] == "mtp" and not read_config(options.model).get("num_nextn_predict_layers"):
+        raise ValueError(
+            f"speculative mtp: {options.model}/config.json names no num_nextn_predict_layers to draft with"
+        )
     api: dict[str, Any] = {
         "name": options.name,
         "host": options.host,

@@ -24,7 +24,7 @@ def plain() -> Iterator[LiveService]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def drafting(request: pytest.FixtureRequest) -> Iterator[LiveService]:
-    yield from running(MODEL, "--tp", str(request.param), "--set", "worker.speculative=mtp")
+    yield from running(MODEL, "--tp", str(request.param), "--speculative", "mtp")
 
 
 def answers(service: LiveService, **fields: Any) -> list[Output]:

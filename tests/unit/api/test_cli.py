@@ -69,6 +69,7 @@ def test_config_json_is_for_its_owner_only_and_reads_back(model_dir, run_dir):
         (["MODEL", "--host", "0.0.0.0"], "set data_token"),
         (["MODEL", "--set", "worker.batch=3"], "worker.batch: Extra inputs are not permitted"),
         (["MODEL", "--set", "batch=3"], "worker.FIELD=VALUE"),
+        (["MODEL", "--speculative", "mtp"], "names no num_nextn_predict_layers"),
         (["MODEL", "--data-token-file", "/nowhere"], "No such file"),
     ],
 )
