@@ -32,7 +32,7 @@ TRAINER = """
         for n, (name, tensor) in enumerate(tensors.items()):
             yield name, tensor
 
-    import rollout_client.shm_transport as shm, rollout_client.copying as copying
+    import rollout_client.moving as shm
     move = shm.move
     def slow(*args):
         print("moving", flush=True)
