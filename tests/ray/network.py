@@ -8,6 +8,14 @@ import time
 from pathlib import Path
 
 SYSTEM_S, GONE_S = 20.0, 20.0
+IMPATIENT = {
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""Ray's own settings call a node dead after most of a minute."""
 
 
 def run(*command: str) -> str:
@@ -95,7 +103,7 @@ class RayHosts:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"RAY_raylet_start_wait_time_s": "120"},
+                env=os.environ | IMPATIENT,
             )
         self._processes.append(process)
         end = time.monotonic() + 90

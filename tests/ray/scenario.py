@@ -149,7 +149,7 @@ def _push_all(
                 outage["added"] = time.monotonic()
                 hosts.start("three", ray)
         assert trainer.wait(30) == 0
-        until(lambda: len(service.ready()) == 3, 60, lambda: f"{service.fleet()}\n{service.tail()}")
+        until(lambda: len(service.ready()) == 3, 120, lambda: f"{service.fleet()}\n{service.tail()}")
         outage["three_again_s"] = time.monotonic() - outage.pop("added")
         slowest = max(done, key=lambda push: push["told"] - push["began"])
         outage["longest_push_s"] = slowest["told"] - slowest["began"]
