@@ -4,7 +4,8 @@ ZMQ hands large messages from thread to thread on both sides; a socket hands the
 just before it is sent, and by the store just after it was received, while it is in the core's cache. Steps:
 
  1. [STORE] `Welcome.data_port`, and in each chunked `Placement` a `data_key` for the session and trainer rank.
- 2. [TRAINER] connects to the host it reaches the store at. Sends `MAGIC` and the key.
+ 2. [TRAINER] connects to the host it reaches the store at. Sends `MAGIC` and the key. [STORE] answers `READY`; who
+    does not is somebody else's port behind a translated address, and chunks are sent.
  3. [TRAINER] for each copy, in any order: `RECORD` (copy, bytes), the bytes in C order and in dst_dtype, `DIGEST`
     (digest.py). That replaces the `Chunk`s and the `Written` of the copy. Copies may also go as chunks instead.
  4. [TRAINER] `RECORD` (END, 0). [STORE] answers `DONE` once all before it has been taken in; then `Seal` may come.
@@ -33,6 +34,7 @@ RECORD = struct.Struct("<IQ")
 DIGEST = struct.Struct("<Q")
 END = 0xFFFFFFFF
 DONE = b"\1"
+READY = b"\2"
 BUFFER = 4 << 20
 BLOCK_BYTES = 1 << 20
 """Hashed and handed to the kernel at a time: system calls and Python cost little, and it is still in the cache."""
@@ -49,9 +51,15 @@ class DataSocket:
         self._socket = socket.create_connection((host, port), timeout=CONNECT_S)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(None)
         self._turned = 0.0
-        self._socket.sendall(MAGIC + key)
+        try:
+            self._socket.sendall(MAGIC + key)
+            if self._socket.recv(1) != READY:
+                raise ConnectionError("it is not the store's")
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.settimeout(None)
 
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> int:
         """Send everything; bytes that were sent. Raises what `Reporter.turn` raises, and StoreUnavailable."""

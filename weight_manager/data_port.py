@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from rollout_client.data_socket import BUFFER, KEY_BYTES, MAGIC
+from rollout_client.data_socket import BUFFER, KEY_BYTES, MAGIC, READY
 from weight_manager.errors import StartError
 from weight_manager.metrics import Counters
 
@@ -122,6 +122,8 @@ class DataPort:
             connection.close()
             return
         self._counters.add("data_connections")
+        with contextlib.suppress(OSError):
+            connection.send(READY)
         connection.setblocking(True)
         self._keys.pop(known)(connection)
 

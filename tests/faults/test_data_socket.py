@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import struct
+import threading
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from rollout_client import data_socket, errors, zmq_transport
 from rollout_client import protocol as wire
-from rollout_client.data_socket import DIGEST, DONE, END, MAGIC, RECORD
+from rollout_client.data_socket import DIGEST, DONE, END, MAGIC, READY, RECORD
 from rollout_client.publisher import WeightPublisher
 
 NORM = "model.norm.weight"
@@ -28,6 +29,8 @@ class Line:
         self.trainer = trainer
         self.socket = socket.create_connection(("127.0.0.1", trainer.welcome.data_port), timeout=5)
         self.socket.sendall(MAGIC + trainer.placement.data_key)
+        with contextlib.suppress(ConnectionResetError):
+            self.said = self.socket.recv(1)
 
     def copy(self, number, *, spoil=b"", digest=None):
         raw, right = self.trainer.chunks(number)
@@ -191,11 +194,11 @@ def test_strangers_get_nothing(store, greeting, push, weights):
 def test_a_key_is_good_for_one_line_and_one_session(store, begun):
     t, line = begun()
     second = Line(t)
-    assert second.closed(), "the key has been used"
+    assert (line.said, second.said) == (READY, b""), "the key has been used"
     t.ask(wire.Abort(t.placement.session))
     assert line.closed()
     third = Line(t)
-    assert third.closed()
+    assert third.said == b""
     for one in (second, third):
         one.socket.close()
 
@@ -223,6 +226,31 @@ def test_a_port_that_cannot_be_reached_is_gone_without(store, weights, monkeypat
         for version in (1, 2):
             assert publisher.push(weights(version), version, timeout_s=10).version == version
     assert len(tries) == 1, "not waited for twice"
+
+
+@pytest.mark.parametrize("answer", [b"", b"220 ready\r\n", None], ids=["hangs up", "another service", "silence"])
+def test_a_port_of_somebody_else_is_gone_without(store, weights, monkeypatch, answer):
+    """Behind a translated address the number may belong to another service."""
+    monkeypatch.setattr(data_socket, "CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        held = []
+
+        def serve():
+            connection, _ = other.accept()
+            held.append(connection)
+            if answer is not None:
+                connection.sendall(answer)
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with WeightPublisher(store.endpoint, run_id="run", transport="zmq", progress=False) as publisher:
+            real = zmq_transport.DataSocket
+            port = other.getsockname()[1]
+            monkeypatch.setattr(zmq_transport, "DataSocket", lambda endpoint, _, key: real(endpoint, port, key))
+            assert publisher.push(weights(1), 1, timeout_s=10).version == 1
+        thread.join(5)
+        held[0].close()
 
 
 @pytest.mark.parametrize("store_config", [{"push_endpoint": "tcp://127.0.0.1:*", "data_port": None}, {}])
