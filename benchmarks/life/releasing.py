@@ -16,6 +16,9 @@ from weight_manager.families import manifest_for
 from weight_manager.manifest import ITEMSIZE
 from worker.config import WorkerConfig
 
+_ONE = {"prompt_ids": [1, 2, 3], "max_tokens": 1, "ignore_eos": True}
+_WARM = 30
+"""Requests at first: the allocator keeps what it was asked for, so memory rises with the first of them."""
 BLOCK = WorkerConfig.model_fields["block_size"].default
 
 
@@ -23,7 +26,8 @@ def clear_and_update(live: LiveService, config: dict[str, Any], dtype: str, roun
     """config: of the model that is served. Memory is that of the ranks, in MB."""
     with httpx.Client(base_url=live.url, timeout=120.0) as http:
         parameters = _parameters(config, dtype)
-        fill(http)
+        for _ in range(_WARM):
+            fill(http)
         before = _ranks(live)
         reported, took, full, bare = [], [], [], []
         for _ in range(rounds):
@@ -34,7 +38,7 @@ def clear_and_update(live: LiveService, config: dict[str, Any], dtype: str, roun
             http.post("/v1/rollout/memory/resume").raise_for_status()
             took.append((middle - began, time.monotonic() - middle))
             reported.append(answer["released_bytes"])
-            fill(http)
+            http.post("/v1/rollout/generate", json=_ONE).raise_for_status()
             full.append(_ranks(live))
         kv = _kv(http, config, dtype)
     settled = rounds // 10
@@ -83,7 +87,9 @@ def _ranks(live: LiveService) -> dict[str, float]:
     for name, pids in by_name(live).items():
         if name.startswith("replica-"):
             status = Path(f"/proc/{pids[0]}/status").read_text().splitlines()
-            fields = {key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if value}
+            fields = {
+                key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if value.strip()
+            }
             sums["anonymous"] += int(fields["RssAnon"]) / 1024
             sums["slots"] += int(fields["RssShmem"]) / 1024
     return {name: round(value, 1) for name, value in sums.items()}
