@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from api.schemas.base import Ids, Lenient
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
@@ -25,7 +25,11 @@ def _no_reserved(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(_with_roles)]
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "properties": {"role": {"type": "string"}, "content": {}}, "required": ["role"]}),
+]
+Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_with_roles)]
 
 
 class Template(Lenient):

@@ -7,12 +7,15 @@ every operation. Requests are held, not refused, while generation is paused: the
 an update are a group apart from those that wait for tokens.
 """
 
+import json
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -27,12 +30,25 @@ STOPPING = re.compile(
     "/(v1/)?(rollout/)?(areal_)?(pause|resume|continue|sleep|wake|memory|release_memory|clear_load|update_model_weight|"
     "start_weight|finish_weight|shutdown_weight).*"
 )
+MEMORY = re.compile("sleep|wake|memory|clear_load|update_model_weight")
+"""Of those: each call maps or drops weights and KV cache on every rank, which takes its time."""
 GENERATING = re.compile("/v1/rollout/generate|/v1/completions|/v1/chat/completions|/inference/v1/generate|/generate")
 ENDLESS = "/ui/events"
 """An event stream that never ends. tests/unit/api/test_ui.py reads it."""
 OUT = Path(__file__).parents[2] / "out" / "schemathesis"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-GROUPS = ["generate, text", "generate, tokens", "native", "openai", "vllm", "sglang", "fastdeploy", "pages", "stopping"]
+GROUPS = [
+    "generate, text",
+    "generate, tokens",
+    "native",
+    "openai",
+    "vllm",
+    "sglang",
+    "fastdeploy",
+    "pages",
+    "pauses",
+    "memory",
+]
 
 pytestmark = [takes_minutes, pytest.mark.timeout(600)]
 
@@ -40,7 +56,7 @@ pytestmark = [takes_minutes, pytest.mark.timeout(600)]
 @pytest.fixture
 def short_service(qwen2: Path) -> Iterator[LiveService]:
     """Whose longest answer is short."""
-    yield from running(qwen2, "--max-model-len", "16", "--replicas", "1")
+    yield from running(qwen2, "--max-model-len", "64", "--replicas", "1")
 
 
 def group_of(path: str, tag: str) -> str:
@@ -48,7 +64,7 @@ def group_of(path: str, tag: str) -> str:
     if GENERATING.fullmatch(path):
         return "generate, text" if "completions" in path else "generate, tokens"
     if STOPPING.fullmatch(path):
-        return "stopping"
+        return "memory" if MEMORY.search(path) else "pauses"
     return {"rollout": "native", "health": "pages", "status page": "pages"}.get(tag, tag)
 
 
@@ -73,6 +89,8 @@ def test_every_route_keeps_to_its_schema(short_service: LiveService, group: str,
     command += ["--workers", "1"]  # of several, Python 3.11 breaks one: ast.parse fails in threads side by side
     command += ["--mode", "all", "--request-timeout", "60", "--seed", "1", "--generation-database", "none"]
     command += ["--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off"]
+    har = tmp_path / "har.json"
+    command += ["--report", "har", "--report-har-path", str(har)]
     for method, path in chosen:
         command += ["--include-name", f"{method} {path}"]
     hooks = {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(CLIENTS)}
@@ -86,3 +104,11 @@ def test_every_route_keeps_to_its_schema(short_service: LiveService, group: str,
     print(said[-1500:])
     assert done.returncode == 0, said[-12000:]
     assert f"Tested: {len(chosen)}\n" in said
+    answers = Counter(
+        (urlsplit(entry["request"]["url"]).path, entry["response"]["content"].get("mimeType", "").partition(";")[0])
+        for entry in json.loads(har.read_text())["log"]["entries"]
+        if entry["response"]["status"] == 200
+    )
+    for _, path in chosen if group.startswith("generate") else []:  # not only errors were looked at
+        assert answers[path, "application/json"] > EXAMPLES // 4, answers
+        assert answers[path, "text/event-stream"] > EXAMPLES // 4, answers

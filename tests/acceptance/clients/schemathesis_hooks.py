@@ -1,30 +1,108 @@
-"""Keeps examples finite: no wait of a minute for a version that will never come, no thousand samples of a prompt.
+"""Makes requests worth sending: right in what a schema cannot say, and short.
 
-Looks at every request as it goes out, whichever phase made it. What is not valid stays as it is.
+A generated prompt is nearly always empty, out of the vocabulary or too long, and then only ever an error is answered.
+So what has the right type gets a value that the little model can work with. What has the wrong type stays as it is.
+Also no wait of a minute for a version that will never come. Looks at every request as it goes out, whichever phase
+made it.
 """
 
 import schemathesis
 
 WAIT_S = 0.01
-SAMPLES = 4
+VOCABULARY = 256
+LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+IDS = ("prompt", "prompts", "prompt_ids", "input_ids", "token_ids", "stop_token_ids", "allowed_token_ids", "tokens")
+TEXTS = ("prompt", "prompts", "text")
 
 
-def _fewer(fields):
-    if isinstance(fields, dict) and isinstance(fields.get("n"), int) and SAMPLES < fields["n"] <= 1024:
-        fields["n"] = SAMPLES
+def _is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ids(value):
+    """At most six ids that are in the vocabulary, at least one."""
+    if isinstance(value, list) and all(_is_int(i) and i >= 0 for i in value):
+        return [i % VOCABULARY for i in value[:6]] or [1]
+    if isinstance(value, list) and all(isinstance(each, list) for each in value):
+        return [_ids(each) for each in value[:3]]
+    return value
+
+
+def _text(value):
+    """A few characters, at least one."""
+    if isinstance(value, str):
+        return value[:4] or "a"
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return [_text(each) for each in value[:3]] or ["a"]
+    return value
+
+
+def _sampling(fields):
+    for name in ("n", *LENGTHS):
+        if _is_int(fields.get(name)) and fields[name] > 4:
+            fields[name] = 4
+    for name in ("min_tokens", "min_new_tokens"):
+        if _is_int(fields.get(name)) and fields[name] > 0:
+            fields[name] = 0
+    if isinstance(fields.get("logit_bias"), dict):
+        keys = {
+            key: str(int(key) % VOCABULARY) if key.isascii() and key.isdigit() else key for key in fields["logit_bias"]
+        }
+        fields["logit_bias"] = {keys[key]: value for key, value in fields["logit_bias"].items()}
+    if "stop" in fields:
+        fields["stop"] = _text(fields["stop"])
+
+
+def _plausible(body, length):
+    for name in IDS:
+        if name in body:
+            body[name] = _ids(body[name])
+    for name in TEXTS:
+        if name in body:
+            body[name] = _text(body[name])
+    if isinstance(body.get("chat_template"), str):
+        body["chat_template"] = None
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [_message(message) for message in body["messages"][:1]]
+    if _is_int(body.get("min_weight_version")):
+        body["version_timeout_s"] = WAIT_S
+        body["min_weight_version"] %= 2
+    params = body.get("sampling_params")
+    for each in [body, *(params if isinstance(params, list) else [params])]:
+        if isinstance(each, dict):
+            _sampling(each)
+            for name in IDS:
+                if name in each:
+                    each[name] = _ids(each[name])
+    if length is not None:
+        holder = params if isinstance(params, dict) else body
+        if all(holder.get(name) is None for name in LENGTHS):
+            holder[length] = 3
+        if body.get("stream") in (None, False, True):
+            body["stream"] = len(str(body)) % 2 == 0
+
+
+def _message(message):
+    if not isinstance(message, dict):
+        return message
+    short = {name: value[:4] if isinstance(value, str) else value for name, value in message.items()}
+    return {"content": "a"} | short
+
+
+LENGTH_OF = {
+    "/v1/rollout/generate": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/inference/v1/generate": "max_tokens",
+    "/generate": "max_new_tokens",
+}
 
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Native, OpenAI and SGLang bodies; /v1/rollout/weights/wait."""
-    body = case.body
-    if isinstance(body, dict):
-        if isinstance(body.get("min_weight_version"), int):
-            body["version_timeout_s"] = WAIT_S
-        _fewer(body)
-        params = body.get("sampling_params")
-        for each in params if isinstance(params, list) else [params]:
-            _fewer(each)
+    """Bodies of every dialect; /v1/rollout/weights/wait."""
+    if isinstance(case.body, dict):
+        _plausible(case.body, LENGTH_OF.get(case.operation.path))
     if case.operation.path.endswith("/weights/wait"):
         try:
             asked = float((case.query or {}).get("timeout_s", 60))  # some phases write text
