@@ -16,8 +16,8 @@ class FleetConfig(BaseModel):
     """Of the service."""
     run_dir: Path
     """Of the service, on the head."""
-    address: str = "auto"
-    """Of the Ray cluster; auto = the one that this host belongs to."""
+    address: str = Field(default="auto", pattern=r"^[^/]+$")
+    """Of the Ray cluster, host:port; auto = the one that this host belongs to. The head is one of its nodes."""
     replicas: int = Field(default=1, ge=0, le=4096)
     """How many there are to be at first; `paddle-rollout scale` changes it."""
     tp: int = Field(default=1, ge=1, le=64)

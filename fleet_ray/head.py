@@ -24,7 +24,7 @@ from fleet_ray.stores import Stores
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05
+POLL_S, REACH_S = 0.05, 5.0
 MOST = 4096
 
 
@@ -64,6 +64,7 @@ class Head:
     async def _connect(self, stop: asyncio.Event) -> bool:
         """Join the cluster, pack what nodes need. False if told to stop meanwhile."""
         config = self._config
+        await _reach(config.address)
         await asyncio.to_thread(
             ray.init,
             address=config.address,
@@ -162,6 +163,19 @@ class Head:
         everyone = [*(kept for kept, _ in self._kept.values()), *self._leaving]
         members = sorted((one.describe() for one in everyone), key=lambda member: member.replica)
         return Fleet(request.call, self._wanted, members)
+
+
+async def _reach(address: str) -> None:
+    """Ray itself tries for minutes and cannot be interrupted. Raises ConnectionError."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        async with asyncio.timeout(REACH_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError) as error:
+        raise ConnectionError(str(error) or f"no answer within {REACH_S:g} s") from None
+    writer.close()
 
 
 def _on_signals(stop: asyncio.Event) -> None:

@@ -12,14 +12,16 @@ from worker.supervisor import to_stderr
 from worker.unit import ProcessSpec, UnitSpec
 
 
-def units_of_service(config_path: Path, *, replicas: int, tp: int, drain_s: float = 10.0) -> list[UnitSpec]:
-    """What `serve` starts. Every process reads `config_path`; drain_s: as in WorkerConfig and ApiConfig."""
+def units_of_service(
+    config_path: Path, *, replicas: int, tp: int, drain_s: float = 10.0, shutdown_s: float = 10.0
+) -> list[UnitSpec]:
+    """What `serve` starts. Every process reads `config_path`; drain_s, shutdown_s: of WorkerConfig and ApiConfig."""
     python = (sys.executable, "-m")
     config = ("--config", str(config_path))
     return [
         UnitSpec("store", "store", (ProcessSpec("store", (*python, "weight_manager", *config)),)),
         *(replica_unit(config_path, replica, tp, drain_s) for replica in range(replicas)),
-        UnitSpec("api", "api", (ProcessSpec("api", (*python, "api", *config)),), stop_s=drain_s + 5),
+        UnitSpec("api", "api", (ProcessSpec("api", (*python, "api", *config)),), stop_s=shutdown_s + 5),
     ]
 
 

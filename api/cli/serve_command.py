@@ -1,8 +1,10 @@
 """``paddle-rollout serve``: options -> config.json -> supervisor, and one line when it can be used."""
 
+import contextlib
 import json
 import logging
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -16,7 +18,11 @@ from api.cli.connect import read_token
 from api.config import ServeConfig, ServeOptions, compose
 from fleet_ray.shipment import KEYS
 from fleet_ray.unit import fleet_unit
+from weight_manager.checkpoint import read_config
 from weight_manager.curve import make_keys
+from weight_manager.errors import CheckpointError
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout
 from weight_manager.logs import setup
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.service import spares_of_service, units_of_service
@@ -45,9 +51,16 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
     except (AlreadyRunning, OSError) as error:
         return _refuse(str(error))
     try:
+        must_fit(config)
+    except (CheckpointError, OSError, ValueError) as error:
+        run_dir.close()
+        return _refuse(str(error))
+    try:
         written, worker = config.write(), config.worker
         replicas = 0 if config.fleet else config.api.replicas
-        units = units_of_service(written, replicas=replicas, tp=worker.tp, drain_s=worker.drain_s)
+        units = units_of_service(
+            written, replicas=replicas, tp=worker.tp, drain_s=worker.drain_s, shutdown_s=config.api.shutdown_s
+        )
         spares = spares_of_service(written, (worker.tp if worker.spares is None else worker.spares) if replicas else 0)
         if config.fleet:
             units.append(_fleet(config, written))
@@ -78,6 +91,27 @@ def configure(options: dict[str, Any], token_files: dict[str, Path | None], sett
             raise ValueError(f"--set {setting}: write worker.FIELD=VALUE, or a field of another of {', '.join(PARTS)}")
         given.setdefault(part, {})[field] = _value(value)
     return compose(ServeOptions(**given))
+
+
+def must_fit(config: ServeConfig) -> None:
+    """What every process would find out later, each with a traceback. Raises CheckpointError, OSError, ValueError."""
+    worker = config.worker
+    make_layout(manifest_for(read_config(worker.model_dir), worker.dtype), worker.tp)
+    _must_be_free(config.api.host, config.api.port, "--port")
+    host, _, port = config.store.push_endpoint.removeprefix("tcp://").rpartition(":")
+    if port.isdigit():
+        _must_be_free(host.strip("[]").replace("*", "0.0.0.0"), int(port), "--push-endpoint")  # noqa: S104
+
+
+def _must_be_free(host: str, port: int, option: str) -> None:
+    with contextlib.suppress(socket.gaierror):  # a name the processes may know better
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {option}") from None
 
 
 def announce(config: ServeConfig) -> None:

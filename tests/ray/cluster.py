@@ -35,8 +35,9 @@ class Nodes:
             self.close()
             raise
 
-    def add(self, cpus: int = 1) -> str:
-        return str(self._ask("add", cpus))
+    def add(self, cpus: int = 1, gpus: int = 0) -> str:
+        """gpus: as many as Ray is told of; there need not be one."""
+        return str(self._ask("add", cpus, gpus))
 
     def kill(self, node: str) -> None:
         """Without a chance to say anything."""
@@ -78,8 +79,8 @@ def main() -> None:
         nodes = {}
         for line in sys.stdin:
             match json.loads(line):
-                case ["add", cpus]:
-                    node = cluster.add_node(num_cpus=cpus)
+                case ["add", cpus, gpus]:
+                    node = cluster.add_node(num_cpus=cpus, num_gpus=gpus)
                     nodes[node.node_id] = node
                     answer(node.node_id)
                 case ["kill", name]:

@@ -183,6 +183,23 @@ def test_tensor_parallel_ranks_share_a_node(serve, cluster):
         assert client.generate(prompt_ids=PROMPT, max_tokens=4, ignore_eos=True).outputs[0].finish_reason == "length"
 
 
+def test_ranks_see_the_gpus_of_their_bundles_and_no_others(serve, cluster, no_model):
+    node = cluster.add(cpus=2, gpus=3)
+    service = serve("--replicas", "1", "--tp", "2", "--set", "fleet.gpus_per_rank=1")
+    service.wait_ready(0)
+    assert service.nodes() == {0: node}
+    ranks = rank_processes(service)
+    assert len(ranks) == 2
+    seen = set()
+    for pid in ranks:
+        lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        seen |= {line for line in lines if line.startswith("CUDA_VISIBLE_DEVICES=")}
+    (devices,) = seen
+    assert len(set(devices.partition("=")[2].split(","))) == 2
+    assert service.stop() == 0
+    cluster.kill(node)
+
+
 def test_too_many_wait_for_room(serve, cluster, no_model):
     service = serve("--replicas", "1")
     service.wait_ready(0)

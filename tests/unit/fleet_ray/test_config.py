@@ -1,5 +1,6 @@
 """What `serve --ray` makes of its options, and the package's promise to load Ray only where it is needed."""
 
+import json
 import subprocess
 import sys
 
@@ -50,6 +51,21 @@ def test_it_takes_a_token(model):
         compose(ServeOptions(model=model, ray=True))
     with pytest.raises(ValidationError, match="fan_out"):
         compose(ServeOptions(model=model, ray=True, push_token="a token of the fleet", fleet={"fan_out": -1}))
+
+
+def test_an_address_of_rays_client_is_refused(model):
+    options = {"model": model, "ray": True, "push_token": "a token of the fleet"}
+    with pytest.raises(ValidationError, match="address"):
+        compose(ServeOptions(address="ray://10.0.0.1:10001", **options))
+
+
+def test_no_cluster_ends_it_soon_and_says_so(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"fleet": {"run_dir": str(tmp_path), "address": "127.0.0.1:1"}}))
+    command = [sys.executable, "-m", "fleet_ray", "--config", str(config)]
+    done = subprocess.run(command, check=False, timeout=40, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no Ray cluster at 127.0.0.1:1" in done.stderr
 
 
 def test_scale_says_when_the_service_is_not_on_ray(tmp_path):
