@@ -114,10 +114,11 @@ def parts(engine: Any, batch: Any) -> Counter[str]:
     backend = engine._backend
     if not hasattr(backend, "_programs"):
         return Counter()
-    from worker.models.onednn_backend import padded
-
     spent: list[Counter[str]] = []
-    body, head = backend._programs[padded(len(batch.token_ids))][0], backend._heads[padded(len(batch.logits_rows))][0]
+    body, head = (
+        backend._programs[backend.form(len(batch.token_ids))][0],
+        backend._heads[backend.form(len(batch.logits_rows))][0],
+    )
     recorded = body._steps, head._steps
     for _ in range(5):
         counts: Counter[str] = Counter()

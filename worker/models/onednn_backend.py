@@ -23,7 +23,7 @@ from worker.models.onednn_weights import BoundWeights
 from worker.models.plain_program import PlainProgram
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
-from worker.models.single_program import SingleProgram, fits
+from worker.models.single_program import MOST, SingleProgram, fits
 from worker.models.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,9 @@ def compiled_kernels() -> native.Native | None:
 
 
 def padded(tokens: int) -> int:
-    """Columns computed for so many tokens. A vector has 16 lanes, so fewer columns would save nothing; and every
-    distinct number costs some 20 ms once, for recording and for generated code.
+    """Columns computed for so many tokens. A vector has 16 lanes, so fewer columns would save nothing (few tokens have
+    products of their own, see `single_program`); and every distinct number costs some 20 ms once, for recording and
+    for generated code.
     """
     step = 1 if tokens == 1 else 16 if tokens <= 256 else 64
     return -(-tokens // step) * step
@@ -104,10 +105,11 @@ class OneDnnBackend:
             self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
-        self._programs: dict[int, tuple[Program, Rows]] = {}
+        self._few = self._native is not None and isinstance(self._attention, NativeAttention) and fits(spec, shard)
+        self._programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}
         self._draft_parts = replace(self._parts, hide_first=True)
         self._draft_programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}
-        self._heads: dict[int, tuple[Program, Rows, Float32]] = {}
+        self._heads: dict[tuple[int, bool], tuple[Program, Rows, Float32]] = {}
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Addresses, and float32 copies of vectors. No matrix is copied."""
@@ -140,7 +142,8 @@ class OneDnnBackend:
             self.residual = x[:, : len(batch.token_ids)]
             return self._logits(x, batch.logits_rows)
         tokens = len(batch.token_ids)
-        program, x = self._programs.get(padded(tokens)) or self._record(padded(tokens))
+        form = self.form(tokens)
+        program, x = self._programs.get(form) or self._record(*form)
         self._experts.tokens = tokens
         self._run(program, batch, self._kv)
         self.residual = x[:, :tokens]
@@ -152,7 +155,13 @@ class OneDnnBackend:
             self._drafted(batch, self._kv, only_keys=True)
         return logits
 
+    def form(self, tokens: int) -> tuple[int, bool]:
+        """Columns of the program for so many tokens, and whether it is the one for few."""
+        return padded(tokens), self._few and tokens <= MOST
+
     def _run(self, program: Program, batch: ForwardBatch, kv: KvBlocks) -> None:
+        if isinstance(program, SingleProgram):
+            program.count = len(batch.token_ids)
         program.embedded()[: len(batch.token_ids)] = self._looked_up(batch.token_ids)
         program.begin(batch, kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
         program.run()
@@ -174,29 +183,29 @@ class OneDnnBackend:
         self._run(program, batch, kv)
         return x
 
-    def _new_program(self, parts: Parts, columns: int) -> Program:
+    def _new_program(self, parts: Parts, columns: int, few: bool = False) -> Program:
         if isinstance(self._attention, BlockedAttention):
             return PlainProgram(parts, columns, self._attention)
         assert self._native is not None
-        if columns == 1 and fits(self._spec, self._shard):
-            return SingleProgram(parts, self._native, self._attention)
+        if few:
+            return SingleProgram(parts, columns, self._native, self._attention)
         return CompiledProgram(parts, columns, self._native, self._attention)
 
-    def _record(self, columns: int) -> tuple[Program, Rows]:
-        program = self._new_program(self._parts, columns)
-        self._programs[columns] = program, hidden(program, self._spec, self._weights.by_role)
-        return self._programs[columns]
+    def _record(self, columns: int, few: bool) -> tuple[Program, Rows]:
+        program = self._new_program(self._parts, columns, few)
+        self._programs[columns, few] = program, hidden(program, self._spec, self._weights.by_role)
+        return self._programs[columns, few]
 
-    def _record_head(self, columns: int) -> tuple[Program, Rows, Float32]:
+    def _record_head(self, columns: int, few: bool) -> tuple[Program, Rows, Float32]:
         """Final norm and vocabulary projection of `columns` residual columns -> logits [columns, vocab]."""
-        program, weights = self._new_program(self._head_parts, columns), self._weights.by_role
+        program, weights = self._new_program(self._head_parts, columns, few), self._weights.by_role
         buffers, rows = self._head_parts.buffers, weights.head.shape[0]
         x, logits = buffers("last", self._spec.hidden_size, columns), buffers("logits", rows, columns)
         program.linear(weights.head, program.norm(x, weights.norm), logits)
         token_major = buffers("logits_rows", rows, columns).reshape(columns, rows)
         program.copy(logits.T, token_major)
-        self._heads[columns] = program, x, token_major
-        return self._heads[columns]
+        self._heads[columns, few] = program, x, token_major
+        return self._heads[columns, few]
 
     def _logits(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32 | None:
         if len(rows) <= _HEAD_ROWS:
@@ -208,8 +217,10 @@ class OneDnnBackend:
         return logits if self._shard.rank == 0 else None
 
     def _piece(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32:
-        columns = padded(len(rows))
-        program, last, logits = self._heads.get(columns) or self._record_head(columns)
+        form = self.form(len(rows))
+        program, last, logits = self._heads.get(form) or self._record_head(*form)
+        if isinstance(program, SingleProgram):
+            program.count = len(rows)
         last[:, : len(rows)] = x[:, rows]
         program.run()
         logits = logits[: len(rows)]

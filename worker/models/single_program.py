@@ -1,4 +1,4 @@
-"""The program of a step of one token: compiled products that read each weight once at the memory's speed."""
+"""The program of a step of few tokens: compiled products that read each weight once at the memory's speed."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -15,6 +15,8 @@ from worker.models.shard import Shard
 from worker.models.spec import DecoderSpec
 from worker.models.weights import Linear
 
+MOST = 8
+"""Tokens; more are as fast through oneDNN's products."""
 _SET, _ADD, _GATED = 0, 1, 2
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -24,7 +26,8 @@ class _Single(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pointer) for name in ("weights", "bias", "norm", "x", "y")),
-        *((name, _Int) for name in ("rows", "columns", "narrow", "x_narrow", "mode")),
+        *((name, _Int) for name in ("rows", "columns", "narrow", "x_narrow", "mode", "tokens")),
+        *((name, _Int) for name in ("x_step", "x_token", "y_step", "y_token")),
         ("eps", ctypes.c_float),
         ("pad", ctypes.c_float),
         ("scratch", _Pointer),
@@ -40,10 +43,14 @@ def fits(spec: DecoderSpec, shard: Shard) -> bool:
 
 
 class SingleProgram(CompiledProgram):
-    """`Program` for one token. Activations stay float32; RMS norms are done by their readers."""
+    """`Program` for `count` tokens: the one of 1 column, or up to MOST of 16, where the others are not computed.
 
-    def __init__(self, parts: Parts, native: Native, attend: NativeAttention) -> None:
-        super().__init__(parts, 1, native, attend)
+    Activations stay float32; RMS norms are done by their readers.
+    """
+
+    def __init__(self, parts: Parts, columns: int, native: Native, attend: NativeAttention) -> None:
+        super().__init__(parts, columns, native, attend)
+        self.count = 1
         assert native.number("single_bytes") == ctypes.sizeof(_Single)
         self._compute = np.dtype(np.float32)
         self._normed: dict[int, tuple[Rows, NamedSlot]] = {}
@@ -69,7 +76,10 @@ class SingleProgram(CompiledProgram):
     def _product(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> None:
         x, norm = self._normed.get(id(src), (src, None))
         columns = weight.shape[1]
-        scratch = np.empty(columns * self._native.threads, np.float32)
+        scratch = np.empty(columns * MOST * self._native.threads, np.float32)
+        (x_step, x_token), (y_step, y_token) = _steps(x), _steps(dst)
+        if self._tokens == 1:
+            x_step, y_step = 1, 1
         call = _Single(
             x=x.ctypes.data,
             y=dst.ctypes.data,
@@ -78,6 +88,10 @@ class SingleProgram(CompiledProgram):
             narrow=weight.dtype == np.uint16,
             x_narrow=x.dtype == np.uint16,
             mode=mode,
+            x_step=x_step,
+            x_token=x_token,
+            y_step=y_step,
+            y_token=y_token,
             eps=self._spec.eps,
             scratch=scratch.ctypes.data,
         )
@@ -96,6 +110,12 @@ class SingleProgram(CompiledProgram):
             if norm is not None:
                 call.norm = norm.address
             call.next_run = call.next_thread = 0
+            call.tokens = self.count
             run(kernel, address)
 
         return step
+
+
+def _steps(array: Rows) -> list[int]:
+    """Elements from one to the next along each axis."""
+    return [stride // array.itemsize for stride in array.strides]

@@ -9,6 +9,7 @@ from worker.cpu import native, onednn
 from worker.engine import paddle_engine
 from worker.models import onednn_backend
 from worker.models.onednn_backend import padded
+from worker.models.single_program import MOST, SingleProgram
 
 FAMILIES = sorted(path.name for path in (Path(__file__).parents[3] / "fixtures" / "models").iterdir())
 
@@ -43,8 +44,8 @@ def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypa
 def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
     """A reference kernel gives the right numbers a thousand times too slowly, so only its name shows it."""
     engine = checkpoint(name, dtype=dtype).engine()
-    run = feeder(engine, [list(range(40)), list(range(7))])
-    for counts in ({0: 1}, {1: 5}, {0: 30, 1: 2}):
+    run = feeder(engine, [list(range(40)), list(range(20))])
+    for counts in ({0: 1}, {1: 12}, {0: 30, 1: 2}):
         run.step(counts)
     used, dnn = engine._backend, onednn.load()
     recorded = [program for program, *_ in (*used._programs.values(), *used._heads.values())]
@@ -144,3 +145,24 @@ def test_attention_over_long_and_uneven_contexts(checkpoint, feeder):
     for backend in ("native", "mkl"):
         for own, expected in zip(results[backend], results["paddle"], strict=True):
             np.testing.assert_allclose(own, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama_tied_biased", "qwen3", "ernie45"])
+def test_a_step_of_few_tokens_is_like_any_other(checkpoint, feeder, backend, dtype, name):
+    """Products of their own compute them; a sequence's numbers must not show who else was in the step."""
+    ids = np.random.default_rng(1).integers(0, 96, 40).tolist()
+    for count in range(2, MOST + 1):
+        found = []
+        for few in (True, False):
+            engine = checkpoint(name, dtype=dtype).engine()
+            assert engine._backend._few
+            engine._backend._few = few
+            run = feeder(engine, [ids[start : start + 12] for start in range(count)])
+            run.step({i: 1 + i for i in range(count)})
+            run.step(dict.fromkeys(range(count), 1))
+            run.step({0: count})
+            found.append(np.concatenate([run.all_logits(i) for i in range(count)]))
+            assert any(isinstance(p, SingleProgram) for p, _ in engine._backend._programs.values()) == few
+        assert np.abs(found[0] - found[1]).max() < (1e-5 if dtype == "float32" else 0.05), count
