@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 import secrets
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout_client import slot_lock
@@ -137,16 +137,16 @@ class Arena(ArenaFile):
         self._maps.pop(slot, None)
         self._punch(slot)
 
-    def use_huge_pages(self, slot: int, stop: threading.Event) -> int:
+    def use_huge_pages(self, slot: int, may_go: Callable[[], bool]) -> int:
         """Move a slot into huge pages, as far as there are any; how many bytes are. Slow: run it in a thread.
 
-        Others may map, read and write the slot meanwhile. Gives up at `stop`.
+        Others may map, read and write the slot meanwhile. may_go: asked before each piece; False = give up.
         """
         view, done = self.slot(slot), 0
         if self.slot_offset(slot) % HUGE:
             return 0
         for start in range(0, len(view) - HUGE + 1, _COLLAPSED):
-            if stop.is_set() or not collapse(view[start : start + _COLLAPSED]):
+            if not may_go() or not collapse(view[start : start + _COLLAPSED]):
                 break
             done = min(start + _COLLAPSED, len(view) // HUGE * HUGE)
         return done

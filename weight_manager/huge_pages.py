@@ -1,20 +1,26 @@
-"""Moves the arena into huge pages while the store serves: copies and checks run up to three times as fast there, and
+"""Moves the arena into huge pages while no push runs: copies and checks run up to three times as fast there, and
 a process that maps a slot fills one page-table entry where it filled 512.
 """
 
 import logging
 import threading
+from collections.abc import Callable
 
 from weight_manager.arena import Arena
 
 log = logging.getLogger(__name__)
 
+IDLE_S = 0.2
+"""How often it looks whether a push is over."""
+
 
 class HugePages:
     """A thread that goes over the slots once. A system that has no huge pages to give costs nothing but the speed."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, busy: Callable[[], bool]) -> None:
+        """busy: weights are being loaded or pushed; they have the machine's memory to themselves."""
         self._arena = arena
+        self._busy = busy
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="huge-pages")
 
@@ -28,8 +34,13 @@ class HugePages:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def _may_go(self) -> bool:
+        while self._busy() and not self._stop.wait(IDLE_S):
+            pass
+        return not self._stop.is_set()
+
     def _run(self) -> None:
         arena = self._arena
         slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
-        moved = sum(arena.use_huge_pages(slot, self._stop) for slot in slots)
+        moved = sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
         log.info("arena in huge pages", extra={"bytes": moved, "of": len(slots) * int(arena.slot_bytes)})

@@ -66,7 +66,7 @@ class Store:
         self._files = Background(1, "files")
         self._arena, self._taken_over = open_arena(config, self.layout, self._history)
         made(self._arena.path)
-        self._pages = HugePages(self._arena)
+        self._pages = HugePages(self._arena, lambda: self._coordinator.session is not None)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._watched: dict[int, Callable[[], object]] = {}

@@ -12,7 +12,8 @@ def check_order(history: History, intent: Intent) -> None:
         return
     is_live = live is not None and live.run_id == intent.run_id
     if intent.version < last.version or (is_live and intent.version == last.version):
-        message = f"{intent} is not above {last.version}, the last of that run; force allows it"
+        advice = "push a higher version, or under another run_id, or force it"
+        message = f"{intent} is not above {last.version}, the last of that run: {advice}"
         raise PushRefused("stale_version", message)
 
 
@@ -20,5 +21,6 @@ def check_same(history: History, intent: Intent, digest: str) -> None:
     """A version that went live before has the same bytes now. Raises PushRefused stale_version."""
     last = history.last(intent.run_id)
     if last is not None and last.version == intent.version and last.digest != digest and not intent.force:
-        message = f"{intent} went live before as {last.digest} and is {digest} now; force allows it"
+        advice = "push it as another version, or force it"
+        message = f"{intent} went live before as {last.digest} and is {digest} now: {advice}"
         raise PushRefused("stale_version", message)
