@@ -21,7 +21,8 @@ setup: kernels ## create .venv and install everything (does nothing when it is u
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3 found; Python 3.11 or later is needed" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	for try in 1 2 3; do \
+	@echo "installing into $(VENV): 1.5 GB, some minutes the first time"
+	@for try in 1 2 3; do \
 	  if $(PIP_INSTALL) -e '.[serve,dev]'; then touch $@; exit 0; fi; \
 	  echo "pip failed (try $$try of 3)" >&2; sleep $$((try * 5)); \
 	done; exit 1

@@ -98,8 +98,8 @@ class ApiConfig(BaseModel):
     """Longest a request may take in all; then it ends with `abort` and what it has."""
     control_timeout_s: float = Field(default=60.0, gt=0, le=600)
     """Deadline of control verbs that name none."""
-    shutdown_s: float = Field(default=15.0, ge=0, le=600)
-    """SIGTERM: how long open requests may still take."""
+    shutdown_s: float = Field(default=10.0, ge=0, le=600)
+    """SIGTERM: how long running requests may still take; then they end with `abort` and what they have."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the JSON lines on stderr."""
 

@@ -153,6 +153,11 @@ class Fleet:
         """New statistics of a replica."""
         self.on_stats(replica, stats)
 
+    def cancel_all(self) -> None:
+        """Every flight ends with what it has."""
+        for flight in list(self.flights):
+            self.cancel(flight)
+
     def drop(self, flight: Flight) -> None:
         """Nobody waits for it any more."""
         if flight.done.is_set():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 from types import FrameType
@@ -14,6 +15,8 @@ from api.service import Service
 
 TICK_S = 1.0
 """The resolution of HTTP's Date header."""
+LAST_WORDS_S = 3
+"""How long replicas and clients may take over what requests had when they were ended."""
 
 
 class Server(uvicorn.Server):
@@ -25,7 +28,7 @@ class Server(uvicorn.Server):
                 create_app(service),
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=int(service.config.shutdown_s),
+                timeout_graceful_shutdown=math.ceil(service.config.shutdown_s) + LAST_WORDS_S,
                 timeout_keep_alive=75,
                 server_header=False,
             )
@@ -52,9 +55,12 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._leave.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Nothing new; held requests get their answer now."""
-        self._service.fleet.close()
+        """Nothing new; held requests get their answer now, running ones theirs in time, or what they have."""
+        fleet = self._service.fleet
+        fleet.close()
+        patience = asyncio.get_running_loop().call_later(self._service.config.shutdown_s, fleet.cancel_all)
         await super().shutdown(sockets)
+        patience.cancel()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -41,7 +41,9 @@ class Channel:
         if not self.ready(timeout_s):
             hint = ", and a handshake failed: is it this store's key?" if self._failed_handshake else ""
             what = type(message).__name__
-            raise StoreUnavailable(f"no store took a {what} at {self.endpoint} in {timeout_s:.1f} s{hint}")
+            raise StoreUnavailable(
+                f"no store took a {what} at {self.endpoint} in {timeout_s:.1f} s{hint or ': does the service run?'}"
+            )
         more = zmq.SNDMORE if payload else 0
         self._socket.send(encode(message), zmq.DONTWAIT | more)
         for i, buffer in enumerate(payload, 1):

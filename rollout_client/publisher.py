@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 
@@ -132,7 +132,8 @@ class WeightPublisher:
         named_tensors: HF names -> numpy, torch, Paddle or DLPack tensors, float32, bfloat16 or float16, in any
             order and on any device; or `tensors.Slice` pieces of them. An iterator is read to its end first.
             They must not be written while this runs. Tensors tied in the trainer may be given once or twice.
-        version: >= 0, above the last one of this run unless `force`. The live one again is a no-op.
+        version: >= 0, above the last one of this run unless `force`. The live one again is a no-op,
+            whatever the tensors are: nothing is sent, and `already` is true in the report.
         in_flight: what becomes of running sequences: keep their KV, recompute it, abort them, or wait for them.
         base_version: send only some tensors; the others are taken from this version, which must be live.
         rank, world: this trainer rank among those that push this version together, each with its slices.
@@ -141,6 +142,8 @@ class WeightPublisher:
         Raises PushError (nothing that is served has changed), StoreUnavailable, TypeError or ValueError for
         what is no tensor.
         """
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(InFlight))}")
         started = time.monotonic()
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
         with self._lock:

@@ -3,10 +3,14 @@
 That keeps --help instant: nothing but typer is loaded for it.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:  # a trainer's installation
+    sys.exit("paddle-rollout: this command needs the service's packages: pip install 'paddle-rollout[serve]'")
 
 app = typer.Typer(
     name="paddle-rollout",
@@ -89,6 +93,7 @@ def push(
     in_flight: Annotated[
         Literal["keep", "recompute", "abort", "wait"], typer.Option(help="What becomes of running requests.")
     ] = "keep",
+    force: Annotated[bool, typer.Option(help="Even if the version is not above the last one of its run.")] = False,
     token_file: TokenFile = None,
     keys: Annotated[Path | None, typer.Option(help="The trainer's key file, if the store has keys.")] = None,
     name: Name = "default",
@@ -96,7 +101,7 @@ def push(
     """Make a checkpoint live on every replica, while they generate. All or nothing."""
     from api.cli import push_command as command  # noqa: PLC0415
 
-    raise typer.Exit(command.run(directory, version, endpoint, run_id, in_flight, token_file, keys, name))
+    raise typer.Exit(command.run(directory, version, endpoint, run_id, in_flight, force, token_file, keys, name))
 
 
 @app.command()
@@ -127,7 +132,7 @@ def generate(
     from api.cli import generate_command as command  # noqa: PLC0415
 
     fields = {"max_tokens": max_tokens, "temperature": temperature, "n": n, "seed": seed, "stop": stop}
-    raise typer.Exit(command.run(prompt, fields, json_, command.connect(url, name, token)))
+    raise typer.Exit(command.run(prompt, fields, json_, url, name, token))
 
 
 @app.command()

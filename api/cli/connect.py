@@ -8,6 +8,8 @@ from pathlib import Path
 from rollout_client.errors import RolloutError
 from rollout_client.http import RequestFailed, RolloutClient, Unreachable
 
+DEFAULT_NAME = "default"
+
 
 def run_dir_of(name: str) -> Path:
     """Where a local service of this name keeps its files."""
@@ -17,11 +19,22 @@ def run_dir_of(name: str) -> Path:
 
 
 def url_of(name: str) -> str:
-    """HTTP address of the local service; the usual one when it has left no trace."""
+    """HTTP address of the local service. Raises OSError as `address_of`."""
+    return address_of(name, "http_url", "http://127.0.0.1:8000")
+
+
+def address_of(name: str, file: str, usual: str) -> str:
+    """What the local service wrote into `file`; the usual address when none was named and none has left a trace.
+
+    Raises OSError for a name that was given and means nobody: another service must not be taken for it.
+    """
+    run_dir = run_dir_of(name)
     try:
-        return (run_dir_of(name) / "http_url").read_text().strip()
+        return (run_dir / file).read_text().strip()
     except OSError:
-        return "http://127.0.0.1:8000"
+        if name == DEFAULT_NAME:
+            return usual
+        raise OSError(f"no service named {name} runs here (none in {run_dir})") from None
 
 
 def connect(url: str | None, name: str, token: str | None) -> RolloutClient:

@@ -6,16 +6,13 @@ from typing import Any
 import msgspec
 
 from api.cli.connect import connect, explained
-from rollout_client.http import RolloutClient
-
-__all__ = ["connect", "run"]
 
 
-def run(prompt: str, fields: dict[str, Any], as_json: bool, client: RolloutClient) -> int:
+def run(prompt: str, fields: dict[str, Any], as_json: bool, url: str | None, name: str, token: str | None) -> int:
     """Print continuations; returns the exit status."""
     text = sys.stdin.read() if prompt == "-" else prompt
     fields = {name: value for name, value in fields.items() if value is not None}
-    with explained(), client:
+    with explained(), connect(url, name, token) as client:
         if as_json:
             _write(msgspec.json.encode(client.generate(text, **fields)).decode() + "\n")
         elif fields.get("n", 1) > 1:

@@ -1,6 +1,7 @@
 """``paddle-rollout push``: a checkpoint directory becomes the next version, as a trainer would push it."""
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from api.cli.connect import explained, read_token, run_dir_of
+from api.cli.connect import address_of, explained, read_token
 from rollout_client.protocol import InFlight
 from rollout_client.publisher import PushReport, WeightPublisher
 from weight_manager.checkpoint import Tensor, TensorFile, weight_files
@@ -25,6 +26,7 @@ def run(
     endpoint: str | None,
     run_id: str | None,
     in_flight: InFlight,
+    force: bool,
     token_file: Path | None,
     keys: Path | None,
     name: str,
@@ -36,15 +38,18 @@ def run(
         except CheckpointError as error:
             raise ValueError(error.message) from None
         try:
-            where = endpoint or _endpoint(name)
-            report = _push(dict(_tensors(files)), version, where, run_id, in_flight, token_file, keys)
+            where = endpoint or address_of(name, "push_endpoint", "tcp://127.0.0.1:5600")
+            _must_listen(where)
+            report = _push(dict(_tensors(files)), version, where, run_id, in_flight, force, token_file, keys)
         finally:
             for file in files:
                 file.close()
     took = f"{report.seconds['total']:.2f} s over {report.transport}"
     stall = max(report.stall_ms.values(), default=0.0)
-    already = "was live already" if report.already else f"live on {report.replicas} replicas"
-    console.print(f"version {report.version} {already}, {took}, longest stall {stall:.1f} ms, digest {report.digest}")
+    replicas = "1 replica" if report.replicas == 1 else f"{report.replicas} replicas"
+    already = "was live already" if report.already else f"live on {replicas}"
+    text = f"version {report.version} {already}, {took}, longest stall {stall:.1f} ms, digest {report.digest}"
+    console.print(text, soft_wrap=True)
     return 0
 
 
@@ -54,6 +59,7 @@ def _push(
     endpoint: str,
     run_id: str | None,
     in_flight: InFlight,
+    force: bool,
     token_file: Path | None,
     keys: Path | None,
 ) -> PushReport:
@@ -64,7 +70,20 @@ def _push(
         live = publisher.connect()
     target = 1 if live.live_version is None else live.live_version + 1
     with WeightPublisher(endpoint, run_id=run_id or live.live_run or fresh_run, token=token, keys=keys) as publisher:
-        return publisher.push(tensors, target if version is None else version, in_flight=in_flight)
+        return publisher.push(tensors, target if version is None else version, in_flight=in_flight, force=force)
+
+
+def _must_listen(endpoint: str) -> None:
+    """A person at a terminal should not wait for a store that is not there. Raises OSError."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if endpoint.startswith("tcp://") and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+        except OSError as error:
+            raise OSError(
+                f"no store listens on {endpoint}: {error.strerror or error}\n"
+                "Is the service running? Start it with `paddle-rollout serve MODEL`, or say --endpoint or --name."
+            ) from None
 
 
 def _tensors(files: list[TensorFile]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -82,10 +101,3 @@ def _array(tensor: Tensor) -> npt.NDArray[Any]:
         bits = np.memmap(path, "<u2", "r", tensor.offset, part.shape)
         return (bits.astype("<u4") << 16).view("<f4")
     return np.memmap(path, np.dtype(part.dtype).newbyteorder("<"), "r", tensor.offset, part.shape)
-
-
-def _endpoint(name: str) -> str:
-    try:
-        return (run_dir_of(name) / "push_endpoint").read_text().strip()
-    except OSError:
-        return "tcp://127.0.0.1:5600"

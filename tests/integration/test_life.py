@@ -2,10 +2,13 @@
 
 import os
 import signal
+import threading
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
+from rollout_client.http_calls import Generation
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
 
@@ -53,6 +56,52 @@ def test_a_replica_told_to_stop_finishes_what_it_runs(tiny: Checkpoint, tp: int)
         assert "Termination signal" not in live.log.read_text(), "Paddle's handler aborted a rank"
     finally:
         live.close()
+
+
+def test_a_service_told_to_stop_hands_over_what_running_requests_have(tiny: Checkpoint) -> None:
+    live = LiveService(tiny.directory, "--set", "api.shutdown_s=0.2")
+    try:
+        live.start()
+        whole: list[Generation] = []
+
+        def ask() -> None:
+            with live.client() as client:
+                whole.append(client.generate(prompt_ids=[4, 5, 6], n=32, max_tokens=400, ignore_eos=True))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(0.5)  # it has its connection, and seconds of work
+        with live.client() as client:
+            stream = client.stream(prompt_ids=[1, 2, 3], max_tokens=400, ignore_eos=True)
+            pieces = [next(stream)]
+            pieces += [next(stream) for _ in range(5)]
+            live.process.send_signal(signal.SIGTERM)
+            pieces += list(stream)
+        asking.join(20)
+        assert pieces[-1].outputs[0].finish_reason == "abort"
+        assert 5 < sum(len(piece.outputs[0].token_ids) for piece in pieces) < 400
+        assert {output.finish_reason for output in whole[0].outputs} == {"abort"}
+        assert live.stop() == 0
+        assert "Traceback" not in live.log.read_text()
+        assert "killed" not in live.log.read_text()
+        live.assert_nothing_left()
+    finally:
+        live.close()
+
+
+def test_a_taken_port_or_a_tp_that_does_not_fit_is_refused_in_one_line(service: LiveService, tiny: Checkpoint) -> None:
+    taken = urlsplit(service.url).port
+    for arguments, reason in [
+        (("--port", str(taken)), f"cannot listen on 127.0.0.1:{taken}: Address already in use; choose another --port"),
+        (("--push-endpoint", service.push_endpoint), "choose another --push-endpoint"),
+        (("--tp", "7"), "tp 7 is above the"),
+    ]:
+        second = LiveService(tiny.directory, *arguments)
+        with pytest.raises(AssertionError, match="ended with 2"):
+            second.start()
+        assert reason in second.log.read_text().splitlines()[-1]
+        assert len(second.log.read_text().splitlines()) == 1
+        second.close()
 
 
 def test_an_idle_service_uses_next_to_no_processor(service: LiveService) -> None:

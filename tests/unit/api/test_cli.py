@@ -103,7 +103,9 @@ def test_restart_without_a_service(run, run_dir):
 
 def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert url_of("x") == "http://127.0.0.1:8000"
+    assert url_of("default") == "http://127.0.0.1:8000"
+    with pytest.raises(OSError, match="no service named x runs here"):  # and none of another name is taken for it
+        url_of("x")
     from api.paths import default_run_dir
 
     default_run_dir("x").mkdir()
