@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 _ALONE_S = 5.0
 """How long a rank of several whose step failed waits for the others' word before it leaves."""
+_OVERRUN_S = 25.0
+"""A step that failed after so long waited in vain for a rank that stands still; that rank will give no word."""
+_ALONE_AFTER_OVERRUN_S = 0.5
 
 
 class EventLoop:
@@ -103,7 +106,8 @@ class EventLoop:
             self._step_error = f"{type(error).__name__}: {error}"
             if self._leader:
                 self._leader.stepping.raised()
-            self._leave_if_alone()
+            overran = time.monotonic() - began > _OVERRUN_S
+            self._leave_if_alone(_ALONE_AFTER_OVERRUN_S if overran else _ALONE_S)
 
     def reply(self) -> None:
         """Rank 0: tokens, answers, statistics."""
@@ -136,10 +140,10 @@ class EventLoop:
         if self._leader:
             self._leader.stepping.failed(verdict)
 
-    def _leave_if_alone(self) -> None:
+    def _leave_if_alone(self, wait_s: float) -> None:
         """The others may sit in a collective of the step that this rank left: they must see it gone, not wait."""
         if self._signals.size > 1 and self._alone is None:
-            self._alone = threading.Timer(_ALONE_S, _leave)
+            self._alone = threading.Timer(wait_s, _leave)
             self._alone.daemon = True
             self._alone.start()
 

@@ -163,6 +163,18 @@ def test_a_step_that_failed_because_its_group_died_ends_the_replica_and_no_reque
     assert run.leader.failures == []
 
 
+@pytest.mark.parametrize(("overrun_s", "leaves_within_s"), [(60.0, 5.0), (-1.0, 0.5)])
+def test_a_rank_whose_step_failed_waits_for_the_others_word_but_not_for_one_that_sleeps(
+    monkeypatch, overrun_s, leaves_within_s
+):
+    monkeypatch.setattr("worker.event_loop._OVERRUN_S", overrun_s)
+    actions = Actions(Engine("timeout"), lambda path: None, NoGroups(), lambda: None)
+    loop = EventLoop(ThreadSignals(1, {}), actions, None)
+    loop.step(Batch())
+    loop._alone.cancel()
+    assert loop._alone.interval == leaves_within_s
+
+
 def test_a_flip_that_fails_on_one_rank_is_undone_on_both(run):
     weights = [Weights(), Weights(refuses=("flip",))]
     leader, _ = run([Order(Signal.UPDATE, Phase.FLIP, session="s")], [Engine(), Engine()], weights)
