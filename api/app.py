@@ -39,6 +39,7 @@ ROUTERS = (
     fastdeploy.v1,
     health.router,
     ui.router,
+    ui.root,
 )
 
 

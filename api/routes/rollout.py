@@ -145,7 +145,15 @@ async def abort_push(service: Uses, body: schema.WeightsAbortRequest | None = No
 async def verify(service: Uses) -> schema.ChecksumsResponse:
     """Checksum what every rank really holds."""
     found = await service.control.verify()
-    return schema.ChecksumsResponse(replicas={str(replica): ranks for replica, ranks in found.items()})
+    sums: dict[tuple[str, str], set[str]] = {}
+    for ranks in found.values():
+        for rank, parameters in ranks.items():
+            for name, digest in parameters.items():
+                sums.setdefault((rank, name), set()).add(digest)
+    return schema.ChecksumsResponse(
+        replicas={str(replica): ranks for replica, ranks in found.items()},
+        differing=sorted({name for (_, name), digests in sums.items() if len(digests) > 1}),
+    )
 
 
 async def _prompt_ids(body: schema.GenerateRequest, model: Model) -> list[list[int]]:

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, Depends
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api import snapshot
 from api.auth import require_data
@@ -23,11 +23,18 @@ from api.schemas.ui import Snapshot
 from api.service import Service, Uses
 from api.sse import EventStream, event
 
+root = APIRouter()
 router = APIRouter(prefix="/ui", tags=["status page"], responses=ERRORS)
 
 EVERY_S = 1.0
 LONGEST_S = 3600.0
 """After this a stream ends and the page opens another, so that its token is checked again."""
+
+
+@root.get("/", include_in_schema=False)
+async def front_door() -> Response:
+    """A person who opens the address in a browser wants the page."""
+    return RedirectResponse("/ui")
 
 
 @router.get("", response_class=HTMLResponse)

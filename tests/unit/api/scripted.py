@@ -56,6 +56,7 @@ class ScriptedReplica:
         self.endpoint = f"ipc://{run_dir}/replica-{index}.sock"
         self.index = index
         self.state = "serving"
+        self.checksum = "00000000000000ff"
         self.version = 0
         self.pause_mode: messages.PauseMode | None = None
         self.script: list[int] | None = None
@@ -149,7 +150,7 @@ class ScriptedReplica:
                 self.move("serving" if self.pause_mode is None else "paused")
                 self._send(origin, Done(call))
             case Verify(call=call):
-                self._send(origin, Done(call, {"0": {"model.norm.weight": "00000000000000ff"}}))
+                self._send(origin, Done(call, {"0": {"model.norm.weight": self.checksum}}))
             case ResetPrefixCache(call=call):
                 self._send(origin, Done(call, {"empty": not self.running}))
 

@@ -86,3 +86,8 @@ class TestWithTokens:
         shown = json.dumps(seen) + (await client.get("/ui")).text
         assert "data-token" not in shown.replace('data-token="', "")
         assert "admin-token" not in shown
+
+
+async def test_the_bare_address_leads_a_browser_to_the_page(client):
+    reply = await client.get("/")
+    assert (reply.status_code, reply.headers["location"]) == (307, "/ui")

@@ -60,6 +60,9 @@ async def test_ending_a_push(client, store):
     assert (await client.post(f"{WEIGHTS}/abort")).status_code == 409
 
 
-async def test_verify(client):
+async def test_verify_names_what_replicas_hold_differently(client, replicas):
     body = (await client.post(f"{WEIGHTS}/verify")).json()
     assert body["replicas"]["1"]["0"] == {"model.norm.weight": "00000000000000ff"}
+    assert body["differing"] == []
+    replicas[1].checksum = "0000000000000001"
+    assert (await client.post(f"{WEIGHTS}/verify")).json()["differing"] == ["model.norm.weight"]
