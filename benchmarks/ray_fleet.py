@@ -9,6 +9,7 @@ tests/ray/scenario.py says what is done and how it is judged. Writes results/ray
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -57,7 +58,9 @@ def main() -> int:
     parser.add_argument("--pushes", type=int, default=100)
     parser.add_argument("--cold", type=int, default=3)
     options = parser.parse_args()
-    result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "cold": cold_starts(options.cold)}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is removed on the way out
+    cold = cold_starts(options.cold) if options.cold else []
+    result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "cold": cold}
     load = os.getloadavg()[0]
     facts = scenario.run(options.pushes, kill_at=options.pushes // 3, add_at=2 * options.pushes // 3, gap_s=0.2)
     result |= {"load_before": load, "load_after": os.getloadavg()[0], "scenario": facts}
