@@ -2,9 +2,9 @@
 
     python -m benchmarks.generate [--only throughput updates] [--rounds 5] [--fresh] [--before 'flock FILE']
 
-A piece measures as many rounds as fit into `--budget` seconds and is run again until its section has all of them.
-Rounds of an earlier run count unless `--fresh` is given. What each piece measures is said in its own file; the rows at
-the end are those of `benchmarks.generate.report`.
+Once started, a piece measures as many rounds as fit into `--budget` seconds; it is run again until its section has
+all of them. Rounds of an earlier run count unless `--fresh` is given. What each piece measures is said in its own
+file; the rows at the end are those of `benchmarks.generate.report`.
 """
 
 import argparse

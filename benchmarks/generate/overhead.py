@@ -1,6 +1,6 @@
 """What HTTP, scheduler and loop add to the bare engine at 16 sequences of 32 prompt tokens and 96 new ones.
 
-    python -m benchmarks.generate.overhead --dtype float32 [--rounds 5] [--budget 480]
+    python -m benchmarks.generate.overhead --dtype float32 [--rounds 5] [--budget 270]
 
 The bare engine runs forward passes and draws tokens, in a process of its own; see `peers/bare_engine.py`. In a round
 each side runs three times in turn, and the medians are compared. `forward` counts the forward passes alone as bare.

@@ -1,6 +1,6 @@
 """Tokens per second of the service against a peer, on the same prompts.
 
-    python -m benchmarks.generate.throughput --dtype float32 --peer vllm [--rounds 5] [--budget 480]
+    python -m benchmarks.generate.throughput --dtype float32 --peer vllm [--rounds 5] [--budget 270]
 
 SmolLM2-135M, temperature 1, logprob of every token, both cores for each side. Cases: 1, 16 and 64 sequences of
 32 prompt tokens and 96 new ones, and `group`: 8 prompts of 256 tokens with 8 samples each. vLLM answers over HTTP as

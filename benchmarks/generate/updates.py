@@ -1,6 +1,6 @@
 """What a weight update every two seconds costs running generation.
 
-    python -m benchmarks.generate.updates [--dtype float32] [--rounds 5] [--budget 480] [--seconds 60]
+    python -m benchmarks.generate.updates [--dtype float32] [--rounds 5] [--budget 270] [--seconds 60]
 
 A load of 16 sequences at a time (32 prompt tokens, 96 new ones each, as many of them as take about a minute) runs with
 and without a trainer in another thread that pushes whole new weights through shared memory every two seconds, policy
