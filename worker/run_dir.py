@@ -5,6 +5,9 @@ import os
 import shutil
 from pathlib import Path
 
+_LONGEST_NAME = len("/replica-999.sock")
+_SOCKET_PATH = 107
+"""What Linux takes as the path of a socket."""
 _OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json")
 
 
@@ -16,7 +19,10 @@ class RunDir:
     """A claimed run directory (mode 0700). Whatever a predecessor that was killed left in it is removed."""
 
     def __init__(self, path: Path) -> None:
-        """Claim `path`, making it when needed. Raises AlreadyRunning, or PermissionError when it is another user's."""
+        """Claim `path`, making it when needed. Raises AlreadyRunning, or OSError when it cannot be used."""
+        if len(os.fsencode(path.absolute())) + _LONGEST_NAME > _SOCKET_PATH:
+            most = _SOCKET_PATH - _LONGEST_NAME
+            raise OSError(f"{path} is too long for the sockets in it: choose a run directory of at most {most} bytes")
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_uid != os.getuid():
@@ -34,7 +40,7 @@ class RunDir:
         self._clean()
         (self.path / "lock").unlink(missing_ok=True)
         os.close(self._fd)
-        if not any(self.path.iterdir()):
+        if self.path.exists() and not any(self.path.iterdir()):  # somebody may have removed it under us
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _lock(self) -> int:

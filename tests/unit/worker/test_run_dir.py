@@ -1,0 +1,27 @@
+import shutil
+
+import pytest
+
+from worker.run_dir import AlreadyRunning, RunDir
+
+
+def test_one_service_a_directory(tmp_path):
+    first = RunDir(tmp_path / "run")
+    with pytest.raises(AlreadyRunning, match="choose another --name"):
+        RunDir(tmp_path / "run")
+    first.close()
+    RunDir(tmp_path / "run").close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_too_long_for_sockets_is_refused_before_anything_is_made(tmp_path):
+    path = tmp_path / ("x" * 100)
+    with pytest.raises(OSError, match=r"too long for the sockets in it: choose a run directory of at most 90 bytes"):
+        RunDir(path)
+    assert not path.exists()
+
+
+def test_a_directory_removed_under_a_service_is_no_error_at_its_end(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    run_dir.close()
