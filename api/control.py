@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut
 from api.link import LinkDown
-from api.replicas import Fleet, PauseIntent
+from api.pause_intent import PauseIntent
+from api.replicas import Fleet
 from worker.messages import (
     CallFailed,
     Clear,

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from api.background import AGAIN_S
 from rollout_client.curve import TrainerKeys
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Link(Generic[T]):
         return asyncio.get_running_loop().time() - self._heard if self.up else float("inf")
 
     def post(self, message: Any) -> None:
-        """Send without waiting; messages leave in the order of the calls. Raises LinkDown."""
+        """Send without waiting; messages leave in the order of the calls. Raises LinkDown, and what encoding raises."""
         if self._socket is None:
             raise LinkDown(f"nothing listens on {self.endpoint}")
         self._socket.send(self._encode(message))
@@ -98,10 +99,13 @@ class Link(Generic[T]):
             self.post(build(call))
         except LinkDown as error:
             future.set_exception(error)
+        except BaseException:  # it cannot be written: nobody will answer
+            future.cancel()
+            raise
         return future
 
     async def run(self) -> None:
-        """Connect, serve, reconnect, for ever."""
+        """Connect, serve, reconnect, for ever. What the listener fails at ends one connection, not this."""
         context = zmq.asyncio.Context.instance()
         while True:
             socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
@@ -116,7 +120,7 @@ class Link(Generic[T]):
                 self._keys.hold(socket)
             monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self.endpoint)
-            reason = ""  # we are being cancelled: nobody needs to be told
+            reason, failed = "", False  # no reason: we are being cancelled, and nobody needs to be told
             try:
                 while (await recv_monitor_message(monitor))["event"] != zmq.Event.HANDSHAKE_SUCCEEDED:
                     pass
@@ -124,6 +128,10 @@ class Link(Generic[T]):
                 self._heard = asyncio.get_running_loop().time()
                 self._listener.on_up()
                 reason = await self._serve(socket, monitor)
+            except Exception as error:
+                log.exception("%s: the connection is given up", self.endpoint)
+                reason = f"an error of our own: {error!r}"
+                failed = True
             finally:
                 was_up, self._socket = self._socket is not None, None
                 socket.disable_monitor()
@@ -133,7 +141,15 @@ class Link(Generic[T]):
                     if not future.done():
                         future.set_exception(LinkDown(f"{self.endpoint}: {reason or 'closed'}"))
                 if was_up and reason:
-                    self._listener.on_down(reason)
+                    self._lost(reason)
+            if failed:
+                await asyncio.sleep(AGAIN_S)
+
+    def _lost(self, reason: str) -> None:
+        try:
+            self._listener.on_down(reason)
+        except Exception:
+            log.exception("%s: after the connection was lost", self.endpoint)
 
     async def _serve(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> str:
         tasks = [

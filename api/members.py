@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from api.background import kept
 from api.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ class Members:
 
     def _start(self, replica: Replica) -> None:
         if self._group is not None:
-            self._links[replica] = self._group.create_task(replica.link.run())
+            self._links[replica] = self._group.create_task(
+                kept(f"the link to replica {replica.index}", replica.link.run)
+            )
 
 
 class ReplicasFile:

@@ -11,16 +11,16 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
-from api.errors import Conflict, Unavailable
+from api.errors import Conflict, EngineFailed, Unavailable
 from api.fleet_settings import FleetSettings
 from api.flight import Flight
 from api.link import LinkDown
 from api.members import Members
+from api.pause_intent import PauseIntent
 from api.replica import Replica
 from weight_manager.messages import Live
-from worker.messages import Clear, Pause, PauseMode, Resume, Stats, Tag
+from worker.messages import Clear, Pause, Resume, Stats, Tag
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +32,6 @@ LAST_WORD_S = 10.0
 """How long a replica may take to hand over what it has of a request that took too long."""
 STICKY_SESSIONS = 65536
 """Sessions remembered for stickiness; the least recently used go first."""
-
-
-@dataclass
-class PauseIntent:
-    """The fleet is to be paused. lease_until: loop time, inf = until somebody resumes.
-
-    adopted: learned from a replica by a restarted API; the replicas hold its lease.
-    """
-
-    mode: PauseMode
-    clear_cache: bool = True
-    lease_until: float = float("inf")
-    since: float = field(default_factory=time.time)
-    adopted: bool = False
 
 
 class Fleet:
@@ -61,8 +47,7 @@ class Fleet:
         self.cleared: set[Tag] = set()
         self.closing = False
         self.reloading = False  # what is cleared is on its way back
-        self.retried = 0
-        self.lease_expiries = 0
+        self.retried = self.lease_expiries = 0
         self._came = asyncio.Event()
         self._paused_before = 0.0  # seconds of pauses that are over
         self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
@@ -97,7 +82,10 @@ class Fleet:
                 self._came.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._came.wait(), IDLE_SWEEP_S)
-            self.sweep(asyncio.get_running_loop().time())
+            try:
+                self.sweep(asyncio.get_running_loop().time())
+            except Exception:  # deadlines are kept from here on, whatever this one met
+                log.exception("deadlines could not be kept")
 
     @property
     def kv_tokens(self) -> float:
@@ -179,19 +167,29 @@ class Fleet:
         if self.paused is not None or not self.held:
             return
         waiting: list[Flight] = []
-        while self.held:
-            flight = self.held.popleft()
+        try:
+            while self.held:
+                if not self._started(flight := self.held.popleft()):
+                    waiting.append(flight)
+        finally:
+            self.held.extendleft(reversed(waiting))
+
+    def _started(self, flight: Flight) -> bool:
+        """Whether the flight is off the line: it runs, or cannot be sent to anybody, which is its own failure alone."""
+        try:
             replica = self._choose(flight)
             if replica is None:
-                waiting.append(flight)
-                continue
-            try:
-                replica.send(flight)
-            except LinkDown:
-                waiting.append(flight)
-                continue
-            flight.held_since = 0.0
-        self.held.extend(waiting)
+                return False
+            replica.send(flight)
+        except LinkDown:
+            return False
+        except Exception as error:
+            log.exception("a request could not be sent to a replica")
+            flight.fail(EngineFailed(f"the request could not be sent to a replica: {type(error).__name__}"))
+            self.landed(flight)
+            return True
+        flight.held_since = 0.0
+        return True
 
     def _choose(self, flight: Flight) -> Replica | None:
         ready = [r for r in self.replicas if r.serves(self.live)]

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from api.background import kept
 from api.config import ApiConfig
 from api.control import Control
 from api.fleet_settings import FleetSettings
@@ -61,9 +62,14 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Links up, deadlines kept, for the time of the context."""
-        tasks = [asyncio.create_task(self.fleet.run()), asyncio.create_task(self.weights.link.run())]
+        work: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "the links to replicas": self.fleet.run,
+            "the link to the store": self.weights.link.run,
+        }
         if self.config.replicas_file is not None:
-            tasks.append(asyncio.create_task(ReplicasFile(self.config.replicas_file).follow(self.fleet.set_members)))
+            file = ReplicasFile(self.config.replicas_file)
+            work["following the replicas file"] = lambda: file.follow(self.fleet.set_members)
+        tasks = [asyncio.create_task(kept(what, run)) for what, run in work.items()]
         log = logging.getLogger("api")
         log.addHandler(self.metrics.recent.warnings)
         try:

@@ -1,6 +1,7 @@
 """Server-sent events, framed as the OpenAI SDKs read them, and the watch over a client that goes away."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, status_of
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,7 +76,9 @@ class EventStream(Response):
             await self._send(send, event({"error": body | {"status": status_of(error)}}) + DONE)
         finally:
             alive.cancel()
-            await asyncio.gather(alive, return_exceptions=True)
+            (ended,) = await asyncio.gather(alive, return_exceptions=True)
+            if isinstance(ended, Exception) and not isinstance(ended, OSError):  # OSError: the client has gone
+                log.error("comments could not be sent on a stream", exc_info=ended)
         await self._send(send, b"", last=True)
 
     async def _keep_alive(self, send: Send) -> None:
