@@ -79,7 +79,8 @@ class Host:
     def serving(self) -> tuple[int | None, str]:
         """What the store says and what its replica computes with, which must be the same."""
         served = self.store.serving()
-        assert self.replica is None or self.replica.served() == served
+        computed = served if self.replica is None else self.replica.served()
+        assert computed == served, f"the store says {served}, its replica computes with {computed}"
         return served
 
     def may_serve(self) -> bool:

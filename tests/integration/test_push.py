@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from rollout_client.data_socket import DataSocket
 from rollout_client.errors import PushError
 from tests.integration.live import LiveService
 from tests.integration.wire import FlippingProxy
@@ -113,19 +114,33 @@ def test_wrong_tensors_are_refused_by_name(
     assert_moved(before, served(service))
 
 
-def test_a_byte_flipped_on_the_wire_is_found(service: LiveService, tiny: Checkpoint, run_id: str) -> None:
+@pytest.mark.parametrize("carrier", ["data socket", "frames"])
+def test_a_byte_flipped_on_the_wire_is_found(
+    service: LiveService, tiny: Checkpoint, run_id: str, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = served(service)
     weights = random_weights(tiny.config, 103)
     marked = "model.layers.1.mlp.up_proj.weight"
     pattern = np.arange(1, 33, dtype=np.float32)
     weights[marked] = np.resize(pattern, weights[marked].shape)
-    with FlippingProxy(service.push_endpoint, pattern.tobytes()) as proxy:
+
+    def reached_through_the_proxy(self: DataSocket, endpoint: str, port: int, key: bytes) -> None:
+        if carrier == "frames":
+            raise ConnectionRefusedError("a firewall")
+        connect(self, data.reach(f"tcp://127.0.0.1:{port}"), data.port, key)
+
+    connect = DataSocket.__init__
+    monkeypatch.setattr(DataSocket, "__init__", reached_through_the_proxy)
+    with (
+        FlippingProxy(service.push_endpoint, pattern.tobytes()) as proxy,
+        FlippingProxy(service.push_endpoint, pattern.tobytes()) as data,
+    ):
         with (
             service.publisher(run_id, endpoint=proxy.endpoint, transport="zmq") as publisher,
             pytest.raises(PushError, match=marked.replace(".", r"\.")) as refused,
         ):
             publisher.push(weights, 2)
-        assert proxy.flipped
+        assert (data.flipped, proxy.flipped) == (carrier == "data socket", carrier == "frames")
     assert refused.value.code == "checksum_mismatch"
     assert served(service) == before
     with service.publisher(run_id) as publisher:

@@ -13,12 +13,18 @@ class FlippingProxy:
         self.flipped = False
         self._pattern = pattern
         self._damaged = bytes([pattern[0] ^ 0x10]) + pattern[1:]
-        parts = urlsplit(target)
-        self._target = (parts.hostname, parts.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.port = self._listener.getsockname()[1]
+        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+        self.reach(target)
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
+
+    def reach(self, target: str) -> str:
+        """Stand before another port from now on; the endpoint to connect to."""
+        parts = urlsplit(target)
+        self._target = (parts.hostname, parts.port)
+        return self.endpoint
 
     def __enter__(self) -> "FlippingProxy":
         self._threads[0].start()
