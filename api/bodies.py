@@ -1,17 +1,37 @@
 """What every request passes through first: the longest body there may be, and two habits of clients.
 
+A body whose JSON escapes half of a surrogate pair is refused whole: no field of it could be written into UTF-8.
 Bodies are JSON whatever Content-Type says (curl says form, some trainers say nothing), and a trailing slash
 is no other route.
 """
+
+import re
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import TooLarge
-from api.replies import error_response
+from api.replies import NotUnicode, error_response
 
 _TYPE = b"content-type"
 _JSON = b"application/json"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_PAIRED = re.compile(
+    rb"(?:[^\\]|\\(?:[^u]|u(?:[^dD]|[dD][0-7])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))*+", re.DOTALL
+)
+"""JSON whose surrogates all come in pairs, high before low."""
+
+
+def _check_text(body: bytes) -> None:
+    """The JSON reader by itself also takes UTF-16, and surrogates in any encoding."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        raise HTTPException(400) from None
+    if 0 in body[:4]:
+        raise HTTPException(400)
+    if _SURROGATE.search(body) and not _PAIRED.fullmatch(body):
+        raise NotUnicode
 
 
 class Bodies:
@@ -30,20 +50,31 @@ class Bodies:
         if declared.isdigit() and int(declared) > self._max_bytes:
             await error_response(self._error())(scope, receive, send)
             return
-        read = 0
+        parts: list[bytes] = []
+        read, whole = 0, False
 
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_bytes:
-                # The one exception that FastAPI lets through while it reads a body.
-                raise HTTPException(413, self._error().message)
-            return message
+        async def checked() -> Message:
+            """The body as one message; HTTPException is the one exception that FastAPI lets through meanwhile."""
+            nonlocal read, whole
+            while True:
+                message = await receive()
+                if whole or message["type"] != "http.request":
+                    return message
+                part = message.get("body", b"")
+                read += len(part)
+                if read > self._max_bytes:
+                    raise HTTPException(413, self._error().message)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    break
+            whole, body = True, b"".join(parts)
+            parts.clear()
+            _check_text(body)
+            return {"type": "http.request", "body": body, "more_body": False}
 
         scope["headers"] = [(k, v) for k, v in scope["headers"] if k != _TYPE] + [(_TYPE, _JSON)]
         scope["path"] = scope["path"].rstrip("/") or "/"
-        await self._app(scope, counted, send)
+        await self._app(scope, checked, send)
 
     def _error(self) -> TooLarge:
         return TooLarge(f"the request body is over {self._max_bytes} bytes (max_body_bytes)")

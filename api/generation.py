@@ -16,10 +16,9 @@ from api.errors import BadInput, Conflict, EngineFailed, TooMany
 from api.flight import Flight, Sample, Update
 from api.model import Model
 from api.replicas import Fleet
+from api.schemas.base import MAX_SEQUENCES
 from worker.messages import Chunk, Generate, SamplingParams
 
-MAX_SEQUENCES = 4096
-"""Prompts times n in one request."""
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 

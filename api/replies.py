@@ -58,8 +58,17 @@ def explain(errors: Sequence[Any]) -> str:
     return "; ".join(problems) + (f"; and {more} more" if more > 0 else "")
 
 
+class NotUnicode(HTTPException):
+    """A body whose JSON escapes half a character. Not an ApiError: raised while the framework reads the body."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "the request body is not valid Unicode: it has a lone surrogate (\\ud800 to \\udfff)")
+
+
 def describe(error: HTTPException) -> str:
     """What the framework refused; it says little of a body that it could not read."""
+    if isinstance(error, NotUnicode):
+        return error.detail
     return "the request body is not valid JSON in UTF-8" if error.status_code == 400 else str(error.detail)
 
 

@@ -15,7 +15,7 @@ from api.generation import Ask
 from api.model import Model
 from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
-from api.schemas.base import ERRORS
+from api.schemas.base import ERRORS, Version
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
@@ -117,7 +117,7 @@ async def weights(service: Uses) -> schema.WeightsResponse:
 
 @router.get("/weights/wait", dependencies=data)
 async def wait_for_version(
-    service: Uses, version: Annotated[schema.Version, Query()], timeout_s: Annotated[float, Query(gt=0, le=3600)] = 60.0
+    service: Uses, version: Annotated[Version, Query()], timeout_s: Annotated[float, Query(gt=0, le=3600)] = 60.0
 ) -> schema.WeightsResponse:
     """Answer once this version or a later one is live; 409 after timeout_s."""
     await service.weights.wait_for_version(version, timeout_s=timeout_s)

@@ -134,7 +134,7 @@ async def sleep(service: Uses, level: Annotated[int, Query(ge=0, le=2)] = 1, mod
 
 
 @router.post("/wake_up", dependencies=admin)
-async def wake_up(service: Uses, tags: Annotated[list[Tag] | None, Query()] = None) -> schema.Awake:
+async def wake_up(service: Uses, tags: Annotated[list[Tag] | None, Query(max_length=16)] = None) -> schema.Awake:
     """Bring back what the tags name, or everything; generation goes on once nothing is missing."""
     await service.control.reload(tuple(tags) if tags else ALL_TAGS)
     if service.fleet.cleared:

@@ -1,18 +1,71 @@
-"""Two kinds of request body, and the error body every route shares."""
+"""Two kinds of request body, the types of their fields, and the error body every route shares.
 
-from typing import Annotated, Any
+Every number and every list that a client sends has a bound: messages to the worker have no place for larger numbers,
+and a list is given up at its first wrong item, since an error for each of a million takes minutes to tell.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import Annotated, Any, TypeVar
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Ids = list[TokenId]
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MAX_SEQUENCES = 4096
+"""Prompts times n in one request."""
+MAX_BIASED = 1024
+"""Tokens with a bias, as vLLM has it."""
+MAX_FIELDS = 256
+"""No body has so many."""
+T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+"""Of tokens, versions, and the like."""
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Version = Annotated[int, Field(ge=0, lt=1 << 63)]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+"""A number, not what could be taken for one: true is not token 1."""
+Ids = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
+Names = Annotated[list[str], Field(max_length=1 << 16, fail_fast=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+RepetitionPenalty = Annotated[Finite, Field(ge=0.01, le=100)]
+"""vLLM wants it above 0; dividing a logit by much less than this would leave float32."""
+
+
+def _few(value: T) -> T:
+    if isinstance(value, dict) and len(value) > MAX_BIASED:
+        raise ValueError(f"{len(value)} tokens; at most {MAX_BIASED} may have a bias")
+    return value
+
+
+def _digests(value: T) -> T:
+    if isinstance(value, dict) and not all(type(digest) is str for digest in value.values()):
+        raise ValueError("a digest is a string of hex digits")
+    return value
+
+
+LogitBias = Annotated[
+    dict[Annotated[int, Field(ge=0, lt=1 << 31)], Finite], BeforeValidator(_few), Field(max_length=MAX_BIASED)
+]
+Digests = Annotated[dict[str, str], BeforeValidator(_digests), Field(max_length=1 << 20)]
+
+
+def _few_fields(body: Any) -> None:
+    if isinstance(body, dict) and len(body) > MAX_FIELDS:
+        raise ValueError(f"{len(body)} fields; no body has so many")
 
 
 class Strict(BaseModel):
     """Native bodies: a misspelt field is an error, not a silent default."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sized(cls, body: Any) -> Any:
+        _few_fields(body)
+        return body
 
 
 CONSTRAINTS = (
@@ -33,6 +86,7 @@ class Lenient(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _free_form(cls, body: Any) -> Any:
+        _few_fields(body)
         for name in CONSTRAINTS if isinstance(body, dict) else ():
             asked = body.get(name)
             if asked and asked != {"type": "text"} and name not in cls.model_fields:

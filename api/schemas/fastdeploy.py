@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.schemas.base import Lenient
+from api.schemas.base import Lenient, Names, Seed
 
 
 class Msg(Lenient):
@@ -32,7 +32,7 @@ class ControlError(Lenient):
 class UpdateWeights(Lenient):
     """/v1/update_weights: load the model's directory again."""
 
-    version: int | str | None = None
+    version: Seed | Annotated[str, Field(max_length=256)] | None = None
     """None: `step` of the directory's version.yaml, or one above the live one."""
     verify_checksum: bool | None = True
     """Every byte is checked on the way to every rank in any case."""
@@ -49,4 +49,4 @@ class AbortRequests(Lenient):
     """All, or some by exact id."""
 
     abort_all: bool | None = False
-    req_ids: list[str] | None = None
+    req_ids: Names | None = None

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from api.schemas.base import Strict
+from api.schemas.base import Digests, Strict
 
 
 class RollbackRequest(Strict):
@@ -24,7 +24,7 @@ class RollbackResponse(Strict):
 class ChecksumsRequest(Strict):
     """baseline: digests of an earlier answer, by "name" (tensors that are whole somewhere) or "name@rank"."""
 
-    baseline: dict[str, str] = Field(default={}, max_length=1 << 20)
+    baseline: Digests = Field(default={})
 
 
 class SlotChecksums(Strict):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from api.schemas.base import Ids, Lenient
+from api.schemas.base import Count, Ids, Lenient, ManyIds, Texts
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
 
@@ -29,13 +29,15 @@ Message = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "properties": {"role": {"type": "string"}, "content": {}}, "required": ["role"]}),
 ]
-Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_with_roles)]
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=1 << 20, fail_fast=True), AfterValidator(_with_roles)
+]
 
 
 class Template(Lenient):
     """How a conversation becomes a prompt."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
     """Given to the chat template."""
     chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Instead of the checkpoint's."""
@@ -62,7 +64,7 @@ class StreamOptions(Lenient):
 class CompletionRequest(Scheduling, VllmSampling):
     """/v1/completions."""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | Texts | Ids | ManyIds
     """Text, texts, ids, or lists of ids; choices come prompt by prompt."""
     logprobs: TopN | None = None
     echo: bool | None = False
@@ -76,7 +78,7 @@ class ChatRequest(Scheduling, VllmSampling, Template):
     """/v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: TopN | None = 0
     add_special_tokens: bool = False

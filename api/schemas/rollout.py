@@ -4,43 +4,54 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from api.schemas.base import Finite, Ids, Strict, TokenId
+from api.schemas.base import (
+    Count,
+    Finite,
+    Ids,
+    LogitBias,
+    ManyIds,
+    Names,
+    Priority,
+    RepetitionPenalty,
+    RequestId,
+    Seed,
+    Strict,
+    Texts,
+    Version,
+)
 from worker.messages import FinishReason, PauseMode, SamplingParams
 
 Probability = Annotated[float, Field(gt=0, le=1)]
-Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-RequestId = Annotated[str, Field(min_length=1, max_length=256)]
-Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class GenerateRequest(Strict):
     """Prompts and how to continue them. Exactly one of prompt and prompt_ids."""
 
-    prompt: str | list[str] | None = None
+    prompt: str | Texts | None = None
     """Text, or several; needs a checkpoint with a tokenizer."""
-    prompt_ids: Ids | list[Ids] | None = None
+    prompt_ids: Ids | ManyIds | None = None
     """Token ids, or several lists of them; continued exactly as they are."""
     add_special_tokens: bool = True
     """For text prompts: let the tokenizer add its begin-of-text token."""
     n: int = Field(default=1, ge=1, le=1024)
     """Samples per prompt; the prompt is computed once."""
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: Count | None = None
     """None: whatever fits the context."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: Count = 0
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     """0 = greedy."""
     top_p: Probability = 1.0
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
     """0 or -1 = off."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Finite = Field(default=0.0, ge=-100, le=100)
     frequency_penalty: Finite = Field(default=0.0, ge=-100, le=100)
-    logit_bias: dict[TokenId, Finite] = Field(default_factory=dict)
+    logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: Ids | None = None
     seed: Seed | None = None
     """The n samples of one prompt use streams derived from it."""
-    stop: list[str] | str = Field(default_factory=list)
+    stop: Texts | str = Field(default_factory=list)
     stop_token_ids: Ids = Field(default_factory=list)
     ignore_eos: bool = False
     logprobs: int = Field(default=0, ge=0, le=64)
@@ -56,14 +67,14 @@ class GenerateRequest(Strict):
     """Repeating one that still runs joins it."""
     session: str = Field(default="", max_length=256)
     """Requests of one session prefer one replica; also the header X-Session-ID."""
-    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    priority: Priority = 0
     """Lower runs first."""
     cache_salt: str = Field(default="", max_length=256)
     """Prompts share cached prefixes only under equal salts."""
     min_weight_version: Version | None = None
     """Wait until this version or a later one is live; 409 after version_timeout_s."""
     version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    max_staleness: int | None = Field(default=None, ge=0)
+    max_staleness: Count | None = None
     """End with `abort` once the live version is further ahead of the one it started under."""
 
     @model_validator(mode="after")
@@ -185,7 +196,7 @@ class PauseState(Strict):
 class AbortRequest(Strict):
     """Which requests to end; None = all."""
 
-    request_ids: list[str] | None = None
+    request_ids: Names | None = None
 
 
 class AbortResponse(Strict):
@@ -259,7 +270,9 @@ class WeightsResponse(Strict):
 class MemoryRequest(Strict):
     """What to release or bring back."""
 
-    tags: list[Literal["weights", "kv_cache"]] = Field(default=["weights", "kv_cache"], min_length=1)
+    tags: list[Literal["weights", "kv_cache"]] = Field(
+        default=["weights", "kv_cache"], min_length=1, max_length=16, fail_fast=True
+    )
 
 
 class MemoryResponse(Strict):

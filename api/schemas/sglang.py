@@ -4,32 +4,53 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.schemas.base import Finite, Ids, Lenient
+from api.schemas.base import (
+    MAX_SEQUENCES,
+    Count,
+    Digests,
+    Finite,
+    Ids,
+    Lenient,
+    LogitBias,
+    ManyIds,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Texts,
+    Version,
+)
 from api.schemas.openai import VersionSpan
 from api.schemas.vllm_sampling import Stop, stops_of, top_k_of
 from worker.messages import SamplingParams
+
+PerPrompt = Field(max_length=MAX_SEQUENCES, fail_fast=True)
+"""A value for each prompt of a batch."""
+Rid = Annotated[str, Field(max_length=256)]
+"""Empty: none was given."""
+From = Annotated[int, Field(ge=-1, lt=1 << 31)]
+TopN = Annotated[int, Field(ge=0, le=64)]
 
 
 class SglangSampling(Lenient):
     """sampling_params."""
 
-    max_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_new_tokens: Count | None = None
     """None: whatever fits the context."""
-    min_new_tokens: Annotated[int, Field(ge=0)] | None = 0
+    min_new_tokens: Count | None = 0
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = -1
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
     presence_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = 1.0
+    repetition_penalty: RepetitionPenalty | None = 1.0
     stop: Stop = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     no_stop_trim: bool | None = False
-    sampling_seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    logit_bias: dict[Annotated[int, Field(ge=0, lt=1 << 31)], Finite] | None = None
+    sampling_seed: Seed | None = None
+    logit_bias: LogitBias | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
 
     def params(self, *, top_n: int, prompt_logprobs: int | None) -> SamplingParams:
@@ -58,32 +79,32 @@ class SglangSampling(Lenient):
 class SglangGenerate(Lenient):
     """/generate: text or input_ids, one or a batch (then a list is answered); or `prompts`, as older TRL sends."""
 
-    text: str | list[str] | None = None
-    input_ids: Ids | list[Ids] | None = None
-    sampling_params: SglangSampling | list[SglangSampling] | None = None
-    return_logprob: bool | list[bool] | None = False
-    logprob_start_len: int | list[int] | None = -1
+    text: str | Texts | None = None
+    input_ids: Ids | ManyIds | None = None
+    sampling_params: SglangSampling | Annotated[list[SglangSampling], PerPrompt] | None = None
+    return_logprob: bool | Annotated[list[bool], PerPrompt] | None = False
+    logprob_start_len: From | Annotated[list[From], PerPrompt] | None = -1
     """From which prompt token on logprobs are wanted; -1 = only those of the output."""
-    top_logprobs_num: Annotated[int, Field(ge=0, le=64)] | list[Annotated[int, Field(ge=0, le=64)]] | None = 0
+    top_logprobs_num: TopN | Annotated[list[TopN], PerPrompt] | None = 0
     return_text_in_logprobs: bool | None = False
     stream: bool | None = False
-    rid: str | list[str] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = 0
-    min_weight_version: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    rid: Rid | Annotated[list[Rid], PerPrompt] | None = None
+    priority: Priority | None = 0
+    min_weight_version: Version | None = None
     """Ours: wait until this version is live; 409 after version_timeout_s."""
     version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_staleness: Count | None = None
     """Ours: end with `abort` once the live version is further ahead of the one it started under."""
 
-    prompts: list[str] | list[Ids] | None = None
+    prompts: Texts | ManyIds | None = None
     """Older TRL; then the fields below count, and ids and logprobs per sample are answered."""
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = -1
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = 1.0
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = 1.0
+    max_tokens: Count | None = None
     generation_kwargs: dict[str, Any] | None = None
 
 
@@ -206,7 +227,9 @@ class ModelInfo(Lenient):
 class MemoryTags(Lenient):
     """Which memory; none or null = all of it. There are no CUDA graphs: that tag names nothing."""
 
-    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+    tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(max_length=16, fail_fast=True)] | None = (
+        None
+    )
 
 
 class WeightsByName(Lenient):
@@ -220,7 +243,7 @@ class WeightsChecker(Lenient):
     """/weights_checker."""
 
     action: Literal["checksum", "compare", "snapshot"] = "checksum"
-    baseline: dict[str, str] | None = None
+    baseline: Digests | None = None
 
 
 class WeightsChecked(Lenient):

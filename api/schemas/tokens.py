@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from api.schemas.base import Lenient, TokenId
+from api.schemas.base import Ids, Lenient
 from api.schemas.openai import PromptLogprobs, StreamOptions, Usage, VersionSpan
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
@@ -22,7 +22,7 @@ class TokenSampling(VllmSampling):
 class TokenRequest(Scheduling):
     """What to continue, and how."""
 
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: Annotated[Ids, Field(min_length=1)]
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

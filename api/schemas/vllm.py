@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from api.schemas.base import Lenient
+from api.schemas.base import Count, Digests, Lenient, Names
 
 
 class Status(Lenient):
@@ -22,7 +22,7 @@ class IsPaused(Lenient):
 class AbortRequests(Lenient):
     """Empty or missing = all."""
 
-    request_ids: list[str] | None = None
+    request_ids: Names | None = None
 
 
 class AbortedRequests(Status):
@@ -51,12 +51,15 @@ class TransferReady(Message):
     weight_version: str
 
 
+Shape = Annotated[list[Count], Field(max_length=16, fail_fast=True)]
+
+
 class UpdateInfo(Lenient):
     """The tensors of one bucket."""
 
-    names: list[str] = Field(min_length=1)
-    dtype_names: list[str] | None = None
-    shapes: list[list[int]] | None = None
+    names: Annotated[Names, Field(min_length=1)]
+    dtype_names: Names | None = None
+    shapes: Annotated[list[Shape], Field(max_length=1 << 16, fail_fast=True)] | None = None
 
 
 class UpdateWeights(Lenient):
@@ -88,7 +91,7 @@ class WeightChecker(Lenient):
     """compare needs the baseline: checksums of an earlier answer."""
 
     action: Literal["checksum", "compare"]
-    baseline: dict[str, str] | None = None
+    baseline: Digests | None = None
 
 
 class WeightCheck(Lenient):

@@ -4,14 +4,26 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from api.schemas.base import Finite, Ids, Lenient, TokenId
+from api.schemas.base import (
+    Count,
+    Finite,
+    Ids,
+    Lenient,
+    LogitBias,
+    Priority,
+    RepetitionPenalty,
+    RequestId,
+    Seed,
+    Texts,
+    Version,
+)
 from worker.messages import SamplingParams
 
 T = TypeVar("T")
 
 TOP_K_OFF = 100_000_000
 """What some clients send for "off"; so do 0 and -1."""
-Stop = str | list[str] | None
+Stop = str | Texts | None
 
 
 def top_k_of(top_k: int | None) -> int:
@@ -32,19 +44,19 @@ class VllmSampling(Lenient):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = 1.0
+    repetition_penalty: RepetitionPenalty | None = 1.0
     presence_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Seed | None = None
+    max_tokens: Count | None = None
     """None: whatever fits the context."""
-    min_tokens: Annotated[int, Field(ge=0)] | None = 0
+    min_tokens: Count | None = 0
     stop: Stop = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
-    logit_bias: dict[TokenId, Finite] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: Ids | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
 
@@ -90,11 +102,11 @@ class Scheduling(Lenient):
     model: str | None = None
     """Accepted as it comes: the service serves one model."""
     stream: bool | None = False
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = 0
-    min_weight_version: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    priority: Priority | None = 0
+    min_weight_version: Version | None = None
     """Ours: wait until this version is live; 409 after version_timeout_s."""
     version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_staleness: Count | None = None
     """Ours: end with `abort` once the live version is further ahead of the one it started under."""

@@ -21,6 +21,26 @@ CASES: list[tuple[str, Any, int, str]] = [
     (NATIVE, {"prompt_ids": [300]}, 400, "token id 300 is not in the vocabulary [0, 300)"),
     (NATIVE, {"prompt_ids": [10**30]}, 400, "prompt_ids"),
     (NATIVE, {"prompt_ids": [1.5]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt_ids": [True]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt_ids": [[True]]}, 400, "prompt_ids"),
+    (NATIVE, {"prompt_ids": [1], "stop_token_ids": [True]}, 400, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": [True]}, 400, "prompt"),
+    ("/generate", {"input_ids": [True]}, 400, "input_ids"),
+    ("/generate", {"prompts": [[True]]}, 400, "prompts"),
+    ("/inference/v1/generate", {"token_ids": [True]}, 400, "token_ids"),
+    ("/detokenize", {"tokens": [True]}, 400, "tokens"),
+    (NATIVE, {"prompt": "A", "max_tokens": 2**70}, 400, "max_tokens: Input should be less than"),
+    (NATIVE, {"prompt": "A", "min_tokens": 2**70}, 400, "min_tokens"),
+    (NATIVE, {"prompt": "A", "max_staleness": 2**70}, 400, "max_staleness"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 2**70}, 400, "max_completion_tokens"),
+    ("/generate", {"text": "A", "sampling_params": {"max_new_tokens": 2**70}}, 400, "max_new_tokens"),
+    ("/generate", {"text": "A", "logprob_start_len": 2**70}, 400, "logprob_start_len"),
+    ("/generate", {"prompts": ["A"], "generation_kwargs": {"max_tokens": 2**70}}, 400, "max_tokens"),
+    (NATIVE, {"prompt": ["A"] * 5000}, 400, "at most 4096"),
+    (NATIVE, {"prompt": "A", "logit_bias": {str(i): 0 for i in range(1025)}}, 400, "at most 1024"),
+    (NATIVE, {"prompt": "A"} | {f"x{i}": 0 for i in range(1000)}, 400, "1001 fields"),
+    (COMPLETIONS, {"prompt": "A"} | {f"x{i}": 0 for i in range(1000)}, 400, "1001 fields"),
+    ("/weights_checker", {"action": "compare", "baseline": {"a": 1}}, 400, "baseline"),
     (NATIVE, {"prompt_ids": ["x"]}, 400, "prompt_ids"),
     (NATIVE, {"prompt_ids": [1, [2]]}, 400, "prompt_ids"),
     (NATIVE, {"prompt": "A" * 64}, 400, "prompt is too long: 64 tokens leave no room in the model's context of 64"),
@@ -34,6 +54,10 @@ CASES: list[tuple[str, Any, int, str]] = [
     (NATIVE, {"prompt": "A", "top_k": -2}, 400, "top_k"),
     (NATIVE, {"prompt": "A", "min_p": 1}, 400, "min_p"),
     (NATIVE, {"prompt": "A", "repetition_penalty": 0}, 400, "repetition_penalty"),
+    (NATIVE, {"prompt": "A", "repetition_penalty": 1e-300}, 400, "repetition_penalty: Input should be greater"),
+    (COMPLETIONS, {"prompt": "A", "repetition_penalty": 1e-40}, 400, "repetition_penalty"),
+    ("/generate", {"text": "A", "sampling_params": {"repetition_penalty": 1e-40}}, 400, "repetition_penalty"),
+    ("/generate", {"prompts": ["A"], "repetition_penalty": 1e-40}, 400, "repetition_penalty"),
     (NATIVE, {"prompt": "A", "max_tokens": -1}, 400, "max_tokens"),
     (NATIVE, {"prompt": "A", "max_tokens": 1, "min_tokens": 2}, 400, "min_tokens 2 is over max_tokens 1"),
     (NATIVE, {"prompt": "A", "seed": 10**40}, 400, "seed"),
@@ -55,6 +79,9 @@ CASES: list[tuple[str, Any, int, str]] = [
     (NATIVE, b"[]", 400, "dictionary"),
     (NATIVE, b'{"prompt": "\xff\xfe"}', 400, "UTF-8"),
     (NATIVE, b'{"prompt": "\\ud800"}', 400, "unicode"),
+    (NATIVE, b'{"prompt": "A", "stop": "\xed\xa0\x80"}', 400, "UTF-8"),
+    (NATIVE, '{"prompt": "A", "stop": "\\ud800"}'.encode("utf-16-le"), 400, "UTF-8"),
+    (NATIVE, '{"prompt": "A", "stop": "\\ud800"}'.encode("utf-32"), 400, "UTF-8"),
     (NATIVE, b'{"prompt": "A", "temperature": NaN}', 400, "temperature"),
     (NATIVE, b'{"prompt": "A", "temperature": Infinity}', 400, "temperature"),
     (NATIVE, b'{"prompt": "A", "n": ' + b"9" * 5000 + b"}", 400, "JSON"),
@@ -85,6 +112,69 @@ CASES: list[tuple[str, Any, int, str]] = [
     ("/detokenize", {"tokens": [100_000]}, 400, "token id 100000"),
     ("/tokenize", {}, 400, "exactly one of prompt and messages"),
 ]
+
+LONE = '"\\ud800"'
+HALVES = [
+    (NATIVE, '{"prompt": "A", "stop": %s}'),
+    (NATIVE, '{"prompt": "A", "stop": [%s]}'),
+    (NATIVE, '{"prompt": "A", "request_id": %s}'),
+    (NATIVE, '{"prompt": "A", "session": %s}'),
+    (NATIVE, '{"prompt": "A", "cache_salt": %s}'),
+    (NATIVE, '{"prompt": "A", %s: 1}'),
+    (COMPLETIONS, '{"prompt": "A", "stop": [%s]}'),
+    (COMPLETIONS, '{"prompt": "A", "model": %s}'),
+    (CHAT, '{"messages": [{"role": "user", "content": "A"}], "chat_template_kwargs": {"a": [%s]}}'),
+    (CHAT, '{"messages": [{"role": "user", "content": "A"}], "tools": [{%s: 1}]}'),
+    ("/generate", '{"text": "A", "rid": %s}'),
+    ("/generate", '{"text": ["A"], "rid": [%s]}'),
+    ("/generate", '{"text": "A", "sampling_params": {"stop": %s}}'),
+    ("/inference/v1/generate", '{"token_ids": [1], "sampling_params": {"stop": %s}}'),
+    ("/tokenize", '{"prompt": %s}'),
+    ("/abort_request", '{"rid": %s}'),
+    ("/abort_requests", '{"request_ids": [%s]}'),
+    ("/v1/rollout/abort", '{"request_ids": [%s]}'),
+    ("/v1/rollout/weights/load", '{"path": %s}'),
+    ("/v1/rollout/weights/abort", '{"reason": %s}'),
+    ("/update_weights", '{"update_info": {"names": [%s]}}'),
+    ("/update_weights_from_disk", '{"model_path": %s}'),
+    ("/update_weight_version", '{"new_version": %s}'),
+    ("/get_weights_by_name", '{"name": %s}'),
+    ("/v1/abort_requests", '{"req_ids": [%s]}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HALVES, ids=range(len(HALVES)))
+async def test_half_a_character_is_refused_wherever_it_stands(client, path, body):
+    reply = await client.post(path, content=(body % LONE).encode())
+    assert reply.status_code == 400, reply.text
+    assert "lone surrogate" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("\\ud83d\\ude00", 200),
+        ("\\uD83D\\uDE00\\ud83d\\ude00", 200),
+        ("\\\\ud800", 200),
+        ("\\ud7ff\\ue000", 200),
+        ("a\\n\\u00e9", 200),
+        ("\\ude00\\ud83d", 400),
+        ("\\ud83d\\ud83d\\ude00", 400),
+        ("\\ud83d\\ude00\\ude00", 400),
+        ("\\ud83d\\\\ude00", 400),
+        ("\\\\\\ud800", 400),
+        ("\\uDBFF", 400),
+    ],
+)
+async def test_pairs_of_surrogates_are_characters(client, text, status):
+    content = b'{"prompt": "%s", "max_tokens": 1}' % text.encode()
+
+    async def pieces():
+        for i in range(len(content)):
+            yield content[i : i + 1]
+
+    assert (await client.post(NATIVE, content=content)).status_code == status
+    assert (await client.post(NATIVE, content=pieces())).status_code == status
 
 
 @pytest.mark.parametrize(("path", "body", "status", "says"), CASES, ids=range(len(CASES)))

@@ -74,3 +74,39 @@ async def test_the_routes_that_clients_of_each_dialect_call(client):
     missing = {("POST", path) for path in posts.split()} | {("GET", path) for path in gets.split()}
     assert missing - there == set()
     assert (await client.get("/docs")).status_code == 200
+
+
+async def test_everything_that_a_client_sends_has_bounds(client):
+    """A number past what a message holds, or a list that has an error for each of a million items, stops everybody."""
+    found, document = await operations(client)
+    unbounded, seen, numbers = [], set(), 0
+
+    def look(schema, where):
+        nonlocal numbers
+        if "$ref" in schema:
+            if schema["$ref"] not in seen:
+                seen.add(schema["$ref"])
+                look(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], where)
+            return
+        if schema.get("type") == "integer":
+            numbers += 1
+            low = schema.get("minimum", schema.get("exclusiveMinimum", float("-inf")))
+            high = schema.get("maximum", schema.get("exclusiveMaximum", float("inf")))
+            if not -(2**63) <= low <= high <= 2**63:
+                unbounded.append(where)
+        if schema.get("type") == "array" and "maxItems" not in schema:
+            unbounded.append(where)
+        inner = [schema.get("items"), schema.get("additionalProperties")]
+        for of in (*schema.get("anyOf", ()), *schema.get("allOf", ()), *inner):
+            if isinstance(of, dict):
+                look(of, where)
+        for name, of in schema.get("properties", {}).items():
+            look(of, f"{where}.{name}")
+
+    for method, path, operation in found:
+        for parameter in operation.get("parameters", ()):
+            look(parameter["schema"], f"{method} {path}?{parameter['name']}")
+        if "requestBody" in operation:
+            look(operation["requestBody"]["content"]["application/json"]["schema"], f"{method} {path}")
+    assert unbounded == []
+    assert numbers > 40
