@@ -77,7 +77,8 @@ static inline void score_many(const Step *s, const float *q[], int rows, int64_t
     }
 }
 
-// In place; cells from `limit` to `cells` get weight 0. The row's memory goes on for 15 floats.
+// In place; cells from `limit` to `cells` get weight 0. The row's memory goes on for 15 floats. A score that is no
+// number, and infinity, makes all weights no numbers: the largest may miss it, its exponential does not.
 static inline void softmax(float *row, int limit, int cells) {
     f32x16 most = splat(row[0]);
     int whole = limit / 16 * 16;

@@ -20,6 +20,7 @@ static inline f32x16 splat(float x) { return (f32x16){x, x, x, x, x, x, x, x, x,
 
 static inline f32x16 load(const float *p) { return *(const f32x16 *)p; }
 
+// b where either is no number.
 static inline f32x16 larger(f32x16 a, f32x16 b) {
     i32x16 first = a > b;
     return (f32x16)(((i32x16)a & first) | ((i32x16)b & ~first));
@@ -48,10 +49,10 @@ static inline f32x16 load_any(const void *base, int64_t at, int narrow) {
 #endif
 }
 
-// bfloat16 bits, to nearest, ties to even.
+// bfloat16 bits, to nearest, ties to even. Rounding up would carry some that are no number over to zero.
 static inline u32x16 rounded(f32x16 v) {
-    u32x16 bits = (u32x16)v;
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32x16 bits = (u32x16)v, none = (u32x16)(v != v);
+    return (none & ((bits >> 16) | 0x40)) | (~none & ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16));
 }
 
 static inline f32x16 widened(u32x16 bits) { return (f32x16)(bits << 16); }
@@ -61,9 +62,9 @@ static inline void store_any(void *base, int64_t at, f32x16 v, int narrow) {
     else *(f32x16 *)((float *)base + at) = v;
 }
 
-// e^x for x <= 0, to about 2 ulp (Cephes' polynomial).
+// e^x for x <= 0, to about 2 ulp (Cephes' polynomial); of what is no number, no number.
 static inline f32x16 exp_negative(f32x16 x) {
-    x = larger(x, splat(-87.0f));
+    x = larger(splat(-87.0f), x);
     i32x16 n = __builtin_convertvector(x * 1.44269504f - 0.5f, i32x16);
     f32x16 whole = __builtin_convertvector(n, f32x16);
     f32x16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;

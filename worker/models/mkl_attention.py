@@ -155,6 +155,7 @@ class BlockedAttention:
             later = np.broadcast_to(last > 0, (count, tile.m)).reshape(-1)
             yield lambda: scores[:, 0].__setitem__(later, _HIDDEN)
         yield self._dnn.softmax(scores, weights)
+        yield lambda: _spoil_unseen(scores, weights)
         # Values column by column: each adds to what the ones before it left.
         start = 0
         for index, column_groups in groupby(groups, key=itemgetter(0)):
@@ -168,3 +169,10 @@ class BlockedAttention:
         if self._scratch[which].size < size:
             self._scratch[which] = np.empty(size, np.float32)
         return self._scratch[which][:size].reshape(shape)
+
+
+def _spoil_unseen(scores: Float32, weights: Float32) -> None:
+    """A row whose visible scores are minus infinity, or no numbers, would weigh what is hidden."""
+    unseen = ~(scores.max(axis=1) > _HIDDEN)
+    if unseen.any():
+        weights[unseen] = np.nan

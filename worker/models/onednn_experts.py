@@ -29,6 +29,7 @@ class RoutedExperts:
     ) -> Callable[[], None]:
         """into += the routed experts of h. h: [hidden, T] in the compute dtype; scores: router logits [experts, T]."""
 
+        @np.errstate(invalid="ignore")  # weights that are not finite are seen in the logits
         def run() -> None:
             correction = None if experts.correction is None else self._weights.array(experts.correction.name)
             ids, shares = choose(scores[:, : self.tokens].T, correction, moe)
@@ -108,6 +109,7 @@ def choose(logits: Float32, correction: Float32 | None, moe: MoeSpec) -> tuple[n
     scores = np.exp(logits - logits.max(axis=1, keepdims=True))
     scores /= scores.sum(axis=1, keepdims=True)
     choice = scores if correction is None else scores + correction
+    scores[np.isnan(choice).any(axis=1)] = np.nan  # sorting would put the expert last and go on
     ids = np.argsort(-choice, axis=1, kind="stable")[:, : moe.top_k]
     shares = np.take_along_axis(scores, ids, axis=1)
     if moe.normalise:

@@ -95,7 +95,10 @@ class PagedAttention:
         rows = paddle.index_select(q, group.rows)
         rows = rows.reshape([group.count, group.queries, self._kv_heads, per_kv, dim]).transpose([0, 2, 3, 1, 4])
         scores = paddle.matmul(rows.reshape([group.count * self._kv_heads, -1, dim]), k, transpose_y=True)
-        out = paddle.matmul(F.softmax(scores * (dim**-0.5) + group.mask, axis=-1), v)
+        scores = scores * (dim**-0.5) + group.mask
+        # Paddle's softmax makes finite weights of scores that are not.
+        poison = scores.sum(axis=-1, keepdim=True) * 0
+        out = paddle.matmul(F.softmax(scores, axis=-1), v) + poison
         out = out.reshape([group.count, self._kv_heads, per_kv, group.queries, dim]).transpose([0, 3, 1, 2, 4])
         return out.reshape([group.count * group.queries, self._heads * dim])
 

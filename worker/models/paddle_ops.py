@@ -120,6 +120,7 @@ def route(h: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> tuple[np.ndarray
     """(ids, weights), each [T, top_k]: which experts every token goes to, and how much each counts."""
     scores = F.softmax(paddle.matmul(h, experts.router, transpose_y=True), axis=-1)
     choice = scores if experts.correction is None else scores + experts.correction
+    scores = scores + choice.sum(axis=-1, keepdim=True) * 0  # what is no number may be of an expert not chosen
     ids = paddle.topk(choice, moe.top_k, axis=-1)[1]
     weights = paddle.take_along_axis(scores, ids, axis=-1)
     if moe.normalise:
