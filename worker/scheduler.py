@@ -94,7 +94,7 @@ class Scheduler:
         """
         assert self._step is None, "the last step was neither applied nor discarded"
         self._version = version
-        self._kv.enter(epoch)
+        self._batcher.enter(epoch)
         while admit and self._empty:  # they want no token and no score, only to know the version
             request = self._empty.pop()
             if request.live:
@@ -169,7 +169,7 @@ class Scheduler:
             for request in [r for r in self._requests if any(s.begun for s in r.live)]:
                 self._end_request(request, "abort")
         self._version = version
-        self._kv.enter(epoch)
+        self._batcher.enter(epoch)
         if policy == "recompute":
             self._recompute()
 

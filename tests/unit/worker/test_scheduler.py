@@ -158,6 +158,43 @@ def test_equal_prompts_that_arrive_together_are_prefilled_once(rig: MakeRig) -> 
         replica.check_replay(str(i))
 
 
+def test_a_prompt_that_is_computed_in_part_begins_anew_under_new_weights(rig: MakeRig) -> None:
+    replica = rig(max_tokens=8)
+    replica.add("a", PROMPT * 3, temperature=0.0, max_tokens=3)
+    replica.step()
+    assert not replica.results
+    replica.update("keep", 1)
+    replica.run()
+    assert replica.results["a", 0].spans == [Span(1, 0, 3)]
+    replica.check_replay("a")  # cells of other weights would change the logits
+
+
+def test_a_prompt_from_the_cache_begins_anew_when_its_step_was_thrown_away(rig: MakeRig) -> None:
+    replica = rig()
+    replica.add("a", PROMPT, temperature=0.0, max_tokens=2)
+    replica.run()
+    replica.add("b", PROMPT, temperature=0.0, max_tokens=3, n=2)
+    assert replica.schedule() is not None
+    assert replica.scheduler.blocks_used
+    replica.scheduler.discard()
+    replica.bind(1)  # as a reload or a missed commit does: no word of an update comes before the next step
+    replica.run()
+    assert [replica.results["b", index].spans for index in (0, 1)] == [[Span(1, 0, 3)]] * 2
+    replica.check_replay("b")
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_scored_under_one_version(rig: MakeRig) -> None:
+    replica, alone = rig(max_tokens=8), rig(max_tokens=8)
+    for one in (replica, alone):
+        one.add("a", PROMPT * 3, temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    replica.step()
+    replica.update("keep", 1)
+    alone.update("keep", 1)
+    replica.run()
+    alone.run()
+    assert replica.results["a", 0].chunks[0].prompt_logprobs == alone.results["a", 0].chunks[0].prompt_logprobs
+
+
 def test_a_salt_keeps_prefixes_apart(rig: MakeRig) -> None:
     replica = rig()
     for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant")):
