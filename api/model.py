@@ -8,10 +8,16 @@ from typing import Any
 
 from api.config import ApiConfig
 from api.errors import BadInput
+from api.schemas.base import MAX_SEQUENCES
 from worker.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096
 """Texts longer than this, together, are tokenised on a thread, so that the event loop keeps turning."""
+INLINE_MESSAGES = 64
+"""The same for the messages of a conversation."""
+MIN_TOKEN_CHARS = 32
+"""A token counts for at least so many characters of text: some tokenizers drop spaces before they look for tokens."""
+TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,10 @@ class Model:
     async def encode_all(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text. Raises BadInput when one cannot be encoded."""
         tokenizer = self.text
+        if len(texts) > MAX_SEQUENCES:
+            raise BadInput(f"{len(texts)} prompts are over {MAX_SEQUENCES} sequences; split them")
+        for i, text in enumerate(texts):
+            self._check_chars(len(text), f"prompt {i}" if len(texts) > 1 else "prompt")
 
         def encode() -> list[list[int]]:
             return [tokenizer.encode(text, add_special_tokens) for text in texts]
@@ -83,14 +93,35 @@ class Model:
     async def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation. Raises BadInput when the template cannot write it."""
         text = self.text
+        if len(messages) >= self.max_model_len:
+            raise BadInput(
+                f"the conversation is too long: {len(messages)} messages, and the model's context has "
+                f"{self.max_model_len} tokens",
+                code=TOO_LONG,
+            )
         try:
             plain = [_plain(message) for message in messages]
-            if options.get("chat_template") is None:
+            contents = [content for message in plain if isinstance(content := message.get("content"), str)]
+            chars = sum(map(len, contents))
+            self._check_chars(chars, "the conversation")
+            # A caller's own template may loop for long, tools and calls of them may be long.
+            simple = not any(options.get(name) for name in ("chat_template", "tools"))
+            simple = simple and all(message.keys() <= {"role", "content"} for message in plain)
+            if simple and len(plain) == len(contents) <= INLINE_MESSAGES and chars <= INLINE_CHARS:
                 return text.apply_chat_template(plain, **options)
-            # A caller's own template may loop for long.
             return await asyncio.to_thread(text.apply_chat_template, plain, **options)
         except (ValueError, TypeError) as error:
             raise BadInput(f"messages: {error}") from None
+
+    def _check_chars(self, chars: int, what: str) -> None:
+        """Raises BadInput for a text that cannot fit whatever its tokens are: to count them would take seconds."""
+        most = max(self.text.longest_token, MIN_TOKEN_CHARS) * self.max_model_len
+        if chars > most:
+            raise BadInput(
+                f"{what} is too long: {chars} characters, and {most} are more than fit the model's context of "
+                f"{self.max_model_len} tokens",
+                code=TOO_LONG,
+            )
 
     def check_ids(self, ids: list[int], what: str) -> None:
         """Raises BadInput unless every id is in the vocabulary."""
@@ -105,7 +136,7 @@ class Model:
         if len(ids) >= self.max_model_len:
             raise BadInput(
                 f"{what} is too long: {len(ids)} tokens leave no room in the model's context of {self.max_model_len}",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         self.check_ids(ids, what)
 

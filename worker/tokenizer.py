@@ -13,6 +13,9 @@ from worker.chat_template import render
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_SHORT = 1024
+"""Characters. Longer texts are encoded as batches of one: only for batches the library lets other threads run."""
+
 
 class TextStream:
     """Text of one sequence as its tokens come. The pieces join to what `decode` says of all of them."""
@@ -43,6 +46,8 @@ class Tokenizer:
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size()
+        self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        """Characters, as the vocabulary spells it: no fewer than those of text that it stands for."""
         self._tokenizer = tokenizer
         self._special = dict(special)
         self._templates = dict(templates)
@@ -76,7 +81,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises UnicodeError for lone surrogates."""
         text.encode()  # the library would panic
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _SHORT:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

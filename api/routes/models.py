@@ -59,6 +59,8 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
     """Text of token ids."""
+    if len(body.tokens) > service.model.max_model_len:
+        raise BadInput(f"{len(body.tokens)} tokens; at most the model's context of {service.model.max_model_len}")
     service.model.check_ids(body.tokens, "tokens")
     tokenizer = service.model.text
     text = await _off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, body.skip_special_tokens))

@@ -11,6 +11,7 @@ class ByteTokenizer:
     """Token = byte of UTF-8; ids from 256 on are special and have the text <id>."""
 
     eos_token_ids = (EOS,)
+    longest_token = 5
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

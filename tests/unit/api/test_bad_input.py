@@ -110,8 +110,43 @@ CASES: list[tuple[str, Any, int, str]] = [
     ("/v1/rollout/memory/release", {"tags": []}, 400, "tags"),
     ("/v1/rollout/memory/release", {"tags": ["gpu"]}, 400, "tags"),
     ("/detokenize", {"tokens": [100_000]}, 400, "token id 100000"),
+    ("/detokenize", {"tokens": [1] * 65}, 400, "65 tokens; at most the model's context of 64"),
     ("/tokenize", {}, 400, "exactly one of prompt and messages"),
 ]
+
+MOST = 32 * 64
+LONG = "A" * (MOST + 1)
+TOO_LONG = [
+    (NATIVE, {"prompt": LONG}),
+    (NATIVE, {"prompt": ["A", LONG]}),
+    (NATIVE, {"prompt": LONG, "prompt_logprobs": 0, "max_tokens": 0}),
+    (COMPLETIONS, {"prompt": LONG}),
+    (COMPLETIONS, {"prompt": ["A", LONG], "echo": True}),
+    (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "A" * (MOST // 2 + 1)}] * 2}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}),
+    (CHAT, {"messages": HI * 200_000}),
+    ("/generate", {"text": LONG}),
+    ("/generate", {"text": ["A", LONG]}),
+    ("/generate", {"prompts": [LONG]}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_LONG, ids=range(len(TOO_LONG)))
+async def test_what_cannot_fit_is_not_tokenised_to_find_out(client, model, path, body, monkeypatch):
+    def never(text, special=True):
+        assert len(text) < 100, "seconds of work for an error"
+        return list(text.encode())
+
+    monkeypatch.setattr(model.tokenizer, "encode", never)
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 400, reply.text[:300]
+    error = reply.json()["error"]
+    assert "is too long" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+
 
 LONE = '"\\ud800"'
 HALVES = [

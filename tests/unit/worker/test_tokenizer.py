@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,32 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_long_text_is_encoded_while_other_threads_run() -> None:
+    tokenizer = Tokenizer(_byte_level(), {}, {}, ())
+    text, ticks, over = TEXT * 5_000, 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.is_set():
+            ticks += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks
+        ids = tokenizer.encode(text)
+        meanwhile = ticks - before
+    finally:
+        over.set()
+        thread.join()
+    assert ids == tokenizer.encode(TEXT) * 5_000
+    assert meanwhile > 5, "the library kept the interpreter's lock"
+
+
+def test_no_token_stands_for_more_text_than_the_longest() -> None:
+    tokenizer = Tokenizer(_byte_level(), {}, {}, ())
+    assert tokenizer.longest_token == max(5, *(len(tokenizer.token(i) or "") for i in range(tokenizer.vocab_size)))
+    assert len(TEXT) <= tokenizer.longest_token * len(tokenizer.encode(TEXT))
