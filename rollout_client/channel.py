@@ -8,16 +8,22 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from rollout_client.curve import Handshakes, TrainerKeys
-from rollout_client.errors import StoreUnavailable, Unauthorized, from_wire
+from rollout_client.curve import TrainerKeys
+from rollout_client.errors import RolloutError, StoreUnavailable, Unauthorized, from_wire
+from rollout_client.link import Link
 from rollout_client.protocol import MAX_HEADER_BYTES, Error, Message, Reply, decode_reply, encode
 
 R = TypeVar("R", bound=Message)
 QUEUED_MESSAGES = 8
 """Outgoing messages in the socket. With 2 MiB chunks enough to keep TCP busy, little to throw away on abort."""
 HEARTBEAT_MS = 2000
+SLICE_MS = 50
 SILENCE_MS = 10000
 """A peer whose machine is gone is noticed by ZMQ itself; the connection is then made anew."""
+
+
+class ConnectionLost(StoreUnavailable):
+    """The store that was asked is gone, or the way to it was; there is one again, and it will not answer."""
 
 
 class Channel:
@@ -28,10 +34,10 @@ class Channel:
         self.endpoint = endpoint
         self.data_port_closed = False  # the store offers one, and it cannot be reached from here
         self._keys = keys
-        self._handshakes: Handshakes | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._closed = False
         try:
-            self._socket = self._open()
+            self._socket, self._link = self._open()
         except ValueError:
             self._context.term()
             raise
@@ -39,7 +45,8 @@ class Channel:
     def send(self, message: Message, payload: Sequence[Any] = (), *, timeout_s: float) -> None:
         """Queue a message; payload buffers are not copied and must stay as they are until the session is over."""
         if not self.ready(timeout_s):
-            hint = ", and a handshake failed: is it this store's key?" if self._failed_handshake else ""
+            failed = self._keys is not None and self._link.failed
+            hint = ", and a handshake failed: is it this store's key?" if failed else ""
             what = type(message).__name__
             raise StoreUnavailable(
                 f"no store took a {what} at {self.endpoint} in {timeout_s:.1f} s{hint or ': does the service run?'}"
@@ -51,22 +58,27 @@ class Channel:
 
     def ready(self, timeout_s: float) -> bool:
         """Whether a message can be queued; waits up to timeout_s for it. Raises Unauthorized if the key is refused."""
-        if self._handshakes is None:
-            return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLOUT))
-        poller, end = zmq.Poller(), time.monotonic() + timeout_s
-        poller.register(self._socket, zmq.POLLOUT)
-        poller.register(self._handshakes.monitor, zmq.POLLIN)
-        while self._socket not in dict(poller.poll(max(int((end - time.monotonic()) * 1000), 0))):
-            self._handshakes.hear()
-            if self._handshakes.refused:
+        if self._closed:
+            raise RolloutError("this connection to the store was closed")
+        link, end = self._link, time.monotonic() + timeout_s
+        while True:
+            link.hear()
+            if link.refused:
                 raise Unauthorized("unauthorized", f"the store at {self.endpoint} does not know this trainer's key")
-            if time.monotonic() >= end:
+            left = max(int((end - time.monotonic()) * 1000), 0)
+            if not link.up:  # the socket may still take a message for a connection that is gone
+                if not link.monitor.poll(left):
+                    return False
+            elif self._socket.poll(min(left, SLICE_MS), zmq.POLLOUT):
+                return True
+            elif not left:
                 return False
-        return True
 
     @property
-    def _failed_handshake(self) -> bool:
-        return self._handshakes is not None and self._handshakes.failed
+    def losses(self) -> int:
+        """Connections to the store that are gone."""
+        self._link.hear()
+        return self._link.losses
 
     def receive(self, timeout_s: float) -> Reply | None:
         """The next answer, or None when there is none in time. Answers that cannot be read are dropped."""
@@ -85,7 +97,8 @@ class Channel:
         session = getattr(message, "session", "")
         end = time.monotonic() + timeout_s
         self.send(message, timeout_s=timeout_s)
-        while (reply := self.receive(max(end - time.monotonic(), 0))) is not None:
+        losses = self._link.losses
+        while (reply := self._answer(losses, end)) is not None:
             if getattr(reply, "session", "") not in ("", session) and session:
                 continue  # of a session given up before
             if isinstance(reply, Error):
@@ -98,13 +111,31 @@ class Channel:
             f"the store at {self.endpoint} did not answer {type(message).__name__} in {timeout_s:.1f} s"
         )
 
+    def _answer(self, losses: int, end: float) -> Reply | None:
+        """The next one. losses: when the question was sent; with more, ConnectionLost once a store is there again."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._link.monitor, zmq.POLLIN)
+        while True:
+            reply = self.receive(0)
+            left = max(end - time.monotonic(), 0)
+            if reply is not None or not left:
+                return reply
+            if self.losses > losses:
+                if self.ready(left):
+                    raise ConnectionLost(f"the connection to the store at {self.endpoint} was lost before its answer")
+                return None
+            poller.poll(int(left * 1000) + 1)
+
     def reset(self) -> None:
         """Forget everything that was queued or is still to come."""
-        self._shut()
-        self._socket = self._open()
+        if not self._closed:
+            self._shut()
+            self._socket, self._link = self._open()
 
     def close(self) -> None:
         """Close at once; what is queued is lost. Idempotent."""
+        self._closed = True
         self._shut()
         self._context.term()
 
@@ -117,12 +148,11 @@ class Channel:
         self.close()
 
     def _shut(self) -> None:
-        if self._handshakes is not None:
-            self._handshakes.close()
-            self._handshakes = None
-        self._socket.close()
+        if not self._socket.closed:
+            self._link.close()
+            self._socket.close()
 
-    def _open(self) -> "zmq.Socket[bytes]":
+    def _open(self) -> tuple["zmq.Socket[bytes]", Link]:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a store that is not there
@@ -132,12 +162,12 @@ class Channel:
         socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         socket.set(zmq.IPV6, 1 if "[" in self.endpoint else 0)
         if self._keys is not None:
-            self._handshakes = self._keys.lock(socket)
+            self._keys.hold(socket)
+        link = Link(socket)
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
-            if self._handshakes is not None:
-                self._handshakes.close()
+            link.close()
             socket.close()
             raise ValueError(f"{self.endpoint!r} is no endpoint, expected something like tcp://host:5600") from error
-        return socket
+        return socket, link

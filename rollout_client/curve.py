@@ -9,10 +9,8 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.utils.monitor
 
 Z85 = 40
-_WATCHED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 
 
 class TrainerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,36 +35,8 @@ class TrainerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{path}: a key has {Z85} characters")
         return keys
 
-    def lock(self, socket: "zmq.Socket[bytes]") -> "Handshakes":
-        """To be called before the socket connects."""
-        self.hold(socket)
-        return Handshakes(socket)
-
     def hold(self, socket: "zmq.Socket[Any]") -> None:
-        """Without hearing why a connection does not come about."""
+        """To be called before the socket connects."""
         socket.set(zmq.CURVE_SERVERKEY, self.store.encode())
         socket.set(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, self.secret.encode())
-
-
-class Handshakes:
-    """Hears why a connection does not come about: ZMQ itself tries again and says nothing."""
-
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._socket = socket
-        self.monitor: Any = socket.get_monitor_socket(int(_WATCHED))
-        self.refused = False  # by name: the store knows the key and does not want it
-        self.failed = False  # the other side broke off: another store's key, or no keys there at all
-
-    def hear(self) -> None:
-        """Take in what has happened."""
-        while self.monitor.poll(0):
-            event = zmq.utils.monitor.parse_monitor_message(self.monitor.recv_multipart(zmq.DONTWAIT))
-            if event["event"] == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                self.refused = True
-            self.failed = True
-
-    def close(self) -> None:
-        """Before the socket is closed."""
-        self._socket.disable_monitor()
-        self.monitor.close(0)

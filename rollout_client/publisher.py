@@ -6,14 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar, get_args
 
 import msgspec
 
-from rollout_client.channel import Channel
+from rollout_client.channel import Channel, ConnectionLost
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
 from rollout_client.kept import Kept
@@ -32,6 +31,7 @@ from rollout_client.protocol import (
     Sealed,
     Welcome,
 )
+from rollout_client.push_report import PushReport, report_of
 from rollout_client.shm_transport import ShmTransport
 from rollout_client.tensors import Named, Source, sources
 from rollout_client.transport import Reporter, Transport
@@ -40,29 +40,9 @@ from rollout_client.zmq_transport import ZmqTransport
 BUSY_PAUSE_S = 0.1
 ABORT_S = 2.0
 REPLY_MARGIN_S = 5.0
+MAX_VERSION = 2**63 - 1
 R = TypeVar("R", bound=Message)
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5600"
-
-
-@dataclass(frozen=True)
-class PushReport:
-    """What became of a push.
-
-    version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
-    seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
-    stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
-    sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows.
-    """
-
-    version: int
-    digest: str
-    replicas: int
-    nbytes: int
-    transport: str
-    seconds: dict[str, float]
-    stall_ms: dict[str, float]
-    already: bool = False
-    sent: int = 0
 
 
 class WeightPublisher:
@@ -132,7 +112,7 @@ class WeightPublisher:
         named_tensors: HF names -> numpy, torch, Paddle or DLPack tensors, float32, bfloat16 or float16, in any
             order and on any device; or `tensors.Slice` pieces of them. An iterator is read to its end first.
             They must not be written while this runs. Tensors tied in the trainer may be given once or twice.
-        version: >= 0, above the last one of this run unless `force`. The live one again is a no-op,
+        version: 0 to 2**63 - 1, above the last one of this run unless `force`. The live one again is a no-op,
             whatever the tensors are: nothing is sent, and `already` is true in the report.
         in_flight: what becomes of running sequences: keep their KV, recompute it, abort them, or wait for them.
         base_version: send only some tensors; the others are taken from this version, which must be live.
@@ -144,6 +124,8 @@ class WeightPublisher:
         """
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(InFlight))}")
+        if isinstance(version, int) and not 0 <= version <= MAX_VERSION:
+            raise ValueError(f"version {version} is out of range: 0 to {MAX_VERSION}")
         started = time.monotonic()
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
         with self._lock:
@@ -166,14 +148,19 @@ class WeightPublisher:
         self.close()
 
     def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
-        welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()))
-        base_digest = self._kept.digest if self._kept is not None and transport.name == "zmq" else ""
-        begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest)
-        reply, held = self._begin(begin, held, deadline)
+        while True:
+            welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()))
+            base_digest = self._kept.digest if self._kept is not None and transport.name == "zmq" else ""
+            begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest)
+            try:
+                reply, held = self._begin(begin, held, deadline)
+                break
+            except ConnectionLost:
+                continue  # nothing has been staged: begin anew
         laps = {"begin": time.monotonic() - started}
         nbytes = sum(source.nbytes for source in held)
         if isinstance(reply, Committed):
-            return _report(reply, nbytes, transport.name, laps)
+            return report_of(reply, nbytes, transport.name, laps)
         if self._kept is not None:
             self._kept.begin(reply, partial=begin.base_version is not None)
         try:
@@ -186,9 +173,10 @@ class WeightPublisher:
             laps["commit"] = time.monotonic() - started - sum(laps.values())
             if self._kept is not None and transport.name == "zmq":
                 self._kept.settle(committed.digest)
-        except StoreUnavailable:
+        except StoreUnavailable as error:
             self._abort(reply.session)
-            settled = self._went_live(begin.version, welcome)
+            asked = isinstance(error, ConnectionLost) and "seal" in laps
+            settled = self._went_live(begin.version, welcome, deadline if asked else 0.0)
             if settled is None:
                 raise
             committed = settled
@@ -196,14 +184,19 @@ class WeightPublisher:
             self._abort(reply.session)
             raise
         sent = transport.sent if isinstance(transport, ZmqTransport) else nbytes
-        return _report(committed, nbytes, transport.name, laps, sent)
+        return report_of(committed, nbytes, transport.name, laps, sent)
 
     def _connect(self, timeout_s: float) -> tuple[Welcome, Transport]:
-        try:
-            welcome = self._channel.request(self._hello, Welcome, timeout_s=max(timeout_s, 0.0))
-        except StoreUnavailable:
-            self._channel.reset()
-            raise
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                welcome = self._channel.request(self._hello, Welcome, timeout_s=_left(end))
+                break
+            except ConnectionLost:
+                continue  # there is a store again: say it to that one
+            except StoreUnavailable:
+                self._channel.reset()
+                raise
         if self._shm is not None and not self._shm.serves(welcome):
             self._shm.close()
             self._shm = None
@@ -248,15 +241,23 @@ class WeightPublisher:
             self._channel.request(Abort(session, "given up by the trainer"), Aborted, timeout_s=ABORT_S)
         self._channel.reset()
 
-    def _went_live(self, version: int, before: Welcome) -> Committed | None:
-        """The store fell silent; had it committed already? None = no, or it cannot be known."""
+    def _went_live(self, version: int, before: Welcome, until: float) -> Committed | None:
+        """The store fell silent; had it committed already? None = no, or it cannot be known.
+
+        until: a store that has not restarted may still be committing, so long.
+        """
         if (before.live_run, before.live_version) == (self.run_id, version):
             return None
-        try:
-            now = self._connect(ABORT_S)[0]
-        except RolloutError:
-            return None
-        return Committed(version, "", 0, {}, {}) if (now.live_run, now.live_version) == (self.run_id, version) else None
+        while True:
+            try:
+                now = self._connect(ABORT_S)[0]
+            except RolloutError:
+                return None
+            if (now.live_run, now.live_version) == (self.run_id, version):
+                return Committed(version, "", 0, {}, {})
+            if now.store_id != before.store_id or time.monotonic() >= until:
+                return None
+            time.sleep(BUSY_PAUSE_S)
 
 
 def _left(deadline: float) -> float:
@@ -273,14 +274,3 @@ def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:
         seen.add(source.key)
         kept.append(source)
     return kept
-
-
-def _report(committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0) -> PushReport:
-    seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
-    return PushReport(
-        *(committed.version, committed.digest, committed.replicas, 0 if committed.already else nbytes, transport),
-        seconds={stage: round(value, 6) for stage, value in seconds.items()},
-        stall_ms=committed.stall_ms,
-        already=committed.already,
-        sent=sent,
-    )

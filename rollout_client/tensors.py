@@ -58,6 +58,10 @@ def sources(named: Named) -> list[Source]:
 def _source(name: str, value: Any) -> Source:
     if not isinstance(name, str):
         raise TypeError(f"tensor names are strings, got {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"a tensor cannot be called {name!r}: that is no text") from None
     piece = value if isinstance(value, Slice) else None
     data = value if piece is None else piece.data
     dtype, shape = _describe(name, data)
@@ -81,6 +85,8 @@ def _slice_part(name: str, dtype: str, shape: tuple[int, ...], piece: Slice) -> 
 
 def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
     """Wire dtype and shape. Dtypes that cannot be sent are named as they are: the store lists them all."""
+    if isinstance(data, np.ma.MaskedArray):
+        raise TypeError(f"{name}: what is masked has no value; pass data.filled(value) of a masked array")
     if isinstance(data, np.ndarray):
         return data.dtype.name, data.shape
     if not hasattr(data, "__dlpack__") or not hasattr(data, "dtype") or not hasattr(data, "shape"):

@@ -42,6 +42,7 @@ class Reporter:
         self._sums: list[tuple[int, int]] = []
         self._bytes = 0
         self._spoke = time.monotonic()
+        self._losses = channel.losses
         self._unanswered: float | None = None  # since when the store owes a word, or room in the socket
 
     @property
@@ -109,6 +110,8 @@ class Reporter:
             self._unanswered = None
             if isinstance(reply, Error) and reply.session in ("", self.session):
                 raise from_wire(reply)
+        if self._channel.losses > self._losses and self._channel.ready(0):
+            raise StoreUnavailable("the connection to the store was lost, and with it the session")
         if self._unanswered is not None and now - self._unanswered > self._placement.lease_s:
             raise StoreUnavailable(f"the store has been silent for the {self._placement.lease_s:g} s of the lease")
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from api.cli.connect import address_of, explained, read_token
 from rollout_client.protocol import InFlight
-from rollout_client.publisher import PushReport, WeightPublisher
+from rollout_client.publisher import WeightPublisher
+from rollout_client.push_report import PushReport
 from weight_manager.checkpoint import Tensor, TensorFile, weight_files
 from weight_manager.errors import CheckpointError
 

@@ -1,6 +1,7 @@
 """A store at the other end of a real socket that answers as a test tells it to."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,21 @@ class ScriptedStore:
     def digests(self) -> dict[int, int]:
         return dict(d for m in self.of(wire.Written) for d in m.digests)
 
+    def vanish(self) -> None:
+        """As a store that is killed: connections break, answers never come. For answers only, as is `come_back`."""
+        self._socket.close(0)
+
+    def come_back(self) -> None:
+        self._socket = self._context.socket(zmq.ROUTER)
+        for pause in (*[0.01] * 200, None):
+            try:
+                self._socket.bind(self.endpoint)
+                return
+            except zmq.ZMQError:
+                if pause is None:
+                    raise
+                time.sleep(pause)  # ZMQ closes the old one in its own time
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
@@ -80,7 +96,7 @@ class ScriptedStore:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if not self._socket.poll(20):
+            if self._socket.closed or not self._socket.poll(20):
                 continue
             peer, head, *payload = self._socket.recv_multipart()
             message = wire.decode_request(head)

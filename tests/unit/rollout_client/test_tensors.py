@@ -133,3 +133,14 @@ print("ok")
 def test_paddle_tensors_are_read_in_place():
     done = subprocess.run([sys.executable, "-c", PADDLE], capture_output=True, text=True, timeout=50, check=False)
     assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_a_name_that_is_no_text_is_named():
+    with pytest.raises(ValueError, match=r"'\\ud800'"):
+        sources({"\ud800": np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: Slice(a, (4,), offset=(0,))])
+def test_a_masked_array_is_refused_by_name(wrap):
+    with pytest.raises(TypeError, match="w: what is masked"):
+        sources({"w": wrap(np.ma.masked_array(np.zeros(2, np.float32), mask=[True, False]))})
