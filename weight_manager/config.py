@@ -64,7 +64,8 @@ class StoreConfig(BaseModel):
     """Ranks of one replica; the layout depends on it."""
 
     push_endpoint: str = "tcp://127.0.0.1:5600"
-    """Where trainers connect (ZMQ). Port * picks a free one; run_dir/push_endpoint tells which."""
+    """Where trainers connect (ZMQ). Port * picks a free one, after a restart the same again if it
+    is still free; run_dir/push_endpoint tells which."""
 
     data_port: int | None = Field(0, ge=0, le=65535)
     """TCP port, on the host of push_endpoint, for the bytes of pushes from other hosts: twice as fast as in ZMQ frames.

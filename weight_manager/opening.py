@@ -3,6 +3,7 @@
 import fcntl
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from rollout_client.curve import TrainerKeys
 from weight_manager.checkpoint import read_config
@@ -36,6 +37,19 @@ def relay_keys_of(config: StoreConfig) -> TrainerKeys | None:
         return None if config.relay_keys is None else TrainerKeys.read(config.relay_keys)
     except (OSError, ValueError) as error:
         raise StartError(f"relay_keys: {error}") from error
+
+
+def bound_before(endpoint: str, file: Path) -> str | None:
+    """Of an endpoint that asks for a free port: the same with the port of the process before this one, if there was
+    one.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or port not in ("*", "0"):
+        return None
+    try:
+        return f"{host}:{urlsplit(file.read_text().strip()).port or port}"
+    except (OSError, ValueError):
+        return None
 
 
 def lock_run_dir(run_dir: Path) -> BinaryIO:

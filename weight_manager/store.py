@@ -5,6 +5,7 @@ deadlines, silence) -> publish. Idle it sleeps in the poll. Start: lock the run 
 layout -> arena (take over the old one, or make one) -> sockets -> first weights in the background.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -31,7 +32,7 @@ from weight_manager.huge_pages import HugePages
 from weight_manager.intake import Inbox
 from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
-from weight_manager.opening import keys_of, layout_of, lock_run_dir, relay_keys_of
+from weight_manager.opening import bound_before, keys_of, layout_of, lock_run_dir, relay_keys_of
 from weight_manager.operator import Operator
 from weight_manager.relay.dealer import connect
 from weight_manager.relay.downstreams import Downstreams
@@ -86,16 +87,17 @@ class Store:
         if keys is not None:
             self._gate = Gate(self._context, keys, counters)
             self._poller.register(self._gate.socket, zmq.POLLIN)
-        self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys)
+        push_file, relay_file = config.run_dir / "push_endpoint", config.run_dir / "relay_endpoint"
+        self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys, push_file)
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
-        (config.run_dir / "push_endpoint").write_text(self._push.endpoint + "\n")
         slots = Slots(self._arena)
         self._fleet = Fleet(config, self.layout.digest, str(self._arena.path), self, counters)
         checker = Checker(self._background, slots, counters)
         self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
         if config.relay_endpoint is not None:
-            self._below.links.router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys)
-            (config.run_dir / "relay_endpoint").write_text(self._below.links.router.endpoint + "\n")
+            self._below.links.router = self._bind(
+                config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file
+            )
         self._coordinator = Coordinator(
             config,
             self.layout,
@@ -139,11 +141,21 @@ class Store:
         self._stopped = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._stopped, lambda: os.eventfd_read(self._stopped))
 
-    def _bind(self, endpoint: str, max_message: int, backlog: int, keys: StoreKeys | None = None) -> Router:
+    def _bind(
+        self, endpoint: str, max_message: int, backlog: int, keys: StoreKeys | None = None, file: Path | None = None
+    ) -> Router:
+        """file: says what was bound; a free port is the same one again after a restart, if it is still free."""
+        before = None if file is None else bound_before(endpoint, file)
+        router: Router | None = None
+        if before is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                router = Router(self._context, before, max_message, backlog, keys)
         try:
-            router = Router(self._context, endpoint, max_message, backlog, keys)
+            router = router or Router(self._context, endpoint, max_message, backlog, keys)
         except zmq.ZMQError as error:
             raise StartError(f"cannot listen on {endpoint}: {error.strerror}") from error
+        if file is not None:
+            file.write_text(router.endpoint + "\n")
         self._routers.append(router)
         self._poller.register(router.socket, zmq.POLLIN)
         return router
