@@ -60,8 +60,6 @@ class ApiConfig(BaseModel):
     """What /v1/models calls it; empty = the directory's name."""
     max_model_len: int | None = Field(default=None, ge=8)
     """Tokens of prompt and output together; None = what the model's config says."""
-    arena_dir: Path = Path("/dev/shm")  # noqa: S108  shared memory is the point
-    """Where the store keeps its arena, for the route that shows parameters."""
     dtype: Dtype = "float32"
     """Served dtype."""
     tp: int = Field(default=1, ge=1)
@@ -264,7 +262,6 @@ def compose(options: ServeOptions) -> ServeConfig:
         "tp": options.tp,
         "logprobs_mode": worker.get("logprobs_mode", "processed"),
         "push_endpoint": options.push_endpoint,
-        "arena_dir": options.store.get("arena_dir", "/dev/shm"),  # noqa: S108
         "data_token": options.data_token,
         "admin_token": options.admin_token,
         "log_level": options.log_level,

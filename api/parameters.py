@@ -1,65 +1,39 @@
-"""Values of live parameters, read from the store's arena for clients that check them.
+"""Values of live parameters, for clients that check them: read by this service's own store, which is asked for them."""
 
-The arena is mapped read-only. The live slot is not written while it is live; should it be given away in the
-middle of the reading, its write epoch says so and the reading is thrown away.
-"""
-
-from pathlib import Path
+import asyncio
+import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from api.errors import BadInput, Conflict, Unavailable
-from api.model import Model
-from rollout_client.arena_file import NONCE_BYTES, ArenaFile
-from rollout_client.errors import ArenaError
-from weight_manager.checkpoint import read_config
-from weight_manager.families import manifest_for
-from weight_manager.layout import make_layout, region_views
-from weight_manager.manifest import Dtype, Layout, Parameter
-from weight_manager.messages import Live
+from api.errors import Conflict
+from api.weights import Weights
+
+STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
+PIECE = 4 << 20
+"""Bytes that the store hands out at a time."""
 
 
-def rows(
-    model: Model, live: Live | None, name: str, count: int, *, arena_dir: Path, service: str, dtype: Dtype, tp: int
-) -> npt.NDArray[np.float32]:
-    """The first `count` rows (or elements, of a vector) of a parameter, under any of its names. Blocks: use a thread.
+async def rows(weights: Weights, name: str, count: int) -> list[Any]:
+    """The first `count` rows (or elements, of a vector) of a parameter, under any of its names, as float32 values.
 
-    Raises BadInput for a name that is not served, Unavailable, Conflict when the slot was given away meanwhile.
+    Raises BadInput for a name that is not served, Unavailable, Conflict when another version went live meanwhile.
     """
-    layout = make_layout(manifest_for(read_config(model.path), dtype), tp)
-    parameter = next((p for p in layout.manifest.parameters if name == p.name or name in p.aliases), None)
-    if parameter is None:
-        raise BadInput(f"no parameter {name!r} is served")
-    if live is None:
-        raise Unavailable("nothing is live yet")
-    prefix = f"paddle-rollout-{service}-"
-    for path in sorted(arena_dir.glob(f"{prefix}*.arena")):
-        if len(path.stem) != len(prefix) + 2 * NONCE_BYTES:
-            continue  # of a service whose name begins like ours
-        try:
-            with ArenaFile(path) as arena:
-                before = arena.write_epoch(live.slot)
-                values = _assemble(layout, parameter, arena.slot(live.slot), count)
-                if live.write_epoch not in (0, before) or arena.write_epoch(live.slot) != before:
-                    raise Conflict("the weights changed while they were read; ask again")
-                return values
-        except (ArenaError, OSError):
-            continue  # of a service that has just gone
-    raise Unavailable(f"no arena of service {service!r} in {arena_dir}")
+    first = await weights.tensor(name, offset=0, limit=1)
+    shape, dtype = (min(count, first["shape"][0]), *first["shape"][1:]), STORED[first["dtype"]]
+    wanted = math.prod(shape) * dtype.itemsize
+    read = bytearray()
+    while len(read) < wanted:
+        found = await weights.tensor(name, offset=len(read), limit=min(PIECE, wanted - len(read)))
+        if found["version"] != first["version"]:
+            raise Conflict("the weights changed while they were read; ask again")
+        read += found["bytes"]
+    return await asyncio.to_thread(_listed, read, dtype, shape)
 
 
-def _assemble(layout: Layout, parameter: Parameter, slot: Any, count: int) -> npt.NDArray[np.float32]:
-    """Rows of the whole parameter from the pieces of all ranks. bfloat16 becomes the equal float32."""
-    shape = (min(count, parameter.shape[0]), *parameter.shape[1:])
-    values = np.zeros(shape, np.float32)
-    for region, view in zip(layout.regions, region_views(layout, slot), strict=True):
-        if region.name != parameter.name or region.start[0] >= shape[0]:
-            continue
-        piece = view.reshape(region.shape)[: shape[0] - region.start[0]]
-        if piece.dtype == np.dtype("<u2"):
-            piece = (piece.astype("<u4") << 16).view("<f4")
-        box = tuple(slice(at, at + size) for at, size in zip(region.start, piece.shape, strict=True))
-        values[box] = piece
-    return values
+def _listed(read: bytearray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Any]:
+    values = np.frombuffer(read, dtype)
+    if dtype == STORED["bfloat16"]:
+        values = (values.astype("<u4") << 16).view("<f4")
+    listed: list[Any] = values.reshape(shape).tolist()
+    return listed

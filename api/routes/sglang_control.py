@@ -1,6 +1,5 @@
 """SGLang's control and info routes, and AReaL's accents of them."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -167,20 +166,7 @@ async def weights_checker(service: Uses, body: schema.WeightsChecker | None = No
 @router.post("/get_weights_by_name", dependencies=admin)
 async def get_weights_by_name(body: schema.WeightsByName, service: Uses) -> list[Any]:
     """The first rows of a live parameter, under any of its names."""
-    config = service.config
-    values = await asyncio.to_thread(
-        parameters.rows,
-        service.model,
-        service.weights.live,
-        body.name,
-        body.truncate_size,
-        arena_dir=config.arena_dir,
-        service=config.name,
-        dtype=config.dtype,
-        tp=config.tp,
-    )
-    found: list[Any] = values.tolist()
-    return found
+    return await parameters.rows(service.weights, body.name, body.truncate_size)
 
 
 @router.get("/v1/loads", dependencies=data)

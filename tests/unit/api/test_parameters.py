@@ -1,17 +1,17 @@
-"""Rows of a parameter, read from a real arena."""
-
-import json
+"""Rows of a parameter, read from a real arena by what a store answers with."""
 
 import numpy as np
 import pytest
 
-from api.errors import BadInput, Conflict, Unavailable
-from api.model import Model
+from api import parameters
+from api.errors import BadInput, Conflict, from_store
 from api.parameters import rows
 from weight_manager.arena import Arena
+from weight_manager.errors import PushRefused
 from weight_manager.families import manifest_for
+from weight_manager.inspect import read_tensor
 from weight_manager.layout import make_layout, rank_views
-from weight_manager.messages import Live
+from weight_manager.messages import Live, ReadTensor, Result
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,17 +27,28 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+URL = "/get_weights_by_name"
 
 
-@pytest.fixture
-def model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return Model("m", tmp_path, 32, 64, "LlamaForCausalLM", None)
+class ReadByStore:
+    """What api.weights.Weights.tensor answers with, from this arena. moves: another version goes live at each call."""
+
+    def __init__(self, layout, arena, *, moves=False):
+        self.layout, self.arena, self.moves, self.version, self.limits = layout, arena, moves, 3, []
+
+    async def tensor(self, name, *, offset, limit):
+        self.version += self.moves
+        self.limits.append(limit)
+        live = Live("r", self.version, 4, 1, "d")
+        try:
+            return read_tensor(self.layout, self.arena, live, name, offset=offset, limit=limit)
+        except PushRefused as refusal:
+            raise from_store(refusal.code, str(refusal), []) from None
 
 
 @pytest.fixture(params=[("float32", 1), ("float32", 2), ("bfloat16", 2)], ids=str)
 def filled(request, tmp_path):
-    """An arena whose slot 1 holds random weights, and the whole tensors that were put there."""
+    """A store whose slot 1 holds random weights, and the whole tensors that were put there."""
     dtype, tp = request.param
     layout = make_layout(manifest_for(CONFIG, dtype), tp)
     random = np.random.default_rng(1)
@@ -47,8 +58,7 @@ def filled(request, tmp_path):
         raw[:] = random.normal(size=raw.size)
     else:
         raw[:] = random.normal(size=raw.size).astype(np.float32).view(np.uint32) >> 16
-    pieces = [rank_views(layout, rank, arena.slot(1)) for rank in range(tp)]
-    yield dtype, tp, pieces, arena
+    yield ReadByStore(layout, arena), [rank_views(layout, rank, arena.slot(1)) for rank in range(tp)]
     arena.close()
 
 
@@ -56,32 +66,38 @@ def as_float(values):
     return values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
 
 
-def read(model, tmp_path, name, count, dtype, tp, live=None, service="svc"):
-    live = live or Live("r", 3, 4, 1, "d")
-    return rows(model, live, name, count, arena_dir=tmp_path, service=service, dtype=dtype, tp=tp)
-
-
-def test_rows_of_whole_and_split_parameters(model, tmp_path, filled):
-    dtype, tp, pieces, _ = filled
+@pytest.mark.parametrize("piece", [100, parameters.PIECE])
+async def test_rows_of_whole_and_split_parameters(filled, piece, monkeypatch):
+    monkeypatch.setattr(parameters, "PIECE", piece)
+    store, pieces = filled
     for name, axis in (("model.layers.0.mlp.up_proj.weight", 0), ("model.layers.0.mlp.down_proj.weight", 1)):
         whole = as_float(np.concatenate([p[name] for p in pieces], axis))
-        np.testing.assert_array_equal(read(model, tmp_path, name, 5, dtype, tp), whole[:5])
-        np.testing.assert_array_equal(read(model, tmp_path, name, 1000, dtype, tp), whole)
+        np.testing.assert_array_equal(await rows(store, name, 5), whole[:5])
+        np.testing.assert_array_equal(await rows(store, name, 1000), whole)
     norm = as_float(pieces[0]["model.norm.weight"])
-    np.testing.assert_array_equal(read(model, tmp_path, "model.norm.weight", 3, dtype, tp), norm[:3])
+    np.testing.assert_array_equal(await rows(store, "model.norm.weight", 3), norm[:3])
+    assert max(store.limits) <= piece
 
 
-def test_a_tied_parameter_has_both_names(model, tmp_path, filled):
-    dtype, tp, _, _ = filled
-    one, other = (read(model, tmp_path, n, 4, dtype, tp) for n in ("lm_head.weight", "model.embed_tokens.weight"))
-    np.testing.assert_array_equal(one, other)
+async def test_a_tied_parameter_has_both_names(filled):
+    store, _ = filled
+    one, other = [await rows(store, n, 4) for n in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert one == other
 
 
-def test_what_cannot_be_read(model, tmp_path, filled):
-    dtype, tp, _, _ = filled
-    with pytest.raises(BadInput, match="no parameter 'x'"):
-        read(model, tmp_path, "x", 4, dtype, tp)
-    with pytest.raises(Unavailable, match="no arena"):
-        read(model, tmp_path, "model.norm.weight", 4, dtype, tp, service="sv")
+async def test_what_cannot_be_read(filled):
+    store, _ = filled
+    with pytest.raises(BadInput, match="no tensor 'x'"):
+        await rows(store, "x", 4)
+    store.moves = True
     with pytest.raises(Conflict, match="changed"):
-        read(model, tmp_path, "model.norm.weight", 4, dtype, tp, live=Live("r", 3, 4, 1, "d", write_epoch=99))
+        await rows(store, "model.norm.weight", 4)
+
+
+async def test_the_route_reads_from_its_own_store_whatever_else_is_on_the_host(client, store):
+    data = {"name": "a", "version": 0, "dtype": "float32", "shape": [1], "offset": 0, "more": False}
+    store.results[ReadTensor] = Result("", True, data=data | {"bytes": np.float32(1.5).tobytes()})
+    assert (await client.post(URL, json={"name": "a"})).json() == [1.5]
+    store.results[ReadTensor] = Result("", False, "unknown_tensor", "no tensor 'b' is served")
+    reply = await client.post(URL, json={"name": "b"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "no tensor 'b' is served")
