@@ -96,6 +96,7 @@ FROM_STORE: dict[ErrorCode, type[ApiError]] = {
     "shape_mismatch": BadInput,
     "dtype_mismatch": BadInput,
     "checksum_mismatch": BadInput,
+    "non_finite": BadInput,
     "base_mismatch": Conflict,
     "unknown_session": Conflict,
     "lease_expired": Conflict,

@@ -4,7 +4,7 @@ RolloutError
 +-- ArenaError          the shared memory of the service is not what it should be
 +-- StoreUnavailable    no answer in time, or the store is not there; nothing is known to have changed
 +-- PushError           the store answered: this push changed nothing that is served
-    +-- InvalidPush         the tensors are wrong: unknown, missing, twice, overlapping, shape, dtype, size, base
+    +-- InvalidPush         the tensors are wrong: unknown, missing, twice, overlapping, shape, dtype, size, base, NaN
     +-- ChecksumMismatch    bytes arrived that are not the trainer's
     +-- StaleVersion        the version is not above the live one
     +-- Busy                another push is running; try again
@@ -105,6 +105,7 @@ BY_CODE: dict[ErrorCode, type[PushError]] = {
     "shape_mismatch": InvalidPush,
     "dtype_mismatch": InvalidPush,
     "checksum_mismatch": ChecksumMismatch,
+    "non_finite": InvalidPush,
     "base_mismatch": InvalidPush,
     "unknown_session": SessionLost,
     "lease_expired": SessionLost,

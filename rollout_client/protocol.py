@@ -65,6 +65,7 @@ ErrorCode = Literal[
     "shape_mismatch",
     "dtype_mismatch",
     "checksum_mismatch",
+    "non_finite",
     "base_mismatch",
     "unknown_session",
     "lease_expired",

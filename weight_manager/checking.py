@@ -25,7 +25,11 @@ SHARE = 2
 class Checker:
     """Runs checks. `on_refused` and `on_checked` are the coordinator's; they hear of every session, ended or not."""
 
-    def __init__(self, background: Background, slots: Slots, counters: Counters) -> None:
+    def __init__(
+        self, background: Background, slots: Slots, counters: Counters, *, refuse_non_finite: bool = False
+    ) -> None:
+        """refuse_non_finite: versions with weights that are no finite numbers."""
+        self._every = refuse_non_finite
         self._background = background
         self._slots = slots
         self._counters = counters
@@ -57,12 +61,25 @@ class Checker:
         self._run(session, copy, [], writes=True)
 
     def digest(self, session: PushSession) -> None:
-        """Name the whole version, reading what no single check has covered."""
-        self._background.submit(
-            session.staging.region_digests,
-            lambda digests: self.on_digest(session, digests),
-            lambda error: self._broken(session, error),
-        )
+        """Name the whole version, reading what no single check has covered; and see whether it holds numbers."""
+        staging = session.staging
+        every = self._every and session.intent.transport != "relay"  # the store above has seen to it
+
+        def work() -> tuple[list[int], list[str]]:
+            return staging.region_digests(), staging.non_finite(every=every)
+
+        def done(found: tuple[list[int], list[str]]) -> None:
+            digests, names = found
+            if names and session.intent.transport != "relay":
+                self._counters.add("non_finite")
+                message = f"weights that are NaN or infinite: {', '.join(names[:20])}"
+                if self._every:
+                    self.on_refused(session, PushRefused("non_finite", message, names))
+                    return
+                log.warning("%s has %s", session.intent, message, extra=session.extra() | {"tensors": names[:100]})
+            self.on_digest(session, digests)
+
+        self._background.submit(work, done, lambda error: self._broken(session, error))
 
     def _check(self, session: PushSession, check: Check) -> None:
         parts = check[0][0].parts() if len(check) == 1 else []

@@ -11,6 +11,7 @@ COUNTERS: Mapping[str, str] = {
     "data_connections": "data connections of trainers that named a session's key",
     "bytes_verified": "bytes whose digest was found to match",
     "checksum_mismatches": "sessions ended by bytes that were not the trainer's",
+    "non_finite": "pushed versions in which weights were seen that are NaN or infinite",
     "leases_expired": "sessions ended because a trainer was not heard of",
     "commits_rolled_back": "commits undone on every replica",
     "replicas_died": "replicas lost because a rank's process ended",

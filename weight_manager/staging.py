@@ -18,6 +18,7 @@ from rollout_client.page_sums import both_digests
 from rollout_client.patches import BITS
 from rollout_client.protocol import Copy
 from weight_manager.errors import PushRefused
+from weight_manager.finite import all_finite, ends_finite
 from weight_manager.intervals import Intervals
 from weight_manager.layout import VIEW_DTYPE, region_views
 from weight_manager.manifest import ITEMSIZE, Layout
@@ -261,6 +262,12 @@ class Staging:
             known = self._digests.get((region.offset, prod(region.shape) * itemsize))
             digests.append(digest_of(view.data) if known is None else known)
         return digests
+
+    def non_finite(self, *, every: bool) -> list[str]:
+        """Parameters with elements that are NaN or infinite; those at the ends of a region, unless `every`."""
+        look = all_finite if every else ends_finite
+        views = zip(self.layout.regions, region_views(self.layout, self.slot), strict=True)
+        return list(dict.fromkeys(region.name for region, view in views if not look(view)))
 
 
 def run_check(check: Check) -> list[str]:

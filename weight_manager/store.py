@@ -92,7 +92,7 @@ class Store:
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
         slots = Slots(self._arena)
         self._fleet = Fleet(config, self.layout.digest, str(self._arena.path), self, counters)
-        checker = Checker(self._background, slots, counters)
+        checker = Checker(self._background, slots, counters, refuse_non_finite=config.refuse_non_finite)
         self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
         if config.relay_endpoint is not None:
             self._below.links.router = self._bind(

@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+
+from weight_manager.finite import BLOCK_BYTES, ENDS, all_finite, ends_finite
+
+SIZE = 3 * (BLOCK_BYTES // 2) + 5
+
+
+def make(dtype, at=None, value=0.0):
+    flat = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+    if at is not None:
+        flat[at] = value
+    return flat if dtype == "float32" else (flat.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("at", [0, 1, ENDS, BLOCK_BYTES // 4, SIZE // 2, SIZE - 1])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_one_element_is_enough(dtype, at, value):
+    flat = make(dtype, at, value)
+    assert not all_finite(flat)
+    assert ends_finite(flat) == (ENDS <= at < SIZE - ENDS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("largest", [0.0, 3.0e38, -3.0e38])
+def test_whatever_is_a_number_passes(dtype, largest):
+    """3e38 everywhere: finite, though the sum is not."""
+    flat = make(dtype, slice(None) if largest else None, largest)
+    assert all_finite(flat)
+    assert ends_finite(flat)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_few_elements(size):
+    assert all_finite(np.zeros(size, np.float32))
+    assert ends_finite(np.zeros(max(size, 1), np.uint16))
+
+
+def test_infinities_that_cancel_out_are_seen():
+    assert not all_finite(np.array([np.inf, -np.inf, 1], np.float32))
