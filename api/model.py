@@ -118,7 +118,7 @@ class Model:
         most = max(self.text.longest_token, MIN_TOKEN_CHARS) * self.max_model_len
         if chars > most:
             raise BadInput(
-                f"{what} is too long: {chars} characters, and {most} are more than fit the model's context of "
+                f"{what} is too long: {chars} characters, and more than {most} cannot fit the model's context of "
                 f"{self.max_model_len} tokens",
                 code=TOO_LONG,
             )
