@@ -16,6 +16,7 @@ from api.model import Model
 from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
 from api.schemas.base import ERRORS, Version
+from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
@@ -142,7 +143,7 @@ async def abort_push(service: Uses, body: schema.WeightsAbortRequest | None = No
 
 
 @router.post("/weights/verify", dependencies=admin)
-async def verify(service: Uses) -> schema.ChecksumsResponse:
+async def verify(service: Uses) -> ChecksumsResponse:
     """Checksum what every rank really holds."""
     found = await service.control.verify()
     sums: dict[tuple[str, str], set[str]] = {}
@@ -150,7 +151,7 @@ async def verify(service: Uses) -> schema.ChecksumsResponse:
         for rank, parameters in ranks.items():
             for name, digest in parameters.items():
                 sums.setdefault((rank, name), set()).add(digest)
-    return schema.ChecksumsResponse(
+    return ChecksumsResponse(
         replicas={str(replica): ranks for replica, ranks in found.items()},
         differing=sorted({name for (_, name), digests in sums.items() if len(digests) > 1}),
     )

@@ -27,6 +27,16 @@ class ChecksumsRequest(Strict):
     baseline: Digests = Field(default={})
 
 
+class ChecksumsResponse(Strict):
+    """xxh3-64 of every parameter as each rank holds it: replica -> rank -> name -> 16 hex digits.
+
+    differing: parameters of which two replicas hold other bytes in the same rank; empty when all serve the same.
+    """
+
+    replicas: dict[str, dict[str, dict[str, str]]]
+    differing: list[str]
+
+
 class SlotChecksums(Strict):
     """xxh3-64 of each rank's piece of each tensor in the live slot; rank "-1": read by every rank."""
 

@@ -282,16 +282,6 @@ class MemoryResponse(Strict):
     cleared: list[str]
 
 
-class ChecksumsResponse(Strict):
-    """xxh3-64 of every parameter as each rank holds it: replica -> rank -> name -> 16 hex digits.
-
-    differing: parameters of which two replicas hold other bytes in the same rank; empty when all serve the same.
-    """
-
-    replicas: dict[str, dict[str, dict[str, str]]]
-    differing: list[str]
-
-
 class Ok(Strict):
     """Done."""
 
