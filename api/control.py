@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut
+from api.intents import PauseIntent
 from api.link import LinkDown
-from api.pause_intent import PauseIntent
 from api.replicas import Fleet
 from worker.messages import (
     CallFailed,
@@ -98,6 +98,7 @@ class Control:
 
     async def reload(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> None:
         """Undo `clear` for these tags. A pause that was in force stays in force. Idempotent."""
+        self._fleet.reloaded = True
         self._fleet.reloading = True  # replicas that serve again are right to
         try:
             await self._move("reload", lambda call: Reload(call, tags), deadline_s)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from api.errors import Conflict, EngineFailed, Unavailable
 from api.fleet_settings import FleetSettings
 from api.flight import Flight
+from api.intents import PauseIntent, meet
 from api.link import LinkDown
 from api.members import Members
-from api.pause_intent import PauseIntent
 from api.replica import Replica
 from weight_manager.messages import Live
-from worker.messages import Clear, Pause, Resume, Stats, Tag
+from worker.messages import Clear, Resume, Stats, Tag
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Fleet:
         self.cleared: set[Tag] = set()
         self.closing = False
         self.reloading = False  # what is cleared is on its way back
+        self.resumed = self.reloaded = False  # somebody asked for it since this process began
         self.retried = self.lease_expiries = 0
         self._came = asyncio.Event()
         self._paused_before = 0.0  # seconds of pauses that are over
@@ -225,15 +226,7 @@ class Fleet:
 
     def joined(self, replica: Replica, stats: Stats) -> None:
         """First word of a replica: bring it to what was asked of the others, or learn that from it."""
-        now = asyncio.get_running_loop().time()
-        state = stats.state.lower()
-        if state == "paused" and self.paused is None:
-            self.paused = PauseIntent(mode=stats.pause_mode or "abort", adopted=True)
-        elif state == "cleared" and not self.cleared:
-            self.cleared = {"weights", "kv_cache"}
-        if self.paused is not None and state != "paused":
-            lease_s = 0.0 if self.paused.lease_until == float("inf") else max(0.1, self.paused.lease_until - now)
-            replica.link.post(Pause(call="late", mode=self.paused.mode, lease_s=lease_s))
+        meet(self, replica, stats, asyncio.get_running_loop().time())
 
     def changed(self) -> None:
         """Something moved: a pause a restarted API had learned may be over, and held flights may go."""
@@ -253,6 +246,7 @@ class Fleet:
 
     def unpause(self) -> None:
         """The pause is over."""
+        self.resumed = True
         self._paused_before, self.paused = self.paused_seconds, None
         self.release_held()
 

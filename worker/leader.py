@@ -284,5 +284,6 @@ class Leader:
             held=self._admission.held,
             ranks=memory_of(self._pids),
             draining=self._draining.begun,
+            released=tuple(sorted(self._actions.released)),
             **of_scheduler(self._scheduler, self._actions.engine.spec, own, samples),
         )

@@ -196,6 +196,7 @@ class Stats(Message, tag="stats", frozen=True):
     histograms: dict[str, list[float]]  # samples since the last Stats: step_s, stall_s, ttft_s, itl_s, staleness
     ranks: list[dict[str, Any]] = []  # pid, rss_bytes, private_bytes (without shared slots) per rank
     draining: bool = False  # admits nothing more and will exit
+    released: tuple[Tag, ...] = ()  # what a `Clear` released and no `Reload` brought back
 
 
 FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain

@@ -58,6 +58,7 @@ class ScriptedReplica:
         self.state = "serving"
         self.checksum = "00000000000000ff"
         self.version = 0
+        self.released: set[str] = set()
         self.pause_mode: messages.PauseMode | None = None
         self.script: list[int] | None = None
         self.finish: messages.FinishReason = "length"
@@ -143,11 +144,14 @@ class ScriptedReplica:
                 if self.state == "paused":
                     self.move("serving")
                 self._send(origin, Done(call))
-            case Clear(call=call):
+            case Clear(call=call, tags=tags):
+                self.released |= set(tags)
                 self.move("cleared")
                 self._send(origin, Done(call, {"released": [{"weights": 700, "kv_cache": 300}]}))
-            case Reload(call=call):
-                self.move("serving" if self.pause_mode is None else "paused")
+            case Reload(call=call, tags=tags):
+                self.released -= set(tags)
+                if not self.released:
+                    self.move("serving" if self.pause_mode is None else "paused")
                 self._send(origin, Done(call))
             case Verify(call=call):
                 self._send(origin, Done(call, {"0": {"model.norm.weight": self.checksum}}))
@@ -209,6 +213,7 @@ class ScriptedReplica:
             counters={"generation_tokens": 5.0, "finished_stop": 1.0, "steps": 2.0},
             histograms={"step_s": [0.01, 0.02]},
             ranks=[{"pid": 1, "rss_bytes": 1000}],
+            released=tuple(sorted(self.released)),
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.service import Service
-from worker.messages import Abort, CallFailed, Clear, Generate, Pause, Resume
+from worker.messages import Abort, CallFailed, Clear, Generate, Pause, Reload, Resume
 
 URL = "/v1/rollout/generate"
 BODY = {"prompt": "A", "max_tokens": 3}
@@ -202,6 +202,46 @@ async def test_cleared_replicas_are_kept_cleared(client, replicas, service, unti
     await until(lambda: len(replicas[0].got(Clear)) == 2)
     assert (await client.post("/v1/rollout/memory/resume")).json()["cleared"] == []
     assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def away(replica, service, until):
+    await replica.die()
+    await until(lambda: not service.fleet.replicas[replica.index].link.up)
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["kv_cache", "weights"]])
+async def test_a_replica_that_was_away_when_the_fleet_was_reloaded_is_reloaded_too(
+    client, replicas, service, until, tags
+):
+    await client.post("/v1/rollout/memory/release", json={"tags": tags})
+    await away(replicas[1], service, until)
+    assert (await client.post("/v1/rollout/memory/resume", json={"tags": tags})).json()["cleared"] == []
+    replicas[1].start()
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+    assert service.fleet.cleared == set()
+    assert [sorted(reload.tags) for reload in replicas[1].got(Reload)] == [tags]
+    assert len(replicas[0].got(Clear)) == 1
+
+
+async def test_a_replica_that_was_away_when_the_fleet_was_resumed_is_resumed_too(client, replicas, service, until):
+    await client.post("/v1/rollout/pause", json={"mode": "keep", "lease_s": 0})
+    await away(replicas[1], service, until)
+    await client.post("/v1/rollout/resume")
+    replicas[1].start()
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+    assert service.fleet.paused is None
+    assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def test_a_restarted_api_learns_what_is_released_and_no_more(client, replicas, service, until):
+    for replica in replicas:
+        await away(replica, service, until)
+        replica.state, replica.released = "cleared", {"weights"}
+        replica.start()
+    await until(lambda: service.fleet.cleared == {"weights"})
+    await client.post("/v1/rollout/memory/resume", json={"tags": ["weights"]})
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+    assert [replica.got(Clear) for replica in replicas] == [[], []]
 
 
 async def test_min_version_waits_and_then_says_409(client, replicas, store, until, service):
