@@ -99,12 +99,12 @@ class Control:
     async def reload(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> None:
         """Undo `clear` for these tags. A pause that was in force stays in force. Idempotent."""
         self._fleet.reloaded = True
-        self._fleet.reloading = True  # replicas that serve again are right to
+        self._fleet.returning = set(tags)  # replicas that serve again are right to
         try:
             await self._move("reload", lambda call: Reload(call, tags), deadline_s)
             self._fleet.cleared -= set(tags)
         finally:
-            self._fleet.reloading = False
+            self._fleet.returning = set()
         self._fleet.release_held()
 
     async def reset_prefix_cache(self) -> bool:

@@ -42,10 +42,11 @@ def meet(fleet: "Fleet", replica: "Replica", stats: Stats, now: float) -> None:
         replica.link.post(Pause(call="late", mode=fleet.paused.mode, lease_s=lease_s))
     if stats.state != "cleared":
         return  # one that serves is cleared by `Fleet.changed`
-    released = set(stats.released)
+    released, asked = set(stats.released), fleet.cleared - fleet.returning
     if not fleet.reloaded:
         fleet.cleared |= released
-    elif released - fleet.cleared:
-        replica.link.post(Reload(call="late", tags=tuple(sorted(released - fleet.cleared))))
-    if fleet.cleared - released:
-        replica.link.post(Clear(call="late", tags=tuple(sorted(fleet.cleared - released))))
+        asked = fleet.cleared
+    elif released - asked:
+        replica.link.post(Reload(call="late", tags=tuple(sorted(released - asked))))
+    if asked - released:
+        replica.link.post(Clear(call="late", tags=tuple(sorted(asked - released))))

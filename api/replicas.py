@@ -46,7 +46,7 @@ class Fleet:
         self.paused: PauseIntent | None = None
         self.cleared: set[Tag] = set()
         self.closing = False
-        self.reloading = False  # what is cleared is on its way back
+        self.returning: set[Tag] = set()  # of what is cleared, on its way back
         self.resumed = self.reloaded = False  # somebody asked for it since this process began
         self.retried = self.lease_expiries = 0
         self._came = asyncio.Event()
@@ -233,7 +233,7 @@ class Fleet:
         states = {replica.state for replica in self.replicas}
         if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
             self.unpause()
-        if self.cleared and not self.reloading:
+        if self.cleared and not self.returning:
             for replica in self.replicas:
                 if replica.state == "serving" and replica.link.up:  # it came back after the others were cleared
                     replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))

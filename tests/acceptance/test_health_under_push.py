@@ -1,5 +1,6 @@
 """A trainer that kills an engine which does not answer /health_generate finds this one alive: 1 GB lands meanwhile."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
 
+ENOUGH = 10
+"""Answers that are looked at while bytes land; one push may be over before the second."""
 WITHIN_S = 1.0
 GIGABYTE = 10**9
 SHAPE = {
@@ -40,9 +43,11 @@ def live(large: Checkpoint) -> Iterator[LiveService]:
 
 
 def by_push(transport: str) -> Callable[[LiveService, Checkpoint], None]:
+    versions = itertools.count(1)
+
     def push(live: LiveService, large: Checkpoint) -> None:
         with live.publisher(f"by-{transport}", transport=transport) as publisher:
-            publisher.push(large.weights, version=1)
+            publisher.push(large.weights, version=next(versions))
 
     return push
 
@@ -94,11 +99,12 @@ def test_health_generate_answers_within_a_second(
         thread.start()
     time.sleep(0.5)
     began, before = time.monotonic(), len(took)
-    bring(live, large)
+    while len(took) - before < ENOUGH and time.monotonic() < began + 40:
+        bring(live, large)
     seconds, during = time.monotonic() - began, len(took) - before
     over.set()
     for thread in others:
         thread.join(30)
     print(f"{seconds:.2f} s, {during} answers meanwhile, slowest {max(took) * 1e3:.0f} ms")
-    assert during >= 2
+    assert during >= ENOUGH
     assert max(took) < WITHIN_S

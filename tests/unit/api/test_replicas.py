@@ -1,10 +1,12 @@
 """What becomes of requests when replicas refuse, die, fall silent, are paused or lag behind."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from api.intents import meet
 from api.service import Service
 from worker.messages import Abort, CallFailed, Clear, Generate, Pause, Reload, Resume
 
@@ -14,7 +16,7 @@ BODY = {"prompt": "A", "max_tokens": 3}
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"unready_hold_s": 0.5, "silence_s": 0.6}
+    return {"unready_hold_s": 0.5, "silence_s": 1.5}
 
 
 def busy(replicas):
@@ -242,6 +244,14 @@ async def test_a_restarted_api_learns_what_is_released_and_no_more(client, repli
     await client.post("/v1/rollout/memory/resume", json={"tags": ["weights"]})
     await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
     assert [replica.got(Clear) for replica in replicas] == [[], []]
+
+
+def test_one_that_is_first_heard_while_the_others_are_reloaded_follows_them():
+    fleet = SimpleNamespace(paused=None, reloaded=True, cleared={"weights", "kv_cache"}, returning={"weights"})
+    posted = []
+    replica = SimpleNamespace(link=SimpleNamespace(post=posted.append))
+    meet(fleet, replica, SimpleNamespace(state="cleared", released=["kv_cache", "weights"]), 0.0)
+    assert [(type(message), message.tags) for message in posted] == [(Reload, ("weights",))]
 
 
 async def test_min_version_waits_and_then_says_409(client, replicas, store, until, service):

@@ -43,13 +43,15 @@ def test_recompute_renews_all_kv(rig: MakeRig) -> None:
 
 
 def test_kv_kept_over_an_update_is_no_prefix_for_others(rig: MakeRig) -> None:
-    """ "old" finishes its prefill after the update; "new" names the same first blocks anew; "victim" matches them."""
+    """ "old" has a token at the update and goes on; "new" names the same first blocks anew; "victim" matches them."""
     replica = rig(kv_weights=True, max_tokens=8)
     prompt = list(range(1, 25))
-    replica.add("old", [*prompt, 0], max_tokens=2, temperature=0.0)
-    replica.step()
+    replica.add("old", prompt, max_tokens=12, temperature=0.0)
+    for _ in range(4):
+        replica.step()
     replica.update("keep", 1)
     replica.run()
+    assert [span.version for span in replica.results["old", 0].spans] == [0, 1]
     for name in ("new", "victim"):
         replica.add(name, prompt, max_tokens=4, temperature=0.0)
         replica.run()
