@@ -56,8 +56,7 @@ class Spares:
 
     async def run(self) -> None:
         """Make what is missing, one at a time, while nothing is being started. Until cancelled."""
-        while self._lost < _TRIES:
-            self._forget_ended()
+        while not self._given_up():
             now = time.monotonic()
             if now < self._not_before:
                 await asyncio.sleep(self._not_before - now)
@@ -76,6 +75,10 @@ class Spares:
             child.send(signal.SIGKILL)
         for child in self._waiting:
             await child.wait()
+
+    def _given_up(self) -> bool:
+        self._forget_ended()
+        return self._lost >= _TRIES
 
     def _forget_ended(self) -> None:
         for child in [child for child in self._waiting if child.status is not None]:

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import threading
 import time
 from urllib.parse import urlsplit
 
 import pytest
 
-from rollout_client.http_calls import Generation
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
 
@@ -62,25 +60,20 @@ def test_a_service_told_to_stop_hands_over_what_running_requests_have(tiny: Chec
     live = LiveService(tiny.directory, "--set", "api.shutdown_s=0.2")
     try:
         live.start()
-        whole: list[Generation] = []
-
-        def ask() -> None:
-            with live.client() as client:
-                whole.append(client.generate(prompt_ids=[4, 5, 6], n=32, max_tokens=400, ignore_eos=True))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        time.sleep(0.5)  # it has its connection, and seconds of work
-        with live.client() as client:
-            stream = client.stream(prompt_ids=[1, 2, 3], max_tokens=400, ignore_eos=True)
-            pieces = [next(stream)]
-            pieces += [next(stream) for _ in range(5)]
+        with live.client() as client, live.client() as other:
+            streams = [
+                client.stream(prompt_ids=[1, 2, 3], max_tokens=200, ignore_eos=True),
+                other.stream(prompt_ids=[4, 5, 6], n=4, max_tokens=200, ignore_eos=True),
+            ]
+            pieces = [[next(stream)] for stream in streams]
+            with live.client() as operator:
+                operator.pause(mode="keep")  # frozen in the middle, so that none can end by itself
             live.process.send_signal(signal.SIGTERM)
-            pieces += list(stream)
-        asking.join(20)
-        assert pieces[-1].outputs[0].finish_reason == "abort"
-        assert 5 < sum(len(piece.outputs[0].token_ids) for piece in pieces) < 400
-        assert {output.finish_reason for output in whole[0].outputs} == {"abort"}
+            for stream, sofar in zip(streams, pieces, strict=True):
+                sofar += list(stream)
+        for sofar in pieces:
+            assert {output.finish_reason for piece in sofar for output in piece.outputs} == {None, "abort"}
+            assert sum(len(output.token_ids) for piece in sofar for output in piece.outputs) > 0
         assert live.stop() == 0
         assert "Traceback" not in live.log.read_text()
         assert "killed" not in live.log.read_text()
