@@ -34,10 +34,10 @@ class Members:
     def set(self, endpoints: Mapping[int, str]) -> bool:
         """From now on there are these. Returns whether that is news."""
         gone = [r for r in self.replicas if endpoints.get(r.index) != r.link.endpoint]
-        kept = [r for r in self.replicas if r not in gone]
-        known = {r.index for r in kept}
+        staying = [r for r in self.replicas if r not in gone]
+        known = {r.index for r in staying}
         come = [self._build(index, endpoint) for index, endpoint in endpoints.items() if index not in known]
-        self.replicas = sorted(kept + come, key=lambda r: r.index)  # a new list: somebody may be walking the old one
+        self.replicas = sorted(staying + come, key=lambda r: r.index)  # a new list: somebody may be walking the old one
         for replica in come:
             self._start(replica)
         for replica in gone:

@@ -6,7 +6,6 @@ methods are called by the head only. Importing this module does not load Ray.
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from fleet_ray.shipment import Shipment, bracketed, release, remove, run_dir_on,
 from weight_manager.logs import setup
 from worker.rendezvous import LISTEN
 from worker.run_dir import RunDir
-from worker.service import replica_unit
+from worker.service import free_ports, replica_unit
 from worker.supervisor import to_stderr
 from worker.unit import ProcessSpec, Unit, UnitSpec
 
@@ -48,7 +47,7 @@ class NodeStore:
         self._host = place.host
         self._label = place.node[:8]
         self._run_dir = RunDir(run_dir_on(place.node, shipment.name))
-        self._relay_port = free_port(place.host)
+        (self._relay_port,) = free_ports(1, place.host)
         self._upstream = ""
         self._unit: Unit | None = None
         self._life: asyncio.Task[None] | None = None
@@ -85,9 +84,7 @@ class NodeStore:
 
     async def stop(self) -> None:
         """Stop the store and remove what it wrote."""
-        if self._unit is not None and self._life is not None:
-            self._unit.stop()
-            await self._life
+        await _stop(self._life, self._unit)
         self._run_dir.close()
         if self._run_dir.path.exists():
             remove(self._run_dir.path)
@@ -118,7 +115,7 @@ class ReplicaHost:
             env = self._env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
             self._endpoint = f"ipc://{run_dir}/replica-{self._replica}.sock"
             if host:
-                self._endpoint = f"tcp://{bracketed(host)}:{free_port(host)}"
+                self._endpoint = f"tcp://{bracketed(host)}:{free_ports(1, host)[0]}"
                 env[LISTEN] = self._endpoint
             spec = replica_unit(Path(run_dir) / "config.json", self._replica, self._tp, self._drain_s, env)
             self._unit = Unit(spec, Path(run_dir) / "crashes", to_stderr)
@@ -131,9 +128,7 @@ class ReplicaHost:
 
     async def stop(self) -> None:
         """Drain, then end."""
-        if self._unit is not None and self._life is not None:
-            self._unit.stop()
-            await self._life
+        await _stop(self._life, self._unit)
 
 
 class Accelerators:
@@ -154,6 +149,12 @@ async def _ended(life: "asyncio.Task[None] | None", unit: Unit | None) -> str:
     return unit.why_gave_up or "stopped"
 
 
+async def _stop(life: "asyncio.Task[None] | None", unit: Unit | None) -> None:
+    if unit is not None and life is not None:
+        unit.stop()
+        await life
+
+
 def _written(path: Path) -> bool:
     try:
         return path.read_text().endswith("\n")
@@ -166,10 +167,3 @@ def _here() -> Place:
 
     context: Any = ray.get_runtime_context()
     return Place(context.get_node_id(), str(ray.util.get_node_ip_address()))
-
-
-def free_port(host: str) -> int:
-    """A TCP port that nobody uses there now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -13,8 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fleet_ray.actors import Accelerators, Place, ReplicaHost
 from fleet_ray.config import FleetConfig
+from fleet_ray.errors import NodeGone, short
 from fleet_ray.messages import Member
-from fleet_ray.stores import NodeGone, Stores
+from fleet_ray.stores import Stores
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class KeptReplica:
                     self._make()
                 place = await self._actor.where.remote(str(self._config.run_dir / "config.json"))
             except RayError as error:
-                why = _short(error)
+                why = short(error)
                 if isinstance(error, ActorDiedError):
                     self._give_back()  # not one that Ray restarts: begin again
             else:
@@ -79,7 +80,7 @@ class KeptReplica:
                 async with asyncio.timeout(self._config.drain_s + STOP_S):
                     await self._actor.stop.remote()
             except (RayError, TimeoutError) as error:
-                log.warning("replica %d did not stop in order: %s", self.index, _short(error))
+                log.warning("replica %d did not stop in order: %s", self.index, short(error))
         self._told(self.index, None)
         self._give_back()
         if self._place is not None:
@@ -100,7 +101,7 @@ class KeptReplica:
             log.info("replica %d runs on node %s", self.index, place.node[:8], extra=said)
             return str(await self._actor.ended.remote())
         except (RayError, NodeGone) as error:
-            return _short(error)
+            return short(error)
 
     def _make(self) -> None:
         config = self._config
@@ -145,8 +146,3 @@ class KeptReplica:
         if self._group is not None:
             remove_placement_group(self._group)
         self._actor, self._group, self._holders = None, None, []
-
-
-def _short(error: BaseException) -> str:
-    """Ray's messages are paragraphs."""
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -11,16 +11,13 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet_ray.actors import NodeStore, Place
+from fleet_ray.errors import NodeGone, short
 from fleet_ray.tree import ROOT, Tree
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
 STOP_S = 10.0
-
-
-class NodeGone(Exception):
-    """The node has left the cluster."""
 
 
 class Stores:
@@ -115,7 +112,7 @@ class _Life:
             try:
                 await self._actor.start.remote(await self._upstream(self.node))
             except RayError as error:  # `_keep` sees to it
-                log.warning("the store of node %s: %s", self.node[:8], _short(error))
+                log.warning("the store of node %s: %s", self.node[:8], short(error))
 
     async def stop(self) -> None:
         """End it, and remove what it wrote, if the node is still there."""
@@ -129,7 +126,7 @@ class _Life:
         try:
             await asyncio.wait_for(_of(self._actor.stop.remote()), STOP_S)
         except (RayError, TimeoutError) as error:
-            log.warning("the store of node %s did not stop in order: %s", self.node[:8], _short(error))
+            log.warning("the store of node %s did not stop in order: %s", self.node[:8], short(error))
         ray.kill(self._actor)
 
     async def _keep(self) -> None:
@@ -146,12 +143,12 @@ class _Life:
             except ActorUnschedulableError as error:
                 self._actor = None
                 if not self._run_dir.done():
-                    self._run_dir.set_exception(NodeGone(f"node {self.node[:8]}: {_short(error)}"))
+                    self._run_dir.set_exception(NodeGone(f"node {self.node[:8]}: {short(error)}"))
                 log.warning("node %s has left the cluster", self.node[:8], extra={"node": self.node})
                 self._gone(self.node)
                 return
             except RayError as error:
-                why = _short(error)
+                why = short(error)
                 if isinstance(error, ActorDiedError):
                     self._actor = None  # Ray does not restart this one
             log.warning("node %s: store: %s", self.node[:8], why, extra={"node": self.node})
@@ -177,8 +174,3 @@ async def _end(life: _Life, orphans: list[_Life]) -> None:
 
 async def _of(reference: Any) -> Any:
     return await reference
-
-
-def _short(error: BaseException) -> str:
-    """Ray's messages are paragraphs."""
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -3,12 +3,11 @@
 `fileno` becomes readable when results wait, so the loop sleeps in one poll for sockets, processes and these.
 """
 
-import contextlib
-import os
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from weight_manager.inbox import Inbox
 
 T = TypeVar("T")
 
@@ -18,12 +17,11 @@ class Background:
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._finished: deque[Callable[[], None]] = deque()
+        self._finished = Inbox()
 
     def fileno(self) -> int:
         """Readable while results wait."""
-        return self._wake
+        return self._finished.fileno()
 
     def submit(
         self, work: Callable[[], T], done: Callable[[T], None], failed: Callable[[BaseException], None]
@@ -35,15 +33,12 @@ class Background:
 
     def deliver(self) -> None:
         """Run the callbacks of everything that finished."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        while self._finished:
-            self._finished.popleft()()
+        self._finished.deliver()
 
     def close(self) -> None:
         """Drop what has not started and wait for what runs."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        os.close(self._wake)
+        self._finished.close()
 
     def _finish(
         self, future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[BaseException], None]
@@ -54,7 +49,6 @@ class Background:
             error = future.exception()
         if error is None:
             result = future.result()
-            self._finished.append(lambda: done(result))
+            self._finished.put(lambda: done(result))
         else:
-            self._finished.append(lambda: failed(error))
-        os.eventfd_write(self._wake, 1)
+            self._finished.put(lambda: failed(error))

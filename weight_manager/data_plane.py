@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from rollout_client.data_socket import DONE, KEY_BYTES
 from weight_manager.data_port import DataPort
-from weight_manager.intake import Ended, Finished, Inbox, Intake, News
+from weight_manager.inbox import Inbox
+from weight_manager.intake import Ended, Finished, Intake, News
 from weight_manager.push_session import PushSession
 from weight_manager.slots import Slots
 

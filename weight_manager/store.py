@@ -29,7 +29,7 @@ from weight_manager.first_weights import FirstWeights, open_arena
 from weight_manager.fleet import Fleet
 from weight_manager.history import History
 from weight_manager.huge_pages import HugePages
-from weight_manager.intake import Inbox
+from weight_manager.inbox import Inbox
 from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.opening import bound_before, keys_of, layout_of, lock_run_dir, relay_keys_of

@@ -1,5 +1,6 @@
 """The units of one service on this host: one store, one API, `replicas` replicas of `tp` ranks each."""
 
+import contextlib
 import signal
 import socket
 import sys
@@ -50,13 +51,11 @@ def spares_of_service(config_path: Path, count: int) -> Spares | None:
     return Spares((sys.executable, "-m", "worker", "--config", str(config_path), "--spare"), count, to_stderr)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses now: fresh ones for every start, so none is in TIME_WAIT."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """TCP ports that nobody uses there now: fresh ones for every start, so none is in TIME_WAIT."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(family)) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
+            one.bind((host, 0))
         return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

@@ -9,7 +9,6 @@ that rank 0 spends in the signals themselves, waiting for the other rank include
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.generate.rounds import Round, Section, arguments
-from worker.rendezvous import group_environment, ports_needed
+from benchmarks.ranks import said_by_ranks
 
 SIZE, COUNT, CONTEXT, STEPS = 2, 16, 128, 60
 RANK = "PADDLE_TRAINER_ID"
@@ -40,25 +39,8 @@ def main() -> None:
 
 
 def spawned(model: Path, dtype: str) -> Round:
-    from worker.service import free_ports
-
-    ports = free_ports(ports_needed(SIZE))
     command = [sys.executable, "-m", "benchmarks.generate.signals", "--rank", "--model", str(model), "--dtype", dtype]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=dict(os.environ) | group_environment(rank, ports),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        said = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    said = said_by_ranks(command, SIZE, timeout_s=200)
     result: Round = json.loads(said[0].strip().splitlines()[-1])
     return result
 

@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
-from worker.rendezvous import group_environment, ports_needed
-from worker.service import free_ports
+from benchmarks.ranks import said_by_ranks
 
 RANKS, TICKS, SLOW_S = 3, 5, 2.0
 _RANK = f"""
@@ -32,23 +30,8 @@ os._exit(0)
 
 def slow_rank() -> dict[str, Any]:
     """agreed: every rank saw the same orders and the same votes at every tick."""
-    ports = free_ports(ports_needed(RANKS))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK],
-            env={**os.environ, **group_environment(rank, ports), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    command = [sys.executable, "-c", _RANK]
+    said = [json.loads(text) for text in said_by_ranks(command, RANKS, timeout_s=120, env={"OMP_NUM_THREADS": "1"})]
     expected = [["PAUSE" if tick % 2 else "RUN", [[rank, tick] for rank in range(RANKS)]] for tick in range(TICKS)]
     return {
         "ticks": TICKS,

@@ -1,9 +1,7 @@
 """What a tick costs: the loop's parts on one rank, the signal group's calls on several, and what idling costs."""
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -11,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ranks import said_by_ranks
 from tests.unit.worker.loop.rig import Rig
 from worker.event_loop import EventLoop
-from worker.rendezvous import group_environment, ports_needed
-from worker.service import free_ports
 
 PARTS = ("receive", "agree", "act", "schedule", "step", "reply")
 IDLE_S = 10.0
@@ -110,23 +107,8 @@ def loop_parts(requests: int, tokens: int = 300) -> dict[str, float]:
 
 def signal_group(size: int) -> dict[str, Any]:
     """Median and 99th percentile in microseconds of each call, of the slowest rank; and what an idle rank costs."""
-    ports = free_ports(ports_needed(size))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK],
-            env={**os.environ, **group_environment(rank, ports), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    command = [sys.executable, "-c", _RANK]
+    said = [json.loads(text) for text in said_by_ranks(command, size, timeout_s=120, env={"OMP_NUM_THREADS": "1"})]
     calls = {
         name: {
             "median_us": round(max(one["calls"][name][0] for one in said), 1),

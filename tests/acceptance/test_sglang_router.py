@@ -1,7 +1,6 @@
 """sglang-router in front of two services."""
 
 import contextlib
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from tests.acceptance.tools import client_program, takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
+from worker.service import free_ports
 
 START_S = 30.0
 pytestmark = [takes_minutes, pytest.mark.timeout(180)]
@@ -32,7 +32,7 @@ def second(qwen2: Path) -> Iterator[LiveService]:
 def router(first: LiveService, second: LiveService, tmp_path: Path) -> Iterator[httpx.Client]:
     """The router's client, once it has found both services."""
     python = client_program("sglang-router", "python")
-    port, metrics = _free_ports(2)
+    port, metrics = free_ports(2)
     log = tmp_path / "router.log"
     command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--worker-urls", first.url, second.url, "--policy", "round_robin"]
@@ -69,14 +69,6 @@ def _healthy(client: httpx.Client) -> int:
         workers = client.get("/workers").json()["workers"]
         return sum(1 for worker in workers if worker["is_healthy"])
     return 0
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _generated(service: LiveService) -> float:

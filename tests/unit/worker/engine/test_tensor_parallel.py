@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,24 +9,15 @@ from pathlib import Path
 import pytest
 
 from worker.rendezvous import group_environment, ports_needed
+from worker.service import free_ports
 
 HERE = Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())
 
 
-def _free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def _gaps(tp, names):
     """Largest logit difference per checkpoint, from rank 0 of `tp` processes."""
-    ports = _free_ports(ports_needed(tp))
+    ports = free_ports(ports_needed(tp))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(HERE / "tp_rank.py"), str(rank), str(tp), *names],

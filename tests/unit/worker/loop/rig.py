@@ -76,6 +76,10 @@ class Rig:
         self.api.until(lambda: self.api.stats().state == "serving")
         return live
 
+    def versions(self, request_id):
+        """That its spans name, in order."""
+        return [span.version for span in self.api.result(request_id)[1]]
+
     def check(self, api, request_id, prompt=(1, 2, 3)):
         """Derive every token again from the version its span claims."""
         tokens, spans, _ = api.result(request_id)

@@ -14,10 +14,6 @@ from weight_manager.messages import (
 from worker.messages import Clear, Done, Pause, Reload, Resume
 
 
-def versions(rig, request_id):
-    return [span.version for span in rig.api.result(request_id)[1]]
-
-
 def test_adopt_outside_a_push(rig):
     rig.serve()
     newer = rig.store.write(5, 1)
@@ -25,7 +21,7 @@ def test_adopt_outside_a_push(rig):
     assert rig.store.expect(Adopted) == Adopted(newer.epoch)
     rig.api.generate("a")
     rig.api.finish("a")
-    assert versions(rig, "a") == [5]
+    assert rig.versions("a") == [5]
     rig.check(rig.api, "a")
 
 
@@ -39,7 +35,7 @@ def test_adopt_of_a_slot_with_other_bytes_is_refused_and_tried_again(rig):
     assert "digest" in answer.error
     rig.api.generate("a")
     rig.api.finish("a")
-    assert versions(rig, "a") == [0]
+    assert rig.versions("a") == [0]
     rig.store.register(first)  # it asks again by itself
 
 
@@ -71,7 +67,7 @@ def test_cleared_replicas_follow_commits_and_reload_the_latest(busy):
     busy.api.call(Reload)
     assert (busy.api.stats().state, busy.api.stats().version) == ("serving", 2)
     busy.api.finish("long")
-    assert versions(busy, "long") == [0, 2]
+    assert busy.versions("long") == [0, 2]
     busy.check(busy.api, "long")
 
 
@@ -111,7 +107,7 @@ def test_a_commit_that_comes_between_two_phases_of_a_reload_waits_for_its_end(bu
     busy.store.send(Finalize("s1"))
     busy.store.expect(store_messages.Finalized)
     busy.api.finish("long")
-    assert versions(busy, "long") == [0, 1]
+    assert busy.versions("long") == [0, 1]
     busy.check(busy.api, "long")
 
 
@@ -166,7 +162,7 @@ def test_a_store_with_another_arena_is_followed(busy, tmp_path):
     live = busy.store.write(7, 0)
     busy.store.register(live)
     busy.api.finish("long")
-    assert versions(busy, "long") == [0, 7]
+    assert busy.versions("long") == [0, 7]
     busy.check(busy.api, "long")
 
 

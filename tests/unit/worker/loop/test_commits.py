@@ -16,23 +16,19 @@ from weight_manager.messages import (
 )
 
 
-def versions(rig, request_id):
-    return [span.version for span in rig.api.result(request_id)[1]]
-
-
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_a_commit_changes_the_version_in_the_middle_of_a_stream(busy, policy):
     report = busy.store.push("s1", busy.store.write(1, 1), policy)
     assert 0 <= report.stall_ms < 500
     assert busy.api.finish("long")[2] == "length"
-    assert versions(busy, "long") == [0, 1]
+    assert busy.versions("long") == [0, 1]
     busy.check(busy.api, "long")
 
 
 def test_an_abort_policy_ends_what_runs_under_the_old_version(busy):
     busy.store.push("s1", busy.store.write(1, 1), "abort")
     assert busy.api.finish("long")[2] == "abort"
-    assert versions(busy, "long") == [0]
+    assert busy.versions("long") == [0]
     busy.check(busy.api, "long")
 
 
@@ -41,12 +37,12 @@ def test_a_wait_policy_votes_when_drained_and_lets_nobody_in(busy):
     busy.api.generate("late", max_tokens=3)
     assert busy.store.expect(Prepared) == Prepared("s1")
     assert busy.api.finish("long")[2] == "length"
-    assert versions(busy, "long") == [0]
+    assert busy.versions("long") == [0]
     assert not busy.api.finished("late")
     busy.store.flip("s1")
     busy.store.send(Finalize("s1"))
     busy.api.finish("late")
-    assert versions(busy, "late") == [1]
+    assert busy.versions("late") == [1]
 
 
 def test_a_wait_that_does_not_drain_in_time_votes_no_and_goes_on(busy):
@@ -87,7 +83,7 @@ def test_a_rollback_after_the_flip_leaves_no_trace(busy):
     busy.store.send(Rollback("s1", "another replica could not flip"))
     assert busy.store.expect(RolledBack) == RolledBack("s1")
     busy.api.finish("long")
-    assert versions(busy, "long") == [0]
+    assert busy.versions("long") == [0]
     busy.check(busy.api, "long")
 
 
@@ -101,7 +97,7 @@ def test_a_version_that_cannot_be_mapped_is_voted_down_and_nothing_changes(busy)
     busy.store.expect(RolledBack)
     assert busy.store.push("s2", busy.store.write(2, 1))
     busy.api.finish("long")
-    assert versions(busy, "long") == [0, 2]
+    assert busy.versions("long") == [0, 2]
     busy.check(busy.api, "long")
 
 
@@ -129,7 +125,7 @@ def test_a_finalize_without_a_flip_makes_nothing_live(busy):
     busy.store.send(Finalize("s1"))
     busy.store.register(busy.first)
     assert busy.api.finish("long")[2] == "length"
-    assert versions(busy, "long") == [0]
+    assert busy.versions("long") == [0]
     busy.check(busy.api, "long")
 
 
@@ -147,7 +143,7 @@ def test_the_truth_after_a_store_that_died_in_the_middle(busy, committed):
     truth = live if committed else busy.first
     assert busy.store.expect(Adopted) == Adopted(truth.epoch)
     busy.api.finish("long")
-    assert versions(busy, "long") == ([0, 1] if committed else [0])
+    assert busy.versions("long") == ([0, 1] if committed else [0])
     busy.check(busy.api, "long")
     assert before <= busy.api.tokens("long")
 
@@ -168,7 +164,7 @@ def test_without_any_store_the_old_version_goes_on_in_the_end(busy):
     busy.store.flip("s1")
     busy.store.close()
     busy.api.finish("long")
-    assert versions(busy, "long") == [0]
+    assert busy.versions("long") == [0]
     busy.check(busy.api, "long")
     busy.store.open()
 
@@ -187,6 +183,6 @@ def test_a_slot_given_away_while_we_slept_voids_the_step(busy):
     busy.store.send(Registered(busy.store.arena_path, newer, 1.0))
     assert busy.store.expect(Adopted) == Adopted(newer.epoch)
     busy.api.finish("long")
-    assert versions(busy, "long") == [0, 1]
+    assert busy.versions("long") == [0, 1]
     busy.check(busy.api, "long")
     assert busy.api.stats().counters["fenced_steps"] == 1

@@ -1,0 +1,142 @@
+"""What operators asked of the fleet, pauses and clears, and replicas that were away meanwhile."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from api.intents import meet
+from api.service import Service
+from worker.messages import CallFailed, Clear, Pause, Reload, Resume
+
+URL = "/v1/rollout/generate"
+BODY = {"prompt": "A", "max_tokens": 3}
+
+
+async def test_paused_requests_are_held_until_resume(client, replicas, until, service):
+    assert (await client.post("/v1/rollout/pause", json={"mode": "keep"})).json()["paused"] is True
+    for replica in replicas:
+        replica.move("serving")  # what holds requests is the pause, not only the state of replicas
+    await until(lambda: all(r.state == "serving" for r in service.fleet.replicas))
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await asyncio.sleep(0.7)  # longer than the hold of a fleet that is not ready
+    assert not task.done()
+    state = (await client.get("/v1/rollout/pause")).json()
+    assert (state["paused"], state["mode"], state["held"]) == (True, "keep", 1)
+    assert 3590 < state["lease_left_s"] <= 3600, "a pause that names no lease has the configured one"
+    assert (await client.post("/v1/rollout/resume")).json()["paused"] is False
+    assert (await task).status_code == 200
+
+
+async def test_a_pause_reaches_a_replica_that_comes_late(client, replicas, until, service):
+    await replicas[1].die()
+    await until(lambda: not service.fleet.replicas[1].link.up)
+    await client.post("/v1/rollout/pause", json={"mode": "keep", "lease_s": 30})
+    replicas[1].start()
+    await until(lambda: replicas[1].got(Pause))
+    (late,) = replicas[1].got(Pause)
+    assert late.mode == "keep"
+    assert 28 < late.lease_s < 30
+
+
+async def test_an_expired_lease_resumes_and_says_so(client, replicas, until, service):
+    await client.post("/v1/rollout/pause", json={"lease_s": 0.3})
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    assert (await task).status_code == 200
+    assert service.fleet.lease_expiries == 1
+    assert all(r.got(Resume) for r in replicas)
+
+
+async def test_a_failed_pause_is_undone_everywhere(client, replicas, service, until):
+    replicas[1].fail[Pause] = CallFailed("", "timeout", "3 sequences still ran", rank=0)
+    reply = await client.post("/v1/rollout/pause", json={"mode": "wait"})
+    assert reply.status_code == 409
+    assert "replica 1" in reply.json()["error"]["message"]
+    assert service.fleet.paused is None
+    assert (await client.get("/v1/rollout/pause")).json()["paused"] is False
+    await until(lambda: replicas[0].state == "serving")
+    assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def test_a_failed_second_pause_leaves_the_first(client, replicas, service):
+    await client.post("/v1/rollout/pause", json={"mode": "keep"})
+    replicas[1].fail[Pause] = CallFailed("", "conflict", "not now")
+    assert (await client.post("/v1/rollout/pause", json={"mode": "wait"})).status_code == 409
+    assert service.fleet.paused.mode == "keep"
+
+
+async def test_a_restarted_api_finds_replicas_and_pause_again(config, model, replicas, store, service, until):
+    for replica in replicas:
+        replica.move("paused")
+        replica.pause_mode = "keep"
+    second = Service(config, model)
+    async with second.running():
+        await until(lambda: second.fleet.paused is not None)
+        assert second.fleet.paused.mode == "keep"
+        for replica in replicas:
+            replica.move("serving")
+        await until(lambda: second.fleet.paused is None)
+
+
+async def test_cleared_replicas_are_kept_cleared(client, replicas, service, until):
+    reply = await client.post("/v1/rollout/memory/release")
+    assert reply.json() == {"released_bytes": 2000, "cleared": ["kv_cache", "weights"]}
+    await replicas[0].die()
+    await until(lambda: not service.fleet.replicas[0].link.up)
+    replicas[0].state = "serving"
+    replicas[0].start()
+    await until(lambda: len(replicas[0].got(Clear)) == 2)
+    assert (await client.post("/v1/rollout/memory/resume")).json()["cleared"] == []
+    assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def away(replica, service, until):
+    await replica.die()
+    await until(lambda: not service.fleet.replicas[replica.index].link.up)
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["kv_cache", "weights"]])
+async def test_a_replica_that_was_away_when_the_fleet_was_reloaded_is_reloaded_too(
+    client, replicas, service, until, tags
+):
+    await client.post("/v1/rollout/memory/release", json={"tags": tags})
+    await away(replicas[1], service, until)
+    assert (await client.post("/v1/rollout/memory/resume", json={"tags": tags})).json()["cleared"] == []
+    replicas[1].start()
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+    assert service.fleet.cleared == set()
+    assert [sorted(reload.tags) for reload in replicas[1].got(Reload)] == [tags]
+    assert len(replicas[0].got(Clear)) == 1
+
+
+async def test_a_replica_that_was_away_when_the_fleet_was_resumed_is_resumed_too(client, replicas, service, until):
+    await client.post("/v1/rollout/pause", json={"mode": "keep", "lease_s": 0})
+    await away(replicas[1], service, until)
+    await client.post("/v1/rollout/resume")
+    replicas[1].start()
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+    assert service.fleet.paused is None
+    assert (await client.post(URL, json=BODY)).status_code == 200
+
+
+async def test_a_restarted_api_learns_what_is_released_and_no_more(client, replicas, service, until):
+    for replica in replicas:
+        await away(replica, service, until)
+        replica.state, replica.released = "cleared", {"weights"}
+        replica.start()
+    await until(lambda: service.fleet.cleared == {"weights"})
+    await client.post("/v1/rollout/memory/resume", json={"tags": ["weights"]})
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+    assert [replica.got(Clear) for replica in replicas] == [[], []]
+
+
+def test_one_that_is_first_heard_while_the_others_are_reloaded_follows_them():
+    fleet = SimpleNamespace(paused=None, reloaded=True, cleared={"weights", "kv_cache"}, returning={"weights"})
+    posted = []
+    replica = SimpleNamespace(link=SimpleNamespace(post=posted.append))
+    meet(fleet, replica, SimpleNamespace(state="cleared", released=["kv_cache", "weights"]), 0.0)
+    assert [(type(message), message.tags) for message in posted] == [(Reload, ("weights",))]
+
+
+async def test_a_pause_may_have_no_lease(client):
+    assert (await client.post("/v1/rollout/pause", json={"lease_s": 0})).json()["lease_left_s"] is None
