@@ -7,7 +7,7 @@ kept as the fleet's intent and given to it when it is back.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut
@@ -91,20 +91,22 @@ class Control:
 
     async def clear(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> int:
         """Release parameters and/or KV on every rank; returns bytes released. Idempotent."""
-        replies = await self._move("clear", lambda call: Clear(call, tags), deadline_s)
-        self._fleet.cleared |= set(tags)
+        with self._moving("clear"):
+            replies = await self._ask_all(lambda call: Clear(call, tags), deadline_s=deadline_s)
+            self._fleet.cleared |= set(tags)
         freed = [rank for reply in replies.values() for rank in reply.data.get("released", [])]
         return sum(int(nbytes) for rank in freed for nbytes in rank.values())
 
     async def reload(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> None:
         """Undo `clear` for these tags. A pause that was in force stays in force. Idempotent."""
-        self._fleet.reloaded = True
-        self._fleet.returning = set(tags)  # replicas that serve again are right to
-        try:
-            await self._move("reload", lambda call: Reload(call, tags), deadline_s)
-            self._fleet.cleared -= set(tags)
-        finally:
-            self._fleet.returning = set()
+        with self._moving("reload"):
+            self._fleet.reloaded = True
+            self._fleet.returning = set(tags)  # replicas that serve again are right to
+            try:
+                await self._ask_all(lambda call: Reload(call, tags), deadline_s=deadline_s)
+                self._fleet.cleared -= set(tags)
+            finally:
+                self._fleet.returning = set()
         self._fleet.release_held()
 
     async def reset_prefix_cache(self) -> bool:
@@ -117,14 +119,14 @@ class Control:
         replies = await self._ask_all(Verify, deadline_s=deadline_s)
         return {index: reply.data for index, reply in replies.items()}
 
-    async def _move(
-        self, transition: Literal["clear", "reload"], build: Callable[[str], Any], deadline_s: float
-    ) -> dict[int, Done]:
+    @contextlib.contextmanager
+    def _moving(self, transition: Literal["clear", "reload"]) -> Iterator[None]:
+        """One at a time. A second one is refused before it touches anything: what it says is no intent."""
         if self.transition is not None:
             raise Conflict(f"a {self.transition} is running", code=self.transition)
         self.transition = transition
         try:
-            return await self._ask_all(build, deadline_s=deadline_s)
+            yield
         finally:
             self.transition = None
 

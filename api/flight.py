@@ -7,6 +7,7 @@ on another replica as long as nobody has seen a token of it. Several HTTP reques
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from api.errors import ApiError
 from worker.messages import Chunk, FinishReason, Generate, Span
 
 _ids = itertools.count(1)
+_PROCESS = secrets.token_hex(4)
+"""Replicas outlive an API: what a later one sends them must not bear the names of what this one sent."""
 
 
 @dataclass(slots=True)
@@ -94,7 +97,7 @@ class Flight:
 
     def new_attempt(self) -> Generate:
         """The message for the next replica, under an id no other attempt ever had; forgets what came before."""
-        self.attempt_id = f"r{next(_ids)}"
+        self.attempt_id = f"{_PROCESS}-{next(_ids)}"
         self.samples = [Sample(i) for i in range(self.sequences)]
         self.open = self.sequences
         request = self.request

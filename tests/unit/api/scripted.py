@@ -50,7 +50,8 @@ CONTEXT = 64
 
 
 class ScriptedReplica:
-    """See module. script: token ids every sequence produces instead of counting; gate: one release per token."""
+    """See module. script: token ids every sequence produces instead of counting; gate: one release per token;
+    waits: what is answered only once its event is set, and all after it."""
 
     def __init__(self, run_dir: Path, index: int) -> None:
         self.endpoint = f"ipc://{run_dir}/replica-{index}.sock"
@@ -65,6 +66,7 @@ class ScriptedReplica:
         self.stop_reason: int | str | None = None
         self.gate: asyncio.Semaphore | None = None
         self.fail: dict[type, CallFailed] = {}
+        self.waits: dict[type, asyncio.Event] = {}
         self.refuse = ""
         self.mute = False
         self.received: list[Any] = []
@@ -116,6 +118,8 @@ class ScriptedReplica:
                 failure = self.fail[type(message)]
                 self._send(origin, CallFailed(message.call, failure.code, failure.message, failure.rank))
                 continue
+            if type(message) in self.waits:
+                await self.waits[type(message)].wait()
             self._act(origin, message)
 
     def _act(self, origin: bytes, message: Any) -> None:

@@ -130,6 +130,21 @@ async def test_a_restarted_api_learns_what_is_released_and_no_more(client, repli
     assert [replica.got(Clear) for replica in replicas] == [[], []]
 
 
+async def test_a_reload_that_is_refused_leaves_the_one_under_way_alone(client, replicas, service, until):
+    await client.post("/v1/rollout/memory/release")
+    done = asyncio.Event()
+    for replica in replicas:
+        replica.waits[Reload] = done
+    first = asyncio.create_task(client.post("/v1/rollout/memory/resume"))
+    await until(lambda: all(replica.got(Reload) for replica in replicas))
+    second = await client.post("/v1/rollout/memory/resume", json={"tags": ["kv_cache"]})
+    assert second.status_code == 409
+    done.set()
+    assert (await first).json()["cleared"] == []
+    assert (await client.post(URL, json=BODY)).status_code == 200
+    assert [len(replica.got(Clear)) for replica in replicas] == [1, 1], "nobody asked to clear them again"
+
+
 def test_one_that_is_first_heard_while_the_others_are_reloaded_follows_them():
     fleet = SimpleNamespace(paused=None, reloaded=True, cleared={"weights", "kv_cache"}, returning={"weights"})
     posted = []
