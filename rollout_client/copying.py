@@ -1,7 +1,7 @@
 """Moving one copy: from the trainer's flat buffer to its place, cast on the way, hashed from the trainer's memory.
 
 Work goes block by block so that a block is still in the core's cache when it is hashed after it was moved.
-Everything heavy releases the GIL.
+Everything heavy releases the GIL. Casts are numpy's here until the compiled ones are ready, which yield the same bits.
 
 float16 and bfloat16 widen exactly. float32 -> bfloat16 rounds to nearest, ties to even, and keeps NaN a NaN;
 float16 -> bfloat16 does the same from the exact float32.
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_client.digest import Digest
+from rollout_client.native import kernels
 from rollout_client.protocol import Copy
 
 Array = npt.NDArray[Any]
@@ -50,9 +51,13 @@ def move(source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
     """Copy, casting if the dtypes differ. Returns the digest of the copy's bytes in C order, never read back."""
     if src_dtype == dst_dtype and source.flags.c_contiguous and target.flags.c_contiguous:
         return _move_bytes(source, target)
-    state = Digest()
+    state, done, whole = Digest(), 0, target.flags.c_contiguous
     for index, block in blocks(source, src_dtype, dst_dtype):
-        target[index] = block
+        if whole:
+            _put(target.ctypes.data + done, block.ctypes.data, block.nbytes)
+            done += block.nbytes
+        else:
+            target[index] = block
         state.update(block.reshape(-1).data.cast("B"))
     return state.intdigest()
 
@@ -64,9 +69,15 @@ def _move_bytes(source: Array, target: Array) -> int:
     step, size = BLOCK * 4, source.nbytes
     src, dst = source.ctypes.data, target.ctypes.data
     for start in range(0, size, step):
-        ctypes.memmove(dst + start, src + start, min(step, size - start))
+        _put(dst + start, src + start, min(step, size - start))
         state.update(raw[start : start + step])
     return state.intdigest()
+
+
+def _put(target: int, source: int, nbytes: int) -> None:
+    """From address to address."""
+    fast = kernels.ready()
+    (ctypes.memmove if fast is None else fast.stream)(target, source, nbytes)
 
 
 def blocks(
@@ -76,19 +87,28 @@ def blocks(
 
     A block may be overwritten by the next one unless `fresh`.
     """
-    cast = CASTS.get((src_dtype, dst_dtype))
-    if cast is None and src_dtype != dst_dtype:
+    casting = src_dtype != dst_dtype
+    if casting and (src_dtype, dst_dtype) not in CASTS:
         raise ValueError(f"cannot cast {src_dtype} to {dst_dtype}")
     scratch: Array | None = None
     for index in _indices(source.shape, limit):
         block = source[index]
-        if cast is not None:
+        if casting:
             if scratch is None or fresh or scratch.size < block.size:
                 scratch = np.empty(block.size, WIRE_DTYPE[dst_dtype])
             out = scratch[: block.size].reshape(block.shape)
-            cast(block, out)
+            cast(src_dtype, dst_dtype, block, out)
             block = out
         yield index, np.ascontiguousarray(block)
+
+
+def cast(src_dtype: str, dst_dtype: str, source: Array, out: Array) -> None:
+    """Into a contiguous array of the same shape. Raises KeyError for dtypes that are not cast."""
+    fast = kernels.ready()
+    if fast is not None and source.flags.c_contiguous:
+        fast.cast(src_dtype, dst_dtype, source, out)
+    else:
+        CASTS[src_dtype, dst_dtype](source, out)
 
 
 def _indices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:

@@ -9,10 +9,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.native import kernels
+
 Array = npt.NDArray[Any]
 SKIP = 255
 BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """Elements are compared and replaced as bits: a NaN equals itself, and -0.0 is not 0.0."""
+
+
+def update(before: Array, after: Array, most: int) -> tuple[Array, Array] | None:
+    """(gaps, values) of the patch that makes `before` equal `after`, which it does; flat, of the same unsigned dtype.
+
+    None if there are more than about `most` values: `before` is then neither of the two.
+    """
+    fast = kernels.ready()
+    if fast is not None:
+        return fast.difference(before, after, most)
+    index = differing(before, after)
+    if index.size > most:
+        return None
+    values = after[index]
+    before[index] = values  # a hundredth of the bytes, not all of them
+    return to_gaps(index), values
 
 
 def differing(before: Array, after: Array) -> Array:
@@ -30,7 +48,10 @@ def to_gaps(index: Array) -> Array:
 
 
 def apply(target: Array, gaps: Array, values: Array) -> bool:
-    """Replace elements of a flat target in place. False, and nothing done, if the patch does not fit it."""
+    """Replace elements of a flat target in place. False if the patch does not fit: what it holds then is undefined."""
+    fast = kernels.ready()
+    if fast is not None:
+        return fast.patch(target, gaps, values)
     here = gaps != SKIP
     steps = np.where(here, gaps.astype(np.int64) + 1, SKIP)
     index = (np.cumsum(steps) - 1)[here]

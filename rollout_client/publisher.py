@@ -16,6 +16,7 @@ from rollout_client.channel import Channel, ConnectionLost
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
 from rollout_client.kept import Kept
+from rollout_client.native import kernels
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
     Abort,
@@ -89,6 +90,7 @@ class WeightPublisher:
         self._kept = Kept() if delta else None
         self._shm: ShmTransport | None = None
         self._lock = threading.Lock()
+        kernels.prepare()
 
     def connect(self) -> Welcome:
         """Say hello and map the arena, so that the first push need not. Raises StoreUnavailable, Unauthorized."""

@@ -20,7 +20,7 @@ from rollout_client.copying import WIRE_DTYPE, blocks, source_view
 from rollout_client.data_socket import DataSocket
 from rollout_client.digest import Digest
 from rollout_client.kept import Kept
-from rollout_client.patches import differing, to_gaps
+from rollout_client.patches import update
 from rollout_client.protocol import Chunk, Copy, Placement
 from rollout_client.tensors import Array, Source
 from rollout_client.transport import Reporter, Transport, by_part
@@ -103,15 +103,14 @@ class ZmqTransport(Transport):
 
 def _patch(chunk: Chunk, raw: memoryview, before: Array, bits: Array) -> tuple[Chunk, list[memoryview]]:
     """The least that makes `before` equal `bits`, as it is afterwards: nothing, a patch, or the bytes as they are."""
-    index = differing(before, bits)
-    if not index.size:
-        return chunk, []
-    if index.size * (1 + bits.itemsize) < WORTH * len(raw):
-        values = bits[index]
-        payload = [to_gaps(index).data, values.view(np.uint8).data]
+    found = update(before, bits, int(WORTH * len(raw)) // (1 + bits.itemsize))
+    if found is not None:
+        gaps, values = found
+        if not values.size:
+            return chunk, []
+        payload = [gaps.data, values.view(np.uint8).data]
         sizes = [len(part) for part in payload]
         if sum(sizes) < WORTH * len(raw):
-            before[index] = values  # a hundredth of the bytes, not all of them
             return msgspec.structs.replace(chunk, sizes=sizes, span=len(raw)), payload
     before[...] = bits
     return chunk, [raw]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from rollout_client.data_socket import DIGEST, END, RECORD
 from rollout_client.digest import Digest
 from weight_manager.errors import PushRefused
-from weight_manager.staging import Staging, Target
+from weight_manager.staging import Staging
+from weight_manager.target import Target
 
 PIECE_BYTES = 256 << 10
 """Received and hashed at a time: small enough to be in the core's cache still."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from rollout_client.native import kernels
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
 from weight_manager.background import Background
@@ -63,7 +64,7 @@ class Store:
         self.layout = layout_of(config)
         self._counters = Counters()
         self._history = History(config.state / HISTORY_FILE, config.history)
-        self._background = Background(config.verify_threads, "verify")
+        self._background = Background(config.verify_threads or verify_threads(), "verify")
         self._files = Background(1, "files")
         self._arena, self._taken_over = open_arena(config, self.layout, self._history)
         made(self._arena.path)
@@ -174,6 +175,7 @@ class Store:
                 "store is up",
                 extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
             )
+            kernels.prepare()
             if self._config.huge_pages:
                 self._pages.start()
             if not self._taken_over and self._above is None:

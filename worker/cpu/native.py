@@ -1,30 +1,16 @@
-"""C kernels compiled for this machine on first use, where a C compiler can be found; everything works without.
+"""C kernels of the engine, compiled for this machine on first use (rollout_client/native/compiler.py).
 
-The compiler is ``$CC``, clang, gcc or cc on the path, or the one in the ``ziglang`` wheel. The result is kept
-under ``$XDG_CACHE_HOME/paddle-rollout``, named by everything it depends on, so one machine compiles once.
+Where there is no C compiler everything works without them.
 """
 
 import ctypes
-import importlib.util
-import logging
-import os
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import xxhash
-
-log = logging.getLogger(__name__)
+from rollout_client.native import compiler, kernels
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
-_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-Wno-psabi"]
-_LIBRARIES = ["-lm"]
-_COMPILE_S = 120.0
-"""The first run of the compiler in the ziglang wheel takes some seconds."""
 
 
 @lru_cache(maxsize=1)
@@ -65,65 +51,12 @@ class Native:
 
 def compiled() -> Path:
     """The shared library for this machine. Raises OSError when it cannot be made."""
-    compiler = _compiler()
-    identity = " ".join([*compiler, *_FLAGS, _cpu_flags()]).encode() + b"".join(
-        source.read_bytes() for source in _SOURCES
-    )
-    target = _cache() / f"kernels-{xxhash.xxh3_64_hexdigest(identity)}.so"
-    if target.is_file():
-        return target
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        command = [
-            *compiler,
-            *_FLAGS,
-            "-o",
-            str(made),
-            *(str(source) for source in _SOURCES if source.suffix == ".c"),
-            *_LIBRARIES,
-        ]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-        except subprocess.SubprocessError as error:
-            raise OSError(f"{shlex.join(command)} failed: {getattr(error, 'stderr', None) or error}") from error
-        os.replace(made, target)  # two ranks may compile at once; each sees a whole file
-    log.info("compiled %s with %s", target.name, compiler[0])
-    return target
-
-
-def _compiler() -> list[str]:
-    chosen = os.environ.get("CC")
-    if chosen:
-        return shlex.split(chosen)
-    for name in ("clang", "gcc", "cc"):
-        found = shutil.which(name)
-        if found:
-            return [found]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc"]
-    raise OSError("no C compiler: install one, or `pip install ziglang`")
-
-
-def _cache() -> Path:
-    """Only this user can write there: what lies in it is run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle-rollout"
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if base.stat().st_uid != os.getuid() or base.stat().st_mode & 0o022:
-        raise OSError(f"{base} can be written by others")
-    return base
-
-
-def _cpu_flags() -> str:
-    """A cache on a shared home must not serve another kind of processor."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-    return next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return compiler.compiled("kernels", _SOURCES)
 
 
 if __name__ == "__main__":
     try:
         print(compiled())
+        print(compiler.compiled("weights", kernels.SOURCES))
     except OSError as problem:
         print(f"no compiled kernels, everything works at half speed: {problem}", file=sys.stderr)

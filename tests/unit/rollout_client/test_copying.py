@@ -1,12 +1,22 @@
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_client import copying
 from rollout_client.copying import move, slot_view, source_view
+from rollout_client.native import kernels
 from rollout_client.protocol import Copy
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def way(request, monkeypatch):
+    """Both give the same, to the bit."""
+    found = kernels.prepare(120) if request.param == "compiled" else None
+    if found is None and request.param == "compiled":
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr(kernels, "ready", lambda: found)
 
 
 def bf16_reference(x):
@@ -21,6 +31,7 @@ def bf16_reference(x):
     return np.array(out, np.uint16)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 def test_float32_rounds_to_bfloat16_nearest_even_and_nan_stays_nan(bits):
     x = np.array(bits, np.uint32).view(np.float32)
@@ -55,7 +66,7 @@ def test_float16_reaches_bfloat16_through_exact_float32():
     np.testing.assert_array_equal(out, bf16_reference(halves.astype(np.float32)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_strided_copy_lands_where_a_plain_loop_puts_it(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))

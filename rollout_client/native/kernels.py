@@ -1,0 +1,116 @@
+"""The compiled passes over weights (weights.c), with the addresses and sizes that they need taken from numpy arrays."""
+
+import ctypes
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_client.native.compiler import compiled
+
+log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+SOURCES = (Path(__file__).with_name("weights.c"),)
+_CASTS = {
+    ("bfloat16", "float32"): "bfloat16_to_float32",
+    ("float16", "float32"): "float16_to_float32",
+    ("float32", "bfloat16"): "float32_to_bfloat16",
+    ("float16", "bfloat16"): "float16_to_bfloat16",
+}
+_LANES = 32
+"""`difference` needs room for so many values more than it may find."""
+
+
+class Kernels:
+    """Entry points. Arrays are flat and C-contiguous; none of them is kept. Python's lock is released meanwhile."""
+
+    def __init__(self, library: Path) -> None:
+        """Raises OSError if it cannot be loaded."""
+        self._library = ctypes.CDLL(str(library))
+        self._stream = self._library.stream
+        self._stream.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self._stream.restype = None
+        self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}
+        self._difference = {size: self._counting(f"difference_{size}", "ppippip") for size in (2, 4)}
+        self._patch = {size: self._counting(f"patch_{size}", "pipipi") for size in (2, 4)}
+
+    def stream(self, target: int, source: int, nbytes: int) -> None:
+        """Copy from address to address past the caches: for what is not read again soon."""
+        self._stream(target, source, nbytes)
+
+    def cast(self, src_dtype: str, dst_dtype: str, source: Array, target: Array) -> None:
+        """Elements of the same number; the results are those of copying.py, bit by bit."""
+        self._casts[src_dtype, dst_dtype](target.ctypes.data, source.ctypes.data, target.size)
+
+    def difference(self, before: Array, after: Array, most: int) -> tuple[Array, Array] | None:
+        """(gaps, values) of the patch that makes before equal after, which it does; see patches.py.
+
+        None if there are more than about `most` values: `before` is then neither.
+        """
+        values = np.empty(most + _LANES, after.dtype)
+        gaps = np.empty(values.size + after.size // 255 + 1, np.uint8)
+        found = (ctypes.c_int64 * 2)()
+        places = [array.ctypes.data for array in (before, after, gaps, values)]
+        function = self._difference[after.itemsize]
+        if function(*places[:2], after.size, *places[2:], values.size, ctypes.addressof(found)):
+            return None
+        return gaps[: found[0]], values[: found[1]]
+
+    def patch(self, target: Array, gaps: Array, values: Array) -> bool:
+        """Replace elements in place. False if the patch does not fit the target, which is then neither."""
+        places = [array.ctypes.data for array in (target, gaps, values)]
+        function = self._patch[target.itemsize]
+        return not function(places[0], target.size, places[1], gaps.size, places[2], values.size)
+
+    def _cast(self, name: str) -> Any:
+        function = getattr(self._library, name)
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        function.restype = None
+        return function
+
+    def _counting(self, name: str, arguments: Sequence[str]) -> Any:
+        function = getattr(self._library, name)
+        function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
+        function.restype = ctypes.c_int64
+        return function
+
+
+class _Loading:
+    """Compiling takes a second or two: whoever moves weights meanwhile uses numpy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.kernels: Kernels | None = None
+
+    def start(self) -> threading.Thread:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._load, name="kernels", daemon=True)
+                self._thread.start()
+            return self._thread
+
+    def _load(self) -> None:
+        try:
+            self.kernels = Kernels(compiled("weights", SOURCES))
+        except OSError as error:
+            log.info("no compiled kernels, weights are moved by numpy: %s", error)
+
+
+_loading = _Loading()
+
+
+def prepare(wait_s: float = 0.0) -> Kernels | None:
+    """Compile and load once, in a thread of its own; the kernels if they are there after `wait_s`."""
+    _loading.start().join(wait_s)
+    return _loading.kernels
+
+
+def ready() -> Kernels | None:
+    """The kernels, if there are any and they have been prepared."""
+    return _loading.kernels

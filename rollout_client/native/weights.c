@@ -1,0 +1,115 @@
+// Passes over a model's bytes. All of them release Python's lock and touch each byte as few times as can be.
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// n bytes from p to q, around the caches: nobody here reads q again, and a line that is written whole need not be
+// read first, as an ordinary store would have it.
+void stream(uint8_t *q, const uint8_t *p, int64_t n) {
+#if defined(__x86_64__)
+    int64_t head = -(intptr_t)q & 63, i;
+    if (head > n) head = n;
+    memcpy(q, p, head);
+    for (i = head; i + 64 <= n; i += 64) {
+        __builtin_prefetch(p + i + 4096);
+#if defined(__AVX512F__)
+        _mm512_stream_si512((void *)(q + i), _mm512_loadu_si512(p + i));
+#else
+        for (int part = 0; part < 64; part += 16)
+            _mm_stream_si128((__m128i *)(q + i + part), _mm_loadu_si128((const __m128i *)(p + i + part)));
+#endif
+    }
+    _mm_sfence();
+    memcpy(q + i, p + i, n - i);
+#else
+    memcpy(q, p, n);
+#endif
+}
+
+// The exponents of a half are 112 lower; a subnormal one becomes normal on the way. What is no number keeps its bits.
+static inline uint32_t wide(uint16_t half) {
+    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
+    float value;
+    memcpy(&value, &magnitude, sizeof value);
+    value *= 0x1p112f;
+    uint32_t finite;
+    memcpy(&finite, &value, sizeof finite);
+    return sign | (magnitude < 0x0f800000 ? finite : magnitude | 0x7f800000);
+}
+
+// To nearest, ties to even; what is no number stays none, and quiet.
+static inline uint16_t narrow(uint32_t bits) {
+    uint16_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
+    return (bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
+}
+
+void bfloat16_to_float32(uint32_t *restrict q, const uint16_t *restrict p, int64_t n) {
+    for (int64_t i = 0; i < n; i++) q[i] = (uint32_t)p[i] << 16;
+}
+
+void float32_to_bfloat16(uint16_t *restrict q, const uint32_t *restrict p, int64_t n) {
+    for (int64_t i = 0; i < n; i++) q[i] = narrow(p[i]);
+}
+
+void float16_to_float32(uint32_t *restrict q, const uint16_t *restrict p, int64_t n) {
+    for (int64_t i = 0; i < n; i++) q[i] = wide(p[i]);
+}
+
+void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64_t n) {
+    for (int64_t i = 0; i < n; i++) q[i] = narrow(wide(p[i]));
+}
+
+// A patch (patches.py) that makes `before` equal `after`, and `before` as `after` is where they differ.
+// found: how many gaps and values were written. -1 with more than `most` values, and then `before` is not defined.
+#define DIFFERENCE(name, type)                                                                                       \
+    int64_t name(type *before, const type *after, int64_t n, uint8_t *gaps, type *values, int64_t most,              \
+                 int64_t found[2]) {                                                                                 \
+        enum { LANES = 8 / sizeof(type), BITS = 8 * sizeof(type) };                                                  \
+        int64_t last = -1, g = 0, v = 0;                                                                             \
+        for (int64_t i = 0; i < n; i += 8 * LANES) {                                                                 \
+            uint64_t x[8] = {0}, y[8] = {0}, differ = 0;                                                             \
+            int64_t size = n - i < 8 * LANES ? (n - i) * sizeof(type) : 64;                                          \
+            if (size == 64) memcpy(x, before + i, 64), memcpy(y, after + i, 64);                                     \
+            else memcpy(x, before + i, size), memcpy(y, after + i, size);                                            \
+            for (int w = 0; w < 8; w++) differ |= x[w] ^= y[w];                                                      \
+            if (!differ) continue;                                                                                   \
+            if (v + 8 * LANES > most) return -1;                                                                     \
+            memcpy(before + i, y, size);                                                                             \
+            for (int w = 0; w < 8; w++)                                                                              \
+                for (uint64_t word = x[w]; word;) {                                                                  \
+                    int lane = __builtin_ctzll(word) / BITS;                                                         \
+                    word &= ~((uint64_t)(type)-1 << lane * BITS);                                                    \
+                    int64_t at = i + w * LANES + lane, gap = at - last - 1;                                          \
+                    for (; gap >= 255; gap -= 255) gaps[g++] = 255;                                                  \
+                    gaps[g++] = gap;                                                                                 \
+                    values[v++] = after[at];                                                                         \
+                    last = at;                                                                                       \
+                }                                                                                                    \
+        }                                                                                                            \
+        found[0] = g, found[1] = v;                                                                                  \
+        return 0;                                                                                                    \
+    }
+
+DIFFERENCE(difference_2, uint16_t)
+DIFFERENCE(difference_4, uint32_t)
+
+// A patch onto q. The index of each value must be inside [0, n): -1, and q is not defined.
+#define PATCH(name, type)                                                                                            \
+    int64_t name(type *q, int64_t n, const uint8_t *gaps, int64_t g, const type *values, int64_t v) {                \
+        int64_t at = -1, k = 0;                                                                                      \
+        for (int64_t i = 0; i < g; i++) {                                                                            \
+            if (gaps[i] == 255) {                                                                                    \
+                at += 255;                                                                                           \
+                continue;                                                                                            \
+            }                                                                                                        \
+            at += gaps[i] + 1;                                                                                       \
+            if (k == v || at >= n) return -1;                                                                        \
+            memcpy(q + at, values + k++, sizeof(type));                                                              \
+        }                                                                                                            \
+        return k == v ? 0 : -1;                                                                                      \
+    }
+
+PATCH(patch_2, uint16_t)
+PATCH(patch_4, uint32_t)
