@@ -7,14 +7,13 @@ float16 and bfloat16 widen exactly. float32 -> bfloat16 rounds to nearest, ties 
 float16 -> bfloat16 does the same from the exact float32.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout_client.digest import Digest
+from rollout_client.digest import PIECE, Digest, joined
 from rollout_client.native import kernels
 from rollout_client.protocol import Copy
 
@@ -49,35 +48,16 @@ def _strided(flat: Array, shape: tuple[int, ...], offset: int, strides: tuple[in
 
 def move(source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
     """Copy, casting if the dtypes differ. Returns the digest of the copy's bytes in C order, never read back."""
-    if src_dtype == dst_dtype and source.flags.c_contiguous and target.flags.c_contiguous:
-        return _move_bytes(source, target)
-    state, done, whole = Digest(), 0, target.flags.c_contiguous
+    fast = kernels.ready() if src_dtype == dst_dtype or (src_dtype, dst_dtype) in CASTS else None
+    if fast is not None and source.flags.c_contiguous and target.flags.c_contiguous:
+        here, there, step = source.reshape(-1), target.reshape(-1), PIECE // target.itemsize
+        pieces = [(here[start:][:step], there[start:][:step]) for start in range(0, here.size, step)]
+        return joined([fast.place(piece, src_dtype, place, dst_dtype) for piece, place in pieces])
+    state = Digest()
     for index, block in blocks(source, src_dtype, dst_dtype):
-        if whole:
-            _put(target.ctypes.data + done, block.ctypes.data, block.nbytes)
-            done += block.nbytes
-        else:
-            target[index] = block
+        target[index] = block
         state.update(block.reshape(-1).data.cast("B"))
     return state.intdigest()
-
-
-def _move_bytes(source: Array, target: Array) -> int:
-    """Nothing to cast, nothing strided: as little Python for each block as can be."""
-    state = Digest()
-    raw = source.reshape(-1).data.cast("B")
-    step, size = BLOCK * 4, source.nbytes
-    src, dst = source.ctypes.data, target.ctypes.data
-    for start in range(0, size, step):
-        _put(dst + start, src + start, min(step, size - start))
-        state.update(raw[start : start + step])
-    return state.intdigest()
-
-
-def _put(target: int, source: int, nbytes: int) -> None:
-    """From address to address."""
-    fast = kernels.ready()
-    (ctypes.memmove if fast is None else fast.stream)(target, source, nbytes)
 
 
 def blocks(

@@ -1,6 +1,7 @@
 """The compiled passes over weights (weights.c), with the addresses and sizes that they need taken from numpy arrays."""
 
 import ctypes
+import importlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -32,16 +33,18 @@ class Kernels:
     def __init__(self, library: Path) -> None:
         """Raises OSError if it cannot be loaded."""
         self._library = ctypes.CDLL(str(library))
-        self._stream = self._library.stream
-        self._stream.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        self._stream.restype = None
+        self._library.hash_with(*map(ctypes.c_void_p, _hash_functions()))
+        self._place = self._counting("place", "ppiiip")
+        self._place.restype = ctypes.c_uint64
         self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}
         self._difference = {size: self._counting(f"difference_{size}", "ppippip") for size in (2, 4)}
         self._patch = {size: self._counting(f"patch_{size}", "pipipi") for size in (2, 4)}
 
-    def stream(self, target: int, source: int, nbytes: int) -> None:
-        """Copy from address to address past the caches: for what is not read again soon."""
-        self._stream(target, source, nbytes)
+    def place(self, source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
+        """Copy, casting if the dtypes differ, past the caches. xxh3-64 of what the target holds then, not read back."""
+        cast = 0 if src_dtype == dst_dtype else _address(self._casts[src_dtype, dst_dtype])
+        places = target.ctypes.data, source.ctypes.data
+        return int(self._place(*places, target.size, target.itemsize, source.itemsize, cast))
 
     def cast(self, src_dtype: str, dst_dtype: str, source: Array, target: Array) -> None:
         """Elements of the same number; the results are those of copying.py, bit by bit."""
@@ -78,6 +81,22 @@ class Kernels:
         function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
         function.restype = ctypes.c_int64
         return function
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _hash_functions() -> list[int]:
+    """The wheel's C interface to xxh3-64, with its vector code where it has that. Raises OSError without it."""
+    library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    found = []
+    for name in ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState"):
+        function = getattr(library, f"XXH3_{name}_dispatch", None) or getattr(library, f"XXH3_{name}", None)
+        if function is None:
+            raise OSError(f"this build of xxhash has no XXH3_{name}")
+        found.append(_address(function))
+    return found
 
 
 class _Loading:

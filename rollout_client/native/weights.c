@@ -1,30 +1,54 @@
-// Passes over a model's bytes. All of them release Python's lock and touch each byte as few times as can be.
+// Passes over a model's bytes. Each is one call for many megabytes, so that Python's lock is not asked for in between,
+// and touches memory as few times as can be.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// n bytes from p to q, around the caches: nobody here reads q again, and a line that is written whole need not be
-// read first, as an ordinary store would have it.
-void stream(uint8_t *q, const uint8_t *p, int64_t n) {
-#if defined(__x86_64__)
-    int64_t head = -(intptr_t)q & 63, i;
-    if (head > n) head = n;
-    memcpy(q, p, head);
-    for (i = head; i + 64 <= n; i += 64) {
-        __builtin_prefetch(p + i + 4096);
+enum { LINE = 64, PAGE = 4096, AT_ONCE = 4, BLOCK = 256 << 10 };
+
+// xxh3-64 is the xxhash wheel's own: it is told once where that lies.
+static struct {
+    void *(*create)(void);
+    int (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    uint64_t (*digest)(const void *);
+    int (*release)(void *);
+} hash;
+
+void hash_with(void *create, void *reset, void *update, void *digest, void *release) {
+    hash.create = create, hash.reset = reset, hash.update = update, hash.digest = digest, hash.release = release;
+}
+
+// A line past the caches: nobody here reads q again, and what is written whole need not be read first. q is aligned.
+static inline void put(uint8_t *q, const uint8_t *p) {
 #if defined(__AVX512F__)
-        _mm512_stream_si512((void *)(q + i), _mm512_loadu_si512(p + i));
+    _mm512_stream_si512((void *)q, _mm512_loadu_si512(p));
+#elif defined(__x86_64__)
+    for (int i = 0; i < LINE; i += 16) _mm_stream_si128((__m128i *)(q + i), _mm_loadu_si128((const __m128i *)(p + i)));
 #else
-        for (int part = 0; part < 64; part += 16)
-            _mm_stream_si128((__m128i *)(q + i + part), _mm_loadu_si128((const __m128i *)(p + i + part)));
+    memcpy(q, p, LINE);
 #endif
-    }
-    _mm_sfence();
-    memcpy(q + i, p + i, n - i);
-#else
+}
+
+// Some pages side by side: more of memory's banks are busy than with one line after the other.
+static void stream(uint8_t *q, const uint8_t *p, int64_t n) {
+    int64_t head = -(intptr_t)q & (LINE - 1);
+    if (head > n) head = n;
+    memcpy(q, p, head), q += head, p += head, n -= head;
+    for (; n >= AT_ONCE * PAGE; q += AT_ONCE * PAGE, p += AT_ONCE * PAGE, n -= AT_ONCE * PAGE)
+        for (int64_t i = 0; i < PAGE; i += 2 * LINE) {
+            for (int64_t k = i; k < AT_ONCE * PAGE; k += PAGE) {
+                __builtin_prefetch(p + k + 4 * LINE);
+                __builtin_prefetch(p + k + 5 * LINE);
+            }
+            for (int64_t k = i; k < AT_ONCE * PAGE; k += PAGE) put(q + k, p + k), put(q + k + LINE, p + k + LINE);
+        }
+    for (; n >= LINE; q += LINE, p += LINE, n -= LINE) put(q, p);
     memcpy(q, p, n);
+#if defined(__x86_64__)
+    _mm_sfence();
 #endif
 }
 
@@ -59,6 +83,25 @@ void float16_to_float32(uint32_t *restrict q, const uint16_t *restrict p, int64_
 
 void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64_t n) {
     for (int64_t i = 0; i < n; i++) q[i] = narrow(wide(p[i]));
+}
+
+// n elements of `from` bytes at p to q, as elements of `to` bytes: as they are, or through a cast above. Returns
+// xxh3-64 of what is at q then, taken from each block while it is in the cache; q is not read back.
+uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from,
+               void (*cast)(void *, const void *, int64_t)) {
+    uint8_t scratch[BLOCK] __attribute__((aligned(LINE)));
+    void *state = hash.create();
+    hash.reset(state);
+    for (int64_t done = 0; done < n; done += BLOCK / to) {
+        int64_t count = n - done < BLOCK / to ? n - done : BLOCK / to;
+        const uint8_t *block = p + done * from;
+        if (cast) cast(scratch, block, count), block = scratch;
+        stream(q + done * to, block, count * to);
+        hash.update(state, block, count * to);
+    }
+    uint64_t digest = hash.digest(state);
+    hash.release(state);
+    return digest;
 }
 
 // A patch (patches.py) that makes `before` equal `after`, and `before` as `after` is where they differ.
