@@ -17,6 +17,8 @@ from worker.signals import Order, Phase, Signal
 
 log = logging.getLogger(__name__)
 
+_PREPARE_S = 0.005
+"""Preparing a version takes a millisecond or two where nothing has to be moved."""
 PENDING, DONE, FAILED = 0, 1, 2
 """How a rank's work stands, as its cell of the vote says it."""
 
@@ -96,9 +98,11 @@ class Work:
         else:
             self.state = DONE
 
-    def run_in_background(self, act: Callable[[], dict[str, object] | None]) -> None:
-        """Do it in a thread."""
-        threading.Thread(target=self.run, args=(act,), name="work", daemon=True).start()
+    def run_in_background(self, act: Callable[[], dict[str, object] | None], patience_s: float = 0.0) -> None:
+        """Do it in a thread, and wait so long for it: what is done by then is voted on in the next tick."""
+        thread = threading.Thread(target=self.run, args=(act,), name="work", daemon=True)
+        thread.start()
+        thread.join(patience_s)
 
 
 class Actions:
@@ -163,7 +167,7 @@ class Actions:
         skip = "weights" in self.released
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
-                work.run_in_background(lambda: None if skip else self._prepare(order))
+                work.run_in_background(lambda: None if skip else self._prepare(order), _PREPARE_S)
             case Signal.UPDATE, Phase.FLIP:
                 work.run(lambda: None if skip else self._flip(order))
             case Signal.CLEAR, Phase.RELEASE:

@@ -135,6 +135,11 @@ class Channel:
             self._drain(self._api, self._read_api, inbox)
         return inbox
 
+    @property
+    def store_waits(self) -> bool:
+        """A message of the store lies unread."""
+        return bool(int(self._store.get(zmq.EVENTS)) & zmq.POLLIN)
+
     def send_api(self, origin: bytes, message: messages.ToApi) -> bool:
         """False if that connection is gone or takes nothing any more; `OriginGone` follows."""
         return self._reply(origin, messages.encode(message))

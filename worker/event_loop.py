@@ -9,7 +9,7 @@ import threading
 import time
 
 from worker.actions import DONE, FAILED, Actions
-from worker.engine.base import ForwardBatch
+from worker.engine.base import ForwardBatch, Interrupted
 from worker.leader import Leader
 from worker.lifecycle import Event
 from worker.signals import Order, Signal, Signals
@@ -35,6 +35,8 @@ class EventLoop:
         self._leader = leader
         self._step_error = ""
         self._alone: threading.Timer | None = None
+        if leader is not None and signals.size == 1:
+            actions.engine.asked = leader.stepping.interrupting.asked
 
     def run(self) -> None:
         """Until STOP. Raises GroupDead when the ranks lost each other."""
@@ -101,6 +103,9 @@ class EventLoop:
             if self._leader:
                 assert logits is not None
                 self._leader.stepping.stepped(logits, time.monotonic() - began)
+        except Interrupted:
+            assert self._leader is not None
+            self._leader.stepping.given_up()
         except Exception as error:
             log.exception("the step failed")
             self._step_error = f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
+from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.messages import (
@@ -94,7 +95,15 @@ class Leader:
             memory=lambda: memory_of(pids),
         )
         self._subscribers = Subscribers(send, config.stats_busy_s, config.stats_idle_s, clock)
-        self.stepping = Stepping(scheduler, actions, self.membership, self.lifecycle, admits=self._admits, clock=clock)
+        self.stepping = Stepping(
+            scheduler,
+            actions,
+            self.membership,
+            self.lifecycle,
+            admits=self._admits,
+            interrupting=Interrupting(lambda: channel_.store_waits, clock),
+            clock=clock,
+        )
         self._draining = Draining(scheduler, self._admission, send, clock)
         self._next_heartbeat = clock() + config.heartbeat_s
         self._announced_version: int | None = None
@@ -131,7 +140,7 @@ class Leader:
         due = [self._next_heartbeat, self._subscribers.due]
         due += [t for t in deadlines if t is not None]
         due += [now + _POLL_WORK_S] if self._actions.work or self.stepping.unjudged else []
-        due += [self.stepping.retry_at] if self.stepping.retry_at > now else []
+        due += [t for t in (self.stepping.retry_at, self.stepping.expects_flip_until) if t > now]
         return max(0.0, min(due) - now)
 
     def _take(self, origin: bytes, message: object) -> None:

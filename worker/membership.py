@@ -41,6 +41,8 @@ class Session:
     prepared: bool = False
     flipped: bool = False
     held_since: float = 0.0
+    began: float = 0.0
+    still_since: float = float("inf")  # since when no step has run because of it, though there is something to run
     asked_again: bool = False
 
 
@@ -255,8 +257,11 @@ class Membership:
         if text:
             self._send(store.Prepared(message.session, False, 0, text))
             return
-        deadline = self._clock() + message.deadline_s
-        self.session = Session(message.session, message.live, message.in_flight, deadline)
+        now = self._clock()
+        still = now if self._scheduler.running else float("inf")
+        self.session = Session(
+            message.session, message.live, message.in_flight, now + message.deadline_s, began=now, still_since=still
+        )
 
     def _on_flip(self, message: store.Flip) -> None:
         session = self.session
@@ -269,7 +274,7 @@ class Membership:
 
     def _on_finalize(self, message: store.Finalize) -> None:
         if self.session and self.session.id == message.session and self.session.flipped:
-            stall = self._clock() - self.session.held_since
+            stall = self._stall(self.session)
             self._conclude(self.session)
             self._send(store.Finalized(message.session, stall * 1000))
         else:  # we had gone back: what is live is not what we serve
@@ -279,12 +284,15 @@ class Membership:
     def _conclude(self, session: Session) -> None:
         """The version is live everywhere."""
         self._orders.append(Order(Signal.UPDATE, Phase.FINALIZE, session=session.id, live=session.live))
-        self.stalls.append(self._clock() - session.held_since)
+        self.stalls.append(self._stall(session))
         self.session = None
         self.known = session.live
         if "weights" not in self._actions.released:
             self._scheduler.on_update(session.in_flight, session.live.version, session.live.epoch)
             self.mapped(session.live)
+
+    def _stall(self, session: Session) -> float:
+        return self._clock() - min(session.held_since, session.still_since)
 
     def _undo(self, session: Session) -> None:
         """Serve what was live before the session."""

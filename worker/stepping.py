@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch
+from worker.interrupting import Interrupting
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.scheduler import Scheduler
@@ -28,17 +29,20 @@ class Stepping:
         lifecycle: Lifecycle,
         *,
         admits: Callable[[], bool],
+        interrupting: Interrupting,
         clock: Callable[[], float],
     ) -> None:
         self.unjudged = False  # a step ran here, and the other ranks have not said how it went there
         self.retry_at = 0.0
         self.counters: Counter[str] = Counter()
         self.seconds: list[float] = []  # of each step, since last taken
+        self._last_s = 0.0  # of the last step
         self._scheduler = scheduler
         self._actions = actions
         self._membership = membership
         self._lifecycle = lifecycle
         self._admits = admits
+        self.interrupting = interrupting
         self._clock = clock
 
     @property
@@ -46,9 +50,15 @@ class Stepping:
         """There is something to run, and it may."""
         if self._lifecycle.state is not WorkerState.SERVING or self._membership.holding:
             return False
-        if self._clock() < self.retry_at:
+        if self._clock() < max(self.retry_at, self.expects_flip_until):
             return False
         return self._scheduler.running > 0 or (self._admits() and self._scheduler.waiting > 0)
+
+    @property
+    def expects_flip_until(self) -> float:
+        """A step begun now would keep a flip waiting that may come at once, so none is, for a quarter of a step."""
+        session = self._membership.session
+        return session.began + self._last_s / 4 if session and session.in_flight != "wait" else 0.0
 
     def schedule(self) -> ForwardBatch | None:
         """The next batch, under what every rank is bound to."""
@@ -59,11 +69,17 @@ class Stepping:
         batch = self._scheduler.schedule(live.version, live.epoch, admit=self._admits())
         if batch is None:
             self.retry_at = self._clock() + _RETRY_S
+            return None
+        self.interrupting.begin()
+        if self._membership.session is not None:
+            self._membership.session.still_since = float("inf")
         return batch
 
     def stepped(self, logits: Float32, seconds: float) -> None:
         """The forward pass is through on this rank."""
         self.unjudged = True
+        self._last_s = seconds
+        self.interrupting.ended(given_up=False)
         weights = self._actions.weights
         if weights is not None and weights.fenced():
             self.counters["fenced_steps"] += 1
@@ -73,6 +89,12 @@ class Stepping:
         self._scheduler.apply(logits)
         self.counters["steps"] += 1
         self.seconds.append(seconds)
+
+    def given_up(self) -> None:
+        """The step was interrupted; it is done again, under the weights that are served then."""
+        self._scheduler.discard()
+        self.interrupting.ended(given_up=True)
+        self.counters["interrupted_steps"] += 1
 
     def raised(self) -> None:
         """The step failed on this rank; nothing of it is kept."""

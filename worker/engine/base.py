@@ -4,7 +4,7 @@ The loop calls `forward` with the same `ForwardBatch` on every rank; rank 0 gets
 others get None. An engine never sees versions, requests or sockets, so tests run the loop with a fake.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -79,10 +79,23 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...]
 
 
+class Interrupted(Exception):
+    """A step was given up on request; the same batch, or another, may follow."""
+
+
+def never() -> bool:
+    """Nobody asks for a step to be given up."""
+    return False
+
+
 class Engine(Protocol):
-    """One rank's model. Weights come as read-only numpy views of the slot (uint16 bits for bfloat16)."""
+    """One rank's model. Weights come as read-only numpy views of the slot (uint16 bits for bfloat16).
+
+    asked: an engine that can gives a step up, raising `Interrupted`, once this is true.
+    """
 
     spec: EngineSpec
+    asked: Callable[[], bool]
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Everything that may fail or take time before a flip: names, shapes, tensors over the views.

@@ -8,16 +8,18 @@ then only KV recomputed since the last flip replays.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from worker.engine.base import EngineSpec, Float32, ForwardBatch
+from worker.engine.base import EngineSpec, Float32, ForwardBatch, Interrupted, never
 
 _EMPTY = -1
+_SLICE_S = 0.001
+"""How often a step that stands for work looks whether it is to be given up."""
 
 
 def views_hash(views: Mapping[str, npt.NDArray[Any]]) -> int:
@@ -69,6 +71,7 @@ class FakeEngine:
         draft_noise: float = 1.0,
     ) -> None:
         self.spec = spec
+        self.asked: Callable[[], bool] = never
         self._draft_noise = draft_noise
         self.steps = 0
         self._rank = rank
@@ -105,7 +108,6 @@ class FakeEngine:
         """Logits [L, vocab_size] on rank 0. Raises RuntimeError when it holds no weights or no KV."""
         if self._weights is None or self._kv is None:
             raise RuntimeError("forward without " + ("weights" if self._weights is None else "a KV cache"))
-        time.sleep(self._step_s)
         self.steps += 1
         size = self.spec.block_size
         blocks = self._kv.reshape(-1, size, 3)
@@ -114,6 +116,11 @@ class FakeEngine:
         self._kv[batch.slots] = np.stack(
             [batch.token_ids, batch.positions, np.full_like(batch.slots, own, np.int64)], 1
         )
+        end = time.monotonic() + self._step_s
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE_S))
+            if self.asked():
+                raise Interrupted
         if self._rank:
             return None
         logits = np.empty((len(batch.logits_rows), self.spec.vocab_size), np.float32)

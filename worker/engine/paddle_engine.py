@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import xxhash
 from weight_manager.manifest import Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
-from worker.engine.base import EngineSpec, Float32, ForwardBatch
+from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
 from worker.models import collectives, decoder_spec
 from worker.models.decoder import Backend
 from worker.models.onednn_backend import OneDnnBackend, why_not
@@ -41,6 +41,7 @@ class PaddleEngine:
         self._shard = shard_of(model, manifest, rank, config.tp)
         self._dtype = manifest.dtype
         self.spec = engine_spec(config, hf_config, model.max_positions)
+        self.asked: Callable[[], bool] = never
         self._bound, self._replicated = False, 0
         self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
         self._backend: Backend
@@ -49,6 +50,7 @@ class PaddleEngine:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
             self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, length, tokens, drafts=drafts)
+            self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
         else:
             place = device or device_for(config.device)
             self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, place, drafts=drafts)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from weight_manager.manifest import Dtype
 from worker.cpu import mkl, native, onednn
-from worker.engine.base import Float32, ForwardBatch
+from worker.engine.base import Float32, ForwardBatch, never
 from worker.models import collectives
 from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import draft_hidden, hidden
@@ -82,6 +82,7 @@ class OneDnnBackend:
         drafts: bool = False,
     ) -> None:
         self._drafts = drafts
+        self.asked: Callable[[], bool] = never  # whether a step is to be given up
         self._spec, self._shard, self._group = spec, shard, group
         self.residual: Rows = np.zeros((spec.hidden_size, 0), np.float32)
         self._dnn = onednn.load()
@@ -164,7 +165,7 @@ class OneDnnBackend:
             program.count = len(batch.token_ids)
         program.embedded()[: len(batch.token_ids)] = self._looked_up(batch.token_ids)
         program.begin(batch, kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
-        program.run()
+        program.run(self.asked)
 
     def _drafted(self, batch: ForwardBatch, kv: KvBlocks, *, only_keys: bool) -> Rows:
         """The drafting layer's residual stream; only_keys: nothing but its keys and values is made."""
@@ -222,7 +223,7 @@ class OneDnnBackend:
         if isinstance(program, SingleProgram):
             program.count = len(rows)
         last[:, : len(rows)] = x[:, rows]
-        program.run()
+        program.run(self.asked)
         logits = logits[: len(rows)]
         if logits.shape[1] < self._spec.vocab_size:
             return collectives.gathered(logits, self._group)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.cpu.onednn import ADD, MUL, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
-from worker.engine.base import Float32, ForwardBatch
+from worker.engine.base import Float32, ForwardBatch, Interrupted
 from worker.models.kv_blocks import KvBlocks
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
@@ -76,11 +76,13 @@ class Program(ABC):
         self._tokens, self._compute = tokens, parts.weights.matrix_dtype
         self._steps: list[Step] = []
 
-    def run(self) -> None:
-        """Everything recorded, in order. Raises RuntimeError when oneDNN reports a failure."""
+    def run(self, asked: Callable[[], bool]) -> None:
+        """Everything recorded, in order. Raises RuntimeError when oneDNN reports a failure, Interrupted when asked."""
         for step in self._steps:
             if step():
                 raise RuntimeError(f"a recorded step failed: {step}")
+            if asked():
+                raise Interrupted
 
     @abstractmethod
     def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
