@@ -3,6 +3,10 @@
 `fileno` becomes readable when results wait, so the loop sleeps in one poll for sockets, processes and these.
 """
 
+import contextlib
+import itertools
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -10,13 +14,19 @@ from typing import Any, TypeVar
 from weight_manager.inbox import Inbox
 
 T = TypeVar("T")
+NICE = -10
 
 
 class Background:
     """A thread pool whose callbacks run in the thread that calls `deliver`."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    def __init__(self, threads: int, name: str, *, first: bool = False) -> None:
+        """first: they go before what else runs on this machine, as far as the system lets them (`_go_first`)."""
+        self.threads = threads
+        numbers = itertools.count()
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix=name, initializer=(lambda: _go_first(next(numbers))) if first else None
+        )
         self._finished = Inbox()
 
     def fileno(self) -> int:
@@ -30,6 +40,14 @@ class Background:
         future = self._pool.submit(work)
         future.add_done_callback(lambda f: self._finish(f, done, failed))
         return future
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run `work`, which does not raise, in a thread."""
+        self._pool.submit(work)
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """From a thread: have `deliver` call this."""
+        self._finished.put(call)
 
     def deliver(self) -> None:
         """Run the callbacks of everything that finished."""
@@ -52,3 +70,14 @@ class Background:
             self._finished.put(lambda: done(result))
         else:
             self._finished.put(lambda: failed(error))
+
+
+def _go_first(number: int) -> None:
+    """One core for each thread, where it goes before threads that compute: these leave a waking thread without a core
+    of its own to wait for a scheduler's slice, and crowd several of them on the few cores that are free.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
+    with contextlib.suppress(OSError):  # takes CAP_SYS_NICE
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -6,10 +6,13 @@ only lets the slot go.
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rollout_client.digest import digest_of, joined
 from weight_manager.background import Background
 from weight_manager.errors import PushRefused
+from weight_manager.finite import all_ends_finite
+from weight_manager.gang import Gang
 from weight_manager.layout import region_views
 from weight_manager.metrics import Counters
 from weight_manager.push_session import PushSession
@@ -17,9 +20,6 @@ from weight_manager.slots import Slots
 from weight_manager.staging import Check, run_check
 
 log = logging.getLogger(__name__)
-
-SHARE = 2
-"""Pieces of a large copy (digest.py) that one thread hashes in one go."""
 
 
 class Checker:
@@ -40,8 +40,12 @@ class Checker:
 
     def check(self, session: PushSession, checks: Sequence[Check]) -> None:
         """Compare digests while the rest still arrives."""
+        reading = [check for check in checks if not any(target.scattered for target, _ in check)]
         for check in checks:
-            self._check(session, check)
+            if check not in reading:
+                self._run(session, lambda check=check: run_check(check), check, writes=True)  # type: ignore[misc]
+        if reading:
+            self._read(session, reading)
 
     def carry(self, session: PushSession, names: Sequence[str], live_slot: int) -> None:
         """Take these tensors (canonical names) from the live version. It stays live while a session runs."""
@@ -66,7 +70,10 @@ class Checker:
         every = self._every and session.intent.transport != "relay"  # the store above has seen to it
 
         def work() -> tuple[list[int], list[str]]:
-            return staging.region_digests(), staging.non_finite(every=every)
+            digests = staging.region_digests()
+            if not every and all_ends_finite(region_views(staging.layout, staging.slot)):
+                return digests, []
+            return digests, staging.non_finite(every=every)
 
         def done(found: tuple[list[int], list[str]]) -> None:
             digests, names = found
@@ -81,13 +88,35 @@ class Checker:
 
         self._background.submit(work, done, lambda error: self._broken(session, error))
 
-    def _check(self, session: PushSession, check: Check) -> None:
-        parts = check[0][0].parts() if len(check) == 1 else []
-        if len(parts) > SHARE:
-            self._share(session, check, parts)
-            return
-        writes = any(target.scattered for target, _ in check)
-        self._run(session, lambda: run_check(check), check, writes=writes)
+    def _read(self, session: PushSession, checks: Sequence[Check]) -> None:
+        """All threads share what is to be read; the loop hears of it once."""
+        wrong: list[list[str]] = [[] for _ in checks]
+        units: list[Callable[[], None]] = []
+        shared: list[tuple[int, list[int]]] = []
+        for index, check in enumerate(checks):
+            parts = check[0][0].parts() if len(check) == 1 else []
+            if len(parts) > 1:
+                found = [0] * len(parts)
+                shared.append((index, found))
+                units += [partial(_note, found, number, part) for number, part in enumerate(parts)]
+            else:
+                units.append(partial(_look, wrong[index], check))
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                self._broken(session, error)
+                return
+            for index, found in shared:
+                ((target, claimed),) = checks[index]
+                target.digest = joined(found)
+                if target.digest != claimed:
+                    wrong[index].append(target.name)
+            for check, names in zip(checks, wrong, strict=True):
+                self._checked(session, check, names)
+
+        gang = Gang(units, lambda error: self._background.tell(lambda: done(error)))
+        for _ in range(min(self._background.threads, len(units))):
+            self._background.start(gang.work)
 
     def _run(self, session: PushSession, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
         """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""
@@ -106,27 +135,6 @@ class Checker:
             self._slots.enter(session.slot)
         self._background.submit(work, done, failed)
 
-    def _share(self, session: PushSession, check: Check, parts: Sequence[memoryview]) -> None:
-        """One large copy over all threads."""
-        ((target, claimed),) = check
-        found: dict[int, list[int]] = {}
-        starts = range(0, len(parts), SHARE)
-
-        def done(start: int, digests: list[int]) -> None:
-            found[start] = digests
-            if len(found) < len(starts):
-                return
-            whole = joined([digest for start in starts for digest in found[start]])
-            target.digest = whole
-            self._checked(session, check, [] if whole == claimed else [target.name])
-
-        for start in starts:
-            self._background.submit(
-                lambda some=parts[start : start + SHARE]: [digest_of(part) for part in some],  # type: ignore[misc]
-                lambda digests, start=start: done(start, digests),  # type: ignore[misc]
-                lambda error: self._broken(session, error),
-            )
-
     def _checked(self, session: PushSession, check: Check, wrong: list[str]) -> None:
         before = session.staging.verified_bytes
         try:
@@ -142,3 +150,11 @@ class Checker:
     def _broken(self, session: PushSession, error: BaseException) -> None:
         log.error("work on session %s failed", session.id, exc_info=error, extra=session.extra())
         self.on_refused(session, PushRefused("internal", f"checking the weights failed: {error!r}"))
+
+
+def _note(found: list[int], number: int, part: memoryview) -> None:
+    found[number] = digest_of(part)
+
+
+def _look(wrong: list[str], check: Check) -> None:
+    wrong += run_check(check)

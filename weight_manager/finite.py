@@ -1,5 +1,7 @@
 """Whether weights are numbers: one that is NaN or infinite makes every answer of the model an error."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from weight_manager.layout import Array
@@ -20,6 +22,11 @@ def all_finite(flat: Array) -> bool:
 def ends_finite(flat: Array) -> bool:
     """Of the first and the last elements: costs nothing, and finds a training that has diverged."""
     return _finite(flat[:ENDS]) and _finite(flat[-ENDS:])
+
+
+def all_ends_finite(views: Sequence[Array]) -> bool:
+    """Of all of them, in one pass."""
+    return _finite(np.concatenate([end for flat in views for end in (flat[:ENDS], flat[-ENDS:])]))
 
 
 def _finite(block: Array) -> bool:

@@ -108,6 +108,13 @@ class _Planner:
 
     def _copies(self, index: int, part: Part) -> Iterator[Copy]:
         p = self.parameters[part.name]
+        if part.flat is None and not part.local_shape and len(self.regions[p.name]) == 1:
+            (region,) = self.regions[p.name]
+            if region.shape == p.shape:  # nearly all there is: one run of bytes to another
+                yield Copy(
+                    index, (prod(p.shape),), 0, (1,), region.offset // self.itemsize, (1,), self.layout.manifest.dtype
+                )
+                return
         for piece in _pieces(part):
             for region in self.regions[p.name]:
                 copy = self._copy(index, piece, region)

@@ -16,7 +16,7 @@ from weight_manager.layout import region_views
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.target import Target
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 4 << 20
 """Checks are handed to threads in pieces of about this size."""
 
 
