@@ -6,37 +6,41 @@
     bytes down the same way, and registers anew if they do not arrive.
  2. Two streams of our own wait for the caller's current stream: copies start after the kernels that make the
     weights and before any that follow.
- 3. Casts and transposed or strided pieces are made dense on the GPU, on the copy stream, one at a time.
- 4. The other stream adds up the pages of the same tensors (page_sums.py). Batch by batch, as copies and sums
-    are done, the digests go to the store, which computes its own from the slot and xxh3 beside it.
+ 3. Casts and transposed or strided pieces are made dense on the GPU, on the copy stream, batch by batch.
+ 4. The other stream hashes the same tensors (cuda_hash.py). Batch by batch, as copies and digests are done, the
+    digests go to the store, which computes its own from the slot. Batches are small, so the store is never far
+    behind the copies.
  5. Both streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from rollout_client.page_sums import PAGE, digest_of_sums, pages
+from rollout_client.cuda_hash import CudaHash
+from rollout_client.cuda_sums import CudaSums
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 16 << 20, 256 << 20
+BATCH_BYTES = 32 << 20, 64 << 20
 """A push is cut into about this many bytes, at least and at most: small enough for the store to check early."""
-BATCHES = 16
+BATCHES = 32
+AHEAD = 16
+"""Batches that are started before the first is reported: the copies never wait for a word to the store."""
 PORTABLE = 0x01
 """cudaHostRegisterPortable: pinned for every device of this process."""
 Job = tuple[Source, list[tuple[int, Copy]]]
@@ -65,7 +69,8 @@ class CudaCopier:
         self._pinned: dict[int, int] = {}  # slot -> address
         self._refused: set[int] = set()
         self._streams: dict[Any, tuple[Any, Any]] = {}
-        self._host_sums: Any = None
+        self._digesters: dict[Any, CudaHash | CudaSums] = {}
+        self._dma: Any = None
 
     def pin(self, slot: int, memory: memoryview, device: Any) -> None:
         """Register the slot's mapping. A driver that refuses is told of once; copies then work, but slower."""
@@ -101,7 +106,6 @@ class CudaCopier:
         for slot in list(self._pinned):
             self._unpin(slot)
         self._refused.clear()
-        self._host_sums = None
 
     def _stage(self, slot: int, memory: memoryview, device: Any, jobs: list[Job], reporter: Reporter) -> None:
         torch = self._torch
@@ -110,20 +114,19 @@ class CudaCopier:
         copying, summing = self._streams[device]
         for stream in copying, summing:
             stream.wait_stream(torch.cuda.current_stream(device))
-        room = sum(pages(_nbytes(copy)) for _, copies in jobs for _, copy in copies)
-        if self._host_sums is None or self._host_sums.numel() < room:
-            self._host_sums = torch.empty(room, dtype=torch.int64, pin_memory=True)
         try:
             if slot in self._pinned and not self._arrives(memory, copying, device, jobs[0][1][0][1]):
                 log.info("weight slot %d has new memory: pinning it again", slot)
                 self._unpin(slot)
                 self.pin(slot, memory, device)
+            if self._dma is None:
+                self._dma = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2
+                self._dma.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+            digester, place = self._digester(device), _Place(memory, self._dma, copying)
             waiting: deque[_Batch] = deque()
-            start = 0
             for batch in _batches(jobs):
-                waiting.append(_Batch(torch, memory, device, copying, summing, self._host_sums[start:], batch))
-                start += waiting[-1].pages
-                while waiting and waiting[0].done():
+                waiting.append(_Batch(torch, place, summing, digester, batch))
+                while len(waiting) > AHEAD and waiting[0].done():
                     waiting.popleft().report(reporter)
             while waiting:
                 waiting[0].wait()
@@ -131,6 +134,16 @@ class CudaCopier:
         finally:
             copying.synchronize()
             summing.synchronize()
+
+    def _digester(self, device: Any) -> CudaHash | CudaSums:
+        """Of the current device."""
+        if device not in self._digesters:
+            try:
+                self._digesters[device] = CudaHash(self._torch)
+            except Exception as error:  # whatever a torch without a compiler, or without this entry, raises
+                log.warning("no hash kernel, pushes are proved by page sums and checked at half the speed: %s", error)
+                self._digesters[device] = CudaSums(self._torch)
+        return self._digesters[device]
 
     def _arrives(self, memory: memoryview, stream: Any, device: Any, copy: Copy) -> bool:
         """Whether what the device writes into the slot is seen by this process, and so by all others.
@@ -157,73 +170,84 @@ class CudaCopier:
             self._torch.zeros(1, device=device)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    number: int
-    nbytes: int
-    first: int  # of its sums
+class _Place:
+    """The slot as the driver writes to it."""
+
+    def __init__(self, memory: memoryview, dma: Any, stream: Any) -> None:
+        self.stream = stream
+        self._dma, self._bytes, self._queue = dma, memory.nbytes, stream.cuda_stream
+        self._start = np.frombuffer(memory, np.uint8).ctypes.data
+
+    def send(self, piece: Any, copy: Copy, nbytes: int) -> None:
+        """Queue the copy of a contiguous CUDA tensor. Raises ValueError, RuntimeError from the driver."""
+        start = copy.dst_offset * _itemsize(copy.dst_dtype)
+        if start < 0 or start + nbytes > self._bytes:
+            raise ValueError(f"{nbytes} bytes at {start} leave a slot of {self._bytes}")
+        code = self._dma(self._start + start, piece.data_ptr(), nbytes, self._queue)
+        if code:
+            raise RuntimeError(f"cuMemcpyDtoHAsync failed: CUDA error {code}")
 
 
 class _Batch:
-    """Some jobs that are under way; making one starts it."""
+    """Some jobs that are under way; making one starts it. What is read stays alive with it."""
 
     def __init__(
-        self, torch: Any, memory: memoryview, device: Any, copying: Any, summing: Any, host: Any, jobs: list[Job]
+        self, torch: Any, place: _Place, summing: Any, digester: CudaHash | CudaSums, jobs: Sequence[Job]
     ) -> None:
-        """host: pinned int64, room for this batch's sums at its start."""
-        self._torch = torch
-        self._pieces: list[_Piece] = []
-        self._flats: dict[str, Any] = {}
-        self._memory = memory
-        tensors = []
+        self._torch, self._digester = torch, digester
+        self._numbers: list[tuple[int, int]] = []  # copy, bytes
+        tensors: list[Any] = []
+        places: list[Copy] = []
         made = False
-        self.pages = 0
-        with torch.cuda.stream(copying):
+        with torch.cuda.stream(place.stream):
             for source, copies in jobs:
-                flat = source.on_gpu.detach()
-                if not flat.is_contiguous():
-                    flat, made = flat.contiguous(), True
-                flat = flat.view(-1)
                 for number, copy in copies:
-                    piece = self._dense(flat, copy)
-                    made = made or piece.data_ptr() != flat.data_ptr()
-                    self._target(copy, piece.numel()).copy_(piece, non_blocking=True)
+                    piece, new = self._dense(source.on_gpu, copy)
+                    made = made or new
                     tensors.append(piece)
-                    self._pieces.append(_Piece(number, _nbytes(copy), self.pages))
-                    self.pages += pages(_nbytes(copy))
-            self._copied = copying.record_event()
+                    places.append(copy)
+                    self._numbers.append((number, _nbytes(copy)))
+            ready = place.stream.record_event() if made else None
+            for tensor, copy, (_, nbytes) in zip(tensors, places, self._numbers, strict=True):
+                place.send(tensor, copy, nbytes)
+            self._copied = place.stream.record_event()
         with torch.cuda.stream(summing):
-            if made:
-                summing.wait_event(self._copied)
-            sums = torch.empty(self.pages, dtype=torch.int64, device=device)
-            for piece, tensor in zip(self._pieces, tensors, strict=True):
-                self._add_up(tensor, sums[piece.first : piece.first + pages(piece.nbytes)])
-                tensor.record_stream(summing)
-            self._sums = host[: self.pages]
-            self._sums.copy_(sums, non_blocking=True)
-            self._summed = summing.record_event()
+            if ready is not None:
+                summing.wait_event(ready)
+            self._digesting = digester.start(tensors, summing)
+            self._digested = summing.record_event()
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
-        return bool(self._copied.query() and self._summed.query())
+        return bool(self._copied.query() and self._digested.query())
 
     def wait(self) -> None:
         """Until it is done."""
         self._copied.synchronize()
-        self._summed.synchronize()
+        self._digested.synchronize()
 
     def report(self, reporter: Reporter) -> None:
         """Once it is done: tell the store, and hear what it has to say."""
-        sums = self._sums.numpy()
-        for piece in self._pieces:
-            reporter.moved(piece.nbytes)
-            digest = digest_of_sums(sums[piece.first : piece.first + pages(piece.nbytes)])
-            reporter.written(piece.number, digest, piece.nbytes, sums=True)
+        for (number, nbytes), digest in zip(self._numbers, self._digesting.digests(), strict=True):
+            reporter.moved(nbytes)
+            reporter.written(number, digest, nbytes, sums=self._digester.sums)
+        reporter.flush()
         reporter.turn()
 
-    def _dense(self, flat: Any, copy: Copy) -> Any:
-        """[n] on the device in the slot's dtype, in the copy's C order. A view of `flat` where it can be."""
+    def _dense(self, whole: Any, copy: Copy) -> tuple[Any, bool]:
+        """What the copy takes, contiguous, in the slot's dtype and the copy's C order; and whether it had to be made,
+        or is the tensor or a view of it.
+        """
         dtype = getattr(self._torch, copy.dst_dtype)
+        made = not whole.is_contiguous()
+        as_it_is = whole.dtype == dtype and (copy.shape, copy.src_offset, copy.src_strides) == (
+            (whole.numel(),),
+            0,
+            (1,),
+        )
+        if as_it_is and not made:
+            return whole, False
+        flat = (whole.contiguous() if made else whole).detach().view(-1)
         last = copy.src_offset + sum((n - 1) * s for n, s in zip(copy.shape, copy.src_strides, strict=True))
         if min(copy.shape, default=1) < 1 or min(copy.src_offset, *copy.src_strides) < 0 or last >= flat.numel():
             raise ValueError(f"a copy of {copy.shape} at {copy.src_offset} leaves a tensor of {flat.numel()}")
@@ -231,35 +255,8 @@ class _Batch:
             piece = flat[copy.src_offset : last + 1]
         else:
             offset = flat.storage_offset() + copy.src_offset
-            piece = flat.as_strided(copy.shape, copy.src_strides, offset).reshape(-1)
-        return piece if piece.dtype == dtype else piece.to(dtype)
-
-    def _target(self, copy: Copy, count: int) -> Any:
-        """[count] of the slot."""
-        flat = self._flats.get(copy.dst_dtype)
-        if flat is None:
-            flat = self._torch.frombuffer(self._memory, dtype=getattr(self._torch, copy.dst_dtype))
-            self._flats[copy.dst_dtype] = flat
-        if copy.dst_offset < 0 or copy.dst_offset + count > flat.numel():
-            raise ValueError(f"{count} elements at {copy.dst_offset} leave a slot of {flat.numel()}")
-        return flat[copy.dst_offset : copy.dst_offset + count]
-
-    def _add_up(self, tensor: Any, sums: Any) -> None:
-        torch = self._torch
-        if tensor.data_ptr() % 8:
-            tensor = tensor.clone()  # words must lie on their own boundary
-        raw = tensor.view(torch.uint8)
-        whole = raw.numel() // PAGE * PAGE
-        if whole:
-            torch.sum(raw[:whole].view(torch.int64).view(-1, PAGE // 8), dim=1, out=sums[: whole // PAGE])
-        if whole == raw.numel():
-            return
-        rest = raw[whole:]
-        if rest.numel() % 8:
-            padded = torch.zeros(PAGE, dtype=torch.uint8, device=raw.device)
-            padded[: rest.numel()] = rest
-            rest = padded
-        torch.sum(rest.view(torch.int64).view(1, -1), dim=1, out=sums[-1:])
+            piece, made = flat.as_strided(copy.shape, copy.src_strides, offset).reshape(-1), True
+        return (piece, made) if piece.dtype == dtype else (piece.to(dtype), True)
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -72,11 +72,17 @@ class ShmTransport(Transport):
             if self._arena.write_epoch(number) != placement.write_epoch:
                 raise SessionLost("unknown_session", "the slot has been given to another session", retryable=True)
             jobs = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
-            on_gpu = [(sources[part], copies) for part, copies in jobs if can_copy(sources[part], copies)]
+            on_gpu: list[tuple[Source, list[tuple[int, Copy]]]] = []
+            others: list[Job] = []
+            for part, copies in jobs:
+                if can_copy(sources[part], copies):
+                    on_gpu.append((sources[part], copies))
+                else:
+                    others.append((part, copies))
             if on_gpu:
                 self._cuda = self._cuda or CudaCopier()
                 self._cuda.stage(number, slot, on_gpu, reporter)
-            self._move_all([job for job in jobs if not can_copy(sources[job[0]], job[1])], slot, sources, reporter)
+            self._move_all(others, slot, sources, reporter)
         finally:
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()

@@ -1,0 +1,172 @@
+"""xxh3-64 of a GPU's own memory, computed there: the digest of a push that the store finds in the slot again.
+
+xxh3 of one run of bytes is a chain, but not from byte to byte: within a block of 1 KiB its 128 products are only added
+up, in any order, and what follows the block before is one addition and one scramble. So a thread block of the GPU takes
+one piece of 16 MiB (digest.py): eight warps reduce blocks of it to eight words each, and one warp runs the chain over
+those. A piece takes about a third of a millisecond, and a GPU has room for hundreds of them at once.
+
+Pieces of up to 240 bytes, for which xxh3 has other rules, are only fetched and are hashed here.
+"""
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import xxhash
+
+from rollout_client.digest import PIECE, joined
+
+TINY = 240
+"""xxh3 has rules of its own for so few bytes."""
+_WARPS, _PER_WARP = 8, 8
+_P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_P64_1, _P64_2, _P64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_P64_4, _P64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+
+
+def _words(start: int, count: int, step: int) -> str:
+    words = (struct.unpack_from("<Q", _SECRET, start + step * n)[0] for n in range(count))
+    return ", ".join(f"{word:#x}ull" for word in words)
+
+
+_SOURCE = f"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned char u8;
+__constant__ u64 KEY[24] = {{{_words(0, 24, 8)}}};
+__constant__ u64 LAST[8] = {{{_words(121, 8, 8)}}};
+__constant__ u64 MERGE[8] = {{{_words(11, 8, 8)}}};
+__constant__ u64 START[8] = {{{_P32_3:#x}ull, {_P64_1:#x}ull, {_P64_2:#x}ull, {_P64_3:#x}ull,
+                             {_P64_4:#x}ull, {_P32_2:#x}ull, {_P64_5:#x}ull, {_P32_1:#x}ull}};
+
+__device__ u64 unaligned(const u8 *p) {{
+  u64 word = 0;
+  for (int n = 7; n >= 0; n--) word = word << 8 | p[n];
+  return word;
+}}
+__device__ u64 product(u64 word, u64 key) {{ word ^= key; return (word & 0xffffffffull) * (word >> 32); }}
+__device__ u64 scrambled(u64 acc, u64 key) {{ return (acc ^ acc >> 47 ^ key) * {_P32_1:#x}ull; }}
+__device__ u64 folded(u64 a, u64 b) {{ return a * b ^ __umul64hi(a, b); }}
+
+// table: [count][2] address and bytes. out: [count]. tiny: [count][{TINY}]. One thread block for each piece.
+extern "C" __global__ void xxh3(const u64 *table, u64 *out, u8 *tiny) {{
+  const u8 *bytes = (const u8 *)table[2 * blockIdx.x];
+  const u64 length = table[2 * blockIdx.x + 1];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, word = lane % 8, stripe = lane / 8;
+  if (length <= {TINY}) {{
+    if (threadIdx.x < length) tiny[{TINY}ull * blockIdx.x + threadIdx.x] = bytes[threadIdx.x];
+    return;
+  }}
+  __shared__ u64 sums[2][{_WARPS * _PER_WARP}][8];
+  const u64 blocks = (length - 1) / 1024;
+  const int rounds = (int)((blocks + {_WARPS * _PER_WARP - 1}) / {_WARPS * _PER_WARP});
+  const u64 scramble = KEY[16 + word];
+  u64 key[4];
+  for (int n = 0; n < 4; n++) key[n] = KEY[stripe + 4 * n + word];
+  u64 acc = START[word];
+  for (int round = 0; round <= rounds; round++) {{
+    if (warp > 0 && round < rounds) {{
+      const u64 first = (u64)round * {_WARPS * _PER_WARP} + (warp - 1) * {_PER_WARP};
+      u64 data[{_PER_WARP}][4];
+#pragma unroll
+      for (int b = 0; b < {_PER_WARP}; b++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+          data[b][n] = first + b < blocks ? ((const u64 *)bytes)[(first + b) * 128 + n * 32 + lane] : 0;
+#pragma unroll
+      for (int b = 0; b < {_PER_WARP}; b++) {{
+        u64 own = 0, other = 0;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {{ own += product(data[b][n], key[n]); other += data[b][n]; }}
+        own += __shfl_xor_sync(~0u, other, 1);
+        own += __shfl_xor_sync(~0u, own, 8);
+        own += __shfl_xor_sync(~0u, own, 16);
+        if (lane < 8) sums[round & 1][(warp - 1) * {_PER_WARP} + b][lane] = own;
+      }}
+    }}
+    if (warp == 0 && round > 0) {{
+      const u64 first = (u64)(round - 1) * {_WARPS * _PER_WARP};
+      const int here = (int)(blocks - first < {_WARPS * _PER_WARP} ? blocks - first : {_WARPS * _PER_WARP});
+#pragma unroll 8
+      for (int b = 0; b < here; b++) acc = scrambled(acc + sums[round - 1 & 1][b][word], scramble);
+    }}
+    __syncthreads();
+  }}
+  if (warp > 0) return;
+  const int stripes = (int)((length - 1 - 1024 * blocks) / 64);
+  u64 own = 0, other = 0;
+  for (int n = stripe; n < stripes; n += 4) {{
+    const u64 data = *(const u64 *)(bytes + 1024 * blocks + 64 * n + 8 * word);
+    own += product(data, KEY[n + word]);
+    other += data;
+  }}
+  if (stripe == 0) {{
+    const u64 data = unaligned(bytes + length - 64 + 8 * word);
+    own += product(data, LAST[word]);
+    other += data;
+  }}
+  own += __shfl_xor_sync(~0u, other, 1);
+  own += __shfl_xor_sync(~0u, own, 8);
+  own += __shfl_xor_sync(~0u, own, 16);
+  acc = acc + own ^ MERGE[word];
+  const u64 pair = __shfl_xor_sync(~0u, acc, 1);
+  u64 sum = lane < 8 && lane % 2 == 0 ? folded(acc, pair) : 0;
+  for (int n = 1; n < 8; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
+  if (lane == 0) {{
+    sum += length * {_P64_1:#x}ull;
+    sum = (sum ^ sum >> 37) * 0x165667919e3779f9ull;
+    out[blockIdx.x] = sum ^ sum >> 32;
+  }}
+}}
+"""
+
+
+class CudaHash:
+    """The compiled kernel, on the device that is current when it is made and used. Making it raises whatever torch
+    raises where it cannot be made.
+    """
+
+    sums = False  # digests are of the bytes themselves
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._kernel = torch.cuda._compile_kernel(_SOURCE, "xxh3")
+
+    def start(self, tensors: Sequence[Any], stream: Any) -> "Hashing":
+        """Hash contiguous CUDA tensors on a stream, which is current; they stay as they are until it is through."""
+        return Hashing(self._torch, self._kernel, tensors, stream)
+
+
+class Hashing:
+    """A launch. It keeps what it reads alive."""
+
+    def __init__(self, torch: Any, kernel: Any, tensors: Sequence[Any], stream: Any) -> None:
+        self._kept = [t.clone() if t.data_ptr() % 8 else t for t in tensors]  # words must lie on their own boundary
+        rows: list[tuple[int, int]] = []
+        self._ends: list[int] = []
+        for tensor in self._kept:
+            address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            rows += [(address + start, min(PIECE, nbytes - start)) for start in range(0, nbytes, PIECE)]
+            self._ends.append(len(rows))
+        self._rows = rows
+        self._table = torch.tensor(rows, dtype=torch.int64).pin_memory()
+        self._out = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
+        self._tiny = torch.empty(TINY * len(rows), dtype=torch.uint8, pin_memory=True)
+        args = [self._table, self._out, self._tiny]
+        kernel(grid=(len(rows), 1, 1), block=(32 * (_WARPS + 1), 1, 1), args=args, stream=stream)
+
+    def digests(self) -> list[int]:
+        """Of each tensor, as digest.py says. Once the stream has come so far."""
+        out, tiny = self._out.tolist(), self._tiny.numpy()
+        for row, (_, nbytes) in enumerate(self._rows):
+            if nbytes <= TINY:
+                out[row] = xxhash.xxh3_64_intdigest(tiny[TINY * row :][:nbytes].tobytes())
+        starts = [0, *self._ends]
+        return [joined([n % (1 << 64) for n in out[a:b]]) for a, b in pairwise(starts)]
