@@ -86,11 +86,14 @@ def measure(
         try:
             time.sleep(WARM_UP_S)
             busy_limit = copy.rate()
+            step_ms = mean_step_ms(service)
+            given_up = service.metric("rollout_interrupted_steps_total")
             busy = []
             for _ in range(pushes):
                 time.sleep(PAUSE_S)
                 busy.append(trainer.push(publisher))
             time.sleep(PAUSE_S)
+            given_up = service.metric("rollout_interrupted_steps_total") - given_up
             generated = json.loads(load.communicate("", timeout=120)[0])
         finally:
             load.kill()
@@ -111,9 +114,20 @@ def measure(
         "by_way_of_the_cpu_ms": by_cpu,
         "idle_replicas": summary(quiet, least),
         "generating_replicas": summary(busy, least),
-        "generated": generated,
+        "step_ms": step_ms,
+        "generated": generated | {"steps_given_up": given_up},
         "same_digest_by_way_of_the_cpu": digest == trainer.digest,
     }
+
+
+def mean_step_ms(service: EmptyService) -> float:
+    """Of a replica that generates, without a push."""
+    ends = []
+    for wait in (2.0, 4.0):  # the figures come once a second
+        time.sleep(wait)
+        ends.append([service.metric(f"rollout_step_seconds_{what}") for what in ("sum", "count")])
+    (seconds, steps), (more, after) = ends
+    return round((more - seconds) / max(after - steps, 1) * 1e3, 1)
 
 
 def summary(runs: list[dict[str, float]], least: float) -> dict[str, Any]:

@@ -13,6 +13,6 @@ for first in "$wheels"/*.whl.part-aa; do
 done
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1
-# Three of four cores compute; the fourth of each replica's share is left to the store's checks, API and trainer.
+# Three of four cores compute; the fourth of each replica's share is left to the store, API and trainer.
 exec python3 -m benchmarks.gpu --out "$out/gpu.json" --logs "$out/logs" \
-  --set worker.threads=3 --set store.verify_threads=10 --set worker.max_model_len=512 --set worker.max_batch=16 "$@"
+  --set worker.threads=3 --set worker.max_model_len=512 --set worker.max_batch=16 "$@"

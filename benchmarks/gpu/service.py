@@ -53,6 +53,11 @@ class EmptyService:
         """Until every replica serves."""
         self._until(lambda: httpx.get(f"{self.url}/ready", timeout=5.0).is_success, "ready replicas")
 
+    def metric(self, name: str) -> float:
+        """Of all replicas together."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=5.0).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
     def _has_endpoints(self) -> bool:
         self.url = (self.run_dir / "http_url").read_text().strip()
         self.push_endpoint = (self.run_dir / "push_endpoint").read_text().strip()
