@@ -41,9 +41,15 @@ class Source:
 
     part: Part
     load: Callable[[], Array]
-    key: tuple[Any, ...]  # equal for two names of the very same memory
+    data: Any
     nbytes: int
     on_gpu: Any = None  # the torch tensor, if it lies in a CUDA device's memory
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for two names of the very same memory."""
+        part = self.part
+        return _address(self.data), part.dtype, part.shape, tuple(self.data.shape), part.offset, part.flat
 
 
 def sources(named: Named) -> list[Source]:
@@ -67,8 +73,7 @@ def _source(name: str, value: Any) -> Source:
     dtype, shape = _describe(name, data)
     part = Part(name, dtype, shape) if piece is None else _slice_part(name, dtype, shape, piece)
     nbytes = prod(shape) * _itemsize(data)
-    key = (_address(data), dtype, part.shape, shape, part.offset, part.flat)
-    return Source(part, lambda: _flat(data), key, nbytes, data if _on_cuda(data) else None)
+    return Source(part, lambda: _flat(data), data, nbytes, data if _on_cuda(data) else None)
 
 
 def _slice_part(name: str, dtype: str, shape: tuple[int, ...], piece: Slice) -> Part:
@@ -95,7 +100,7 @@ def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
         raise TypeError(
             f"{name}: a DTensor holds one shard; wrap the state dict in rollout_client.slices.local_slices()"
         )
-    return str(data.dtype).rsplit(".", 1)[-1], tuple(int(n) for n in data.shape)
+    return str(data.dtype).rsplit(".", 1)[-1], tuple(map(int, data.shape))
 
 
 def _itemsize(data: Any) -> int:
