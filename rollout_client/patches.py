@@ -20,7 +20,7 @@ BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 def update(before: Array, after: Array, most: int) -> tuple[Array, Array] | None:
     """(gaps, values) of the patch that makes `before` equal `after`, which it does; flat, of the same unsigned dtype.
 
-    None if there are more than about `most` values: `before` is then neither of the two.
+    None if there are more than `most` values: `before` is then neither of the two.
     """
     fast = kernels.ready()
     if fast is not None:

@@ -23,8 +23,8 @@ _CASTS = {
     ("float32", "bfloat16"): "float32_to_bfloat16",
     ("float16", "bfloat16"): "float16_to_bfloat16",
 }
-_LANES = 32
-"""`difference` needs room for so many values more than it may find."""
+_LANES = 4096
+"""`difference` looks at so many elements at a time, and may find them all."""
 
 
 class Kernels:
@@ -36,6 +36,7 @@ class Kernels:
         self._library.hash_with(*map(ctypes.c_void_p, _hash_functions()))
         self._place = self._counting("place", "ppiiip")
         self._place.restype = ctypes.c_uint64
+        self._kept = threading.local()
         self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}
         self._difference = {size: self._counting(f"difference_{size}", "ppippip") for size in (2, 4)}
         self._patch = {size: self._counting(f"patch_{size}", "pipipi") for size in (2, 4)}
@@ -53,22 +54,30 @@ class Kernels:
     def difference(self, before: Array, after: Array, most: int) -> tuple[Array, Array] | None:
         """(gaps, values) of the patch that makes before equal after, which it does; see patches.py.
 
-        None if there are more than about `most` values: `before` is then neither.
+        None if there are more than `most` values: `before` is then neither.
         """
-        values = np.empty(most + _LANES, after.dtype)
-        gaps = np.empty(values.size + after.size // 255 + 1, np.uint8)
+        values = self._scratch("values", most + _LANES, after.dtype)
+        gaps = self._scratch("gaps", values.size + after.size // 255 + 1, np.dtype(np.uint8))
         found = (ctypes.c_int64 * 2)()
         places = [array.ctypes.data for array in (before, after, gaps, values)]
         function = self._difference[after.itemsize]
-        if function(*places[:2], after.size, *places[2:], values.size, ctypes.addressof(found)):
+        if function(*places[:2], after.size, *places[2:], most, ctypes.addressof(found)):
             return None
-        return gaps[: found[0]], values[: found[1]]
+        return gaps[: found[0]].copy(), values[: found[1]].copy()
 
     def patch(self, target: Array, gaps: Array, values: Array) -> bool:
         """Replace elements in place. False if the patch does not fit the target, which is then neither."""
         places = [array.ctypes.data for array in (target, gaps, values)]
         function = self._patch[target.itemsize]
         return not function(places[0], target.size, places[1], gaps.size, places[2], values.size)
+
+    def _scratch(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        """Of this thread, kept: new memory for each call would be mapped, cleared and given back each time."""
+        held: Array | None = getattr(self._kept, name, None)
+        if held is None or held.nbytes < size * dtype.itemsize:
+            held = np.empty(size * dtype.itemsize, np.uint8)
+            setattr(self._kept, name, held)
+        return held[: size * dtype.itemsize].view(dtype)
 
     def _cast(self, name: str) -> Any:
         function = getattr(self._library, name)
