@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from rollout_client.native import kernels
 
@@ -17,20 +18,41 @@ BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """Elements are compared and replaced as bits: a NaN equals itself, and -0.0 is not 0.0."""
 
 
-def update(before: Array, after: Array, most: int) -> tuple[Array, Array] | None:
+def hasher() -> Any:
+    """xxh3-64 of what comes, with `update(array)` and `intdigest()`: for `update` and `patched` below."""
+    fast = kernels.ready()
+    return xxhash.xxh3_64() if fast is None else fast.hasher()
+
+
+def update(before: Array, after: Array, most: int, into: Any) -> tuple[Array, Array] | None:
     """(gaps, values) of the patch that makes `before` equal `after`, which it does; flat, of the same unsigned dtype.
 
-    None if there are more than `most` values: `before` is then neither of the two.
+    None if there are more than `most` values: `before` is then neither of the two. `into` takes `after`.
     """
     fast = kernels.ready()
-    if fast is not None:
-        return fast.difference(before, after, most)
+    if fast is not None and isinstance(into, kernels.Hasher):
+        return fast.difference(before, after, most, into)
+    into.update(after)
     index = differing(before, after)
     if index.size > most:
         return None
     values = after[index]
     before[index] = values  # a hundredth of the bytes, not all of them
     return to_gaps(index), values
+
+
+def patched(target: Array, base: Array, gaps: Array, values: Array, into: Any) -> bool:
+    """The base with a patch into the target; flat, of the same unsigned dtype. `into` takes what the target holds.
+
+    False if the patch does not fit: what the target holds then is undefined.
+    """
+    fast = kernels.ready()
+    if fast is not None and isinstance(into, kernels.Hasher):
+        return fast.patched(target, base, gaps, values, into)
+    target[...] = base
+    fits = apply(target, gaps, values)
+    into.update(target)
+    return fits
 
 
 def differing(before: Array, after: Array) -> Array:
@@ -48,10 +70,7 @@ def to_gaps(index: Array) -> Array:
 
 
 def apply(target: Array, gaps: Array, values: Array) -> bool:
-    """Replace elements of a flat target in place. False if the patch does not fit: what it holds then is undefined."""
-    fast = kernels.ready()
-    if fast is not None:
-        return fast.patch(target, gaps, values)
+    """Replace elements of a flat target in place. False, and nothing done, if the patch does not fit it."""
     here = gaps != SKIP
     steps = np.where(here, gaps.astype(np.int64) + 1, SKIP)
     index = (np.cumsum(steps) - 1)[here]

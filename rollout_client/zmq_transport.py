@@ -5,22 +5,18 @@ One frame of 2 MiB to a message: large enough that headers and wake-ups cost not
 receiver copies one while the next is on its way (several frames in a message arrive only together). ZMQ
 sends from the trainer's own memory unless a cast made new bytes.
 
-With `Kept` and a store that still holds what is kept, a block in which little has changed is sent as a patch, one in
-which nothing has changed not at all, and any other as it is.
+With `Kept` and a store that still holds what is kept, only what differs is sent (delta.py).
 """
 
 import logging
 from collections.abc import Sequence
 
-import msgspec
-import numpy as np
-
 from rollout_client.channel import Channel
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
 from rollout_client.data_socket import DataSocket
+from rollout_client.delta import DeltaSender
 from rollout_client.digest import Digest
 from rollout_client.kept import Kept
-from rollout_client.patches import update
 from rollout_client.protocol import Chunk, Copy, Placement
 from rollout_client.tensors import Array, Source
 from rollout_client.transport import Reporter, Transport, by_part
@@ -28,8 +24,6 @@ from rollout_client.transport import Reporter, Transport, by_part
 log = logging.getLogger(__name__)
 
 FRAME_BYTES = 2 << 20
-WORTH = 0.5
-"""A patch is sent if it is smaller than this share of its block: making one and applying it cost time, too."""
 
 
 class ZmqTransport(Transport):
@@ -58,10 +52,17 @@ class ZmqTransport(Transport):
             finally:
                 data.close()
             return
-        for part, copies in by_part(placement.copies):
-            flat = sources[part].load()
-            for number, copy in copies:
-                self._send(number, copy, flat, sources[part].part.dtype, reporter)
+        work = (
+            (number, copy, flat, sources[part].part.dtype)
+            for part, copies in by_part(placement.copies)
+            for flat in [sources[part].load()]
+            for number, copy in copies
+        )
+        if self._kept is not None:
+            self.sent = DeltaSender(self._channel, self._kept, self._frame).stage(work, reporter)
+        else:
+            for number, copy, flat, dtype in work:
+                self._send(number, copy, flat, dtype, reporter)
         reporter.flush()
 
     def _data_socket(self, placement: Placement) -> DataSocket | None:
@@ -77,40 +78,15 @@ class ZmqTransport(Transport):
     def _send(self, number: int, copy: Copy, flat: Array, src_dtype: str, reporter: Reporter) -> None:
         state = Digest()
         done = 0
-        held, known = self._kept.of(copy) if self._kept is not None else (None, False)
         limit = self._frame // WIRE_DTYPE[copy.dst_dtype].itemsize
         for _, block in blocks(source_view(flat, copy), src_dtype, copy.dst_dtype, limit, fresh=True):
             raw = block.reshape(-1).data.cast("B")
             state.update(raw)
-            chunk, payload = Chunk(reporter.session, number, done, [len(raw)]), [raw]
-            if held is not None:
-                bits = block.reshape(-1).view(held.dtype)
-                before = held[done // bits.itemsize :][: bits.size]
-                if known:
-                    chunk, payload = _patch(chunk, raw, before, bits)
-                else:
-                    before[...] = bits
-            if payload:
-                while not self._channel.ready(reporter.patience_s):
-                    reporter.turn()
-                self._channel.send(chunk, payload, timeout_s=reporter.left_s)
-                self.sent += sum(chunk.sizes)
+            while not self._channel.ready(reporter.patience_s):
+                reporter.turn()
+            self._channel.send(Chunk(reporter.session, number, done, [len(raw)]), [raw], timeout_s=reporter.left_s)
+            self.sent += len(raw)
             reporter.moved(len(raw))
             reporter.turn()
             done += len(raw)
         reporter.written(number, state.intdigest(), done)
-
-
-def _patch(chunk: Chunk, raw: memoryview, before: Array, bits: Array) -> tuple[Chunk, list[memoryview]]:
-    """The least that makes `before` equal `bits`, as it is afterwards: nothing, a patch, or the bytes as they are."""
-    found = update(before, bits, int(WORTH * len(raw)) // (1 + bits.itemsize))
-    if found is not None:
-        gaps, values = found
-        if not values.size:
-            return chunk, []
-        payload = [gaps.data, values.view(np.uint8).data]
-        sizes = [len(part) for part in payload]
-        if sum(sizes) < WORTH * len(raw):
-            return msgspec.structs.replace(chunk, sizes=sizes, span=len(raw)), payload
-    before[...] = bits
-    return chunk, [raw]

@@ -1,6 +1,7 @@
 """Where one copy of a push lands in the slot, what of it has come, and what its bytes are then."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_client import patches
-from rollout_client.digest import Digest, digest_of, pieces
+from rollout_client.digest import PIECE, digest_of, joined, pieces
 from rollout_client.page_sums import both_digests
 from rollout_client.patches import BITS
 from rollout_client.protocol import Copy
@@ -19,6 +20,7 @@ WINDOW = 1 << 20
 """Bytes that are taken from the base and hashed at a time, so that they stay in the core's cache."""
 Patch = tuple[memoryview, memoryview]
 """Gaps and values (rollout_client/patches.py)."""
+NOTHING: Patch = (memoryview(b""), memoryview(b""))
 
 
 class Target:
@@ -87,6 +89,8 @@ class Target:
         item = self._view.itemsize
         if self._base is None or offset % item or span % item or len(sizes) != 2:
             return None
+        if offset // PIECE != (offset + span - 1) // PIECE:
+            return None
         gaps, values = sizes
         if not 0 < values <= span or values % item or not 0 < gaps <= span // item:
             return None
@@ -95,35 +99,40 @@ class Target:
         return list(frames)
 
     def _fill(self, base: npt.NDArray[Any]) -> int:
-        """What was not received from the base, with the patches. Digest of it all, taken window by window while hot.
+        """What was not received from the base, with the patches. Digest of it all, each window taken while hot.
 
         Raises ValueError for a patch that does not fit.
         """
+        bits = BITS[self._view.itemsize]
         flat = np.frombuffer(self.destination(0, self.nbytes), np.uint8)
         source = np.ascontiguousarray(base).reshape(-1).view(np.uint8)
-        bits = BITS[self._view.itemsize]
-        state = Digest()
-        for start, stop, patch in self._windows():
-            for begin, end in self._plain.gaps(start, stop):
-                flat[begin:end] = source[begin:end]
-            if patch is not None:
-                gaps, values = patch
-                if not patches.apply(
-                    flat[start:stop].view(bits), np.frombuffer(gaps, np.uint8), np.frombuffer(values, bits)
-                ):
-                    raise ValueError(f"a patch of {self.name} does not fit it")
-            state.update(flat[start:stop].data)
-        return state.intdigest()
+        digests: list[int] = []
+        state, room = patches.hasher(), PIECE
+        for start, stop, (gaps, values) in self._windows():
+            came = self._plain.gaps(start, stop) != [(start, stop)]
+            patch = np.frombuffer(gaps, np.uint8), np.frombuffer(values, bits)
+            if came:
+                state.update(flat[start:stop])
+            elif not patches.patched(flat[start:stop].view(bits), source[start:stop].view(bits), *patch, state):
+                raise ValueError(f"a patch of {self.name} does not fit it")
+            room -= stop - start
+            if not room or stop == self.nbytes:
+                digests.append(state.intdigest())
+                state, room = patches.hasher(), PIECE
+        return joined(digests)
 
-    def _windows(self) -> Iterator[tuple[int, int, Patch | None]]:
-        """The whole in order: the span of each patch, and what lies between in pieces of at most WINDOW bytes."""
+    def _windows(self) -> Iterator[tuple[int, int, Patch]]:
+        """The whole in order: spans of patches, what came as it is, and what did not change; none crosses a piece."""
+        spans = {offset: (offset + span, patch) for offset, span, patch in self._patches}
+        edges = {*range(0, self.nbytes, WINDOW), *spans, *(stop for stop, _ in spans.values()), self.nbytes}
+        edges |= {edge for gap in self._plain.gaps(0, self.nbytes) for edge in gap}
+        ordered = sorted(edges)
         done = 0
-        for offset, span, patch in [*sorted(self._patches, key=lambda each: each[0]), (self.nbytes, 0, None)]:
-            for start in range(done, offset, WINDOW):
-                yield start, min(start + WINDOW, offset), None
-            if patch is not None:
-                yield offset, offset + span, patch
-            done = offset + span
+        for start, stop in pairwise(ordered):
+            if start < done:
+                continue  # inside the span of a patch
+            done, patch = spans.get(start, (stop, NOTHING))
+            yield start, done, patch
 
     def parts(self) -> list[memoryview]:
         """What threads may hash apart from each other (digest.py); one if it has to be computed as a whole."""

@@ -33,13 +33,14 @@ class Kernels:
     def __init__(self, library: Path) -> None:
         """Raises OSError if it cannot be loaded."""
         self._library = ctypes.CDLL(str(library))
-        self._library.hash_with(*map(ctypes.c_void_p, _hash_functions()))
+        self._hash = _hash_functions()
+        self._library.hash_with(*(ctypes.c_void_p(_address(function)) for function in self._hash.values()))
         self._place = self._counting("place", "ppiiip")
         self._place.restype = ctypes.c_uint64
         self._kept = threading.local()
         self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}
-        self._difference = {size: self._counting(f"difference_{size}", "ppippip") for size in (2, 4)}
-        self._patch = {size: self._counting(f"patch_{size}", "pipipi") for size in (2, 4)}
+        self._difference = {size: self._counting(f"difference_{size}", "ppippipp") for size in (2, 4)}
+        self._patched = {size: self._counting(f"patched_{size}", "ppipipip") for size in (2, 4)}
 
     def place(self, source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
         """Copy, casting if the dtypes differ, past the caches. xxh3-64 of what the target holds then, not read back."""
@@ -51,8 +52,12 @@ class Kernels:
         """Elements of the same number; the results are those of copying.py, bit by bit."""
         self._casts[src_dtype, dst_dtype](target.ctypes.data, source.ctypes.data, target.size)
 
-    def difference(self, before: Array, after: Array, most: int) -> tuple[Array, Array] | None:
-        """(gaps, values) of the patch that makes before equal after, which it does; see patches.py.
+    def hasher(self) -> "Hasher":
+        """xxh3-64 of what comes."""
+        return Hasher(self._hash)
+
+    def difference(self, before: Array, after: Array, most: int, into: "Hasher") -> tuple[Array, Array] | None:
+        """(gaps, values) of the patch that makes before equal after, which it does; see patches.py. Hashes `after`.
 
         None if there are more than `most` values: `before` is then neither.
         """
@@ -61,15 +66,16 @@ class Kernels:
         found = (ctypes.c_int64 * 2)()
         places = [array.ctypes.data for array in (before, after, gaps, values)]
         function = self._difference[after.itemsize]
-        if function(*places[:2], after.size, *places[2:], most, ctypes.addressof(found)):
+        if function(*places[:2], after.size, *places[2:], most, ctypes.addressof(found), into.state):
             return None
         return gaps[: found[0]].copy(), values[: found[1]].copy()
 
-    def patch(self, target: Array, gaps: Array, values: Array) -> bool:
-        """Replace elements in place. False if the patch does not fit the target, which is then neither."""
-        places = [array.ctypes.data for array in (target, gaps, values)]
-        function = self._patch[target.itemsize]
-        return not function(places[0], target.size, places[1], gaps.size, places[2], values.size)
+    def patched(self, target: Array, base: Array, gaps: Array, values: Array, into: "Hasher") -> bool:
+        """The base with its patch into the target, past the caches. False if the patch does not fit. Hashes it."""
+        places = [array.ctypes.data for array in (target, base, gaps, values)]
+        function = self._patched[target.itemsize]
+        sizes = target.size, gaps.size, values.size
+        return not function(places[0], places[1], sizes[0], places[2], sizes[1], places[3], sizes[2], into.state)
 
     def _scratch(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         """Of this thread, kept: new memory for each call would be mapped, cleared and given back each time."""
@@ -96,16 +102,41 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _hash_functions() -> list[int]:
+def _hash_functions() -> dict[str, Any]:
     """The wheel's C interface to xxh3-64, with its vector code where it has that. Raises OSError without it."""
     library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-    found = []
+    found = {}
     for name in ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState"):
         function = getattr(library, f"XXH3_{name}_dispatch", None) or getattr(library, f"XXH3_{name}", None)
         if function is None:
             raise OSError(f"this build of xxhash has no XXH3_{name}")
-        found.append(_address(function))
+        found[name] = function
+    found["createState"].restype = ctypes.c_void_p
+    found["64bits_update"].argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    found["64bits_digest"].restype = ctypes.c_uint64
+    for name in ("64bits_reset", "64bits_digest", "freeState"):
+        found[name].argtypes = [ctypes.c_void_p]
     return found
+
+
+class Hasher:
+    """As xxhash.xxh3_64(), but the kernels can feed it."""
+
+    def __init__(self, functions: dict[str, Any]) -> None:
+        self._functions = functions
+        self.state: int = functions["createState"]()
+        functions["64bits_reset"](self.state)
+
+    def update(self, array: Array) -> None:
+        """The next bytes; contiguous."""
+        self._functions["64bits_update"](self.state, array.ctypes.data, array.nbytes)
+
+    def intdigest(self) -> int:
+        """Of all bytes so far."""
+        return int(self._functions["64bits_digest"](self.state))
+
+    def __del__(self) -> None:
+        self._functions["freeState"](self.state)
 
 
 class _Loading:

@@ -130,10 +130,10 @@ static inline uint64_t differing_4(const uint32_t *a, const uint32_t *b) {
 // A patch (patches.py) that makes `before` equal `after`, and `before` as `after` is where they differ.
 // found: how many gaps and values were written; there is room for 4096 more than `most`. -1 with more than `most`
 // values, and then `before` is not defined.
-// First which elements differ, without a branch, then those: what a processor cannot foretell costs it a dozen steps.
+// `state` takes `after`. First which elements differ, without a branch, then those: what a processor cannot foretell costs it a dozen steps.
 #define DIFFERENCE(size, type)                                                                                       \
     int64_t difference_##size(type *before, const type *after, int64_t n, uint8_t *gaps, type *values, int64_t most, \
-                              int64_t found[2]) {                                                                    \
+                              int64_t found[2], void *state) {                                                       \
         int64_t last = -1, g = 0, v = 0;                                                                             \
         for (int64_t start = 0; start < n; start += 4096) {                                                          \
             uint64_t bits[64] = {0};                                                                                 \
@@ -145,6 +145,7 @@ static inline uint64_t differing_4(const uint32_t *a, const uint32_t *b) {
                 }                                                                                                    \
                 bits[i / 64] = differing_##size(before + start + i, after + start + i);                              \
             }                                                                                                        \
+            hash.update(state, after + start, count * sizeof(type));                                                 \
             for (int64_t i = count & ~63; i < count; i++)                                                            \
                 bits[i / 64] |= (uint64_t)(before[start + i] != after[start + i]) << i % 64;                         \
             for (int w = 0; w < 64; w++)                                                                             \
@@ -155,7 +156,10 @@ static inline uint64_t differing_4(const uint32_t *a, const uint32_t *b) {
                     values[v++] = before[at] = after[at];                                                            \
                     last = at;                                                                                       \
                 }                                                                                                    \
-            if (v > most) return -1;                                                                                 \
+            if (v > most) {                                                                                          \
+                hash.update(state, after + start + count, (n - start - count) * sizeof(type));                       \
+                return -1;                                                                                           \
+            }                                                                                                        \
         }                                                                                                            \
         found[0] = g, found[1] = v;                                                                                  \
         return 0;                                                                                                    \
@@ -164,21 +168,30 @@ static inline uint64_t differing_4(const uint32_t *a, const uint32_t *b) {
 DIFFERENCE(2, uint16_t)
 DIFFERENCE(4, uint32_t)
 
-// A patch onto q. The index of each value must be inside [0, n): -1, and q is not defined.
-#define PATCH(name, type)                                                                                            \
-    int64_t name(type *q, int64_t n, const uint8_t *gaps, int64_t g, const type *values, int64_t v) {                \
-        int64_t at = -1, k = 0;                                                                                      \
-        for (int64_t i = 0; i < g; i++) {                                                                            \
-            if (gaps[i] == 255) {                                                                                    \
-                at += 255;                                                                                           \
-                continue;                                                                                            \
+// base with a patch to q, and into `state`. -1 if not every value has its place in [0, n): q is not defined then.
+#define PATCH(size, type)                                                                                            \
+    int64_t patched_##size(type *q, const type *base, int64_t n, const uint8_t *gaps, int64_t g, const type *values, \
+                           int64_t v, void *state) {                                                                 \
+        enum { COUNT = BLOCK / 4 / sizeof(type) };                                                                   \
+        type scratch[COUNT] __attribute__((aligned(LINE)));                                                          \
+        int64_t at = -1, i = 0, k = 0;                                                                               \
+        for (int64_t start = 0; start < n; start += COUNT) {                                                         \
+            int64_t stop = n - start < COUNT ? n : start + COUNT;                                                    \
+            memcpy(scratch, base + start, (stop - start) * sizeof(type));                                            \
+            for (; i < g; i++) {                                                                                     \
+                int64_t next = at + (gaps[i] == 255 ? 255 : gaps[i] + 1);                                            \
+                if (gaps[i] != 255) {                                                                                \
+                    if (next >= stop) break;                                                                         \
+                    if (k == v) return -1;                                                                           \
+                    memcpy(scratch + (next - start), values + k++, sizeof(type));                                    \
+                }                                                                                                    \
+                at = next;                                                                                           \
             }                                                                                                        \
-            at += gaps[i] + 1;                                                                                       \
-            if (k == v || at >= n) return -1;                                                                        \
-            memcpy(q + at, values + k++, sizeof(type));                                                              \
+            hash.update(state, scratch, (stop - start) * sizeof(type));                                              \
+            stream((uint8_t *)(q + start), (const uint8_t *)scratch, (stop - start) * sizeof(type));                 \
         }                                                                                                            \
-        return k == v ? 0 : -1;                                                                                      \
+        return i == g && k == v ? 0 : -1;                                                                            \
     }
 
-PATCH(patch_2, uint16_t)
-PATCH(patch_4, uint32_t)
+PATCH(2, uint16_t)
+PATCH(4, uint32_t)

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_client.native import kernels
-from rollout_client.patches import apply, differing, to_gaps, update
+from rollout_client.patches import apply, differing, hasher, patched, to_gaps, update
 
 
 @pytest.fixture(params=["compiled", "numpy"], autouse=True)
@@ -17,25 +18,33 @@ def way(request, monkeypatch):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 3000), st.lists(st.integers(0, 2999)), st.sampled_from(["<u2", "<u4"]))
+@given(st.integers(1, 300_000), st.lists(st.integers(0, 299_999)), st.sampled_from(["<u2", "<u4"]))
 def test_a_patch_makes_the_one_the_other(size, places, dtype):
     before = np.arange(size).astype(dtype)
     after = before.copy()
     after[[place for place in places if place < size]] += 1
     index = differing(before, after)
     mine = before.copy()
-    patch = update(mine, after, index.size)
+    state = hasher()
+    patch = update(mine, after, index.size, state)
+    assert state.intdigest() == xxhash.xxh3_64_intdigest(after.data)
     assert patch is not None
     gaps, values = patch
     assert np.array_equal(mine, after)
     assert np.array_equal(gaps, to_gaps(index))
     assert np.array_equal(values, after[index])
+    target, state = np.zeros_like(before), hasher()
+    assert patched(target, before, gaps, values, state)
+    assert np.array_equal(target, after)
+    assert state.intdigest() == xxhash.xxh3_64_intdigest(after.data)
     assert apply(before, gaps, values)
     assert np.array_equal(before, after)
 
 
 def test_what_is_not_worth_a_patch_is_none():
-    assert update(np.zeros(1000, "<u2"), np.ones(1000, "<u2"), 500) is None
+    before, after, state = np.zeros(9000, "<u2"), np.ones(9000, "<u2"), hasher()
+    assert update(before, after, 500, state) is None
+    assert state.intdigest() == xxhash.xxh3_64_intdigest(after.data)
 
 
 def test_a_long_way_is_told_in_few_bytes():
@@ -51,6 +60,9 @@ def test_bits_count_not_values():
 @pytest.mark.parametrize(("gaps", "values"), [([10], [1]), ([0, 0], [1]), ([0], [1, 2]), ([255], [1])])
 def test_what_does_not_fit_is_refused_and_writes_nowhere_else(gaps, values):
     around = np.zeros(30, "<u2")
-    assert not apply(around[10:20], np.array(gaps, np.uint8), np.array(values, "<u2"))
+    patch = np.array(gaps, np.uint8), np.array(values, "<u2")
+    assert not apply(around[10:20], *patch)
+    assert not around.any()
+    assert not patched(around[10:20], np.zeros(10, "<u2"), *patch, hasher())
     assert not around[:10].any()
     assert not around[20:].any()
