@@ -3,31 +3,29 @@
 `fileno` becomes readable when results wait, so the loop sleeps in one poll for sockets, processes and these.
 """
 
-import contextlib
-import itertools
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
+import xxhash
+
+from weight_manager.gang import Gang
 from weight_manager.inbox import Inbox
+from weight_manager.reading import Opening
 
 T = TypeVar("T")
-NICE = -10
 
 
 class Background:
     """A thread pool whose callbacks run in the thread that calls `deliver`."""
 
-    def __init__(self, threads: int, name: str, *, first: bool = False) -> None:
-        """first: they go before what else runs on this machine, as far as the system lets them (`_go_first`)."""
-        self.threads = threads
-        numbers = itertools.count()
-        self._pool = ThreadPoolExecutor(
-            threads, thread_name_prefix=name, initializer=(lambda: _go_first(next(numbers))) if first else None
-        )
+    def __init__(self, threads: int, name: str, *, reads: bool = False) -> None:
+        """reads: `digests` will be asked for."""
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._finished = Inbox()
+        self._opening = Opening(threads, self._finished.fileno()) if reads else None
 
     def fileno(self) -> int:
         """Readable while results wait."""
@@ -41,21 +39,34 @@ class Background:
         future.add_done_callback(lambda f: self._finish(f, done, failed))
         return future
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Run `work`, which does not raise, in a thread."""
-        self._pool.submit(work)
+    def digests(
+        self, runs: Sequence[memoryview], done: Callable[[list[int]], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """xxh3-64 of each run, by all threads; `deliver` then calls `done`, or `failed` with what went wrong."""
+        reading = self._opening.reading if self._opening is not None else None
+        if reading is not None:
+            reading.submit(runs, done)
+            return
+        found = [0] * len(runs)
 
-    def tell(self, call: Callable[[], None]) -> None:
-        """From a thread: have `deliver` call this."""
-        self._finished.put(call)
+        def over(error: BaseException | None) -> None:
+            self._finished.put(lambda: done(found) if error is None else failed(error))
+
+        gang = Gang([partial(_note, found, number, run) for number, run in enumerate(runs)], over)
+        for _ in range(min(self._threads, len(runs))):
+            self._pool.submit(gang.work)
 
     def deliver(self) -> None:
         """Run the callbacks of everything that finished."""
         self._finished.deliver()
+        if self._opening is not None and self._opening.reading is not None:
+            self._opening.reading.collect()
 
     def close(self) -> None:
         """Drop what has not started and wait for what runs."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._opening is not None:
+            self._opening.close()
         self._finished.close()
 
     def _finish(
@@ -72,12 +83,5 @@ class Background:
             self._finished.put(lambda: failed(error))
 
 
-def _go_first(number: int) -> None:
-    """One core for each thread, where it goes before threads that compute: these leave a waking thread without a core
-    of its own to wait for a scheduler's slice, and crowd several of them on the few cores that are free.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, {cores[number % len(cores)]})
-    with contextlib.suppress(OSError):  # takes CAP_SYS_NICE
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+def _note(found: list[int], number: int, run: memoryview) -> None:
+    found[number] = xxhash.xxh3_64_intdigest(run)

@@ -6,13 +6,11 @@ only lets the slot go.
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from rollout_client.digest import digest_of, joined
+from rollout_client.digest import joined
 from weight_manager.background import Background
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_ends_finite
-from weight_manager.gang import Gang
 from weight_manager.layout import region_views
 from weight_manager.metrics import Counters
 from weight_manager.push_session import PushSession
@@ -40,12 +38,16 @@ class Checker:
 
     def check(self, session: PushSession, checks: Sequence[Check]) -> None:
         """Compare digests while the rest still arrives."""
-        reading = [check for check in checks if not any(target.scattered for target, _ in check)]
+        runs: list[tuple[Check, list[list[memoryview]]]] = []
         for check in checks:
-            if check not in reading:
-                self._run(session, lambda check=check: run_check(check), check, writes=True)  # type: ignore[misc]
-        if reading:
-            self._read(session, reading)
+            parts = [target.parts() for target, _ in check]
+            if all(parts):
+                runs.append((check, parts))
+            else:
+                writes = any(target.scattered for target, _ in check)
+                self._run(session, lambda check=check: run_check(check), check, writes=writes)  # type: ignore[misc]
+        if runs:
+            self._read(session, runs)
 
     def carry(self, session: PushSession, names: Sequence[str], live_slot: int) -> None:
         """Take these tensors (canonical names) from the live version. It stays live while a session runs."""
@@ -88,35 +90,22 @@ class Checker:
 
         self._background.submit(work, done, lambda error: self._broken(session, error))
 
-    def _read(self, session: PushSession, checks: Sequence[Check]) -> None:
-        """All threads share what is to be read; the loop hears of it once."""
-        wrong: list[list[str]] = [[] for _ in checks]
-        units: list[Callable[[], None]] = []
-        shared: list[tuple[int, list[int]]] = []
-        for index, check in enumerate(checks):
-            parts = check[0][0].parts() if len(check) == 1 else []
-            if len(parts) > 1:
-                found = [0] * len(parts)
-                shared.append((index, found))
-                units += [partial(_note, found, number, part) for number, part in enumerate(parts)]
-            else:
-                units.append(partial(_look, wrong[index], check))
+    def _read(self, session: PushSession, runs: Sequence[tuple[Check, list[list[memoryview]]]]) -> None:
+        """What only has to be hashed: all threads share it, and the loop hears of it once."""
 
-        def done(error: BaseException | None) -> None:
-            if error is not None:
-                self._broken(session, error)
-                return
-            for index, found in shared:
-                ((target, claimed),) = checks[index]
-                target.digest = joined(found)
-                if target.digest != claimed:
-                    wrong[index].append(target.name)
-            for check, names in zip(checks, wrong, strict=True):
-                self._checked(session, check, names)
+        def done(digests: list[int]) -> None:
+            start = 0
+            for check, parts in runs:
+                wrong = []
+                for (target, claimed), pieces in zip(check, parts, strict=True):
+                    target.digest = joined(digests[start : start + len(pieces)])
+                    start += len(pieces)
+                    if target.digest != claimed:
+                        wrong.append(target.name)
+                self._checked(session, check, wrong)
 
-        gang = Gang(units, lambda error: self._background.tell(lambda: done(error)))
-        for _ in range(min(self._background.threads, len(units))):
-            self._background.start(gang.work)
+        flat = [piece for _, parts in runs for pieces in parts for piece in pieces]
+        self._background.digests(flat, done, lambda error: self._broken(session, error))
 
     def _run(self, session: PushSession, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
         """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""
@@ -150,11 +139,3 @@ class Checker:
     def _broken(self, session: PushSession, error: BaseException) -> None:
         log.error("work on session %s failed", session.id, exc_info=error, extra=session.extra())
         self.on_refused(session, PushRefused("internal", f"checking the weights failed: {error!r}"))
-
-
-def _note(found: list[int], number: int, part: memoryview) -> None:
-    found[number] = digest_of(part)
-
-
-def _look(wrong: list[str], check: Check) -> None:
-    wrong += run_check(check)

@@ -64,7 +64,7 @@ class Store:
         self.layout = layout_of(config)
         self._counters = Counters()
         self._history = History(config.state / HISTORY_FILE, config.history)
-        self._background = Background(config.checking_threads, "verify", first=True)
+        self._background = Background(config.checking_threads, "verify", reads=True)
         self._files = Background(1, "files")
         self._arena, self._taken_over = open_arena(config, self.layout, self._history)
         made(self._arena.path)

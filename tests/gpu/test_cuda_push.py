@@ -121,18 +121,3 @@ def test_closing_unpins_so_that_the_memory_can_be_pinned_again(store: Store, dev
             publisher.push(on(device, version), version)
             assert publisher._shm._cuda._pinned
         assert publisher._shm is None
-
-
-def test_the_gpu_sums_pages_as_numpy_does(device: Any):
-    from rollout_client.cuda_copy import _Batch
-    from rollout_client.page_sums import page_sums, pages
-
-    batch = object.__new__(_Batch)
-    batch._torch = torch
-    for size in 2, 8, 100, 4096, 4098, 40960, 123456:
-        raw = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
-        for start in 0, 2:
-            if size > start:
-                sums = torch.empty(pages(size - start), dtype=torch.int64, device=device)
-                batch._add_up(raw[start:], sums)
-                assert sums.cpu().numpy().tolist() == page_sums(raw[start:].cpu().numpy()).tolist()

@@ -1,0 +1,103 @@
+// Threads that hash runs of memory, and do nothing else: no word is said to Python from one run to the next.
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// One run; `Run` in reading.py.
+typedef struct {
+    const void *start;
+    int64_t size;
+    uint64_t digest;
+} run;
+
+// Runs that are asked for together; `Group` in reading.py, whose memory it is until nothing is left.
+typedef struct group {
+    struct group *next;
+    run *runs;
+    int64_t count, taken;
+    atomic_llong left;
+} group;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t more;
+    group *first, **last;
+    uint64_t (*hash)(const void *, size_t);
+    int event, stop, threads, nice, cores;
+    const int32_t *core;
+    atomic_int started;
+    pthread_t thread[];
+} pool;
+
+// A core for each thread, and there before threads that compute. Woken without, it waits for a scheduler's slice to end,
+// and several crowd on the few cores that are free while the push waits for the slowest. What is not allowed is left.
+static void go_first(pool *p) {
+    int number = atomic_fetch_add(&p->started, 1);
+    if (p->cores) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(p->core[number % p->cores], &set);
+        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    }
+    if (setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), p->nice)) return;
+}
+
+static void *work(void *argument) {
+    pool *p = argument;
+    go_first(p);
+    pthread_mutex_lock(&p->lock);
+    for (;;) {
+        while (!p->first && !p->stop) pthread_cond_wait(&p->more, &p->lock);
+        if (p->stop) break;
+        group *g = p->first;
+        run *r = g->runs + g->taken++;
+        if (g->taken == g->count && !(p->first = g->next)) p->last = &p->first;
+        pthread_mutex_unlock(&p->lock);
+        r->digest = p->hash(r->start, r->size);
+        uint64_t one = 1;
+        if (atomic_fetch_sub(&g->left, 1) == 1 && write(p->event, &one, sizeof one) < 0) abort();
+        pthread_mutex_lock(&p->lock);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+// event: an eventfd, written when nothing is left of a group. core: where threads run, `cores` of them; it must stay.
+void *open_pool(int threads, int event, uint64_t (*hash)(const void *, size_t), int nice, const int32_t *core, int cores) {
+    pool *p = calloc(1, sizeof *p + threads * sizeof(pthread_t));
+    if (!p) return NULL;
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->more, NULL);
+    p->last = &p->first, p->hash = hash, p->event = event, p->nice = nice, p->core = core, p->cores = cores;
+    while (p->threads < threads && !pthread_create(&p->thread[p->threads], NULL, work, p)) p->threads++;
+    if (p->threads) return p;
+    free(p);
+    return NULL;
+}
+
+// count is above 0, and left is count.
+void submit(pool *p, group *g) {
+    pthread_mutex_lock(&p->lock);
+    g->next = NULL, g->taken = 0;
+    *p->last = g, p->last = &g->next;
+    pthread_cond_broadcast(&p->more);
+    pthread_mutex_unlock(&p->lock);
+}
+
+int64_t left(group *g) { return atomic_load(&g->left); }
+
+// What has not been taken is not done.
+void close_pool(pool *p) {
+    pthread_mutex_lock(&p->lock);
+    p->stop = 1;
+    pthread_cond_broadcast(&p->more);
+    pthread_mutex_unlock(&p->lock);
+    for (int i = 0; i < p->threads; i++) pthread_join(p->thread[i], NULL);
+    free(p);
+}
