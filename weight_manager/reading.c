@@ -5,8 +5,6 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 // One run; `Run` in reading.py.
@@ -29,28 +27,25 @@ typedef struct {
     pthread_cond_t more;
     group *first, **last;
     uint64_t (*hash)(const void *, size_t);
-    int event, stop, threads, nice, cores;
+    int event, stop, threads, cores;
     const int32_t *core;
     atomic_int started;
     pthread_t thread[];
 } pool;
 
-// A core for each thread, and there before threads that compute. Woken without, it waits for a scheduler's slice to end,
-// and several crowd on the few cores that are free while the push waits for the slowest. What is not allowed is left.
-static void go_first(pool *p) {
+// A core for each thread. Left to the scheduler, several crowd on the few cores where no replica computes, and the push
+// waits for the slowest.
+static void spread(pool *p) {
     int number = atomic_fetch_add(&p->started, 1);
-    if (p->cores) {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET(p->core[number % p->cores], &set);
-        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-    }
-    if (setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), p->nice)) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(p->core[number % p->cores], &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
 static void *work(void *argument) {
     pool *p = argument;
-    go_first(p);
+    spread(p);
     pthread_mutex_lock(&p->lock);
     for (;;) {
         while (!p->first && !p->stop) pthread_cond_wait(&p->more, &p->lock);
@@ -69,12 +64,12 @@ static void *work(void *argument) {
 }
 
 // event: an eventfd, written when nothing is left of a group. core: where threads run, `cores` of them; it must stay.
-void *open_pool(int threads, int event, uint64_t (*hash)(const void *, size_t), int nice, const int32_t *core, int cores) {
+void *open_pool(int threads, int event, uint64_t (*hash)(const void *, size_t), const int32_t *core, int cores) {
     pool *p = calloc(1, sizeof *p + threads * sizeof(pthread_t));
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->more, NULL);
-    p->last = &p->first, p->hash = hash, p->event = event, p->nice = nice, p->core = core, p->cores = cores;
+    p->last = &p->first, p->hash = hash, p->event = event, p->core = core, p->cores = cores;
     while (p->threads < threads && !pthread_create(&p->thread[p->threads], NULL, work, p)) p->threads++;
     if (p->threads) return p;
     free(p);

@@ -19,8 +19,6 @@ from rollout_client.native.compiler import compiled
 log = logging.getLogger(__name__)
 
 SOURCES = (Path(__file__).with_name("reading.c"),)
-NICE = -10
-"""Of the threads, where the system allows it (CAP_SYS_NICE)."""
 Done = Callable[[list[int]], None]
 
 
@@ -47,7 +45,7 @@ class Reading:
         self._hash = _xxh3()
         cores = sorted(os.sched_getaffinity(0))
         self._cores = (ctypes.c_int32 * len(cores))(*cores)
-        pool = self._library.open_pool(threads, event, self._hash, NICE, self._cores, len(cores))
+        pool = self._library.open_pool(threads, event, self._hash, self._cores, len(cores))
         if not pool:
             raise OSError("no threads could be started")
         self._pool: int | None = pool

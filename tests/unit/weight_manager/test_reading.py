@@ -91,7 +91,7 @@ def test_a_pool_that_closes_while_it_is_compiled_is_never_opened(monkeypatch):
     os.close(gate)
 
 
-def test_threads_take_a_core_each_and_go_first_where_they_may(memory):
+def test_threads_take_a_core_each(memory):
     event = os.eventfd(0)
     before = set(os.listdir("/proc/self/task"))
     reading = Reading(compiled("reading", SOURCES), 2, event)
