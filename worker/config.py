@@ -36,6 +36,10 @@ class WorkerConfig(BaseModel):
     fake: FakeEngineConfig = FakeEngineConfig()
     """Settings of the fake engine."""
 
+    give_up_steps: bool = True
+    """A step of more than 10 ms is given up for a weight update and done again, of tp=1 on a CPU: the update does not
+    wait for it, for at most one step of work each. False: it waits for two steps, and no work is lost."""
+
     threads: int | None = Field(default=None, ge=1, le=512)
     """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""
     ranks_on_host: int = Field(default=1, ge=1, le=4096)

@@ -101,7 +101,7 @@ class Leader:
             self.membership,
             self.lifecycle,
             admits=self._admits,
-            interrupting=Interrupting(lambda: channel_.store_waits, clock),
+            interrupting=Interrupting(lambda: config.give_up_steps and channel_.store_waits, clock),
             clock=clock,
         )
         self._draining = Draining(scheduler, self._admission, send, clock)

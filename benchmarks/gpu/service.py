@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 SERVE = "from api.cli import main; main()"
-START_S, STOP_S = 300.0, 60.0
+START_S, STOP_S, SETTLE_S = 300.0, 60.0, 2.0
 
 
 class EmptyService:
@@ -27,6 +27,7 @@ class EmptyService:
         (root / "model" / "config.json").write_text(json.dumps(config))
         self.run_dir = root / "run"
         self._log = log
+        self._replicas = replicas
         self._args = [
             *(sys.executable, "-c", SERVE, "serve", str(root / "model"), "--replicas", str(replicas)),
             *("--dtype", "bfloat16", "--name", f"bench-gpu-{os.getpid()}", "--run-dir", str(self.run_dir)),
@@ -50,13 +51,18 @@ class EmptyService:
         self._stop()
 
     def wait_ready(self) -> None:
-        """Until every replica serves."""
-        self._until(lambda: httpx.get(f"{self.url}/ready", timeout=5.0).is_success, "ready replicas")
+        """Until every replica serves, and has nothing left to do for its start. `/ready` is content with one."""
+        self._until(lambda: self.metric("rollout_replica_ready") == self._replicas, "ready replicas")
+        time.sleep(SETTLE_S)
 
     def metric(self, name: str) -> float:
         """Of all replicas together."""
         lines = httpx.get(f"{self.url}/metrics", timeout=5.0).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+    def wait_settled(self) -> None:
+        """Until the store's arena is in huge pages, which takes seconds after a start; at once where there are none."""
+        self._until(lambda: "arena in huge pages" in self._log.read_text(), "a settled arena")
 
     def _has_endpoints(self) -> bool:
         self.url = (self.run_dir / "http_url").read_text().strip()

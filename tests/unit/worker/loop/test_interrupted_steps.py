@@ -75,3 +75,15 @@ def test_a_commit_that_drains_lets_steps_run(slow):
     assert slow.api.finish("long")[2] == "length"
     slow.store.send(Rollback("s1", "enough"))
     slow.store.expect(RolledBack)
+
+
+def test_nothing_is_given_up_where_that_is_not_wanted(make_rig):
+    rig = make_rig(fake={"step_s": STEP_S}, give_up_steps=False)
+    rig.serve()
+    rig.api.generate("long", max_tokens=4)
+    rig.api.until(lambda: rig.api.tokens("long") > 0)
+    time.sleep(STEP_S / 4)
+    rig.store.push("s1", rig.store.write(1, 1))
+    rig.api.finish("long")
+    assert rig.versions("long") == [0, 1]
+    assert counter(rig, "interrupted_steps") == 0
