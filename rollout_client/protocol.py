@@ -23,7 +23,7 @@ A push, step by step:
     Of a placement with `delta`, bytes that are not sent are those of the live version, and a `Chunk` may be a
     patch of them; so a copy that has not changed is its `Written` alone.
     Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
-    memory (digest.py), or from tensors on a GPU the page sums that the GPU itself made (page_sums.py).
+    memory (digest.py), on a GPU by the GPU itself; or there, where it cannot, over page sums (page_sums.py).
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
     lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
     accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
