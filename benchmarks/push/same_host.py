@@ -3,7 +3,8 @@
 ``python -m benchmarks.push.same_host`` serves a float32 Qwen3-0.6B of random weights on two replicas, and in each round
 measures, one after the other: limit A, limit T, a push through shared memory and one over TCP (both from `push()` to
 committed, checksums on), and every peer. A peer moves the bytes to one receiver and checks nothing; processes of
-peers are started for the round and pass once before they are timed. Ratios are taken within a round.
+peers are started for the round and pass once before they are timed. Ratios are taken within a round. The first push is
+that of a new trainer to a service that has been up for some seconds and has never had weights.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def main() -> int:
             WeightPublisher(service.push_endpoint, run_id="push", transport="shm", progress=False) as near,
             WeightPublisher(service.push_endpoint, run_id="push", transport="zmq", progress=False) as far,
         ):
+            service.wait_settled()
             tensors = source.read(path)[1]
             pusher = Pusher(tensors)
             result["first_push_of_all_s"] = pusher.push(near)["total"]  # nothing is live: nobody votes
