@@ -23,7 +23,8 @@ from benchmarks.push.rounds import load, write
 from rollout_client import AsyncRolloutClient, WeightPublisher
 from weight_manager.families import manifest_for
 
-PROMPT = 16
+PROMPT, LENGTH = 16, 1000
+"""Long enough that none begins anew, which would be a prompt in the middle of the steps."""
 
 
 async def decode(url: str, sequences: int, until: threading.Event) -> list[tuple[float, float]]:
@@ -36,7 +37,7 @@ async def decode(url: str, sequences: int, until: threading.Event) -> list[tuple
         while not until.is_set():
             prompt = [int(t) for t in rng.integers(1, 4000, PROMPT)]
             last = 0.0
-            async for piece in client.stream(prompt_ids=prompt, max_tokens=400, ignore_eos=True, temperature=1.0):
+            async for piece in client.stream(prompt_ids=prompt, max_tokens=LENGTH, ignore_eos=True, temperature=1.0):
                 now = time.monotonic()
                 if last and any(output.token_ids for output in piece.outputs):
                     gaps.append((now, now - last))
@@ -55,15 +56,15 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--pushes", type=int, default=6)
-    parser.add_argument("--quiet-s", type=float, default=40.0)
-    parser.add_argument("--every-s", type=float, default=15.0)
+    parser.add_argument("--quiet-s", type=float, default=25.0)
+    parser.add_argument("--every-s", type=float, default=8.0)
     args = parser.parse_args()
     shapes = {p.name: p.shape for p in manifest_for(SHAPES[args.shapes], "float32").parameters}
     with tempfile.TemporaryDirectory(prefix="bench-stall-", dir="/dev/shm") as scratch:
         tensors = source.read(source.write(Path(scratch), shapes))[1]
         for tensor in tensors.values():
             np.multiply(tensor - 0.5, 0.02, out=tensor)
-        options = ("--dtype", args.dtype, "--set", "worker.max_model_len=512", "--set", "worker.max_batch=16")
+        options = ("--dtype", args.dtype, "--set", "worker.max_model_len=1024", "--set", "worker.max_batch=16")
         with (
             EmptyService(SHAPES[args.shapes], 1, Path(scratch) / "log", *options) as service,
             WeightPublisher(service.push_endpoint, run_id="push", transport="shm", progress=False) as publisher,
