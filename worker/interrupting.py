@@ -7,8 +7,10 @@ costs is bounded: the step after one that was given up runs to its end, and shor
 
 from collections.abc import Callable
 
+LONG_S = 0.2
+"""Where steps are shorter than this a version soon has its turn, and what would be computed twice costs more."""
 GRACE_S = 0.01
-"""A step younger than this is not asked about: most are over by then."""
+"""A step younger than this is not asked about."""
 
 
 class Interrupting:
@@ -21,9 +23,9 @@ class Interrupting:
         self._after = float("inf")
         self._spared = False
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._after = float("inf") if self._spared else self._clock() + GRACE_S
+    def begin(self, last_s: float) -> None:
+        """A step begins. last_s: how long the one before it took."""
+        self._after = float("inf") if self._spared or last_s < LONG_S else self._clock() + GRACE_S
 
     def ended(self, *, given_up: bool) -> None:
         """It is over; the next one is spared if it was given up."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch
-from worker.interrupting import Interrupting
+from worker.interrupting import LONG_S, Interrupting
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.scheduler import Scheduler
@@ -56,9 +56,11 @@ class Stepping:
 
     @property
     def expects_flip_until(self) -> float:
-        """A step begun now would keep a flip waiting that may come at once, so none is, for a quarter of a step."""
+        """A long step begun now would keep a flip waiting that may come at once: none is, for a quarter of a step."""
         session = self._membership.session
-        return session.began + self._last_s / 4 if session and session.in_flight != "wait" else 0.0
+        if session is None or session.in_flight == "wait" or self._last_s < LONG_S:
+            return 0.0
+        return session.began + self._last_s / 4
 
     def schedule(self) -> ForwardBatch | None:
         """The next batch, under what every rank is bound to."""
@@ -70,7 +72,7 @@ class Stepping:
         if batch is None:
             self.retry_at = self._clock() + _RETRY_S
             return None
-        self.interrupting.begin()
+        self.interrupting.begin(self._last_s)
         if self._membership.session is not None:
             self._membership.session.still_since = float("inf")
         return batch

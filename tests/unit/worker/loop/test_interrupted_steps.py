@@ -58,10 +58,11 @@ def test_after_a_vote_no_step_begins_for_a_while_and_then_one_does(slow):
     slow.check(slow.api, "long")
 
 
-def test_short_steps_are_left_alone(make_rig):
-    rig = make_rig(fake={"step_s": 0.004})
+@pytest.mark.parametrize(("step_s", "tokens"), [(0.004, 100), (0.1, 12)])
+def test_short_steps_are_left_alone(make_rig, step_s, tokens):
+    rig = make_rig(fake={"step_s": step_s})
     rig.serve()
-    rig.api.generate("long", max_tokens=100)
+    rig.api.generate("long", max_tokens=tokens)
     rig.api.until(lambda: rig.api.tokens("long") > 2)
     for number in range(1, 6):
         rig.store.push(f"s{number}", rig.store.write(number, number % 2))
