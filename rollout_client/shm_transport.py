@@ -9,6 +9,7 @@ from giving the slot away (slot_lock.py).
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -24,6 +25,11 @@ from rollout_client.transport import Reporter, Transport, by_part
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
 MAX_THREADS = 4
+CROWDED = 1.5
+"""Work that took so many times the processor time it used had to wait for others: replicas, as a rule, that compute."""
+AWAY, AWAY_S = 4.0, 0.03
+"""The thread then stays away for so many times as long, at most so many seconds: the threads of a step wait for each
+other at every operation, and whoever runs between two of them holds up all."""
 Job = tuple[int, list[tuple[int, Copy]]]
 """A part and its numbered copies."""
 
@@ -134,5 +140,9 @@ class ShmTransport(Transport):
 
 
 def _put_all(work: Callable[[], list[Moved]], finished: "queue.SimpleQueue[Moved | Future[None]]") -> None:
+    began, used = time.monotonic(), time.thread_time()
     for moved in work():
         finished.put(moved)
+    took = time.monotonic() - began
+    if took > CROWDED * (time.thread_time() - used):
+        time.sleep(min(AWAY * took, AWAY_S))

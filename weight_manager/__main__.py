@@ -16,6 +16,7 @@ from weight_manager.errors import StartError
 from weight_manager.store import Store
 
 NICE = -10
+FEW_CORES = 4
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -53,8 +54,11 @@ def _serve(config: StoreConfig, parent: int) -> int:
 
 def _go_first() -> None:
     """Ahead of replicas that compute: the store needs the processors only while a push is under way, and a trainer and
-    all replicas wait for it then. Needs CAP_SYS_NICE; without it the store waits for slices like everybody.
+    all replicas wait for it then. Needs CAP_SYS_NICE; without it the store waits for slices like everybody. So it does
+    on a few cores, where it would have all of them, and a step would stand still for as long as it checks.
     """
+    if len(os.sched_getaffinity(0)) <= FEW_CORES:
+        return
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
 
