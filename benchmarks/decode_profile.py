@@ -40,9 +40,13 @@ def main() -> None:
             measure(engine, dtype, count, args.context, args.steps)
 
 
-def loaded(path: Path, dtype: Any, without: list[str], *, rank: int = 0, tp: int = 1, group: Any = None) -> Any:
+def loaded(
+    path: Path, dtype: Any, without: list[str], *, rank: int = 0, tp: int = 1, group: Any = None, rounded: bool = False
+) -> Any:
+    """rounded: a float32 engine with weights that bfloat16 can hold."""
     from safetensors.numpy import load_file
 
+    from rollout_client.copying import cast
     from weight_manager.families import manifest_for
     from weight_manager.layout import make_layout, rank_views, region_views
     from worker.config import WorkerConfig
@@ -60,7 +64,14 @@ def loaded(path: Path, dtype: Any, without: list[str], *, rank: int = 0, tp: int
     for region, view in zip(layout.regions, region_views(layout, slot), strict=True):
         box = tuple(slice(start, start + size) for start, size in zip(region.start, region.shape, strict=True))
         flat = np.ascontiguousarray(tensors[region.name][box]).reshape(-1)
-        view[:] = flat if dtype == "float32" else flat.view(np.uint32) >> 16
+        if dtype == "bfloat16":
+            cast("float32", "bfloat16", flat, view)
+        elif rounded:
+            narrow = np.empty(flat.size, np.uint16)
+            cast("float32", "bfloat16", flat, narrow)
+            cast("bfloat16", "float32", narrow, view)
+        else:
+            view[:] = flat
     config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024)
     engine = paddle_engine.PaddleEngine(config, manifest, group, rank)
     engine.allocate_kv()

@@ -2,8 +2,10 @@
 
     python -m benchmarks.generate.gap [--rounds 5]
 
-Each round samples 8 answers of 96 tokens at temperature 1 with our float32 engine; all four score the same tokens.
-Gaps are means of the absolute differences. `engines` is ours in float32 against HF in float32.
+Each round samples 8 answers of 96 tokens at temperature 1 with our float32 engine; all score the same tokens. Gaps are
+means of the absolute differences: `ours` and `hf` between the two arithmetics with the same weights, such as bfloat16
+can hold; `with_rounding` between a float32 checkpoint and what it becomes in bfloat16. `engines` is ours in float32
+against HF in float32.
 """
 
 import tempfile
@@ -32,6 +34,7 @@ def main() -> None:
     log = Path(tempfile.mkdtemp(prefix="bench-generate-log-")) / "hf.log"
     hf = Peer("hf", install.transformers(), "hf_score.py", log, "--model", str(args.model))
     engines = {dtype: loaded(args.model, dtype, []) for dtype in ("float32", "bfloat16")}
+    engines["rounded"] = loaded(args.model, "float32", [], rounded=True)
     random = np.random.default_rng()
 
     def measure(_: int) -> Round:
@@ -40,8 +43,10 @@ def main() -> None:
         ours = {dtype: np.concatenate([score(engine, row) for row in ids]) for dtype, engine in engines.items()}
         theirs = {name: np.array(found) for name, found in hf.ask({"ids": ids, "first": LENGTH}).items()}
         return {
-            "ours": round(float(np.abs(ours["bfloat16"] - ours["float32"]).mean()), 5),
-            "hf": round(float(np.abs(theirs["bfloat16"] - theirs["float32"]).mean()), 5),
+            "ours": gap(ours, "bfloat16", "rounded"),
+            "hf": gap(theirs, "bfloat16", "rounded"),
+            "ours_with_rounding": gap(ours, "bfloat16", "float32"),
+            "hf_with_rounding": gap(theirs, "bfloat16", "float32"),
             "engines": float(np.abs(ours["float32"] - theirs["float32"]).mean()),
         }
 
@@ -49,6 +54,10 @@ def main() -> None:
         section.collect(measure)
     finally:
         hf.close()
+
+
+def gap(scores: dict[str, np.ndarray], one: str, other: str) -> float:
+    return round(float(np.abs(scores[one] - scores[other]).mean()), 5)
 
 
 def score(engine: Any, ids: list[int]) -> np.ndarray:

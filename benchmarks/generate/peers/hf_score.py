@@ -1,10 +1,12 @@
-"""Logprobs of given tokens under HF transformers in float32 and bfloat16; runs in a venv of its own.
+"""Logprobs of given tokens under HF transformers; runs in a venv of its own. `rounded` is float32 with weights that
+bfloat16 can hold.
 
 Line in:  {"ids": [[ids], ...], "first": how many of each are a prompt}
-Line out: {"float32": [logprob of every later token], "bfloat16": likewise}
+Line out: {"float32": [logprob of every later token], "bfloat16": likewise, "rounded": likewise}
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -22,6 +24,7 @@ def main() -> None:
         dtype: AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, dtype)).eval()
         for dtype in ("float32", "bfloat16")
     }
+    models["rounded"] = copy.deepcopy(models["bfloat16"]).float()
     print(json.dumps({"ready_seconds": time.perf_counter() - began}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
