@@ -13,6 +13,8 @@ from worker.engine.base import ForwardBatch
 
 MADV_POPULATE_WRITE = 23
 """Python has no name for it yet."""
+_POPULATED = 64 << 20
+"""Bytes at a time: Python's lock is held meanwhile, and the loop has to go on beside a reload."""
 
 
 class KvBlocks:
@@ -72,15 +74,22 @@ def _mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     anywhere, so huge pages matter; shared mappings (Python's default) do not get them. Filled in as it is used, it made
     every 64th step of 16 sequences three times as long. Raises MemoryError.
     """
-    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    nbytes = prod(shape) * dtype.itemsize
     try:
-        memory.madvise(MADV_POPULATE_WRITE)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        _populate(memory)
+    except OSError as error:
+        size = f"{nbytes / 2**30:.1f} GiB"
+        raise MemoryError(f"no memory for {size} of KV cache ({error.strerror}): lower worker.num_blocks") from error
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    try:
+        for start in range(0, len(memory), _POPULATED):
+            memory.madvise(MADV_POPULATE_WRITE, start, min(_POPULATED, len(memory) - start))
     except OSError as error:
         if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it
-            size = f"{prod(shape) * dtype.itemsize / 2**30:.1f} GiB"
-            raise MemoryError(
-                f"no memory for {size} of KV cache ({error.strerror}): lower worker.num_blocks"
-            ) from error
-    return np.frombuffer(memory, dtype).reshape(shape)
+            raise
