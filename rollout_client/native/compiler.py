@@ -37,7 +37,7 @@ def compiled(name: str, sources: Sequence[Path]) -> Path:
         files = [str(path) for path in sources if path.suffix == ".c"]
         command = [*compiler, *_FLAGS, "-o", str(made), *files, *_LIBRARIES]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S)
         except subprocess.SubprocessError as error:
             raise OSError(f"{shlex.join(command)} failed: {getattr(error, 'stderr', None) or error}") from error
         os.replace(made, target)  # two processes may compile at once; each sees a whole file
@@ -48,7 +48,10 @@ def compiled(name: str, sources: Sequence[Path]) -> Path:
 def _compiler() -> list[str]:
     chosen = os.environ.get("CC")
     if chosen:
-        return shlex.split(chosen)
+        try:
+            return shlex.split(chosen)
+        except ValueError as error:
+            raise OSError(f"CC={chosen} is no command: {error}") from error
     for name in ("clang", "gcc", "cc"):
         found = shutil.which(name)
         if found:
@@ -60,7 +63,10 @@ def _compiler() -> list[str]:
 
 def _cache() -> Path:
     """Only this user can write there: what lies in it is run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle-rollout"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle-rollout"
+    except RuntimeError as error:  # a user without a name, and no HOME
+        raise OSError(f"no place for compiled kernels: {error}; set XDG_CACHE_HOME") from error
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.stat().st_uid != os.getuid() or base.stat().st_mode & 0o022:
         raise OSError(f"{base} can be written by others")
@@ -68,9 +74,9 @@ def _cache() -> Path:
 
 
 def _cpu_flags() -> str:
-    """A cache on a shared home must not serve another kind of processor."""
+    """A cache on a shared home must not serve another kind of processor. ARM has another name for its flags."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-    return next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")

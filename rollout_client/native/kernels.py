@@ -124,7 +124,9 @@ class Hasher:
 
     def __init__(self, functions: dict[str, Any]) -> None:
         self._functions = functions
-        self.state: int = functions["createState"]()
+        self.state: int | None = functions["createState"]()
+        if not self.state:
+            raise MemoryError("no memory for a hash")
         functions["64bits_reset"](self.state)
 
     def update(self, array: Array) -> None:

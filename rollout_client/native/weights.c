@@ -8,6 +8,9 @@
 
 enum { LINE = 64, PAGE = 4096, AT_ONCE = 4, BLOCK = 256 << 10 };
 
+// Of a thread, but not on its stack: that may be a small one.
+static _Thread_local uint8_t scratch[BLOCK] __attribute__((aligned(LINE)));
+
 // xxh3-64 is the xxhash wheel's own: it is told once where that lies.
 static struct {
     void *(*create)(void);
@@ -52,14 +55,16 @@ static void stream(uint8_t *q, const uint8_t *p, int64_t n) {
 #endif
 }
 
-// The exponents of a half are 112 lower; a subnormal one becomes normal on the way. What is no number keeps its bits.
+// The exponents of a half are 112 lower. A subnormal one gets its value by a subtraction in which nothing is subnormal:
+// a trainer may have told its threads to take such numbers for 0. What is no number keeps its bits.
 static inline uint32_t wide(uint16_t half) {
     uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
+    uint32_t above = magnitude + (113u << 23), small;
     float value;
-    memcpy(&value, &magnitude, sizeof value);
-    value *= 0x1p112f;
-    uint32_t finite;
-    memcpy(&finite, &value, sizeof finite);
+    memcpy(&value, &above, sizeof value);
+    value -= 0x1p-14f;
+    memcpy(&small, &value, sizeof small);
+    uint32_t finite = magnitude < 1u << 23 ? small & 0x7fffffff : magnitude + (112u << 23);
     return sign | (magnitude < 0x0f800000 ? finite : magnitude | 0x7f800000);
 }
 
@@ -89,7 +94,6 @@ void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64
 // xxh3-64 of what is at q then, taken from each block while it is in the cache; q is not read back.
 uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from,
                void (*cast)(void *, const void *, int64_t)) {
-    uint8_t scratch[BLOCK] __attribute__((aligned(LINE)));
     void *state = hash.create();
     hash.reset(state);
     for (int64_t done = 0; done < n; done += BLOCK / to) {
@@ -173,7 +177,6 @@ DIFFERENCE(4, uint32_t)
     int64_t patched_##size(type *q, const type *base, int64_t n, const uint8_t *gaps, int64_t g, const type *values, \
                            int64_t v, void *state) {                                                                 \
         enum { COUNT = BLOCK / 4 / sizeof(type) };                                                                   \
-        type scratch[COUNT] __attribute__((aligned(LINE)));                                                          \
         int64_t at = -1, i = 0, k = 0;                                                                               \
         for (int64_t start = 0; start < n; start += COUNT) {                                                         \
             int64_t stop = n - start < COUNT ? n : start + COUNT;                                                    \
@@ -183,12 +186,12 @@ DIFFERENCE(4, uint32_t)
                 if (gaps[i] != 255) {                                                                                \
                     if (next >= stop) break;                                                                         \
                     if (k == v) return -1;                                                                           \
-                    memcpy(scratch + (next - start), values + k++, sizeof(type));                                    \
+                    memcpy(scratch + (next - start) * sizeof(type), values + k++, sizeof(type));                     \
                 }                                                                                                    \
                 at = next;                                                                                           \
             }                                                                                                        \
             hash.update(state, scratch, (stop - start) * sizeof(type));                                              \
-            stream((uint8_t *)(q + start), (const uint8_t *)scratch, (stop - start) * sizeof(type));                 \
+            stream((uint8_t *)(q + start), scratch, (stop - start) * sizeof(type));                                  \
         }                                                                                                            \
         return i == g && k == v ? 0 : -1;                                                                            \
     }

@@ -1,3 +1,10 @@
+import ctypes
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import xxhash
@@ -64,6 +71,64 @@ def test_float16_reaches_bfloat16_through_exact_float32():
     out = np.empty(5, np.uint16)
     move(halves, "float16", out, "bfloat16")
     np.testing.assert_array_equal(out, bf16_reference(halves.astype(np.float32)))
+
+
+@contextmanager
+def subnormal_numbers_are_zero() -> Iterator[None]:
+    """As torch.set_flush_denormal(True) has it: the two bits of the thread's MXCSR, last word of glibc's fenv_t."""
+    libm = ctypes.CDLL("libm.so.6")
+    before, after = (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
+    libm.fegetenv(before)
+    libm.fegetenv(after)
+    after[7] |= 0x8040
+    libm.fesetenv(after)
+    try:
+        yield
+    finally:
+        libm.fesetenv(before)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the bits are x86's")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_halves_stay_what_they_are_where_subnormal_numbers_count_as_zero(dtype):
+    every = np.arange(2**16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    halves = every[np.isfinite(every)]
+    expected, found = (np.empty(halves.size, np.float32 if dtype == "float32" else np.uint16) for _ in range(2))
+    move(halves, "float16", expected, dtype)
+    with subnormal_numbers_are_zero():
+        assert np.float32(1e-40) * np.float32(1) == 0
+        move(halves, "float16", found, dtype)
+    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+SMALL_STACK = """
+import sys, threading
+import numpy as np
+from rollout_client.copying import move
+from rollout_client.native import kernels
+from rollout_client.patches import hasher, patched
+if sys.argv[1] == "compiled":
+    assert kernels.prepare(120)
+
+def run():
+    move(np.ones(1 << 20, np.float32), "float32", np.empty(1 << 20, np.uint16), "bfloat16")
+    ones = np.ones(1 << 20, np.uint16)
+    assert patched(np.empty_like(ones), ones, np.zeros(1, np.uint8), ones[:1], hasher())
+    print("through")
+
+threading.stack_size(64 << 10)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+def test_threads_with_small_stacks_move_weights():
+    """A trainer's threads have the size that it told Python to give them."""
+    way = "numpy" if kernels.ready() is None else "compiled"
+    command = [sys.executable, "-c", SMALL_STACK, way]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "through\n"), ended.stderr
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
