@@ -21,15 +21,20 @@ class Kept:
         self._held: dict[tuple[Any, ...], Array] = {}
         self._known: set[tuple[Any, ...]] = set()
 
-    def begin(self, placement: Placement, *, partial: bool) -> None:
-        """A push starts. Until `settle` nothing is known of what the store holds."""
+    def begin(self, placement: Placement, *, others_stay: bool) -> None:
+        """A push starts. Until `settle` nothing is known of what the store holds.
+
+        others_stay: nobody changes anything outside these copies.
+        """
         self.digest = ""
         places = {_place(copy) for copy in placement.copies}
         if not placement.delta:
             self._known.clear()
-        if not (placement.delta and partial):
-            self._held = {place: held for place, held in self._held.items() if place in places}
-            self._known &= places
+        if placement.delta and others_stay:  # a place that was cut otherwise before is not what it was
+            cuts = [_span(place) for place in places if place not in self._held]
+            places |= {place for place in self._held if not any(_meet(_span(place), cut) for cut in cuts)}
+        self._held = {place: held for place, held in self._held.items() if place in places}
+        self._known &= places
 
     def settle(self, digest: str) -> None:
         """The push went live under this digest."""
@@ -46,3 +51,13 @@ class Kept:
 
 def _place(copy: Copy) -> tuple[Any, ...]:
     return copy.dst_offset, tuple(copy.shape), tuple(copy.dst_strides), copy.dst_dtype
+
+
+def _span(place: tuple[Any, ...]) -> tuple[int, int]:
+    """Elements from the first to the last; of strided places those between as well."""
+    offset, shape, strides, _ = place
+    return offset, offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]

@@ -164,7 +164,7 @@ class WeightPublisher:
         if isinstance(reply, Committed):
             return report_of(reply, nbytes, transport.name, laps)
         if self._kept is not None:
-            self._kept.begin(reply, partial=begin.base_version is not None)
+            self._kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
             with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
                 transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))

@@ -1,10 +1,14 @@
 """Pushes of what differs, over ZMQ: the same to the bit, and whole again as soon as the base is in doubt."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 
 from rollout_client.errors import PushError
 from rollout_client.publisher import WeightPublisher
+from rollout_client.tensors import Slice
 
 
 @pytest.fixture
@@ -133,3 +137,41 @@ def test_into_places_that_are_strided(store, publisher, weights):
     assert 0 < report.sent < report.nbytes / 20
     with WeightPublisher(store.endpoint, run_id="plain", transport="zmq", progress=False) as plain:
         assert plain.push(changed, 1, timeout_s=10).digest == report.digest
+
+
+def test_whole_again_where_a_tensor_was_cut_otherwise_in_between(publisher, check, weights):
+    tensors, name = weights(1), "model.embed_tokens.weight"
+    publisher.push(tensors, 1, timeout_s=10)
+    changed = moved({name: tensors[name]}, 0.1)[name]
+    half = len(changed) // 2
+    pieces = [Slice(changed[:half], changed.shape, offset=(0, 0)), Slice(changed[half:], changed.shape, (half, 0))]
+    report = publisher.push([(name, piece) for piece in pieces], 2, base_version=1, timeout_s=10)
+    check(report, 2, tensors | {name: changed})
+    report = publisher.push(tensors, 3, timeout_s=10)
+    check(report, 3, tensors)
+    assert report.sent == changed.nbytes
+
+
+def test_whole_again_where_another_rank_may_have_changed_it(store, run, check, weights):
+    tensors = weights(1)
+    first, other = list(tensors)[:2]
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        ranks = [
+            stack.enter_context(WeightPublisher(store.endpoint, run_id=run, transport="zmq", delta=True))
+            for _ in range(2)
+        ]
+
+        def push(version, *shares, **more):
+            pushes = [
+                pool.submit(ranks[n].push, share, version, rank=n, world=2, timeout_s=10, **more)
+                for n, share in enumerate(shares)
+            ]
+            return [push.result() for push in pushes]
+
+        rest = {name: array for name, array in tensors.items() if name != other}
+        push(1, rest, {other: tensors[other]})
+        changed = moved({name: tensors[name] for name in (first, other)}, 0.1)
+        push(2, {other: changed[other]}, {first: changed[first]}, base_version=1)
+        now = tensors | {other: changed[other]}
+        for report in push(3, rest, {other: now[other]}):
+            check(report, 3, now)
