@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,6 +157,12 @@ class _Loading:
                 self._thread.start()
             return self._thread
 
+    def forked(self) -> None:
+        """In the child: a thread that was still compiling is not there."""
+        self._lock = threading.Lock()
+        if self.kernels is None:
+            self._thread = None
+
     def _load(self) -> None:
         try:
             self.kernels = Kernels(compiled("weights", SOURCES))
@@ -164,6 +171,7 @@ class _Loading:
 
 
 _loading = _Loading()
+os.register_at_fork(after_in_child=_loading.forked)
 
 
 def prepare(wait_s: float = 0.0) -> Kernels | None:
