@@ -1,5 +1,6 @@
 // Passes over a model's bytes. Each is one call for many megabytes, so that Python's lock is not asked for in between,
 // and touches memory as few times as can be.
+#include <fenv.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -55,16 +56,14 @@ static void stream(uint8_t *q, const uint8_t *p, int64_t n) {
 #endif
 }
 
-// The exponents of a half are 112 lower. A subnormal one gets its value by a subtraction in which nothing is subnormal:
-// a trainer may have told its threads to take such numbers for 0. What is no number keeps its bits.
+// The exponents of a half are 112 lower; a subnormal one becomes normal on the way. What is no number keeps its bits.
 static inline uint32_t wide(uint16_t half) {
     uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
-    uint32_t above = magnitude + (113u << 23), small;
     float value;
-    memcpy(&value, &above, sizeof value);
-    value -= 0x1p-14f;
-    memcpy(&small, &value, sizeof small);
-    uint32_t finite = magnitude < 1u << 23 ? small & 0x7fffffff : magnitude + (112u << 23);
+    memcpy(&value, &magnitude, sizeof value);
+    value *= 0x1p112f;
+    uint32_t finite;
+    memcpy(&finite, &value, sizeof finite);
     return sign | (magnitude < 0x0f800000 ? finite : magnitude | 0x7f800000);
 }
 
@@ -82,12 +81,22 @@ void float32_to_bfloat16(uint16_t *restrict q, const uint32_t *restrict p, int64
     for (int64_t i = 0; i < n; i++) q[i] = narrow(p[i]);
 }
 
+// A trainer may have told its threads to take subnormal numbers for 0: not while halves are widened.
+#define WIDENING(work)        \
+    do {                      \
+        fenv_t before;        \
+        fegetenv(&before);    \
+        fesetenv(FE_DFL_ENV); \
+        work;                 \
+        fesetenv(&before);    \
+    } while (0)
+
 void float16_to_float32(uint32_t *restrict q, const uint16_t *restrict p, int64_t n) {
-    for (int64_t i = 0; i < n; i++) q[i] = wide(p[i]);
+    WIDENING(for (int64_t i = 0; i < n; i++) q[i] = wide(p[i]));
 }
 
 void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64_t n) {
-    for (int64_t i = 0; i < n; i++) q[i] = narrow(wide(p[i]));
+    WIDENING(for (int64_t i = 0; i < n; i++) q[i] = narrow(wide(p[i])));
 }
 
 // n elements of `from` bytes at p to q, as elements of `to` bytes: as they are, or through a cast above. Returns
