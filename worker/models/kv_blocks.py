@@ -4,6 +4,7 @@ import contextlib
 import errno
 import mmap
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ class KvBlocks:
 
     states: [num_blocks * block_size, hidden], the hidden state after each token; hidden 0 = they are not kept.
 
+    Raises MemoryError saying what does not fit.
+
     Cells are never read before they are written: a request that overflowed must not reach the next one that
     is given its blocks, and 0 * NaN is NaN.
     """
@@ -37,6 +40,9 @@ class KvBlocks:
         hidden: int = 0,
     ) -> None:
         shape = (layers, num_blocks, kv_heads, block_size, dim)
+        nbytes = 2 * prod(shape) * np.dtype(dtype).itemsize + 4 * num_blocks * block_size * hidden
+        if nbytes > _available():  # filling it in would have the system end a process, maybe another's
+            raise MemoryError(_too_much(nbytes, f"{_available() / 2**30:.1f} GiB are available"))
         self.keys, self.values = _mapped(shape, np.dtype(dtype)), _mapped(shape, np.dtype(dtype))
         self.states: npt.NDArray[np.float32] | None = None
         if hidden:
@@ -47,6 +53,13 @@ class KvBlocks:
     def nbytes(self) -> int:
         """Of all arrays."""
         return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
+
+    def free(self) -> int:
+        """Give the memory back, though the last step's attention may still hold this; bytes."""
+        nbytes = self.nbytes
+        self.keys = self.values = np.empty(0, self.keys.dtype)
+        self.states = None
+        return nbytes
 
     def copy(self, pairs: npt.NDArray[np.int32]) -> None:
         """Copy whole blocks in all layers; pairs: [C, 2] (from, to)."""
@@ -81,8 +94,7 @@ def _mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
             memory.madvise(mmap.MADV_HUGEPAGE)
         _populate(memory)
     except OSError as error:
-        size = f"{nbytes / 2**30:.1f} GiB"
-        raise MemoryError(f"no memory for {size} of KV cache ({error.strerror}): lower worker.num_blocks") from error
+        raise MemoryError(_too_much(nbytes, str(error.strerror))) from error
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
@@ -93,3 +105,19 @@ def _populate(memory: mmap.mmap) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it
             raise
+
+
+def _too_much(nbytes: int, why: str) -> str:
+    return f"no memory for {nbytes / 2**30:.1f} GiB of KV cache ({why}): lower worker.num_blocks"
+
+
+def _available() -> float:
+    """Bytes that could be had, at most: of the system, and of a container that has a limit."""
+    limits = [float("inf")]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        limits.append(sum(1024.0 * int(known[name].split()[0]) for name in ("MemAvailable", "SwapFree")))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(float(Path(path).read_text()))
+    return min(limits)

@@ -132,7 +132,7 @@ class OneDnnBackend:
     def release_kv(self) -> int:
         """Bytes freed."""
         kv, self._kv = self._kv, None
-        return 0 if kv is None else kv.nbytes
+        return 0 if kv is None else kv.free()
 
     def forward(self, batch: ForwardBatch) -> Float32 | None:
         """Logits [L, vocab] on rank 0."""

@@ -8,13 +8,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from worker.engine.base import Interrupted, never
 from worker.models import kv_blocks
 from worker.models.kv_blocks import KvBlocks
 
 TOO_MUCH = """
 import resource, numpy
+from worker.models import kv_blocks
 from worker.models.kv_blocks import KvBlocks
+kv_blocks._available = lambda: float("inf")
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 KvBlocks(32, 1 << 16, 8, 16, 128, numpy.uint16)
 """
@@ -31,6 +35,39 @@ def test_what_does_not_fit_is_said_with_its_size_and_what_to_change():
     assert ended.stderr.strip().splitlines()[-1] == (
         "MemoryError: no memory for 64.0 GiB of KV cache (Cannot allocate memory): lower worker.num_blocks"
     )
+
+
+def test_more_than_there_is_is_refused_before_the_system_ends_somebody(monkeypatch):
+    """All of it counts: keys, values and hidden states together."""
+    whole = 2 * (4 << 20) + (16 << 10)
+    monkeypatch.setattr(kv_blocks, "_available", lambda: whole - 1)
+    with pytest.raises(MemoryError, match=r"0.0 GiB of KV cache \(0.0 GiB are available\): lower worker.num_blocks"):
+        KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4)
+    monkeypatch.setattr(kv_blocks, "_available", lambda: whole)
+    assert KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4).nbytes == whole
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max", 3 << 20), (str(2 << 20), 2 << 20), (str(1 << 62), 3 << 20), (None, 3 << 20)]
+)
+def test_what_is_available_is_the_systems_and_the_containers(monkeypatch, limit, expected):
+    files = {"/proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 2048 kB\nSwapFree:  1024 kB\nHugePages_Total: 0\n"}
+    if limit is not None:
+        files["/sys/fs/cgroup/memory.max"] = limit + "\n"
+
+    def read(path):
+        try:
+            return files[str(path)]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    monkeypatch.setattr(kv_blocks.Path, "read_text", read)
+    assert kv_blocks._available() == expected
+
+
+def test_where_nothing_is_known_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(kv_blocks.Path, "read_text", lambda path: "")
+    assert kv_blocks._available() == float("inf")
 
 
 def test_all_of_it_is_there_and_other_threads_run_meanwhile(monkeypatch):
@@ -63,3 +100,24 @@ def test_an_old_kernel_fills_it_in_as_it_is_used(monkeypatch):
     kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
     kv.keys[:] = 1
     assert kv.keys.sum() == kv.keys.size
+
+
+@pytest.mark.parametrize("backend", ["native", "mkl", "paddle"], indirect=True)
+@pytest.mark.parametrize("end", ["done", "given up"])
+def test_what_is_released_has_left_the_process(checkpoint, feeder, backend, end):
+    """Whatever the last step's attention still knows of it."""
+    engine = checkpoint("qwen3").engine(num_blocks=30_000)
+    run = feeder(engine, [list(range(1, 12))])
+    run.step({0: 5})
+    if end == "given up" and backend != "paddle":
+        engine.asked = lambda: True
+        with pytest.raises(Interrupted):
+            run.step({0: 1})
+        engine.asked = never
+    before = resident()
+    freed = engine.release_kv()
+    assert freed > 50 << 20
+    assert before - resident() > freed * 0.9
+    engine.allocate_kv()
+    run.done[0] = 0
+    run.step({0: 11})
