@@ -157,7 +157,7 @@ def _push_all(
         time.sleep(1.0)  # answers from the late one
     finally:
         trainer.kill()
-        trainer.wait()
+        trainer.communicate()  # reads no more, and closes
         if load is not None:
             load.stop()
     assert load is not None
