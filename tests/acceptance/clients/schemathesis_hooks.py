@@ -37,6 +37,14 @@ def _text(value):
     return value
 
 
+def _may_wait(asked):
+    """Whether this is how long a wait may take; some phases write text, which is taken for a number."""
+    try:
+        return 0 < float(asked) <= 3600
+    except (TypeError, ValueError):
+        return False
+
+
 def _sampling(fields):
     for name in ("n", *LENGTHS):
         if _is_int(fields.get(name)) and fields[name] > 4:
@@ -65,8 +73,9 @@ def _plausible(body, length):
     if isinstance(body.get("messages"), list):
         body["messages"] = [_message(message) for message in body["messages"][:1]]
     if _is_int(body.get("min_weight_version")):
-        body["version_timeout_s"] = WAIT_S
         body["min_weight_version"] %= 2
+    if body.get("min_weight_version") is not None and _may_wait(body.get("version_timeout_s", 60)):
+        body["version_timeout_s"] = WAIT_S
     params = body.get("sampling_params")
     for each in [body, *(params if isinstance(params, list) else [params])]:
         if isinstance(each, dict):
@@ -104,9 +113,5 @@ def before_call(context, case, kwargs):
     if isinstance(case.body, dict):
         _plausible(case.body, LENGTH_OF.get(case.operation.path))
     if case.operation.path.endswith("/weights/wait"):
-        try:
-            asked = float((case.query or {}).get("timeout_s", 60))  # some phases write text
-        except (TypeError, ValueError):
-            return
-        if 0 < asked <= 3600:
+        if _may_wait((case.query or {}).get("timeout_s", 60)):
             case.query = {**(case.query or {}), "timeout_s": WAIT_S}
