@@ -112,6 +112,5 @@ def before_call(context, case, kwargs):
     """Bodies of every dialect; /v1/rollout/weights/wait."""
     if isinstance(case.body, dict):
         _plausible(case.body, LENGTH_OF.get(case.operation.path))
-    if case.operation.path.endswith("/weights/wait"):
-        if _may_wait((case.query or {}).get("timeout_s", 60)):
-            case.query = {**(case.query or {}), "timeout_s": WAIT_S}
+    if case.operation.path.endswith("/weights/wait") and _may_wait((case.query or {}).get("timeout_s", 60)):
+        case.query = {**(case.query or {}), "timeout_s": WAIT_S}
