@@ -170,7 +170,7 @@ def _judge(done: list[dict[str, Any]], answers: list[Answer], model: Checkpoint)
     made = [answer for answer in answers if answer.output.token_ids]
     misfits = [check(replay, "keep", a.prompt, 1.0, a.output, cut=True) for a in made]  # raises for a torn token
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike"
-    copies = [push["sent"] / push["bytes"] for push in done]
+    copies = [push["sent"] / push["bytes"] for push in done if not push["failed"]]  # one made again sent more
     seconds = sorted(push["told"] - push["began"] for push in done)
     again = [push for push in done if push["failed"]]
     return {
