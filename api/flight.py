@@ -33,6 +33,7 @@ class Sample:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str = ""
+    at_fault: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[list[tuple[int, float, int]]] | None = None
 
@@ -46,7 +47,7 @@ class Sample:
         self.spans = chunk.spans
         self.finish = chunk.finish
         self.stop_reason = chunk.stop_reason
-        self.error = chunk.error
+        self.error, self.at_fault = chunk.error, chunk.at_fault
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
 
@@ -172,6 +173,7 @@ def _replayed(sample: Sample) -> Chunk:
         finish=sample.finish,
         stop_reason=sample.stop_reason,
         error=sample.error,
+        at_fault=sample.at_fault,
         cached_tokens=sample.cached_tokens,
         prompt_logprobs=sample.prompt_logprobs,
     )

@@ -63,7 +63,7 @@ class Job:
             self._service.close(self)
 
     async def samples(self) -> list[list[Sample]]:
-        """All samples, per prompt. Raises what kept the request from running, EngineFailed if one died."""
+        """All samples, per prompt. Raises what kept the request from running, EngineFailed or BadInput if one died."""
         for flight in self.flights:
             await flight.done.wait()
         for flight in self.flights:
@@ -71,7 +71,7 @@ class Job:
                 raise flight.error
             for sample in flight.samples:
                 if sample.finish == "error":
-                    raise EngineFailed(sample.error or "the engine gave no reason")
+                    raise _failure(sample)
         return [flight.samples for flight in self.flights]
 
     def watch(self, on_update: Callable[[Update], None]) -> None:
@@ -87,7 +87,7 @@ class Job:
                 raise flight.error
             return None
         if chunk.finish == "error":
-            raise EngineFailed(chunk.error or "the engine gave no reason")
+            raise _failure(chunk)
         return chunk
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
@@ -194,3 +194,9 @@ class Generations:
             raise BadInput(f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
         if sampling.stop and model.tokenizer is None:
             raise BadInput("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+
+
+def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput:
+    if ended.at_fault:
+        return BadInput(ended.error)
+    return EngineFailed(ended.error or "the engine gave no reason")

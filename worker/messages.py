@@ -141,6 +141,7 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None after the model's own EOS
     error: str = ""
+    at_fault: bool = False  # the error is the request's own: it cannot be done as it was asked
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
     # in the first chunk of index 0. Per token after the first: (id, logprob, rank), itself first, then the top N others
     prompt_logprobs: list[list[tuple[int, float, int]]] | None = None

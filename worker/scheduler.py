@@ -72,8 +72,8 @@ class Scheduler:
         self._metrics.counters["requests"] += 1
         self._requests[request] = None
         problem = refusal(g, self._spec, self._context, has_text=self._tokenizer is not None)
-        leader = self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem)
-        self._batcher.queue(leader)
+        request.at_fault = bool(problem)
+        self._batcher.queue(self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem))
         if problem:
             self._end_request(request, "error", problem)
         elif not request.rules.limit and not request.scoring:
@@ -254,8 +254,8 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
         if draw.error:
-            problem = self._not_finite(step) if draw.broken else draw.error
-            self._end_request(sequence.request, "error", problem)
+            sequence.request.at_fault = not draw.broken
+            self._end_request(sequence.request, "error", self._not_finite(step) if draw.broken else draw.error)
             return
         sequence.append(draw, step.version)
         self._metrics.token(sequence, now)

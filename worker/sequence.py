@@ -35,6 +35,7 @@ class Request:
     prompt_logprobs: PromptLogprobs | None = None
     speculative: bool = False
     forked: bool = False
+    at_fault: bool = False  # it cannot be done as it was asked
     live: list["Sequence"] = field(default_factory=list)
 
     @property
@@ -138,6 +139,7 @@ class Sequence:
             finish=finish,
             stop_reason=stop_reason,
             error=error,
+            at_fault=request.at_fault and bool(error),
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs if first and self.index == 0 and not request.scoring else None,
         )

@@ -6,7 +6,7 @@ import pytest
 
 from api.app import create_app
 from api.schemas.rollout import GenerateResponse
-from worker.messages import Generate
+from worker.messages import Chunk, Chunks, Generate, Span
 
 URL = "/v1/rollout/generate"
 
@@ -127,3 +127,14 @@ async def test_a_stream_that_is_left_in_the_middle_is_ended(client, replicas, se
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until(lambda: not any(r.running for r in replicas) and service.generations.open == 0)
+
+
+@pytest.mark.parametrize(("at_fault", "status"), [(True, 400), (False, 500)])
+async def test_an_error_is_the_requests_own_or_the_engines(client, replicas, monkeypatch, at_fault, status):
+    def fail(replica, origin, g, *_):
+        chunk = Chunk(g.request_id, 0, [], [], [Span(0, 0, 0)], finish="error", error="no way", at_fault=at_fault)
+        replica._send(origin, Chunks([chunk]))
+
+    monkeypatch.setattr(type(replicas[0]), "_emit", fail)
+    reply = await client.post(URL, json={"prompt_ids": [65], "max_tokens": 1})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (status, "no way")
