@@ -30,12 +30,13 @@ class Batcher:
         self._spare = max(1, kv.pool.num_blocks // 100)  # admitting to the last block would preempt at once
 
     def enter(self, epoch: int) -> None:
-        """These weights are live. What has no token yet begins anew: prompt and first token are of one version.
+        """These weights are live. What has no token yet, or is being computed again from its tokens, begins anew: one
+        version computes all of it.
 
-        Its prompt may be computed in part, or have been found in the cache by a step that was thrown away.
+        It may be computed in part, or have been found in the cache by a step that was thrown away.
         """
         if epoch != self._kv.epoch:
-            for sequence in [sequence for sequence in self.running if not sequence.length]:
+            for sequence in [sequence for sequence in self.running if sequence.partial]:
                 self.send_back(sequence)
         self._kv.enter(epoch)
 

@@ -73,6 +73,11 @@ class Sequence:
         return len(self.tokens) - self.request.prompt_length
 
     @property
+    def partial(self) -> bool:
+        """Not all of it has been computed that was when its last token came; a draft that was taken may be missing."""
+        return not self.length or self.pending > 1 + self.request.speculative
+
+    @property
     def pending(self) -> int:
         """Known tokens without KV; 1 = decoding."""
         return len(self.tokens) - self.kv.computed

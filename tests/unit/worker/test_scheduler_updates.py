@@ -42,6 +42,24 @@ def test_recompute_renews_all_kv(rig: MakeRig) -> None:
     assert replica.scheduler.counters["preempted"] == 0
 
 
+def test_what_was_found_for_a_step_thrown_away_is_not_mixed_with_newer_weights(rig: MakeRig) -> None:
+    """Sent back, it finds its own first blocks; the step that was to compute the rest is thrown away for an update."""
+    replica = rig(kv_weights=True)
+    replica.add("a", list(range(1, 25)), max_tokens=9, temperature=0.0)
+    for _ in range(3):
+        replica.step()
+    (sequence,) = replica.scheduler._batcher.running
+    replica.scheduler._batcher.send_back(sequence)
+    assert replica.scheduler.schedule(0, 100) is not None
+    replica.scheduler.discard()
+    assert sequence.kv.computed > 0
+    assert sequence.pending > 1
+    replica.update("keep", 1)
+    replica.run()
+    assert replica.results["a", 0].spans == [Span(0, 0, 2), Span(1, 2, 9)]
+    replica.check_replay("a")
+
+
 def test_kv_kept_over_an_update_is_no_prefix_for_others(rig: MakeRig) -> None:
     """ "old" has a token at the update and goes on; "new" names the same first blocks anew; "victim" matches them."""
     replica = rig(kv_weights=True, max_tokens=8)
