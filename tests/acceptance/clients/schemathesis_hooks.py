@@ -87,6 +87,9 @@ def _plausible(body, length):
         holder = params if isinstance(params, dict) else body
         if all(holder.get(name) is None for name in LENGTHS):
             holder[length] = 3
+        if "prompts" in body and len(str(body)) % 3:  # most are wrong in some element, and nothing else is looked at
+            body["prompts"] = ["a"]
+            body.pop("text", None), body.pop("input_ids", None)
         if body.get("stream") in (None, False, True):
             body["stream"] = len(str(body)) % 2 == 0
 
