@@ -88,8 +88,8 @@ def _plausible(body, length):
         if all(holder.get(name) is None for name in LENGTHS):
             holder[length] = 3
         if "prompts" in body and len(str(body)) % 3:  # most are wrong in some element, and nothing else is looked at
-            body["prompts"] = ["a"]
-            body.pop("text", None), body.pop("input_ids", None)
+            body.pop("prompts"), body.pop("input_ids", None)
+            body["text"] = "a"
         if body.get("stream") in (None, False, True):
             body["stream"] = len(str(body)) % 2 == 0
 
