@@ -4,7 +4,6 @@ The thread that owns the channel sends them in their order, while the next ones 
 hashes by itself, so each has a digest of its own; a few of them are under way at any time, however large the model is.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from rollout_client.digest import PIECE, joined
 from rollout_client.kept import Kept
 from rollout_client.patches import hasher, update
 from rollout_client.protocol import Chunk, Copy
-from rollout_client.transport import Reporter
+from rollout_client.transport import Reporter, moving_threads
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +27,6 @@ SPAN = 2 << 20
 """Bytes that one patch is for."""
 WORTH = 0.5
 """A patch is sent if it is smaller than this share of its span: making one and applying it cost time, too."""
-MAX_THREADS = 4
 
 
 Payload = tuple[int, int, list[Any]]
@@ -52,7 +50,7 @@ class DeltaSender:
         self._channel = channel
         self._kept = kept
         self._span = min(SPAN, max_frame)
-        self._threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+        self._threads = moving_threads()
 
     def stage(self, work: Iterable[tuple[int, Copy, Array, str]], reporter: Reporter) -> int:
         """Bytes that were sent. work: number, copy, flat buffer of the trainer, dtype. Raises as `Transport.stage`."""

@@ -164,9 +164,7 @@ class Chunk(Message, tag="chunk", frozen=True):
     copy: int
     offset: int  # bytes into the copy
     sizes: list[int]  # bytes of each payload frame that follows
-    span: int = (
-        0  # of a patch: bytes from offset, inside one piece (digest.py); frames are gaps and values; 0 = the bytes
-    )
+    span: int = 0  # of a patch: bytes from offset, in one piece (digest.py), as gaps and values; 0 = the bytes
 
 
 class Written(Message, tag="written", frozen=True):

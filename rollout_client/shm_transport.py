@@ -6,7 +6,6 @@ first byte until no thread and no GPU can write any more: a trainer that is stop
 from giving the slot away (slot_lock.py).
 """
 
-import os
 import queue
 import threading
 import time
@@ -20,11 +19,10 @@ from rollout_client.errors import ArenaError, SessionLost
 from rollout_client.moving import Gathered, Moved, move_part, tasks
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
-from rollout_client.transport import Reporter, Transport, by_part
+from rollout_client.transport import Reporter, Transport, by_part, moving_threads
 
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
-MAX_THREADS = 4
 CROWDED = 1.5
 """Work that took so many times the processor time it used had to wait for others: replicas, as a rule, that compute."""
 AWAY, AWAY_S = 4.0, 0.03
@@ -43,8 +41,7 @@ class ShmTransport(Transport):
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
         self._cuda: CudaCopier | None = None
-        cores = len(os.sched_getaffinity(0))
-        self._pool = ThreadPoolExecutor(threads or min(cores, MAX_THREADS), thread_name_prefix="push")
+        self._pool = ThreadPoolExecutor(threads or moving_threads(), thread_name_prefix="push")
         for slot in range(arena.slots):
             if arena.backed(slot):
                 arena.slot(slot)  # page tables now, not in the middle of the first push

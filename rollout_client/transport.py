@@ -13,6 +13,7 @@ Both are driven by the publisher, after `Placement` and before `Seal`:
  5. [TRAINER] when `stage` returns or raises, nothing of this process writes into the slot any more.
 """
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rollout_client.tensors import Source
 
 BATCH_BYTES = 16 << 20
 """Finished copies are reported once they amount to this."""
+MAX_THREADS = 4
 Progress = Callable[[int], None]
 
 
@@ -128,6 +130,11 @@ class Transport(ABC):
     def close(self) -> None:
         """Let resources go. Idempotent."""
         return
+
+
+def moving_threads() -> int:
+    """That compare or move tensors: one for each core this process may use, at most four."""
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 def by_part(copies: Sequence[Copy]) -> Iterator[tuple[int, list[tuple[int, Copy]]]]:

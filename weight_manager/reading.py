@@ -3,7 +3,6 @@ that takes as long as the hashing: where a C compiler was found, the threads are
 """
 
 import ctypes
-import importlib
 import logging
 import os
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollout_client.native.compiler import compiled
+from rollout_client.native.xxh3 import wheel_functions
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Reading:
         self._library.submit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._library.left.argtypes, self._library.left.restype = [ctypes.c_void_p], ctypes.c_int64
         self._library.close_pool.argtypes = [ctypes.c_void_p]
-        self._hash = _xxh3()
+        (self._hash,) = wheel_functions("64bits")
         cores = sorted(os.sched_getaffinity(0))
         self._cores = (ctypes.c_int32 * len(cores))(*cores)
         pool = self._library.open_pool(threads, event, self._hash, self._cores, len(cores))
@@ -100,12 +100,3 @@ class Opening:
                     self.reading = Reading(library, *self._sizes)
         except OSError as error:
             log.info("no compiled threads, the slot is checked by Python's: %s", error)
-
-
-def _xxh3() -> Any:
-    """The wheel's function over one run, with its vector code where it has that. Raises OSError without it."""
-    library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-    found = getattr(library, "XXH3_64bits_dispatch", None) or getattr(library, "XXH3_64bits", None)
-    if found is None:
-        raise OSError("this build of xxhash has no XXH3_64bits")
-    return found

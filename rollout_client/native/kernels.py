@@ -1,7 +1,6 @@
 """The compiled passes over weights (weights.c), with the addresses and sizes that they need taken from numpy arrays."""
 
 import ctypes
-import importlib
 import logging
 import os
 import threading
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_client.native.compiler import compiled
+from rollout_client.native.xxh3 import wheel_functions
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +104,9 @@ def _address(function: Any) -> int:
 
 
 def _hash_functions() -> dict[str, Any]:
-    """The wheel's C interface to xxh3-64, with its vector code where it has that. Raises OSError without it."""
-    library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-    found = {}
-    for name in ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState"):
-        function = getattr(library, f"XXH3_{name}_dispatch", None) or getattr(library, f"XXH3_{name}", None)
-        if function is None:
-            raise OSError(f"this build of xxhash has no XXH3_{name}")
-        found[name] = function
+    """By name. Raises OSError."""
+    names = ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState")
+    found = dict(zip(names, wheel_functions(*names), strict=True))
     found["createState"].restype = ctypes.c_void_p
     found["64bits_update"].argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     found["64bits_digest"].restype = ctypes.c_uint64

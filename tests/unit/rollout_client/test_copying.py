@@ -16,14 +16,7 @@ from rollout_client.copying import move, slot_view, source_view
 from rollout_client.native import kernels
 from rollout_client.protocol import Copy
 
-
-@pytest.fixture(params=["compiled", "numpy"], autouse=True)
-def way(request, monkeypatch):
-    """Both give the same, to the bit."""
-    found = kernels.prepare(120) if request.param == "compiled" else None
-    if found is None and request.param == "compiled":
-        pytest.skip("no C compiler here")
-    monkeypatch.setattr(kernels, "ready", lambda: found)
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def bf16_reference(x):

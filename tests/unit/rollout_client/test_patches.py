@@ -4,17 +4,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_client.native import kernels
 from rollout_client.patches import apply, differing, hasher, patched, to_gaps, update
 
-
-@pytest.fixture(params=["compiled", "numpy"], autouse=True)
-def way(request, monkeypatch):
-    """Both give the same, to the bit."""
-    found = kernels.prepare(120) if request.param == "compiled" else None
-    if found is None and request.param == "compiled":
-        pytest.skip("no C compiler here")
-    monkeypatch.setattr(kernels, "ready", lambda: found)
+pytestmark = pytest.mark.usefixtures("way")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

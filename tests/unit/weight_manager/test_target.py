@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from rollout_client.digest import PIECE, digest_of
-from rollout_client.native import kernels
 from rollout_client.patches import hasher, update
 from rollout_client.protocol import Copy
 from weight_manager.target import WINDOW, Target
@@ -13,13 +12,7 @@ ELEMENTS = (2 * PIECE + 3 * WINDOW) // 2 + 77
 COPY = Copy(0, (ELEMENTS,), 0, (1,), 0, (1,), "bfloat16")
 SPAN = 2 << 20
 
-
-@pytest.fixture(params=["compiled", "numpy"], autouse=True)
-def way(request, monkeypatch):
-    found = kernels.prepare(120) if request.param == "compiled" else None
-    if found is None and request.param == "compiled":
-        pytest.skip("no C compiler here")
-    monkeypatch.setattr(kernels, "ready", lambda: found)
+pytestmark = pytest.mark.usefixtures("way")
 
 
 @pytest.fixture
