@@ -94,14 +94,6 @@ class LiveService:
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in self.processes()}
         return [pid for pid, words in commands.items() if b"worker" in words and words[-3:-1] == [b"--rank", b"0"]]
 
-    def cpu_s(self) -> float:
-        """Processor seconds that all its processes have used."""
-        ticks = 0
-        for pid in self.processes():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def shared_memory(self) -> list[str]:
         """Its files in /dev/shm."""
         return [path.name for path in SHM.iterdir() if self.name in path.name]

@@ -2,18 +2,16 @@
 
 import os
 import signal
-import time
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.integration.live import LiveService
+from tests.processor import calm
 from tests.reference.checkpoint import Checkpoint
 
 READY_BAR_S = 6.0
-IDLE_BAR = 0.03
-IDLE_WINDOW_S = 6.0
-IDLE_WINDOWS = 4
+IDLE_WAKES = 30.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -100,11 +98,4 @@ def test_a_taken_port_or_a_tp_that_does_not_fit_is_refused_in_one_line(service: 
 def test_an_idle_service_uses_next_to_no_processor(service: LiveService) -> None:
     with service.client() as client:
         client.generate(prompt_ids=[1, 2, 3], max_tokens=4)
-    shares = []
-    for _ in range(IDLE_WINDOWS):  # the first windows may still hold the start's last work, or a neighbour's noise
-        used, started = service.cpu_s(), time.monotonic()
-        time.sleep(IDLE_WINDOW_S)
-        shares.append((service.cpu_s() - used) / (time.monotonic() - started))
-        if shares[-1] < IDLE_BAR:
-            return
-    raise AssertionError(f"idle shares of a core: {shares}")
+    calm(service.processes, IDLE_WAKES, window_s=6.0)

@@ -153,11 +153,3 @@ class ProcessRig(Rig):
                 rank.kill()
                 rank.wait(5)
             self.log.close()
-
-    def cpu(self):
-        """Seconds of processor time of each rank."""
-        seconds = []
-        for rank in self.ranks:
-            fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
-            seconds.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-        return seconds
