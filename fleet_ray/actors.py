@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_ray.shipment import Shipment, bracketed, release, remove, run_dir_on, sweep
+from fleet_ray.shipment import Shipment, bracketed, erase, release, run_dir_on, sweep
 from weight_manager.logs import setup
 from worker.rendezvous import LISTEN
 from worker.run_dir import RunDir
@@ -22,6 +22,8 @@ from worker.unit import ProcessSpec, Unit, UnitSpec
 
 BOUND_S = 30.0
 """How long a store may take to listen."""
+STOP_S = 6.0
+"""For a store to end before it is killed: less than the head waits for its actor."""
 POLL_S = 0.02
 
 
@@ -51,12 +53,18 @@ class NodeStore:
         self._upstream = ""
         self._unit: Unit | None = None
         self._life: asyncio.Task[None] | None = None
+        self._stopped = False
 
     async def alive(self) -> None:
         """Answered once the actor is there."""
 
     async def start(self, upstream: str) -> tuple[str, str]:
-        """Serve below `upstream`; returns the run directory and where further stores may join."""
+        """Serve below `upstream`; returns the run directory and where further stores may join.
+
+        Raises RuntimeError once told to stop, and when the store has been given up.
+        """
+        if self._stopped:
+            raise RuntimeError("this store was told to stop")
         path = self._run_dir.path
         running = self._life is not None and not self._life.done()
         if upstream != self._upstream or not running:
@@ -71,10 +79,13 @@ class NodeStore:
                 self._unit.kill()  # another store above: the next life takes over the arena, so nobody stops serving
             else:
                 process = ProcessSpec("store", (sys.executable, "-m", "weight_manager", "--config", str(config)))
-                self._unit = Unit(UnitSpec("store", "store", (process,)), self._run_dir.crashes, to_stderr)
+                spec = UnitSpec("store", "store", (process,), stop_s=STOP_S)
+                self._unit = Unit(spec, self._run_dir.crashes, to_stderr)
                 self._life = asyncio.create_task(self._unit.run())
             async with asyncio.timeout(BOUND_S):
-                while not _written(bound):  # noqa: ASYNC110  another process writes it
+                while not _written(bound):  # another process writes it
+                    if self._life is None or self._life.done():
+                        raise RuntimeError(f"the store did not start: {await self.ended()}")
                     await asyncio.sleep(POLL_S)
         return str(path), f"tcp://{bracketed(self._host)}:{self._relay_port}"
 
@@ -83,11 +94,11 @@ class NodeStore:
         return await _ended(self._life, self._unit)
 
     async def stop(self) -> None:
-        """Stop the store and remove what it wrote."""
+        """Stop the store and remove what it wrote, also what it could not: it may have been killed a moment ago."""
+        self._stopped = True
         await _stop(self._life, self._unit)
         self._run_dir.close()
-        if self._run_dir.path.exists():
-            remove(self._run_dir.path)
+        erase(self._shipment, self._run_dir.path)
 
 
 class ReplicaHost:

@@ -84,10 +84,16 @@ def sweep(shipment: Shipment) -> None:
     pattern = run_dir_on("*", shipment.name)
     for run_dir in pattern.parent.glob(pattern.name):
         if not any(_held(run_dir / lock) for lock in ("lock", "store.lock")):
-            label = run_dir.name.rpartition("-")[2]
-            for arena in Path(shipment.store["arena_dir"]).glob(f"*-{shipment.store_name(label)}-*.arena"):
-                arena.unlink(missing_ok=True)
-            remove(run_dir)
+            erase(shipment, run_dir)
+
+
+def erase(shipment: Shipment, run_dir: Path) -> None:
+    """Remove the files and the arena of a node's store that has ended, in whatever way."""
+    label = run_dir.name.rpartition("-")[2]
+    for arena in Path(shipment.store["arena_dir"]).glob(f"*-{shipment.store_name(label)}-*.arena"):
+        arena.unlink(missing_ok=True)
+    if run_dir.exists():
+        _remove(run_dir)
 
 
 def _held(lock: Path) -> bool:
@@ -102,7 +108,7 @@ def _held(lock: Path) -> bool:
     return False
 
 
-def remove(run_dir: Path) -> None:
+def _remove(run_dir: Path) -> None:
     """All but crash reports."""
     for path in run_dir.iterdir():
         if path.is_dir() and path.name != "crashes":

@@ -71,7 +71,7 @@ class Stores:
     async def close(self) -> None:
         """Stop all."""
         lives, self._lives = list(self._lives.values()), {}
-        await asyncio.gather(*(life.stop() for life in lives), *self._stopping)
+        await _all_of(*(life.stop() for life in lives), *self._stopping)
 
     async def _upstream(self, node: str) -> str:
         above = self._tree.above(node)
@@ -168,8 +168,15 @@ class _Life:
 
 
 async def _end(life: _Life, orphans: list[_Life]) -> None:
-    await asyncio.gather(*(orphan.move() for orphan in orphans))
+    await _all_of(*(orphan.move() for orphan in orphans))
     await life.stop()
+
+
+async def _all_of(*works: Awaitable[None]) -> None:
+    """To the end of each, whatever becomes of the others: one store that fails keeps no other from ending."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, Exception):
+            log.error("a store: %s", short(result), exc_info=result)
 
 
 async def _of(reference: Any) -> Any:

@@ -1,34 +1,12 @@
 import fcntl
-import json
 import os
 import stat
 
-import pytest
-
-from api.config import ServeOptions, compose
 from fleet_ray import shipment as module
-from fleet_ray.shipment import KEYS, pack, remove, run_dir_on, sweep
+from fleet_ray.shipment import erase, run_dir_on, sweep
 from weight_manager.config import StoreConfig
-from weight_manager.curve import StoreKeys, make_keys
+from weight_manager.curve import StoreKeys
 from worker.config import read_worker_config
-
-CONFIG = {"vocab_size": 300, "max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"]}
-
-
-@pytest.fixture
-def packed(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"weights")
-    options = ServeOptions(
-        model=model, run_dir=tmp_path / "run", ray=True, push_token="a token of the fleet", store={"disk_roots": ["/x"]}
-    )
-    config = compose(options)
-    config.api.run_dir.mkdir()
-    make_keys(config.api.run_dir / KEYS, "api")
-    return pack(config.write(), "svc", config.api.run_dir / KEYS / "store.key")
 
 
 def test_a_node_gets_all_it_needs_and_no_weights(packed, tmp_path):
@@ -66,10 +44,12 @@ def test_what_a_killed_node_left_is_swept_and_what_lives_is_not(packed, tmp_path
         lock.close()
 
 
-def test_crash_reports_stay(tmp_path):
-    (tmp_path / "crashes").mkdir()
+def test_crash_reports_stay(packed, tmp_path):
+    packed.store["arena_dir"] = str(tmp_path / "arenas")
+    tmp_path = tmp_path / "node"
+    (tmp_path / "crashes").mkdir(parents=True)
     (tmp_path / "crashes" / "report.txt").touch()
     (tmp_path / "config.json").touch()
     (tmp_path / "model").mkdir()
-    remove(tmp_path)
+    erase(packed, tmp_path)
     assert os.listdir(tmp_path) == ["crashes"]

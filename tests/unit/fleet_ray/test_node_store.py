@@ -1,0 +1,81 @@
+"""The actor's own part, without Ray: a real store process that is started, moved, killed and stopped, in any order.
+
+Only where it runs is made up: Ray would tell it.
+"""
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from fleet_ray import actors, shipment
+from fleet_ray.actors import NodeStore, Place
+
+NOWHERE = "tcp://127.0.0.1:9"
+ELSEWHERE = "tcp://127.0.0.1:7"
+"""Stores above that are not there: a store below waits for them."""
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="fr-") as short:  # socket paths end at 107 bytes
+        monkeypatch.setattr(shipment.tempfile, "gettempdir", lambda: short)
+        yield Path(short)
+
+
+@pytest.fixture
+def arenas(packed, tmp_path):
+    place = tmp_path / "arenas"
+    place.mkdir()
+    packed.store["arena_dir"] = str(place)
+    return place
+
+
+@pytest.fixture
+def node(packed, scratch, arenas, monkeypatch):
+    monkeypatch.setattr(actors, "_here", lambda: Place("abcd12345678", "127.0.0.1"))
+    return NodeStore(packed, "warning")
+
+
+def pid_of(node):
+    return node._unit.processes()[0].pid
+
+
+async def test_a_store_ends_with_its_files_and_its_arena(node, scratch, arenas):
+    await node.start(NOWHERE)
+    assert len(list(scratch.iterdir())) == 1
+    assert len(list(arenas.iterdir())) == 1
+    await node.stop()
+    assert list(arenas.iterdir()) == []
+    assert list(scratch.iterdir()) == []
+
+
+async def test_a_store_killed_in_the_moment_it_is_stopped_leaves_no_arena(node, scratch, arenas):
+    await node.start(NOWHERE)
+    os.kill(pid_of(node), signal.SIGKILL)
+    await node.stop()
+    assert list(arenas.iterdir()) == []
+
+
+async def test_a_move_ends_with_the_store_and_does_not_keep_the_head_waiting(node, arenas):
+    await node.start(NOWHERE)
+    began = time.monotonic()
+    move = asyncio.create_task(node.start(ELSEWHERE))
+    await asyncio.sleep(0)
+    await node.stop()
+    with pytest.raises(RuntimeError, match="did not start: stopped"):
+        await move
+    assert time.monotonic() - began < actors.STOP_S + 2
+    assert list(arenas.iterdir()) == []
+
+
+async def test_a_move_that_comes_late_starts_nothing(node, arenas):
+    await node.start(NOWHERE)
+    await node.stop()
+    with pytest.raises(RuntimeError, match="told to stop"):
+        await node.start(ELSEWHERE)
+    assert list(arenas.iterdir()) == []
