@@ -8,7 +8,9 @@ of one step in a second pass, so the parts sum to a little more than the step. S
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -43,9 +45,10 @@ def main() -> None:
 def loaded(
     path: Path, dtype: Any, without: list[str], *, rank: int = 0, tp: int = 1, group: Any = None, rounded: bool = False
 ) -> Any:
-    """rounded: a float32 engine with weights that bfloat16 can hold."""
+    """Weights in huge pages, as in a service. rounded: a float32 engine with weights that bfloat16 can hold."""
     from safetensors.numpy import load_file
 
+    from rollout_client.aligned_map import collapse
     from rollout_client.copying import cast
     from weight_manager.families import manifest_for
     from weight_manager.layout import make_layout, rank_views, region_views
@@ -60,7 +63,7 @@ def loaded(
     manifest = manifest_for(json.loads((path / "config.json").read_text()), dtype)
     layout = make_layout(manifest, tp)
     tensors = load_file(path / "model.safetensors")
-    slot = bytearray(layout.slot_bytes)
+    slot = memory(layout.slot_bytes)
     for region, view in zip(layout.regions, region_views(layout, slot), strict=True):
         box = tuple(slice(start, start + size) for start, size in zip(region.start, region.shape, strict=True))
         flat = np.ascontiguousarray(tensors[region.name][box]).reshape(-1)
@@ -75,8 +78,22 @@ def loaded(
     config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024)
     engine = paddle_engine.PaddleEngine(config, manifest, group, rank)
     engine.allocate_kv()
-    engine.bind(engine.prepare(rank_views(layout, rank, memoryview(slot).toreadonly())))
+    if not collapse(slot):
+        print("no huge pages for the weights: a service is faster where it gets some", file=sys.stderr)
+    engine.bind(engine.prepare(rank_views(layout, rank, slot.toreadonly())))
     return engine
+
+
+def memory(nbytes: int) -> memoryview:
+    """As the store makes it for a slot."""
+    from rollout_client.aligned_map import map_aligned
+
+    fd = os.memfd_create("slot")
+    try:
+        os.ftruncate(fd, nbytes)
+        return map_aligned(fd, nbytes, 0, write=True)
+    finally:
+        os.close(fd)
 
 
 def refuse() -> Path:
