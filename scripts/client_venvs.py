@@ -67,11 +67,22 @@ def _pip(venv: Path, with_deps: bool, requirements: list[str]) -> None:
             return
 
 
-def main() -> None:
-    """Install the clients named, or all."""
+def wanted(words: list[str] | None = None) -> list[str]:
+    """The clients named on the command line, or all. Python 3.11 compares a whole list of defaults with `choices`."""
+    known = clients()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("clients", nargs="*", choices=clients(), metavar="client", default=clients())
-    for client in parser.parse_args().clients:
+    parser.add_argument(
+        "clients", nargs="*", metavar="client", help=f"one of {', '.join(known)}; all when none is named"
+    )
+    named: list[str] = parser.parse_args(words).clients
+    if unknown := sorted(set(named) - set(known)):
+        parser.error(f"no client is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return named or known
+
+
+def main() -> None:
+    """Install them."""
+    for client in wanted():
         print(f"{client}: .venvs/{client}", flush=True)
         install(client)
 

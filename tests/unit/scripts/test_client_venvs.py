@@ -1,4 +1,6 @@
-from scripts.client_venvs import REQUIREMENTS, clients, steps
+import pytest
+
+from scripts.client_venvs import REQUIREMENTS, clients, steps, wanted
 
 
 def test_blank_lines_and_no_deps_part_the_steps():
@@ -15,3 +17,11 @@ def test_every_client_has_something_to_install():
 def test_torch_comes_first_wherever_it_is_needed():
     for client in ("areal", "trl"):
         assert steps((REQUIREMENTS / f"{client}.txt").read_text())[0] == (True, ["torch==2.13.0"])
+
+
+def test_all_clients_unless_some_are_named(capsys):
+    assert wanted([]) == clients()
+    assert wanted(["trl", "openai"]) == ["trl", "openai"]
+    with pytest.raises(SystemExit):
+        wanted(["trl", "nobody"])
+    assert "no client is called nobody" in capsys.readouterr().err
