@@ -44,10 +44,11 @@ def test_kernels_are_compiled_where_they_run_and_kept(image: str) -> None:
         done = run(*command, "-m", "worker.cpu.native", timeout_s=150)
         print(f"{time.monotonic() - started:.1f} s")
         assert done.returncode == 0, done.stdout
-        made.append(done.stdout.split()[-1])
+        made.append([Path(line) for line in done.stdout.split() if line.endswith(".so")])
     assert made[0] == made[1]
-    assert made[0].startswith("/state/cache/paddle-rollout/kernels-")
-    load = f"import ctypes, paddle; ctypes.CDLL('{made[0]}')"
+    assert [path.name.partition("-")[0] for path in made[0]] == ["kernels", "weights", "reading"]
+    assert {str(path.parent) for path in made[0]} == {"/state/cache/paddle-rollout"}
+    load = f"import ctypes, paddle; [ctypes.CDLL(path) for path in {[str(path) for path in made[0]]}]"
     assert run(*command, "-c", load, timeout_s=60).returncode == 0
 
 
