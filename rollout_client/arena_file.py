@@ -5,6 +5,8 @@
  byte 24   bytes in a slot
  byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
  byte 40   lease, CLOCK_MONOTONIC nanoseconds; 0 = none is needed
+ byte 48   a push asks for turns until then, same clock (turns.py)
+ byte 1024 + 8 i   replica i: 0 = does not compute, up to 4096 = in a step, so many threads; else a gap until then
 
 A slot of 2 MiB or more starts at a multiple of 2 MiB, the first one at 2 MiB, so that huge pages fit.
 
@@ -38,6 +40,11 @@ MAX_SLOTS = 8
 _FIXED = struct.Struct(f"<8s{NONCE_BYTES}sQQ")
 _LEASE = 5  # u64 word
 _EPOCH, _BACKED, _LINE = 8, 9, 8  # u64 words: first slot's entries, and from one slot to the next
+_ASK, _TURNS = 6, 128  # u64 words
+_WORD = struct.Struct("<Q")
+MOST_THREADS = 4096
+_NEAR_NS = 2 * 10**9
+"""Further ahead no honest word is."""
 
 
 class ArenaFile:
@@ -84,6 +91,23 @@ class ArenaFile:
         """Whether a lease is needed and has run out: nothing may be served."""
         lease = int(self._words[_LEASE])
         return lease != 0 and time.monotonic_ns() > lease
+
+    def ask_for_turns(self, until_ns: int) -> None:
+        """A push copies until then and has to wait for the processor; 0 = not any more. Needs `write`."""
+        os.pwrite(self.fd, _WORD.pack(until_ns), _ASK * _WORD.size)
+
+    def asked_for_turns(self) -> bool:
+        """Whether a push does."""
+        return 0 < int(self._words[_ASK]) - time.monotonic_ns() < _NEAR_NS
+
+    def take_turn(self, replica: int, word: int) -> None:
+        """What a replica does: 0, threads that compute, or until when it leaves a gap. Needs `write`."""
+        if _TURNS + replica < HEADER_BYTES // _WORD.size:
+            os.pwrite(self.fd, _WORD.pack(word), (_TURNS + replica) * _WORD.size)
+
+    def turns(self) -> npt.NDArray[np.uint64]:
+        """The words of all replicas."""
+        return self._words[_TURNS : HEADER_BYTES // _WORD.size]
 
     def backed(self, slot: int) -> bool:
         """Whether the slot has memory; reading one without would silently allocate it."""

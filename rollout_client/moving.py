@@ -1,7 +1,7 @@
 """Work for the threads that write into the slot: whole parts, or pieces of a large one so that they share it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from rollout_client.copying import Array, move, slot_view, source_view
@@ -11,6 +11,9 @@ from rollout_client.tensors import Source
 
 SHARED_BYTES = 4 * PIECE
 """Copies from this size on are shared."""
+TOGETHER_BYTES = 8 << 20
+"""Less than this is not worth a thread's waking: small copies are moved several at a time."""
+Work = Callable[[], list["Moved"]]
 
 
 class Moved(NamedTuple):
@@ -42,12 +45,10 @@ class Gathered:
         return moved.copy, joined([piece.digest for piece in ordered]), sum(piece.nbytes for piece in ordered)
 
 
-def tasks(
-    source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop: threading.Event
-) -> list[Callable[[], list[Moved]]]:
-    """Each for one thread. Copies of one part stay together, but for one large copy of plain bytes."""
+def tasks(source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop: threading.Event) -> list[Work]:
+    """Of one part, each for one thread. Its copies stay together, but for one large copy of neighbours."""
     number, copy = copies[0]
-    plain = copy.src_strides == copy.dst_strides == (1,) and source.part.dtype == copy.dst_dtype
+    plain = copy.src_strides == copy.dst_strides == (1,)
     if len(copies) > 1 or not plain or source.nbytes < SHARED_BYTES:
         return [lambda: move_part(source, copies, slot, stop)]
     target = slot_view(slot, copy)
@@ -64,6 +65,24 @@ def tasks(
         return [Moved(number, digest, here.nbytes, index, len(starts))]
 
     return [lambda i=i, start=start: piece(i, start) for i, start in enumerate(starts)]  # type: ignore[misc]
+
+
+def gathered(works: Iterable[tuple[Work, int]]) -> Iterator[Work]:
+    """Works with their bytes, the small ones several to one."""
+    held: list[Work] = []
+    size = 0
+    for work, nbytes in works:
+        held.append(work)
+        size += nbytes
+        if size >= TOGETHER_BYTES:
+            yield _one_after_the_other(held)
+            held, size = [], 0
+    if held:
+        yield _one_after_the_other(held)
+
+
+def _one_after_the_other(works: list[Work]) -> Work:
+    return lambda: [moved for work in works for moved in work()]
 
 
 class Loaded:

@@ -7,27 +7,25 @@ from giving the slot away (slot_lock.py).
 """
 
 import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Event
 
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.errors import ArenaError, SessionLost
-from rollout_client.moving import Gathered, Moved, move_part, tasks
+from rollout_client.moving import Gathered, Moved, Work, gathered, move_part, tasks
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
+from rollout_client.turns import Turns
 
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
 CROWDED = 1.5
 """Work that took so many times the processor time it used had to wait for others: replicas, as a rule, that compute."""
-AWAY, AWAY_S = 4.0, 0.03
-"""The thread then stays away for so many times as long, at most so many seconds: the threads of a step wait for each
-other at every operation, and whoever runs between two of them holds up all."""
 Job = tuple[int, list[tuple[int, Copy]]]
 """A part and its numbered copies."""
 
@@ -40,6 +38,7 @@ class ShmTransport(Transport):
     def __init__(self, arena: ArenaFile, threads: int | None = None) -> None:
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
+        self._turns = Turns(arena)
         self._cuda: CudaCopier | None = None
         self._pool = ThreadPoolExecutor(threads or moving_threads(), thread_name_prefix="push")
         for slot in range(arena.slots):
@@ -100,18 +99,24 @@ class ShmTransport(Transport):
     def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
         if sum(sources[part].nbytes for part, _ in parts) < INLINE_BYTES:
             for part, copies in parts:
-                for moved in move_part(sources[part], copies, slot, threading.Event()):
+                for moved in move_part(sources[part], copies, slot, Event()):
                     reporter.moved(moved.nbytes)
                     reporter.written(moved.copy, moved.digest, moved.nbytes)
             reporter.turn()
             return
-        stop = threading.Event()
-        finished: queue.SimpleQueue[Moved | Future[None]] = queue.SimpleQueue()
-        works = (work for part, copies in parts for work in tasks(sources[part], copies, slot, stop))
-        futures = [self._pool.submit(_put_all, work, finished) for work in works]
+        self._turns.begin()
+        stop = Event()
+        finished: queue.SimpleQueue[list[Moved] | Future[None]] = queue.SimpleQueue()
+        works = (
+            (work, sources[part].nbytes // len(split))
+            for part, copies in parts
+            for split in [tasks(sources[part], copies, slot, stop)]
+            for work in split
+        )
+        futures = [self._pool.submit(self._put_all, work, finished, stop) for work in gathered(works)]
         for future in futures:
             future.add_done_callback(finished.put)
-        gathered = Gathered()
+        pieces = Gathered()
         try:
             running = len(futures)
             while running:
@@ -123,23 +128,25 @@ class ShmTransport(Transport):
                 if isinstance(event, Future):
                     running -= 1
                     event.result()
-                else:
-                    done = gathered.add(event)
-                    reporter.moved(event.nbytes)
+                    continue
+                for moved in event:
+                    done = pieces.add(moved)
+                    reporter.moved(moved.nbytes)
                     if done is not None:
                         reporter.written(*done)
-                    reporter.turn()
+                reporter.turn()
         finally:
             stop.set()
             for future in futures:
                 future.cancel()
             wait(futures)
+            self._turns.over()
 
-
-def _put_all(work: Callable[[], list[Moved]], finished: "queue.SimpleQueue[Moved | Future[None]]") -> None:
-    began, used = time.monotonic(), time.thread_time()
-    for moved in work():
+    def _put_all(self, work: Work, finished: "queue.SimpleQueue[list[Moved] | Future[None]]", stop: Event) -> None:
+        self._turns.wait(stop)
+        began, used = time.monotonic(), time.thread_time()
+        moved = work()
+        took, busy = time.monotonic() - began, time.thread_time() - used
         finished.put(moved)
-    took = time.monotonic() - began
-    if took > CROWDED * (time.thread_time() - used):
-        time.sleep(min(AWAY * took, AWAY_S))
+        if took > CROWDED * busy:
+            self._turns.crowded()

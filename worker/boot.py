@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from worker.cpu.tuning import tune
 from worker.device import Device, device_for
 from worker.engine.base import Engine, EngineSpec
 from worker.event_loop import EventLoop
+from worker.giving_way import GivingWay
 from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.rendezvous import LISTEN
@@ -111,8 +113,16 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             replica=replica,
             pids=world.pids,
             layout_digest=layout.digest,
+            giving_way=GivingWay(replica, _threads(config), config.push_gap, time.monotonic),
         )
     return EventLoop(world.signals, actions, leader)
+
+
+def _threads(config: WorkerConfig) -> int:
+    """That a step of this replica has on the cores, in all its ranks."""
+    if config.device != "cpu":
+        return 0
+    return config.tp * int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class WorkerConfig(BaseModel):
     """A step of 0.2 s and more is given up for a weight update and done again, of tp=1 on a CPU: the update does not
     wait for it, for at most one step of work each. False: it waits for two steps, and no work is lost."""
 
+    push_gap: float = Field(default=0.6, ge=0.0, le=4.0)
+    """On a CPU, while a trainer copies through shared memory and every core computes: replicas leave the cores to it
+    between steps, for so many times a step. Less: tokens come sooner, pushes take longer. 0: both fight for the cores,
+    pushes are short and single tokens take several steps."""
+
     threads: int | None = Field(default=None, ge=1, le=512)
     """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""
     ranks_on_host: int = Field(default=1, ge=1, le=4096)

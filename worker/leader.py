@@ -14,6 +14,7 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
+from worker.giving_way import GivingWay
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -60,6 +61,7 @@ class Leader:
         replica: int,
         pids: list[int],
         layout_digest: str,
+        giving_way: GivingWay,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -102,6 +104,7 @@ class Leader:
             self.lifecycle,
             admits=self._admits,
             interrupting=Interrupting(lambda: config.give_up_steps and channel_.store_waits, clock),
+            giving_way=giving_way,
             clock=clock,
         )
         self._draining = Draining(scheduler, self._admission, send, clock)
@@ -136,11 +139,10 @@ class Leader:
         if hurry or self.stepping.possible:
             return 0.0
         now = self._clock()
-        deadlines = (self.membership.next_deadline, self.pausing.next_deadline, self._draining.next_deadline)
+        owners = (self.membership, self.pausing, self._draining, self.stepping)
         due = [self._next_heartbeat, self._subscribers.due]
-        due += [t for t in deadlines if t is not None]
+        due += [t for owner in owners if (t := owner.next_deadline) is not None]
         due += [now + _POLL_WORK_S] if self._actions.work or self.stepping.unjudged else []
-        due += [t for t in (self.stepping.retry_at, self.stepping.expects_flip_until) if t > now]
         return max(0.0, min(due) - now)
 
     def _take(self, origin: bytes, message: object) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch
+from worker.giving_way import GivingWay
 from worker.interrupting import LONG_S, Interrupting
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
@@ -30,6 +31,7 @@ class Stepping:
         *,
         admits: Callable[[], bool],
         interrupting: Interrupting,
+        giving_way: GivingWay,
         clock: Callable[[], float],
     ) -> None:
         self.unjudged = False  # a step ran here, and the other ranks have not said how it went there
@@ -43,6 +45,7 @@ class Stepping:
         self._lifecycle = lifecycle
         self._admits = admits
         self.interrupting = interrupting
+        self._giving_way = giving_way
         self._clock = clock
 
     @property
@@ -50,12 +53,23 @@ class Stepping:
         """There is something to run, and it may."""
         if self._lifecycle.state is not WorkerState.SERVING or self._membership.holding:
             return False
-        if self._clock() < max(self.retry_at, self.expects_flip_until):
+        if self._clock() < self._not_before:
             return False
         return self._scheduler.running > 0 or (self._admits() and self._scheduler.waiting > 0)
 
     @property
-    def expects_flip_until(self) -> float:
+    def next_deadline(self) -> float | None:
+        """When a step may begin again, if none may now."""
+        return at if (at := self._not_before) > self._clock() else None
+
+    @property
+    def _not_before(self) -> float:
+        """No step begins before that: nothing was found to run, a flip is near, or a push copies in between."""
+        gap = self._giving_way.until if self._membership.session is None else 0.0
+        return max(self.retry_at, self._expects_flip_until, gap)
+
+    @property
+    def _expects_flip_until(self) -> float:
         """A long step begun now would keep a flip waiting that may come at once: none is, for a quarter of a step."""
         session = self._membership.session
         if session is None or session.in_flight == "wait" or self._last_s < LONG_S:
@@ -73,6 +87,7 @@ class Stepping:
             self.retry_at = self._clock() + _RETRY_S
             return None
         self.interrupting.begin(self._last_s)
+        self._giving_way.begin(self._membership.arena_path)
         if self._membership.session is not None:
             self._membership.session.still_since = float("inf")
         return batch
@@ -82,6 +97,7 @@ class Stepping:
         self.unjudged = True
         self._last_s = seconds
         self.interrupting.ended(given_up=False)
+        self._giving_way.ended(seconds)
         weights = self._actions.weights
         if weights is not None and weights.fenced():
             self.counters["fenced_steps"] += 1

@@ -1,15 +1,16 @@
 """What a commit costs those who are served: gaps between tokens of 16 sequences that decode while versions are pushed.
 
 The trainer's pushes are seconds apart; the store, the trainer and the replica share the machine's cores, so a gap
-holds what the copy takes from the decode, too. `stall_ms` of each push is the commit's own part: how long the
+holds what the copy takes from the decode, too. The clients are a process of their own (`decoding.py`).
+`stall_ms` of each push is the commit's own part: how long the
 replica's loop stood still. The median step is taken without any push before.
 """
 
 import argparse
-import asyncio
+import json
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,34 +21,8 @@ from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.push import source
 from benchmarks.push.rounds import load, write
-from rollout_client import AsyncRolloutClient, WeightPublisher
+from rollout_client import WeightPublisher
 from weight_manager.families import manifest_for
-
-PROMPT, LENGTH = 16, 1000
-"""Long enough that none begins anew, which would be a prompt in the middle of the steps."""
-
-
-async def decode(url: str, sequences: int, until: threading.Event) -> list[tuple[float, float]]:
-    """(when, gap) of every token but each sequence's first; sequences begin anew as they end."""
-    gaps: list[tuple[float, float]] = []
-    client = AsyncRolloutClient(url)
-
-    async def one(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while not until.is_set():
-            prompt = [int(t) for t in rng.integers(1, 4000, PROMPT)]
-            last = 0.0
-            async for piece in client.stream(prompt_ids=prompt, max_tokens=LENGTH, ignore_eos=True, temperature=1.0):
-                now = time.monotonic()
-                if last and any(output.token_ids for output in piece.outputs):
-                    gaps.append((now, now - last))
-                last = now
-                if until.is_set():
-                    break
-
-    await asyncio.gather(*(one(n) for n in range(sequences)))
-    await client.aclose()
-    return gaps
 
 
 def main() -> int:
@@ -72,11 +47,8 @@ def main() -> int:
             publisher.push(tensors, 1, timeout_s=300)
             service.wait_ready()
             publisher.push(tensors, 2, timeout_s=300)
-            until, gaps = threading.Event(), []
-            clients = threading.Thread(
-                target=lambda: gaps.extend(asyncio.run(decode(service.url, args.sequences, until)))
-            )
-            clients.start()
+            words = [sys.executable, "-m", "benchmarks.push.decoding", service.url, str(args.sequences)]
+            clients = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             time.sleep(args.quiet_s)
             began, pushes = time.monotonic(), []
             for version in range(3, 3 + args.pushes):
@@ -85,12 +57,14 @@ def main() -> int:
                 pushes.append({"start": start, "end": time.monotonic(), "stall_ms": report.stall_ms} | report.seconds)
                 time.sleep(args.every_s)
             ended = time.monotonic()
-            until.set()
-            clients.join(120)
+            gaps = json.loads(clients.communicate("", timeout=120)[0])
     steady = [gap for at, gap in gaps if began - args.quiet_s / 2 < at < began]
     under = [gap for at, gap in gaps if began <= at <= ended]
     # a commit is over in the last moments of a push: gaps that end within a second of it
     commits = [gap for at, gap in gaps if any(p["end"] - 0.2 <= at <= p["end"] + 1.0 for p in pushes)]
+    for push in pushes:
+        at, gap = max(((at, gap) for at, gap in gaps if push["start"] <= at <= push["end"] + 1.0), key=lambda it: it[1])
+        push["worst_gap"] = {"after_s": round(at - push["start"], 3), "ms": round(gap * 1e3, 1)}
     step = float(np.median(steady))
     result: dict[str, Any] = {
         "model": args.shapes,
