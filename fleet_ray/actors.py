@@ -96,9 +96,11 @@ class NodeStore:
     async def stop(self) -> None:
         """Stop the store and remove what it wrote, also what it could not: it may have been killed a moment ago."""
         self._stopped = True
-        await _stop(self._life, self._unit)
-        self._run_dir.close()
-        erase(self._shipment, self._run_dir.path)
+        try:
+            await _stop(self._life, self._unit)
+        finally:
+            erase(self._shipment, self._run_dir.path)
+            self._run_dir.close()
 
 
 class ReplicaHost:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ SUFFIXES = {".json", ".txt", ".jinja", ".model"}
 KEYS = "replica-keys"
 """Directory in the head's run directory: store.key for the replicas, api.key for the API."""
 KEY_FILE = "replica.key"
+LOCKS = ("lock", "store.lock")
+"""Held by whoever uses a run directory."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,22 @@ def sweep(shipment: Shipment) -> None:
     """Remove what earlier nodes of this service left on this host: killed ones remove neither files nor their arena."""
     pattern = run_dir_on("*", shipment.name)
     for run_dir in pattern.parent.glob(pattern.name):
-        if not any(_held(run_dir / lock) for lock in ("lock", "store.lock")):
-            erase(shipment, run_dir)
+        if not any(_held(run_dir / lock) for lock in LOCKS):
+            erase(shipment, run_dir, keep=())
 
 
-def erase(shipment: Shipment, run_dir: Path) -> None:
-    """Remove the files and the arena of a node's store that has ended, in whatever way."""
-    label = run_dir.name.rpartition("-")[2]
-    for arena in Path(shipment.store["arena_dir"]).glob(f"*-{shipment.store_name(label)}-*.arena"):
-        arena.unlink(missing_ok=True)
+def erase(shipment: Shipment, run_dir: Path, keep: tuple[str, ...] = LOCKS[:1]) -> None:
+    """Remove the files, but crash reports, and the arena of a node's store that has ended, in whatever way.
+
+    keep: what whoever holds the directory removes itself.
+    """
+    name = re.escape(shipment.store_name(run_dir.name.rpartition("-")[2]))
+    ours = re.compile(rf"paddle-rollout-{name}-[0-9a-f]{{32}}\.arena")
+    for arena in Path(shipment.store["arena_dir"]).glob("*.arena"):
+        if ours.fullmatch(arena.name):
+            arena.unlink(missing_ok=True)
     if run_dir.exists():
-        _remove(run_dir)
+        _remove(run_dir, keep)
 
 
 def _held(lock: Path) -> bool:
@@ -108,12 +116,11 @@ def _held(lock: Path) -> bool:
     return False
 
 
-def _remove(run_dir: Path) -> None:
-    """All but crash reports."""
+def _remove(run_dir: Path, keep: tuple[str, ...]) -> None:
     for path in run_dir.iterdir():
         if path.is_dir() and path.name != "crashes":
             shutil.rmtree(path, ignore_errors=True)
-        elif path.is_file() or path.is_socket():
+        elif (path.is_file() or path.is_socket()) and path.name not in keep:
             path.unlink(missing_ok=True)
     if not any(run_dir.iterdir()):
         run_dir.rmdir()

@@ -103,15 +103,18 @@ class _Life:
         self._task = asyncio.create_task(self._keep())
 
     async def up(self) -> Path:
-        """Once it listens."""
-        return await asyncio.shield(self._run_dir)
+        """Once it listens. Raises NodeGone, also when it is stopped before."""
+        await asyncio.wait([self._run_dir])
+        if self._run_dir.cancelled():
+            raise NodeGone(f"node {self.node[:8]}: its store was stopped")
+        return self._run_dir.result()
 
     async def move(self) -> None:
         """The one above it is another now."""
         if self._run_dir.done():
             try:
                 await self._actor.start.remote(await self._upstream(self.node))
-            except RayError as error:  # `_keep` sees to it
+            except (RayError, NodeGone, KeyError) as error:  # `_keep` sees to it
                 log.warning("the store of node %s: %s", self.node[:8], short(error))
 
     async def stop(self) -> None:
@@ -147,6 +150,8 @@ class _Life:
                 log.warning("node %s has left the cluster", self.node[:8], extra={"node": self.node})
                 self._gone(self.node)
                 return
+            except (NodeGone, KeyError) as error:  # the one above is gone: the tree has another by now
+                why = f"the store above: {short(error)}"
             except RayError as error:
                 why = short(error)
                 if isinstance(error, ActorDiedError):
@@ -168,8 +173,11 @@ class _Life:
 
 
 async def _end(life: _Life, orphans: list[_Life]) -> None:
-    await _all_of(*(orphan.move() for orphan in orphans))
+    moves = [asyncio.create_task(orphan.move()) for orphan in orphans]
+    if moves:
+        await asyncio.wait(moves, timeout=STOP_S)  # they go on after that: the one above them may come up later
     await life.stop()
+    await _all_of(*moves)
 
 
 async def _all_of(*works: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""Work for the threads that write into the slot: whole parts, or pieces of a large one so that they share it."""
+"""Work for the threads that write into the slot: parts, several small ones at a time, or pieces of a large one."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator

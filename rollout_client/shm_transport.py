@@ -38,9 +38,10 @@ class ShmTransport(Transport):
     def __init__(self, arena: ArenaFile, threads: int | None = None) -> None:
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
-        self._turns = Turns(arena)
         self._cuda: CudaCopier | None = None
-        self._pool = ThreadPoolExecutor(threads or moving_threads(), thread_name_prefix="push")
+        threads = threads or moving_threads()
+        self._turns = Turns(arena, threads)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="push")
         for slot in range(arena.slots):
             if arena.backed(slot):
                 arena.slot(slot)  # page tables now, not in the middle of the first push
@@ -104,7 +105,6 @@ class ShmTransport(Transport):
                     reporter.written(moved.copy, moved.digest, moved.nbytes)
             reporter.turn()
             return
-        self._turns.begin()
         stop = Event()
         finished: queue.SimpleQueue[list[Moved] | Future[None]] = queue.SimpleQueue()
         works = (
@@ -113,11 +113,13 @@ class ShmTransport(Transport):
             for split in [tasks(sources[part], copies, slot, stop)]
             for work in split
         )
-        futures = [self._pool.submit(self._put_all, work, finished, stop) for work in gathered(works)]
-        for future in futures:
-            future.add_done_callback(finished.put)
+        batches = list(gathered(works))  # a copy that cannot be made is found before any is begun
         pieces = Gathered()
+        self._turns.begin()
+        futures = [self._pool.submit(self._put_all, work, finished, stop) for work in batches]
         try:
+            for future in futures:
+                future.add_done_callback(finished.put)
             running = len(futures)
             while running:
                 try:
@@ -143,10 +145,13 @@ class ShmTransport(Transport):
             self._turns.over()
 
     def _put_all(self, work: Work, finished: "queue.SimpleQueue[list[Moved] | Future[None]]", stop: Event) -> None:
-        self._turns.wait(stop)
-        began, used = time.monotonic(), time.thread_time()
-        moved = work()
-        took, busy = time.monotonic() - began, time.thread_time() - used
+        self._turns.take(stop)
+        try:
+            began, used = time.monotonic(), time.thread_time()
+            moved = work()
+            took, busy = time.monotonic() - began, time.thread_time() - used
+        finally:
+            self._turns.give_back()
         finished.put(moved)
         if took > CROWDED * busy:
-            self._turns.crowded()
+            self._turns.held_up()

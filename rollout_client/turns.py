@@ -1,23 +1,24 @@
 """Turns on the processor, between replicas that compute and a trainer that copies, where there are not cores for both.
 
 The threads of a step wait for each other at every operation, so a copy on their cores holds up all of them, and each of
-the two takes as long as both. A push that had to wait for the processor therefore asks for turns: a replica that is
-asked leaves a gap after every step, and the push copies in the gaps. What they tell each other are words in the arena's
+the two takes as long as both. A push that finds the cores taken therefore asks for turns: a replica that is asked
+leaves a gap after every step, and the push copies in the gaps. What they tell each other are words in the arena's
 header, good for a moment; nobody depends on them, and a copy that sees no gap goes on without one.
 """
 
+import contextlib
 import os
 import threading
 import time
 
 import numpy as np
 
-from rollout_client.arena_file import MOST_THREADS, ArenaFile
+from rollout_client.arena_file import NEAR_NS, ArenaFile
 
 ASKED_S = 1.0
-"""For so long an ask is good: longer than a step, and over soon if the trainer is killed."""
+"""For so long an ask is good, and it is made again meanwhile: over soon if the trainer is killed."""
 PATIENCE_S = 0.5
-"""Without a gap for so long, the copy goes on all the same."""
+"""Without a gap for so long, the push goes on without gaps until it sees one."""
 POLL_S = 0.003
 SHORTEST_S = 0.002
 """Of a gap that ends sooner nothing is used."""
@@ -28,39 +29,83 @@ LATE_S = 0.1
 class Turns:
     """A trainer's side, shared by the threads that copy."""
 
-    def __init__(self, arena: ArenaFile) -> None:
+    def __init__(self, arena: ArenaFile, threads: int) -> None:
+        """threads: that copy."""
         self._arena = arena
+        self._threads = threads
+        self._cores = len(os.sched_getaffinity(0))
         self._asked_until = 0.0
+        self._given_up = False
+        self._room_seen = 0.0
+        self._copying = 0
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """A push begins to copy: ask at once if steps keep every core busy."""
-        turns = self._arena.turns()
-        if turns[turns <= MOST_THREADS].sum() >= (os.cpu_count() or 1):
-            self.crowded()
+        self._given_up = False
+        if self._computing()[0] >= self._cores:
+            self._ask()
 
-    def crowded(self) -> None:
-        """Work took much longer than the processor time it used: ask."""
-        self._asked_until = time.monotonic() + ASKED_S
-        self._arena.ask_for_turns(int(self._asked_until * 1e9))
+    def held_up(self) -> None:
+        """Work took much longer than the processor time it used: ask, if it was steps that it waited for."""
+        if self._asked_until or self._computing()[0] + self._threads > self._cores:
+            self._ask()
 
-    def wait(self, stop: threading.Event) -> None:
-        """For a gap, if one has been asked for."""
-        end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < min(end, self._asked_until) and not stop.is_set():
-            if self._may_go():
-                return
-            time.sleep(POLL_S)
+    def take(self, stop: threading.Event) -> None:
+        """Wait for a gap if one has been asked for; `give_back` when the work is done."""
+        began = time.monotonic()
+        while not self._taken(stop.is_set()):
+            if time.monotonic() >= max(began, self._room_seen) + PATIENCE_S:
+                self._given_up = True
+            else:
+                time.sleep(POLL_S)
+
+    def give_back(self) -> None:
+        """This thread does not copy any more."""
+        with self._lock:
+            self._copying -= 1
 
     def over(self) -> None:
-        """The push has nothing more to copy."""
-        if self._asked_until:
-            self._asked_until = 0.0
-            self._arena.ask_for_turns(0)
+        """The push has nothing more to copy. The ask of another publisher stays."""
+        mine, self._asked_until = int(self._asked_until * 1e9), 0.0
+        if mine and self._arena.asked_until_ns <= mine:
+            self._tell(0)
 
-    def _may_go(self) -> bool:
-        turns, now = self._arena.turns(), time.monotonic()
-        moments = turns > MOST_THREADS
-        gaps = turns[moments] / 1e9
-        if (gaps > now + SHORTEST_S).any():
-            return True
-        return not turns[~moments].any() and not (np.abs(gaps - now) < LATE_S).any()
+    def _taken(self, at_once: bool) -> bool:
+        with self._lock:
+            if self._asked_until and not at_once:
+                self._go_on_asking()
+                if self._room():
+                    self._given_up, self._room_seen = False, time.monotonic()
+                elif not self._given_up:
+                    return False
+            self._copying += 1
+        return True
+
+    def _room(self) -> bool:
+        """A core is free of steps and of copies."""
+        threads, in_gaps = self._computing()
+        return threads + self._copying < self._cores or (in_gaps > 0 and self._copying == 0)
+
+    def _computing(self) -> tuple[int, int]:
+        """(threads that compute or are about to, of all replicas; how many replicas are in a gap)."""
+        turns, now = self._arena.turns().astype(np.int64), time.monotonic_ns()
+        left = turns[:, 1] - now
+        gap = turns[:, 0] & 1 == 1
+        steps = ~gap & (left <= 0) & (left > -NEAR_NS)
+        late = gap & (left <= SHORTEST_S * 1e9) & (left > -LATE_S * 1e9)
+        gaps = gap & (left > SHORTEST_S * 1e9) & (left < NEAR_NS)
+        return int((turns[steps | late, 0] >> 1).sum()), int(gaps.sum())
+
+    def _go_on_asking(self) -> None:
+        now = time.monotonic()
+        if now > self._asked_until - ASKED_S / 2 or not self._arena.asked_for_turns():
+            self._ask()
+
+    def _ask(self) -> None:
+        self._asked_until = time.monotonic() + ASKED_S
+        self._tell(int(self._asked_until * 1e9))
+
+    def _tell(self, word: int) -> None:
+        with contextlib.suppress(OSError):
+            self._arena.ask_for_turns(word)

@@ -19,11 +19,12 @@ from weight_manager.manifest import Layout
 from worker.actions import Actions, Groups
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
+from worker.cpu import openmp
 from worker.cpu.tuning import tune
 from worker.device import Device, device_for
 from worker.engine.base import Engine, EngineSpec
 from worker.event_loop import EventLoop
-from worker.giving_way import GivingWay
+from worker.giving_way import SPIN_MS, GivingWay
 from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.rendezvous import LISTEN
@@ -95,6 +96,8 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
         device.release_cached if device else give_back_to_system,
     )
     leader = None
+    if rank:
+        openmp.spin(SPIN_MS)  # between steps it waits for rank 0, which may leave the cores to a push
     if channel:
         scheduler = Scheduler(
             engine.spec,
@@ -122,7 +125,8 @@ def _threads(config: WorkerConfig) -> int:
     """That a step of this replica has on the cores, in all its ranks."""
     if config.device != "cpu":
         return 0
-    return config.tp * int(os.environ.get("OMP_NUM_THREADS", "1"))
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return config.tp * (int(first) if first.isdigit() else config.threads or 1)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ class WorkerConfig(BaseModel):
     wait for it, for at most one step of work each. False: it waits for two steps, and no work is lost."""
 
     push_gap: float = Field(default=0.6, ge=0.0, le=4.0)
-    """On a CPU, while a trainer copies through shared memory and every core computes: replicas leave the cores to it
-    between steps, for so many times a step. Less: tokens come sooner, pushes take longer. 0: both fight for the cores,
-    pushes are short and single tokens take several steps."""
+    """On a CPU, while a trainer copies through shared memory and there are not cores for both: replicas leave the cores
+    to it between steps of 0.08 s and more, for so many times a step (which counts as 0.5 s at most). Less: tokens come
+    sooner, pushes take longer. 0: both fight for the cores, pushes are short and single tokens take several steps."""
 
     threads: int | None = Field(default=None, ge=1, le=512)
     """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""

@@ -1,18 +1,19 @@
 """Rank 0's gaps between steps while a push has to share the cores with them; see rollout_client/turns.py."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 
-from rollout_client.arena_file import MOST_THREADS, ArenaFile
-from rollout_client.errors import ArenaError
+from rollout_client.arena_file import MOST_REPLICAS, take_turn
 from worker.cpu import openmp
-
-log = logging.getLogger(__name__)
 
 LONGEST_S = 0.5
 """A step counts as no longer than this."""
+SHORT_S = 0.08
+"""Steps that take less are not told of, and get no gaps: what they wait for a push is short anyway, and gaps of their
+length are over before much is copied."""
+LATELY = 8
+"""The usual step is a mean of about so many."""
 SPIN_MS = 1
 """While gaps are left: threads that spin through them would leave nothing to the push."""
 
@@ -23,40 +24,34 @@ class GivingWay:
     def __init__(self, replica: int, threads: int, share: float, clock: Callable[[], float]) -> None:
         """threads: of a step, of all ranks; 0 = it runs on a GPU, which no copy holds up. share: gaps over steps."""
         self.until = 0.0
-        self._share = share
         self._replica = replica
-        self._threads = min(threads, MOST_THREADS)
+        self._threads = threads if share and replica < MOST_REPLICAS else 0
+        self._share = share
         self._clock = clock
-        self._path = ""
-        self._arena: ArenaFile | None = None
         self._leaving = False
-        self._usual_s = LONGEST_S  # of a step that nothing copied beside
+        self._usual_s = LONGEST_S  # of a step beside which nothing was copied
 
     def begin(self, arena_path: str) -> None:
-        """A step begins; the arena is where its weights are."""
-        if arena_path != self._path and self._threads and self._share:
-            self._open(arena_path)
-        if self._arena is not None:
-            self._arena.take_turn(self._replica, self._threads)
+        """A step begins, on weights of that arena."""
+        if self._threads and self._usual_s >= SHORT_S:
+            self._tell(arena_path, time.monotonic_ns(), gap=False)
 
-    def ended(self, seconds: float) -> None:
-        """The step is over and took so long."""
-        if self._arena is None:
+    def ended(self, arena_path: str, seconds: float, *, asked: bool) -> None:
+        """The step is over and took so long. asked: a push asks for turns."""
+        if not self._threads:
             return
-        asked = self._arena.asked_for_turns()
+        if not asked:
+            self._usual_s += (seconds - self._usual_s) / LATELY
+        if self._usual_s < SHORT_S:
+            asked = False
         if asked != self._leaving:
             openmp.spin(SPIN_MS if asked else openmp.USUAL_MS)
             self._leaving = asked
-        elif not asked:
-            self._usual_s = seconds
         gap = self._share * min(seconds, self._usual_s, LONGEST_S) if asked else 0.0
         self.until = self._clock() + gap
-        self._arena.take_turn(self._replica, time.monotonic_ns() + int(gap * 1e9) if asked else 0)
+        if self._usual_s >= SHORT_S:
+            self._tell(arena_path, time.monotonic_ns() + int(gap * 1e9), gap=True)
 
-    def _open(self, path: str) -> None:
-        self._path = path
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        with contextlib.suppress(ArenaError, OSError):  # none that may be written: pushes take what they need
-            self._arena = ArenaFile(path, write=True)
+    def _tell(self, arena_path: str, moment_ns: int, *, gap: bool) -> None:
+        with contextlib.suppress(OSError):  # a hint: of an arena that is gone, or may not be written
+            take_turn(arena_path, self._replica, self._threads, moment_ns, gap=gap)

@@ -136,11 +136,11 @@ class Leader:
 
     def _timeout(self) -> float:
         hurry, self._more = self._more, False
+        now = self._clock()  # before what follows looks at it: a moment that comes in between is not overslept
         if hurry or self.stepping.possible:
             return 0.0
-        now = self._clock()
-        owners = (self.membership, self.pausing, self._draining, self.stepping)
-        due = [self._next_heartbeat, self._subscribers.due]
+        owners = (self.membership, self.pausing, self._draining)
+        due = [self._next_heartbeat, self._subscribers.due, *(t for t in [self.stepping.not_before] if t > now)]
         due += [t for owner in owners if (t := owner.next_deadline) is not None]
         due += [now + _POLL_WORK_S] if self._actions.work or self.stepping.unjudged else []
         return max(0.0, min(due) - now)

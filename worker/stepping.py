@@ -53,17 +53,12 @@ class Stepping:
         """There is something to run, and it may."""
         if self._lifecycle.state is not WorkerState.SERVING or self._membership.holding:
             return False
-        if self._clock() < self._not_before:
+        if self._clock() < self.not_before:
             return False
         return self._scheduler.running > 0 or (self._admits() and self._scheduler.waiting > 0)
 
     @property
-    def next_deadline(self) -> float | None:
-        """When a step may begin again, if none may now."""
-        return at if (at := self._not_before) > self._clock() else None
-
-    @property
-    def _not_before(self) -> float:
+    def not_before(self) -> float:
         """No step begins before that: nothing was found to run, a flip is near, or a push copies in between."""
         gap = self._giving_way.until if self._membership.session is None else 0.0
         return max(self.retry_at, self._expects_flip_until, gap)
@@ -97,8 +92,9 @@ class Stepping:
         self.unjudged = True
         self._last_s = seconds
         self.interrupting.ended(given_up=False)
-        self._giving_way.ended(seconds)
         weights = self._actions.weights
+        asked = weights is not None and weights.asked_for_turns()
+        self._giving_way.ended(self._membership.arena_path, seconds, asked=asked)
         if weights is not None and weights.fenced():
             self.counters["fenced_steps"] += 1
             self._scheduler.discard()

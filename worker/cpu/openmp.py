@@ -22,7 +22,7 @@ def spin(milliseconds: int) -> None:
 def _runtime() -> ctypes.CDLL | None:
     library = Path(str(sys.modules["paddle"].__file__)).parent / "libs" / "libiomp5.so"
     try:
-        runtime = ctypes.CDLL(str(library))
+        runtime = ctypes.CDLL(str(library), mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
         runtime.kmp_set_blocktime.argtypes = [ctypes.c_int]
     except (OSError, AttributeError):
         return None

@@ -8,6 +8,8 @@ from weight_manager.config import StoreConfig
 from weight_manager.curve import StoreKeys
 from worker.config import read_worker_config
 
+NONCE = "00ff" * 8
+
 
 def test_a_node_gets_all_it_needs_and_no_weights(packed, tmp_path):
     run_dir = tmp_path / "node"
@@ -33,11 +35,16 @@ def test_what_a_killed_node_left_is_swept_and_what_lives_is_not(packed, tmp_path
     for label in ("dead0000", "live0000"):
         run_dir = run_dir_on(label, "svc")
         packed.unpack(run_dir, label, upstream="tcp://10.0.0.1:5601", host="10.0.0.2", relay_port=7000)
-        (arenas / f"paddle-rollout-svc-{label}-00ff.arena").touch()
+        (arenas / f"paddle-rollout-svc-{label}-{NONCE}.arena").touch()
+        (arenas / f"paddle-rollout-team-svc-{label}-{NONCE}.arena").touch()  # of a service whose name ends like ours
         locks[label] = (run_dir / "store.lock").open("wb")
     fcntl.flock(locks["live0000"], fcntl.LOCK_EX)
     sweep(packed)
-    assert [path.name for path in arenas.iterdir()] == ["paddle-rollout-svc-live0000-00ff.arena"]
+    assert sorted(path.name for path in arenas.iterdir()) == [
+        f"paddle-rollout-svc-live0000-{NONCE}.arena",
+        f"paddle-rollout-team-svc-dead0000-{NONCE}.arena",
+        f"paddle-rollout-team-svc-live0000-{NONCE}.arena",
+    ]
     assert not run_dir_on("dead0000", "svc").exists()
     assert (run_dir_on("live0000", "svc") / "config.json").exists()
     for lock in locks.values():

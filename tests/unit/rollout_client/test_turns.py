@@ -1,14 +1,15 @@
+import os
 import threading
 import time
 
 import pytest
 
 from rollout_client import turns as module
-from rollout_client.arena_file import ArenaFile
-from rollout_client.turns import ASKED_S, LATE_S, PATIENCE_S, Turns
+from rollout_client.arena_file import MOST_REPLICAS, NEAR_NS, ArenaFile, take_turn
+from rollout_client.turns import LATE_S, PATIENCE_S, Turns
 from weight_manager.arena import Arena
 
-THREADS = 2
+CORES = THREADS = 2
 SOON_S = 0.2
 """Far less than the patience, far more than a poll."""
 
@@ -19,117 +20,157 @@ def arena(tmp_path):
         yield opened
 
 
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(CORES)))
+
+
 @pytest.fixture
 def turns(arena):
-    return Turns(arena)
+    return Turns(arena, CORES)
 
 
-def waited(turns):
+def step(arena, replica=0, threads=THREADS, age_s=0.0):
+    take_turn(arena.path, replica, threads, time.monotonic_ns() - int(age_s * 1e9), gap=False)
+
+
+def gap(arena, replica=0, threads=THREADS, seconds=0.3):
+    take_turn(arena.path, replica, threads, time.monotonic_ns() + int(seconds * 1e9), gap=True)
+
+
+def waited(turns, stop=None):
     began = time.monotonic()
-    turns.wait(threading.Event())
+    turns.take(stop or threading.Event())
+    turns.give_back()
     return time.monotonic() - began
 
 
-def gap(arena, replica, seconds):
-    arena.take_turn(replica, time.monotonic_ns() + int(seconds * 1e9))
-
-
-def test_nobody_waits_who_was_not_held_up(arena, turns):
-    arena.take_turn(0, THREADS)
-    assert waited(turns) < SOON_S
+def test_a_push_asks_where_every_core_computes_and_only_there(arena, turns):
+    step(arena, 0, 1)
+    turns.begin()
     assert not arena.asked_for_turns()
-
-
-def test_who_was_held_up_asks_until_the_push_is_over(arena, turns):
-    turns.crowded()
+    step(arena, 1, 1)
+    turns.begin()
     assert arena.asked_for_turns()
     turns.over()
     assert not arena.asked_for_turns()
 
 
+def test_who_is_held_up_asks_only_if_steps_may_be_the_cause(arena, turns):
+    turns.held_up()  # by a disk, or by another program
+    assert not arena.asked_for_turns()
+    step(arena, 0, 1)
+    turns.held_up()
+    assert arena.asked_for_turns()
+
+
+def test_nobody_waits_who_has_not_asked(arena, turns):
+    step(arena, 0, 1)
+    turns.begin()
+    assert waited(turns) < SOON_S
+
+
 def test_an_ask_of_a_trainer_that_died_is_forgotten(arena, monkeypatch):
     monkeypatch.setattr(module, "ASKED_S", 0.05)
-    Turns(arena).crowded()
+    step(arena)
+    Turns(arena, CORES).begin()
     assert arena.asked_for_turns()
     time.sleep(0.06)
     assert not arena.asked_for_turns()
 
 
-def test_words_that_nobody_honest_writes_are_not_believed(arena):
-    arena.ask_for_turns(time.monotonic_ns() + 10**12)
+@pytest.mark.parametrize("word", [10**12, 2**62])
+def test_words_that_nobody_honest_writes_are_not_believed(arena, turns, word):
+    arena.ask_for_turns(time.monotonic_ns() + word)
     assert not arena.asked_for_turns()
-    arena.ask_for_turns(2**64 - 1)
-    assert not arena.asked_for_turns()
+    step(arena)
+    turns.begin()
+    take_turn(arena.path, 1, 1, time.monotonic_ns() + word, gap=True)
+    assert waited(turns) >= PATIENCE_S * 0.9
 
 
 def test_the_copy_waits_for_the_gap_after_a_step(arena, turns):
-    arena.take_turn(3, THREADS)
-    turns.crowded()
-    release = threading.Timer(0.1, gap, (arena, 3, 0.2))
+    step(arena)
+    turns.begin()
+    release = threading.Timer(0.1, gap, (arena,))
     release.start()
     took = waited(turns)
     release.join()
     assert 0.1 <= took < 0.1 + SOON_S
 
 
-def test_one_replica_in_a_gap_is_enough(arena, turns):
-    arena.take_turn(0, THREADS)
-    gap(arena, 1, 0.2)
-    turns.crowded()
-    assert waited(turns) < SOON_S
+def test_as_many_copy_as_there_are_cores_without_steps(arena, turns):
+    step(arena, 0, 1)
+    step(arena, 1, 1)
+    turns.begin()
+    gap(arena, 1, 1, seconds=0.3)
+    turns.take(threading.Event())
+    second = threading.Thread(target=turns.take, args=(threading.Event(),))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    turns.give_back()
+    second.join(SOON_S)
+    assert not second.is_alive()
 
 
 def test_the_end_of_a_gap_is_not_used(arena, turns):
-    arena.take_turn(0, THREADS)
-    gap(arena, 1, module.SHORTEST_S / 2)
-    turns.crowded()
-    assert waited(turns) >= PATIENCE_S - 0.05
+    step(arena)
+    turns.begin()
+    gap(arena, seconds=module.SHORTEST_S / 2)
+    took = waited(turns)
+    assert LATE_S * 0.9 < took < LATE_S + SOON_S  # a step was to follow, and did not
 
 
-def test_nobody_is_waited_for_for_long(arena, turns):
-    arena.take_turn(0, THREADS)  # and killed there
-    turns.crowded()
-    assert PATIENCE_S - 0.05 <= waited(turns) < PATIENCE_S + SOON_S
-    time.sleep(ASKED_S - PATIENCE_S)
+def test_without_gaps_a_push_is_patient_once_and_not_again_for_every_copy(arena, turns, monkeypatch):
+    step(arena)
+    turns.begin()
+    assert PATIENCE_S * 0.9 <= waited(turns) < PATIENCE_S + SOON_S
+    for _ in range(5):
+        assert waited(turns) < SOON_S
+    gap(arena)
     assert waited(turns) < SOON_S
+    step(arena)
+    assert waited(turns) >= PATIENCE_S * 0.9 - SOON_S  # there are gaps after all
+
+
+def test_a_replica_that_died_in_a_step_is_forgotten(arena, turns):
+    step(arena, age_s=1.1 * NEAR_NS / 1e9)
+    turns.begin()
+    assert not arena.asked_for_turns()
 
 
 def test_replicas_that_do_not_compute_are_not_waited_for(arena, turns):
-    gap(arena, 0, -2 * LATE_S)  # its last step is long over
-    turns.crowded()
+    step(arena)
+    turns.begin()
+    gap(arena, seconds=-2 * LATE_S)  # its last step is long over
     assert waited(turns) < SOON_S
 
 
-def test_a_replica_whose_gap_is_just_over_is_about_to_compute(arena, turns):
-    gap(arena, 0, 0.0)
-    turns.crowded()
-    assert LATE_S * 0.9 < waited(turns) < LATE_S + SOON_S
+def test_a_push_that_ends_does_not_wait(arena, turns):
+    step(arena)
+    turns.begin()
+    stop = threading.Event()
+    stop.set()
+    assert waited(turns, stop) < SOON_S
 
 
-def test_where_every_core_computes_a_push_asks_before_it_was_held_up(arena, turns, monkeypatch):
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
-    for replica, word in ((0, 2), (1, 1), (2, time.monotonic_ns() + 10**8)):
-        arena.take_turn(replica, word)
+def test_publishers_leave_each_others_asks_alone(arena, turns):
+    other = Turns(arena, CORES)
+    step(arena)
     turns.begin()
-    assert not arena.asked_for_turns()
-    arena.take_turn(2, 1)
-    turns.begin()
+    time.sleep(0.01)
+    other.begin()
+    turns.over()
+    assert arena.asked_for_turns()
+    arena.ask_for_turns(0)  # as an older one might
+    release = threading.Timer(0.05, gap, (arena,))
+    release.start()
+    waited(other)
+    release.join()
     assert arena.asked_for_turns()
 
 
-def test_a_push_that_ends_does_not_wait(arena, turns):
-    arena.take_turn(0, THREADS)
-    turns.crowded()
-    stop = threading.Event()
-    stop.set()
-    began = time.monotonic()
-    turns.wait(stop)
-    assert time.monotonic() - began < SOON_S
-
-
-def test_replicas_beyond_the_page_have_no_word(arena):
-    before = arena.turns().copy()
-    arena.take_turn(len(before), THREADS)
-    assert (arena.turns() == before).all()
-    arena.take_turn(len(before) - 1, THREADS)
-    assert arena.turns()[-1] == THREADS
+def test_the_last_replica_with_a_place_has_one(arena):
+    step(arena, MOST_REPLICAS - 1)
+    assert arena.turns()[-1][0] == 2 * THREADS
