@@ -12,12 +12,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet_ray.actors import NodeStore, Place
 from fleet_ray.errors import NodeGone, short
+from fleet_ray.shipment import sweep
 from fleet_ray.tree import ROOT, Tree
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
 STOP_S = 10.0
+SWEEP_S = 8.0
 
 
 class Stores:
@@ -33,6 +35,8 @@ class Stores:
         self._tree = Tree(fan_out)
         self._lives: dict[str, _Life] = {}
         self._stopping: set[asyncio.Task[None]] = set()
+        self._noted = run_dir / "store-nodes"
+        self._former = set(self._noted.read_text().split()) if self._noted.exists() else set()
 
     def serves_itself(self, place: Place) -> bool:
         """On the head's own node replicas use the head's store."""
@@ -45,6 +49,8 @@ class Stores:
         life = self._lives.get(place.node)
         if life is None:
             self._tree.add(place.node)
+            with self._noted.open("a") as file:
+                file.write(f"{place.node}\n")
             life = _Life(place.node, self._shipment, self._upstream, self._remove, self._log_level)
             self._lives[place.node] = life
         life.users.add(replica)
@@ -72,6 +78,21 @@ class Stores:
         """Stop all."""
         lives, self._lives = list(self._lives.values()), {}
         await _all_of(*(life.stop() for life in lives), *self._stopping)
+        await self._clear_up_after({life.node for life in lives})
+        self._noted.unlink(missing_ok=True)
+
+    async def _clear_up_after(self, ended: set[str]) -> None:
+        """If this process was killed once, so were its stores with it: what they left where none has come again."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        at = [NodeAffinitySchedulingStrategy(node, soft=False) for node in (self._former & alive) - ended]
+        tasks = [
+            ray.remote(sweep).options(num_cpus=0, max_retries=0, scheduling_strategy=one).remote(self._shipment)
+            for one in at
+        ]
+        try:
+            await asyncio.wait_for(_all_of(*(_of(task) for task in tasks)), SWEEP_S)
+        except TimeoutError:
+            log.warning("files of stores that were killed may be left on %d nodes", len(tasks))
 
     async def _upstream(self, node: str) -> str:
         above = self._tree.above(node)

@@ -7,8 +7,8 @@ from worker.unit import ProcessSpec, RestartPolicy, UnitSpec
 
 PATIENT = RestartPolicy(first_s=1.0, next_s=2.0, max_s=15.0)
 """A Ray cluster that is away may come back: never eight ends within a minute."""
-STORES_S = 10.0
-"""For the stores of the nodes, after the replicas."""
+STORES_S = 20.0
+"""For the stores of the nodes, after the replicas, and for what killed ones have left."""
 
 
 def fleet_unit(config_path: Path, *, drain_s: float) -> UnitSpec:
