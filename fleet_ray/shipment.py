@@ -2,13 +2,14 @@
 
 import fcntl
 import json
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from weight_manager.arena import sweep as sweep_arenas
 
 LARGEST = 64 << 20
 SUFFIXES = {".json", ".txt", ".jinja", ".model"}
@@ -95,11 +96,7 @@ def erase(shipment: Shipment, run_dir: Path, keep: tuple[str, ...] = LOCKS[:1]) 
 
     keep: what whoever holds the directory removes itself.
     """
-    name = re.escape(shipment.store_name(run_dir.name.rpartition("-")[2]))
-    ours = re.compile(rf"paddle-rollout-{name}-[0-9a-f]{{32}}\.arena")
-    for arena in Path(shipment.store["arena_dir"]).glob("*.arena"):
-        if ours.fullmatch(arena.name):
-            arena.unlink(missing_ok=True)
+    sweep_arenas(Path(shipment.store["arena_dir"]), shipment.store_name(run_dir.name.rpartition("-")[2]))
     if run_dir.exists():
         _remove(run_dir, keep)
 

@@ -67,7 +67,7 @@ def tasks(source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop
     return [lambda i=i, start=start: piece(i, start) for i, start in enumerate(starts)]  # type: ignore[misc]
 
 
-def gathered(works: Iterable[tuple[Work, int]]) -> Iterator[Work]:
+def together(works: Iterable[tuple[Work, int]]) -> Iterator[Work]:
     """Works with their bytes, the small ones several to one."""
     held: list[Work] = []
     size = 0

@@ -16,7 +16,7 @@ from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.errors import ArenaError, SessionLost
-from rollout_client.moving import Gathered, Moved, Work, gathered, move_part, tasks
+from rollout_client.moving import Gathered, Moved, Work, move_part, tasks, together
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
@@ -113,7 +113,7 @@ class ShmTransport(Transport):
             for split in [tasks(sources[part], copies, slot, stop)]
             for work in split
         )
-        batches = list(gathered(works))  # a copy that cannot be made is found before any is begun
+        batches = list(together(works))  # a copy that cannot be made is found before any is begun
         pieces = Gathered()
         self._turns.begin()
         futures = [self._pool.submit(self._put_all, work, finished, stop) for work in batches]

@@ -33,7 +33,7 @@ class GivingWay:
 
     def begin(self, arena_path: str) -> None:
         """A step begins, on weights of that arena."""
-        if self._threads and self._usual_s >= SHORT_S:
+        if self._threads and self._long:
             self._tell(arena_path, time.monotonic_ns(), gap=False)
 
     def ended(self, arena_path: str, seconds: float, *, asked: bool) -> None:
@@ -42,15 +42,18 @@ class GivingWay:
             return
         if not asked:
             self._usual_s += (seconds - self._usual_s) / LATELY
-        if self._usual_s < SHORT_S:
-            asked = False
+        asked = asked and self._long
         if asked != self._leaving:
             openmp.spin(SPIN_MS if asked else openmp.USUAL_MS)
             self._leaving = asked
         gap = self._share * min(seconds, self._usual_s, LONGEST_S) if asked else 0.0
         self.until = self._clock() + gap
-        if self._usual_s >= SHORT_S:
+        if self._long:
             self._tell(arena_path, time.monotonic_ns() + int(gap * 1e9), gap=True)
+
+    @property
+    def _long(self) -> bool:
+        return self._usual_s >= SHORT_S
 
     def _tell(self, arena_path: str, moment_ns: int, *, gap: bool) -> None:
         with contextlib.suppress(OSError):  # a hint: of an arena that is gone, or may not be written

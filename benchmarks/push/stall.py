@@ -1,9 +1,9 @@
 """What a commit costs those who are served: gaps between tokens of 16 sequences that decode while versions are pushed.
 
 The trainer's pushes are seconds apart; the store, the trainer and the replica share the machine's cores, so a gap
-holds what the copy takes from the decode, too. The clients are a process of their own (`decoding.py`).
-`stall_ms` of each push is the commit's own part: how long the
-replica's loop stood still. The median step is taken without any push before.
+holds what the copy takes from the decode, too. The clients are a process of their own (`decoding.py`). `stall_ms` of
+each push is the commit's own part: how long the replica's loop stood still. The median step is taken without any push
+before.
 """
 
 import argparse

@@ -52,7 +52,7 @@ def test_what_a_killed_node_left_is_swept_and_what_lives_is_not(packed, tmp_path
 
 
 def test_crash_reports_stay(packed, tmp_path):
-    packed.store["arena_dir"] = str(tmp_path / "arenas")
+    packed.store["arena_dir"] = str(tmp_path)
     tmp_path = tmp_path / "node"
     (tmp_path / "crashes").mkdir(parents=True)
     (tmp_path / "crashes" / "report.txt").touch()

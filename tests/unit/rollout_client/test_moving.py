@@ -1,6 +1,6 @@
 import pytest
 
-from rollout_client.moving import TOGETHER_BYTES, Moved, gathered
+from rollout_client.moving import TOGETHER_BYTES, Moved, together
 
 
 def work(number):
@@ -9,7 +9,7 @@ def work(number):
 
 def batches(*sizes):
     """The copies that each thread moves at a time."""
-    return [[moved.copy for moved in one()] for one in gathered((work(i), size) for i, size in enumerate(sizes))]
+    return [[moved.copy for moved in one()] for one in together((work(i), size) for i, size in enumerate(sizes))]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ def test_nothing_is_begun_before_its_turn():
             begun.append(number)
             yield work(number), TOGETHER_BYTES
 
-    works = gathered(noting())
+    works = together(noting())
     next(works)
     assert begun == [0]
