@@ -4,12 +4,15 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
 
 def main() -> int:
-    """Exit status: 0 after a drain, 1 for a configuration error, 71 when the ranks lost each other."""
+    """Exit status: 0 after a drain, 2 for a configuration error, 71 when the ranks lost each other."""
+    # Before any library starts a thread, which would take it: while Paddle is imported its own handler would abort us.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the service's config.json")
     parser.add_argument("--replica", type=int, help="which replica this rank is of, from 0")

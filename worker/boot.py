@@ -56,7 +56,8 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
     _claim_signals(channel)
     try:
         loop = build_loop(config, channel, replica, rank)
-        _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process
+        _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process,
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # so __main__ held that back
         loop.run()
     except GroupDead as error:
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})

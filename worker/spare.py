@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def wait(config_path: Path) -> list[str] | None:
     config = read_worker_config(config_path)
     if config.engine == "paddle":
         _load(config.device, config.threads, config.ranks_on_host)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Paddle's import put a handler of its own on it, which aborts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     line = sys.stdin.readline()
     if not line:
         return None

@@ -24,6 +24,8 @@ EXIT_CONFIG = 78
 _USAGE = 2
 _START_S = 10.0
 """A first start that ends this soon, with status 1, said why; a second one would say the same."""
+_FOLLOW_S = 2.0
+"""That the others of a unit have once the first has ended as it was asked to."""
 _REPORTS = 50
 """Crash reports kept, the newest."""
 
@@ -174,7 +176,7 @@ class Unit:
 
     async def _end_rest(self, planned: bool) -> None:
         """One ended, so the others go: the ranks of a replica are of no use one by one."""
-        await _first(asyncio.sleep(2.0 if planned else 0.0), self._all_ended())
+        await self._followed(_FOLLOW_S if planned else 0.0)
         self._report(planned)
         self.kill()
         await self._all_ended()
@@ -183,12 +185,18 @@ class Unit:
     async def _stop(self) -> None:
         self.state = "stopping"
         self.terminate()
-        await _first(asyncio.sleep(self.spec.stop_s), self._all_ended())
-        if any(child.status is None for child in self._children):
+        first = self._children[0]
+        await _first(asyncio.sleep(self.spec.stop_s), first.wait())
+        if first.status is None:
             log.error("%s did not stop within %g s: killed", self.spec.name, self.spec.stop_s)
-            self.kill()
-            await self._all_ended()
+        else:
+            await self._followed(_FOLLOW_S)
+        self.kill()
+        await self._all_ended()
         self._note_exits()
+
+    async def _followed(self, within_s: float) -> None:
+        await _first(asyncio.sleep(within_s), self._all_ended())
 
     async def _all_ended(self) -> None:
         for child in self._children:

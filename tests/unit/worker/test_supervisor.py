@@ -183,6 +183,22 @@ def test_the_end_comes_in_order_and_the_stubborn_are_killed(run_dir, lines):
     assert time.monotonic() - began < 10
 
 
+def test_ranks_whose_first_has_ended_are_not_waited_for(run_dir, lines):
+    """One stopped while it was starting: rank 0 is gone, and the others would wait for it to join them."""
+    polite = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0));"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    waits = "print('up', flush=True); import time; time.sleep(60)"
+
+    async def script(supervisor):
+        await until(lambda: sum(line == "up" for _, line in lines) == 2)
+
+    began = time.monotonic()
+    assert supervise([unit("replica-0", "replica", polite, waits, stop_s=15.0)], run_dir, lines, script) == 0
+    assert time.monotonic() - began < 10
+
+
 def test_status_bad_bytes_and_shutdown_over_the_socket(run_dir, lines):
     async def script(supervisor):
         await until(lambda: all(pids(supervisor).values()))
