@@ -14,6 +14,8 @@ import httpx
 
 SERVE = "from api.cli import main; main()"
 START_S, STOP_S, SETTLE_S = 300.0, 60.0, 2.0
+SMALL_KV = ("--set", "worker.max_model_len=512", "--set", "worker.max_batch=2")
+"""For pushes beside which next to nothing is generated: room for the weights."""
 
 
 class EmptyService:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.service import SMALL_KV, EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.push import limits, source
 from benchmarks.push.rounds import Pusher, as_bf16, load, middle, write
@@ -31,8 +31,9 @@ def main() -> int:
         tensors, nbytes = as_bf16(path)
         for served in ("bfloat16", "float32"):
             rounds = []
+            options = (*SMALL_KV, "--dtype", served)
             with (
-                EmptyService(SHAPES[args.shapes], args.replicas, Path(scratch) / "log", "--dtype", served) as service,
+                EmptyService(SHAPES[args.shapes], args.replicas, Path(scratch) / "log", *options) as service,
                 WeightPublisher(service.push_endpoint, run_id="push", transport="shm", progress=False) as near,
             ):
                 pusher = Pusher(tensors)

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.service import SMALL_KV, EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.push import source
 from benchmarks.push.rounds import Pusher, load, middle, write
@@ -25,7 +25,7 @@ def main() -> int:
     args = parser.parse_args()
     shapes = {p.name: p.shape for p in manifest_for(SHAPES[args.shapes], "float32").parameters}
     result: dict[str, Any] = {"model": args.shapes, "replicas": [1, args.many], "rounds": []}
-    small = ("--set", "worker.max_model_len=512", "--set", "worker.max_batch=2", "--dtype", "float32")
+    small = (*SMALL_KV, "--dtype", "float32")
     with tempfile.TemporaryDirectory(prefix="bench-replicas-", dir="/dev/shm") as scratch:
         tensors = source.read(source.write(Path(scratch), shapes))[1]
         with (

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.service import SMALL_KV, EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.push import limits, source
 from benchmarks.push.peers import install
@@ -65,8 +65,9 @@ def main() -> int:
             "rounds": [],
             "failed": {},
         }
+        options = (*SMALL_KV, "--dtype", "float32")
         with (
-            EmptyService(SHAPES[args.shapes], args.replicas, Path(scratch) / "log", "--dtype", "float32") as service,
+            EmptyService(SHAPES[args.shapes], args.replicas, Path(scratch) / "log", *options) as service,
             WeightPublisher(service.push_endpoint, run_id="push", transport="shm", progress=False) as near,
             WeightPublisher(service.push_endpoint, run_id="push", transport="zmq", progress=False) as far,
         ):
