@@ -51,6 +51,7 @@ class Shipment:
             "model": str(model),
             "load_weights": False,
             "push_endpoint": "tcp://127.0.0.1:*",
+            "data_port": None,  # nobody pushes there
             "curve_keys": None,
             "upstream": upstream,
             "relay_endpoint": f"tcp://{bracketed(host)}:{relay_port}" if relay_port else None,

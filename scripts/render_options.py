@@ -39,7 +39,9 @@ PORTS = """\
 | --- | --- | --- | --- |
 | {host}:{port} | HTTP | clients, Prometheus, health checks | `--host`, `--port` |
 | {push} | ZMQ | trainers that push weights | `--push-endpoint` |
+| picked, same host | TCP | those trainers, for the bytes; ZMQ does it too, more slowly | `store.data_port` |
 | 0.0.0.0:5601 | ZMQ | with `--ray`: stores of other nodes | `store.relay_endpoint` |
+| picked, same host | TCP | those stores, for the bytes; ZMQ does it too, more slowly | `store.relay_data_port` |
 
 The processes of a service reach each other over Unix sockets in the run directory; the ranks of a tensor-parallel
 replica also over loopback ports that the system picks. With `--ray` the API reaches the replicas of other nodes on TCP

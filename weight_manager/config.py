@@ -88,6 +88,9 @@ class StoreConfig(BaseModel):
     """Where stores of other hosts join this one, e.g. tcp://0.0.0.0:5601; run_dir/relay_endpoint tells what was bound.
     None: nobody joins."""
 
+    relay_data_port: int | None = Field(0, ge=0, le=65535)
+    """As data_port, on the host of relay_endpoint, for the bytes that stores below fetch from this one."""
+
     upstream: str | None = None
     """relay_endpoint of the store above. This store then takes its weights from there and no pushes of its own."""
 
@@ -105,7 +108,7 @@ class StoreConfig(BaseModel):
     """How long a push waits for a store that may miss it, once the others are done."""
 
     relay_window: int = Field(16 << 20, ge=1 << 20)
-    """Bytes on their way to this store from above."""
+    """Bytes on their way to this store from above, in ZMQ frames: a data connection is bounded by TCP."""
 
     max_frame: int = Field(64 << 20, ge=1 << 12, le=1 << 30)
     """Bytes in one payload frame of a push over ZMQ."""

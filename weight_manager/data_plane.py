@@ -1,21 +1,40 @@
-"""Data connections of the running session: who may open one, what its thread reports, and its end."""
+"""Data connections of the running session: who may open one, what their threads report, and their end."""
 
 import secrets
 import socket
 from collections.abc import Callable
+from typing import Protocol
 
-from rollout_client.data_socket import DONE, KEY_BYTES
+from rollout_client.data_socket import KEY_BYTES
 from weight_manager.data_port import DataPort
 from weight_manager.inbox import Inbox
-from weight_manager.intake import Ended, Finished, Intake, News
+from weight_manager.intake import Ended, Finished, Hear, Intake, News
 from weight_manager.push_session import PushSession
 from weight_manager.slots import Slots
 
-Hear = Callable[[News], None]
+
+class Receiver(Protocol):
+    """A thread that writes into a session's slot: `Intake`, `Reception`."""
+
+    def start(self) -> None:
+        """Once."""
+        ...
+
+    def finished(self) -> None:
+        """In the loop: all that it told before `Finished` has been heard."""
+        ...
+
+    def stop(self) -> None:
+        """The session is over; the thread ends soon, and says so."""
+        ...
+
+    def close(self) -> None:
+        """After `Ended`."""
+        ...
 
 
 class DataPlane:
-    """Without a port nobody gets a key, and everything comes as chunks."""
+    """Without a port no trainer gets a key, and everything comes as chunks."""
 
     def __init__(self, port: DataPort | None, inbox: Inbox, slots: Slots, *, progress: bool) -> None:
         """progress: stores below want bytes as they arrive."""
@@ -24,7 +43,7 @@ class DataPlane:
         self._slots = slots
         self._progress = progress
         self._keys: dict[str, list[bytes]] = {}
-        self._intakes: dict[str, list[Intake]] = {}
+        self._receivers: dict[str, list[Receiver]] = {}
 
     @property
     def port(self) -> int:
@@ -40,37 +59,39 @@ class DataPlane:
         self._port.expect(key, lambda connection: self._take(connection, session, copies, hear))
         return key
 
+    def start(self, session: PushSession, make: Callable[[Hear], Receiver], hear: Hear) -> None:
+        """A thread that fills the session's slot. make: given what the thread calls with its news."""
+
+        def tell(news: News) -> None:
+            self._inbox.put(lambda: self._news(receiver, session, news, hear))
+
+        receiver = make(tell)
+        self._slots.enter(session.slot)
+        self._receivers.setdefault(session.id, []).append(receiver)
+        receiver.start()
+
     def end(self, session: PushSession) -> None:
-        """The session is over: no connection of it may write any more. Its slot stays taken until none can."""
+        """The session is over: nothing may write for it any more. Its slot stays taken until nothing can."""
         for key in self._keys.pop(session.id, ()):
             if self._port is not None:
                 self._port.forget(key)
-        for intake in self._intakes.pop(session.id, ()):
-            intake.stop()
-
-    def close(self) -> None:
-        """The store stops; sessions have ended."""
-        if self._port is not None:
-            self._port.close()
+        for receiver in self._receivers.pop(session.id, ()):
+            receiver.stop()
 
     def _take(self, connection: socket.socket, session: PushSession, copies: tuple[int, int], hear: Hear) -> None:
-        def tell(news: News) -> None:
-            self._inbox.put(lambda: self._news(intake, session, news, hear))
+        def make(tell: Hear) -> Intake:
+            return Intake(connection, session.staging, copies, tell, progress=self._progress)
 
-        intake = Intake(connection, session.staging, copies, tell, progress=self._progress)
-        self._slots.enter(session.slot)
-        self._intakes.setdefault(session.id, []).append(intake)
-        intake.start()
+        self.start(session, make, hear)
 
-    def _news(self, intake: Intake, session: PushSession, news: News, hear: Hear) -> None:
-        running = intake in self._intakes.get(session.id, ())
+    def _news(self, receiver: Receiver, session: PushSession, news: News, hear: Hear) -> None:
+        running = receiver in self._receivers.get(session.id, ())
         if isinstance(news, Ended):
             self._slots.leave(session.slot)
-            intake.close()
+            receiver.close()
             if running:
-                self._intakes[session.id].remove(intake)
-        if isinstance(news, Finished):
-            if running:
-                intake.answer(DONE)
-        elif running:
+                self._receivers[session.id].remove(receiver)
+        if running:
+            if isinstance(news, Finished):
+                receiver.finished()
             hear(news)

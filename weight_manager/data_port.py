@@ -1,4 +1,4 @@
-"""Where trainers' data connections arrive, and how each finds its session. Protocol: rollout_client/data_socket.py.
+"""Where data connections arrive, and how each finds its session. Protocol: rollout_client/data_socket.py.
 
 Until its key is known a connection is a nobody: a few bytes, a few seconds, and a few of them at a time.
 """
@@ -9,12 +9,12 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from rollout_client.data_socket import BUFFER, KEY_BYTES, MAGIC, READY
 from weight_manager.errors import StartError
 from weight_manager.metrics import Counters
+from weight_manager.watching import Watching
 
 log = logging.getLogger(__name__)
 
@@ -22,18 +22,6 @@ GREETING_BYTES = len(MAGIC) + KEY_BYTES
 GREETING_S = 5.0
 STRANGERS = 64
 BACKLOG = 64
-
-
-class Loop(Protocol):
-    """What is needed of the store's loop."""
-
-    def watch(self, fd: int, readable: Callable[[], object]) -> None:
-        """Call `readable` once per turn while fd is readable."""
-        ...
-
-    def unwatch(self, fd: int) -> None:
-        """Stop that."""
-        ...
 
 
 class Stranger:
@@ -48,11 +36,11 @@ class Stranger:
 class DataPort:
     """Accepts, and hands connections over. `admit` takes a key and returns who takes the connection, or None."""
 
-    def __init__(self, endpoint: str, port: int, loop: Loop, counters: Counters) -> None:
-        """endpoint: tcp://host:port of the trainers' ZMQ socket; this listens on the same host. Raises StartError."""
+    def __init__(self, endpoint: str, port: int, watching: Watching, counters: Counters) -> None:
+        """endpoint: tcp://host:port of the ZMQ socket beside it; this listens on the same host. Raises StartError."""
         host = urlsplit(endpoint).hostname or ""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._loop = loop
+        self._watching = watching
         self._counters = counters
         self._strangers: dict[int, Stranger] = {}
         self._keys: dict[bytes, Callable[[socket.socket], None]] = {}
@@ -67,7 +55,7 @@ class DataPort:
             raise StartError(f"cannot listen on data_port {port} of {host}: {error.strerror}") from error
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
-        loop.watch(self._socket.fileno(), self._accept)
+        watching.watch(self._socket.fileno(), self._accept)
 
     def expect(self, key: bytes, take: Callable[[socket.socket], None]) -> None:
         """One connection may come with this key; `take` owns it then."""
@@ -88,7 +76,7 @@ class DataPort:
 
     def close(self) -> None:
         """Connections that were handed over are not ours."""
-        self._loop.unwatch(self._socket.fileno())
+        self._watching.unwatch(self._socket.fileno())
         self._socket.close()
         for stranger in list(self._strangers.values()):
             self._part(stranger).close()
@@ -103,7 +91,7 @@ class DataPort:
         connection.setblocking(False)
         stranger = Stranger(connection, time.monotonic() + GREETING_S)
         self._strangers[connection.fileno()] = stranger
-        self._loop.watch(connection.fileno(), lambda: self._hear(stranger))
+        self._watching.watch(connection.fileno(), lambda: self._hear(stranger))
 
     def _hear(self, stranger: Stranger) -> None:
         content = b""
@@ -129,6 +117,6 @@ class DataPort:
 
     def _part(self, stranger: Stranger) -> socket.socket:
         fd = stranger.connection.fileno()
-        self._loop.unwatch(fd)
+        self._watching.unwatch(fd)
         self._strangers.pop(fd, None)
         return stranger.connection

@@ -4,30 +4,15 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
 from weight_manager.messages import Adopt, Adopted, Live, Refused, Register, Registered, ToReplica
 from weight_manager.metrics import Counters
+from weight_manager.watching import Watching
 
 log = logging.getLogger(__name__)
-
-
-class Loop(Protocol):
-    """What the fleet needs of the store's loop."""
-
-    def send(self, identity: bytes, message: ToReplica) -> bool:
-        """Queue a message; False if nobody of that identity is connected."""
-        ...
-
-    def watch(self, fd: int, readable: Callable[[], object]) -> None:
-        """Call `readable` once per turn while fd is readable."""
-        ...
-
-    def unwatch(self, fd: int) -> None:
-        """Stop that."""
-        ...
 
 
 @dataclass
@@ -48,12 +33,21 @@ class Fleet:
     """Registration, liveness, adoption. A commit's votes are commit.py's business."""
 
     def __init__(
-        self, config: StoreConfig, layout_digest: str, arena_path: str, loop: Loop, counters: Counters
+        self,
+        config: StoreConfig,
+        layout_digest: str,
+        arena_path: str,
+        *,
+        send: Callable[[bytes, ToReplica], bool],
+        watching: Watching,
+        counters: Counters,
     ) -> None:
+        """send: queue a message; False if nobody of that identity is connected."""
         self._config = config
         self._layout_digest = layout_digest
         self._arena_path = arena_path
-        self._loop = loop
+        self._send = send
+        self._watching = watching
         self._counters = counters
         self._replicas: dict[int, Replica] = {}
         self._by_identity: dict[bytes, Replica] = {}
@@ -83,7 +77,7 @@ class Fleet:
                 f"{self._layout_digest}: model config, dtype and tp must be the same"
             )
             log.error(message, extra={"replica": request.replica})
-            self._loop.send(identity, Refused(message))
+            self._send(identity, Refused(message))
         elif not settled:
             self._held[request.replica] = identity, request
         else:
@@ -99,14 +93,14 @@ class Fleet:
         """To a replica by number; one that is not there simply does not answer."""
         replica = self._replicas.get(number)
         if replica is not None:
-            self._loop.send(replica.identity, message)
+            self._send(replica.identity, message)
 
     def drop(self, number: int, why: str) -> None:
         """A replica did not answer: it must register again."""
         replica = self._replicas.get(number)
         if replica is not None:
             self._counters.add("replicas_silent")
-            self._loop.send(replica.identity, Refused(f"replica {number} {why}; register again"))
+            self._send(replica.identity, Refused(f"replica {number} {why}; register again"))
             self._remove(replica, why)
 
     def beat(self, replica: Replica, epoch: int, live: Live | None, *, settled: bool) -> bool:
@@ -183,20 +177,20 @@ class Fleet:
                 self._unwatch(replica)
                 message = f"replica {request.replica} rank {rank}: no process {pid} to watch ({error.strerror})"
                 log.warning(message, extra={"replica": request.replica})
-                self._loop.send(identity, Refused(message))
+                self._send(identity, Refused(message))
                 return
             replica.pidfds.append(fd)
-            self._loop.watch(fd, lambda r=replica, k=rank: self._died(r, k))  # type: ignore[misc]
+            self._watching.watch(fd, lambda r=replica, k=rank: self._died(r, k))  # type: ignore[misc]
         self._replicas[replica.number] = replica
         self._by_identity[identity] = replica
         replica.adopting = live.epoch if live else 0
-        self._loop.send(identity, Registered(self._arena_path, live, self._config.beat_s))
+        self._send(identity, Registered(self._arena_path, live, self._config.beat_s))
         log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
 
     def _adopt(self, replica: Replica, live: Live) -> None:
         if replica.adopting != live.epoch:
             replica.adopting = live.epoch
-            self._loop.send(replica.identity, Adopt(live))
+            self._send(replica.identity, Adopt(live))
 
     def _died(self, replica: Replica, rank: int) -> None:
         self._counters.add("replicas_died")
@@ -211,6 +205,6 @@ class Fleet:
 
     def _unwatch(self, replica: Replica) -> None:
         for fd in replica.pidfds:
-            self._loop.unwatch(fd)
+            self._watching.unwatch(fd)
             os.close(fd)
         replica.pidfds.clear()

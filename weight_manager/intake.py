@@ -6,22 +6,17 @@ The thread touches the targets and the socket, nothing else; what it has to say 
 
 import contextlib
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rollout_client.data_socket import DIGEST, END, RECORD
+from rollout_client.data_socket import DIGEST, DONE, END, RECORD
 from rollout_client.digest import Digest
 from weight_manager.errors import PushRefused
+from weight_manager.receiving import HEARD_S, PIECE_BYTES, Receiving
 from weight_manager.staging import Staging
 from weight_manager.target import Target
-
-PIECE_BYTES = 256 << 10
-"""Received and hashed at a time: small enough to be in the core's cache still."""
-HEARD_S = 0.25
-"""How often the loop hears that bytes arrive: the lease goes on. Also the most that a piece waits to be whole."""
 
 
 class Arrived(NamedTuple):
@@ -40,7 +35,11 @@ class Taken(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The trainer has sent everything; it waits for an answer."""
+    """The peer has sent everything. A trainer waits for an answer."""
+
+
+class Unconnected(NamedTuple):
+    """Nobody answers where the bytes are to be fetched."""
 
 
 class Ended(NamedTuple):
@@ -49,7 +48,8 @@ class Ended(NamedTuple):
     refusal: PushRefused | None = None
 
 
-News = Arrived | Taken | Finished | Ended
+News = Arrived | Taken | Finished | Unconnected | Ended
+Hear = Callable[[News], None]
 
 
 class Intake:
@@ -60,12 +60,13 @@ class Intake:
         connection: socket.socket,
         staging: Staging,
         copies: tuple[int, int],
-        tell: Callable[[News], None],
+        tell: Hear,
         *,
         progress: bool,
     ) -> None:
         """copies: [first, first + count) are this rank's. tell: called in the thread. progress: report every MiB."""
         self._socket = connection
+        self._from = Receiving(connection)
         self._staging = staging
         self._first, self._count = copies
         self._targets: Sequence[Target] = staging.targets[self._first : self._first + self._count]
@@ -75,9 +76,7 @@ class Intake:
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
     def start(self) -> None:
-        """The socket must block."""
-        wait = struct.pack("@ll", 0, int(HEARD_S * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        """Once."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -85,10 +84,10 @@ class Intake:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def answer(self, content: bytes) -> None:
-        """A word to the trainer; a peer that does not take it has gone."""
+    def finished(self) -> None:
+        """All that it told has been taken in: answer. A peer that does not take that has gone."""
         with contextlib.suppress(OSError):
-            self._socket.send(content, socket.MSG_DONTWAIT)
+            self._socket.send(DONE, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """After `Ended`."""
@@ -109,7 +108,7 @@ class Intake:
         self._tell(Ended(refusal))
 
     def _record(self) -> bool:
-        copy, nbytes = RECORD.unpack(self._exactly(RECORD.size))
+        copy, nbytes = RECORD.unpack(self._from.exactly(RECORD.size))
         if copy == END:
             self._tell(Finished())
             return False
@@ -121,7 +120,7 @@ class Intake:
             raise PushRefused("bad_message", message, [target.name])
         (place,) = self._staging.destinations(self._first + copy, 0, [nbytes])
         streamed = self._receive(copy, place)
-        (digest,) = DIGEST.unpack(self._exactly(DIGEST.size))
+        (digest,) = DIGEST.unpack(self._from.exactly(DIGEST.size))
         target.streamed = streamed
         self._tell(Taken(copy, digest))
         return True
@@ -131,7 +130,7 @@ class Intake:
         state, done, told, size = Digest(), 0, 0, len(place)
         while done < size:
             piece = place[done : done + PIECE_BYTES]
-            count = self._some(piece)
+            count = self._from.some(piece, size - done)
             state.update(piece[:count])
             done += count
             if done - told >= self._step or time.monotonic() >= self._told + HEARD_S:
@@ -143,20 +142,3 @@ class Intake:
     def _arrived(self, copy: int, offset: int, size: int) -> None:
         self._told = time.monotonic()
         self._tell(Arrived(copy, offset, size))
-
-    def _exactly(self, size: int) -> memoryview:
-        content, done = memoryview(bytearray(size)), 0
-        while done < size:
-            done += self._some(content[done:])
-        return content
-
-    def _some(self, place: memoryview) -> int:
-        """All of it, or as much as has come within `HEARD_S` and is not nothing."""
-        while True:
-            try:
-                count = self._socket.recv_into(place, len(place), socket.MSG_WAITALL)
-            except BlockingIOError:
-                continue
-            if not count:
-                raise ConnectionError("the trainer is gone")
-            return count

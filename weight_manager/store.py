@@ -42,6 +42,7 @@ from weight_manager.replica_messages import ReplicaMessages
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainers import Trainers
+from weight_manager.watching import Watching
 from weight_manager.wire import Router, receive_internal, receive_pushes, receive_stores
 
 log = logging.getLogger(__name__)
@@ -70,9 +71,9 @@ class Store:
         made(self._arena.path)
         self._pages = HugePages(self._arena, lambda: self._coordinator.session is not None)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._poller = zmq.Poller()
-        self._watched: dict[int, Callable[[], object]] = {}
+        self._watching = Watching()
         self._routers: list[Router] = []
+        self._data_ports: list[DataPort] = []
         self._gate: Gate | None = None
         try:
             self._open()
@@ -87,18 +88,22 @@ class Store:
         keys = keys_of(config)
         if keys is not None:
             self._gate = Gate(self._context, keys, counters)
-            self._poller.register(self._gate.socket, zmq.POLLIN)
+            self._watching.add(self._gate.socket)
         push_file, relay_file = config.run_dir / "push_endpoint", config.run_dir / "relay_endpoint"
         self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys, push_file)
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
         slots = Slots(self._arena)
-        self._fleet = Fleet(config, self.layout.digest, str(self._arena.path), self, counters)
+        self._fleet = Fleet(
+            *(config, self.layout.digest, str(self._arena.path)),
+            send=self.send,
+            watching=self._watching,
+            counters=counters,
+        )
         checker = Checker(self._background, slots, counters, refuse_non_finite=config.refuse_non_finite)
         self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
         if config.relay_endpoint is not None:
-            self._below.links.router = self._bind(
-                config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file
-            )
+            router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
+            self._below.links.open(router, self._data_port(router, config.relay_data_port), self._watching)
         self._coordinator = Coordinator(
             config,
             self.layout,
@@ -109,6 +114,7 @@ class Store:
             counters=counters,
             below=self._below,
         )
+        self._data = self._open_data(slots)
         self._above: Upstream | None = None
         own = relay_keys_of(config)
         if config.upstream is None:
@@ -119,11 +125,11 @@ class Store:
                 self._coordinator,
                 self._below,
                 arena=self._arena,
+                data=self._data,
                 connect=lambda: connect(self._context, config.upstream or "", own),
-                moved=self._poll_instead,
+                watching=self._watching,
             )
             self._below.left_s = self._above.lease.left_s
-        self._data = self._open_data(slots)
         self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data)
         self._replicas = ReplicaMessages(self._coordinator, self._fleet, fenced=self._fenced, refuse=self.send)
         self._operator = Operator(
@@ -138,9 +144,9 @@ class Store:
         self._snapshots = Snapshots(config, self.layout, slots=slots, files=self._files, counters=counters)
         self._first = FirstWeights(config, self._coordinator, self._files, self._snapshots)
         for background in (self._background, self._files):
-            self.watch(background.fileno(), background.deliver)
+            self._watching.watch(background.fileno(), background.deliver)
         self._stopped = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.watch(self._stopped, lambda: os.eventfd_read(self._stopped))
+        self._watching.watch(self._stopped, lambda: os.eventfd_read(self._stopped))
 
     def _bind(
         self, endpoint: str, max_message: int, backlog: int, keys: StoreKeys | None = None, file: Path | None = None
@@ -158,15 +164,20 @@ class Store:
         if file is not None:
             file.write_text(router.endpoint + "\n")
         self._routers.append(router)
-        self._poller.register(router.socket, zmq.POLLIN)
+        self._watching.add(router.socket)
         return router
 
     def _open_data(self, slots: Slots) -> DataPlane:
-        config, self._inbox, self._data_port = self._config, Inbox(), None
-        self.watch(self._inbox.fileno(), self._inbox.deliver)
-        if config.data_port is not None and config.curve_keys is None and self._push.endpoint.startswith("tcp://"):
-            self._data_port = DataPort(self._push.endpoint, config.data_port, self, self._counters)
-        return DataPlane(self._data_port, self._inbox, slots, progress=config.relay_endpoint is not None)
+        self._inbox = Inbox()
+        self._watching.watch(self._inbox.fileno(), self._inbox.deliver)
+        port = self._data_port(self._push, self._config.data_port)
+        return DataPlane(port, self._inbox, slots, progress=self._config.relay_endpoint is not None)
+
+    def _data_port(self, beside: Router, number: int | None) -> DataPort | None:
+        if number is None or self._gate is not None or not beside.endpoint.startswith("tcp://"):
+            return None
+        self._data_ports.append(DataPort(beside.endpoint, number, self._watching, self._counters))
+        return self._data_ports[-1]
 
     def run(self) -> None:
         """Serve until `stop`; leaves nothing in shared memory."""
@@ -199,18 +210,8 @@ class Store:
         """To a replica or the API."""
         return self._internal.send(identity, messages.encode(message))
 
-    def watch(self, fd: int, readable: Callable[[], object]) -> None:
-        """Call `readable` once per turn while fd is readable."""
-        self._watched[fd] = readable
-        self._poller.register(fd, zmq.POLLIN)
-
-    def unwatch(self, fd: int) -> None:
-        """Stop that."""
-        if self._watched.pop(fd, None) is not None:
-            self._poller.unregister(fd)
-
     def _receive(self) -> None:
-        ready = dict(self._poller.poll(self._patience(time.monotonic())))
+        ready = self._watching.wait(self._patience(time.monotonic()))
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         if self._internal.socket in ready:
@@ -221,18 +222,15 @@ class Store:
             receive_stores(self._below.links.router, self._below, self._counters)
         if self._above is not None and self._above.socket in ready:
             self._above.receive()
-        for fd in ready:
-            readable = self._watched.get(fd) if isinstance(fd, int) else None
-            if readable is not None:
-                readable()
+        self._watching.call(ready)
 
     def _patience(self, now: float) -> int | None:
         """Milliseconds until something must be done though nothing arrives; None = for ever."""
         silence = self._fleet.next_silence() if self._coordinator.settled else None
         above = self._above.next_deadline() if self._above is not None else None
         relay = (self._below.next_deadline(), above)
-        strangers = self._data_port.next_deadline() if self._data_port is not None else None
-        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence, strangers, *relay)
+        strangers = [port.next_deadline() for port in self._data_ports]
+        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence, *strangers, *relay)
         soonest = min((t for t in times if t is not None), default=None)
         return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
 
@@ -240,8 +238,8 @@ class Store:
         self._trainers.expire(now)
         self._coordinator.tick(now)
         self._below.tick(now)
-        if self._data_port is not None:
-            self._data_port.tick(now)
+        for port in self._data_ports:
+            port.tick(now)
         if self._above is not None and self._above.tick(now) and self._coordinator.settled:
             self._fleet.admit_held(self._history.live, now)
         if self._coordinator.settled:
@@ -253,11 +251,6 @@ class Store:
             return None
         above = self._above.status(now) if self._above is not None else None
         return {"above": above, "below": self._below.status(now), "sent_bytes": self._below.links.sent_bytes}
-
-    def _poll_instead(self, old: "zmq.Socket[bytes] | None", new: "zmq.Socket[bytes]") -> None:
-        if old is not None:
-            self._poller.unregister(old)
-        self._poller.register(new, zmq.POLLIN)
 
     def _from_inside(self, peer: bytes, message: FromReplica | FromApi) -> None:
         if isinstance(message, FromApi):
@@ -279,7 +272,7 @@ class Store:
             if self._above is None or not self._above.in_doubt:
                 self._coordinator.abort(PushRefused("aborted", "the store is stopping"), time.monotonic())
             self._fleet.close()
-            self._data.close()
+            self._below.links.close()
             if self._above is not None:
                 self._above.close()
         self._pages.close()
@@ -287,6 +280,8 @@ class Store:
         self._background.close()
         if self._opened:
             self._snapshots.finish(self._history.live)
+        for port in self._data_ports:
+            port.close()
         for router in self._routers:
             router.close()
         if self._gate is not None:

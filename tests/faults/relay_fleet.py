@@ -174,29 +174,49 @@ class Gated(Replica):
 
 
 class Proxy:
-    """A network between a store and the one above: `rate` bytes a second, nothing at all while `cut`."""
+    """A network between a store and the one above: `rate` bytes a second, nothing at all while `cut`.
 
-    def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").split(":")
-        self._target = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+    It has the ports of the store above, at an address of its own: its relay endpoint, and the port of its data
+    connections unless that is None.
+    """
+
+    HOST = "127.0.0.2"
+
+    def __init__(self, relay_endpoint: str, data_port: int | None) -> None:
+        relay_port = int(relay_endpoint.rpartition(":")[2])
+        self.endpoint = f"tcp://{self.HOST}:{relay_port}"
         self.rate, self.cut = 1 << 40, False
-        self._sockets = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.data: list[socket.socket] = []
+        self._control: list[socket.socket] = []
+        self._listen(relay_port, self._control)
+        if data_port is not None:
+            self._listen(data_port, self.data)
 
     def close(self) -> None:
-        for s in self._sockets:
+        self._end(self._control)
+        self.break_data()
+
+    def break_data(self) -> None:
+        """Every data connection ends, and nobody can connect any more."""
+        self._end(self.data)
+
+    def _end(self, sockets: list[socket.socket]) -> None:
+        for s in sockets:
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)
             s.close()
 
-    def _accept(self) -> None:
+    def _listen(self, port: int, sockets: list[socket.socket]) -> None:
+        listener = socket.create_server((self.HOST, port))
+        sockets.append(listener)
+        threading.Thread(target=self._accept, args=(listener, port, sockets), daemon=True).start()
+
+    def _accept(self, listener: socket.socket, port: int, sockets: list[socket.socket]) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-                self._sockets += [near, far]
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
+                sockets += [near, far]
                 for a, b in ((near, far), (far, near)):
                     threading.Thread(target=self._forward, args=(a, b), daemon=True).start()
 
@@ -210,3 +230,9 @@ class Proxy:
         for s in (a, b):
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)
+
+
+def free_port() -> int:
+    """Of the loopback interface, a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_client import errors
 from rollout_client import protocol as wire
-from tests.faults.relay_fleet import LEASE_S, Gated, Proxy, RelayFleet
+from tests.faults.relay_fleet import LEASE_S, Gated, Proxy, RelayFleet, free_port
 from tests.faults.waiting import until
 from weight_manager import messages
 
@@ -130,11 +130,12 @@ def test_no_quorum_no_commit(fleet, weights, within):
     fleet.serve(2, weights(2))
 
 
-@pytest.mark.parametrize("policy", ["all", "quorum"])
-def test_a_slow_store_costs_a_quorum_its_patience_and_all_of_them_its_time(fleet, weights, within, policy):
-    a = fleet.add("a", relay_policy=policy)
+@pytest.mark.parametrize(("policy", "port"), [("all", "data"), ("all", None), ("quorum", "data"), ("quorum", None)])
+def test_a_slow_store_costs_a_quorum_its_patience_and_all_of_them_its_time(fleet, weights, within, policy, port):
+    port = port and free_port()
+    a = fleet.add("a", relay_policy=policy, relay_data_port=port)
     fleet.add("b", "a", relay_policy=policy)
-    proxy = Proxy(a.relay_endpoint)
+    proxy = Proxy(a.relay_endpoint, port)
     c = fleet.add("c", "a", relay_policy=policy, upstream=proxy.endpoint)
     fleet.wait_ready()
     proxy.rate = 160_000  # two seconds for a version
@@ -149,9 +150,11 @@ def test_a_slow_store_costs_a_quorum_its_patience_and_all_of_them_its_time(fleet
     proxy.close()
 
 
-def test_a_partition_that_heals(fleet, weights, within):
-    a = fleet.add("a")
-    proxy = Proxy(a.relay_endpoint)
+@pytest.mark.parametrize("port", ["data", None])
+def test_a_partition_that_heals(fleet, weights, within, port):
+    port = port and free_port()
+    a = fleet.add("a", relay_data_port=port)
+    proxy = Proxy(a.relay_endpoint, port)
     b = fleet.add("b", upstream=proxy.endpoint)
     c = fleet.add("c", "b")
     fleet.wait_ready()

@@ -4,6 +4,8 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from weight_manager.background import Background
 from weight_manager.history import History
 from weight_manager.layout import region_digests
@@ -60,9 +62,10 @@ class CatchUp:
         stream = Stream(self._layout)
         stream.finish(self._digests[1])
         slot = self._slots.arena.slot(live.slot)
-        link.part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
-        stage = wire.Stage(link.part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
-        self._links.send(link, stage)
+        part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
+        port, key = self._links.give(link, part)
+        stage = wire.Stage(part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
+        self._links.send(link, msgspec.structs.replace(stage, data_port=port, data_key=key))
 
     def _read_digests(self, live: Live) -> None:
         slot = self._slots.arena.slot(live.slot)

@@ -1,5 +1,7 @@
 """The socket to the store above."""
 
+from collections.abc import Sequence
+
 import zmq
 
 from rollout_client.curve import TrainerKeys
@@ -23,3 +25,16 @@ def drain(socket: "zmq.Socket[bytes]") -> None:
     """Throw the rest of a message away."""
     while socket.get(zmq.RCVMORE):
         socket.recv(copy=False)
+
+
+def receive_payload(socket: "zmq.Socket[bytes]", buffers: Sequence[memoryview] | None) -> bool:
+    """The payload frames of a message into these buffers; False if they do not fit, or None: thrown away."""
+    fits = buffers is not None
+    for buffer in buffers or ():
+        if not socket.get(zmq.RCVMORE) or socket.recv_into(buffer) != len(buffer):
+            fits = False
+            break
+    if socket.get(zmq.RCVMORE):
+        drain(socket)
+        fits = False
+    return fits

@@ -1,7 +1,6 @@
 """The stores below: who has joined, who may serve until when, and what each is sent. Steps: relay/messages.py."""
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,7 +90,8 @@ class Downstreams(Electorate):
         self._late.went_live(live)
         self._session, self._stream, self._patience = None, None, float("inf")
         for link in self.links.all():
-            link.part, link.fenced = None, False
+            self.links.take(link)
+            link.fenced = False
             if link.name in round_.voters:
                 link.holds = version_of(live)
             self._late.offer(link)
@@ -102,7 +102,7 @@ class Downstreams(Electorate):
             return
         self._session, self._stream, self._patience = None, None, float("inf")
         for link in self.links.all():
-            part, link.part, link.fenced = link.part, None, False
+            part, link.fenced = self.links.take(link), False
             if part is not None:
                 self.links.send(link, wire.Rollback(part.session, refusal.message))
             self._late.offer(link)
@@ -142,7 +142,9 @@ class Downstreams(Electorate):
                 self.links.send(link, wire.Lease(message.seq, self._grant(link, now)))
             case wire.Holds():
                 self.coordinator.changes += 1
-                link.holds, link.part = message.version, None if link.part and link.part.catch_up else link.part
+                link.holds = message.version
+                if link.part and link.part.catch_up:
+                    self.links.take(link)
                 self._late.offer(link)
             case wire.Leave():
                 link.serves_until = 0.0
@@ -154,7 +156,7 @@ class Downstreams(Electorate):
         part, round_ = link.part, self.coordinator.round
         match message:
             case wire.Credit() if part and part.session == message.session:
-                part.allowed = max(part.allowed, message.upto)
+                self.links.credit(part, message.upto)
             case wire.Staged() if part and part.session == message.session:
                 part.staged, link.stores = True, message.stores
                 self.coordinator.staged_below(now)
@@ -257,7 +259,7 @@ class Downstreams(Electorate):
         part.out = message.message
         log.warning("store %s cannot stage: %s", link.name, message.message)
         if part.catch_up:
-            link.part = None
+            self.links.take(link)
         elif part.required:
             text = f"store {link.name}: {message.message}"
             refusal = PushRefused(message.code, text, message.tensors, rank=link.name, retryable=message.retryable)
@@ -270,17 +272,17 @@ class Downstreams(Electorate):
         live, intent = self._history.live, session.intent
         holds = live is not None and link.holds == version_of(live)
         required = holds and not self._quorum and not session.catch_up
-        link.part = Part(session.id, self._stream, self._slots.arena.slot(session.slot), required)
-        link.part.digest = session.digest or session.local_digest
-        known = session.expected or link.part.digest
-        self.links.send(
-            link,
-            wire.Stage(
-                *(session.id, intent.run_id, intent.version, intent.in_flight, intent.client),
-                digest=known,
-                quorum=self._quorum or session.catch_up,
-            ),
+        part = Part(session.id, self._stream, self._slots.arena.slot(session.slot), required)
+        part.digest = session.digest or session.local_digest
+        port, key = self.links.give(link, part)
+        stage = wire.Stage(
+            *(session.id, intent.run_id, intent.version, intent.in_flight, intent.client),
+            digest=session.expected or part.digest,
+            quorum=self._quorum or session.catch_up,
+            data_port=port,
+            data_key=key,
         )
+        self.links.send(link, stage)
 
     def _grant(self, link: Link, now: float) -> float:
         live = self._history.live
@@ -292,8 +294,3 @@ class Downstreams(Electorate):
 
     def _remember(self) -> None:
         self._history.remember(self.links.names())
-
-
-def own_name(config: StoreConfig, store: str) -> str:
-    """What a store is called by the one above."""
-    return f"{config.name}@{socket.gethostname()}-{store[:4]}"

@@ -1,8 +1,11 @@
 """One store below, as the store above sees it, and what it gets of a session."""
 
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
+from weight_manager.config import StoreConfig
+from weight_manager.relay.feed import Feed
 from weight_manager.relay.messages import Version
 from weight_manager.relay.stream import Cursor, Stream
 
@@ -18,10 +21,17 @@ class Part:
     catch_up: bool = False
     digest: str = ""  # of the version, once the slot is complete
     cursor: Cursor = field(default_factory=Cursor)
+    key: bytes = b""  # for its data connection, which may not be there yet
+    feed: Feed | None = None  # that connection; without it bytes go as chunks, as far as they are allowed
     allowed: int = 0  # bytes that may have been sent in all
     told: bool = False  # that everything was sent
     staged: bool = False
     out: str = ""  # why it does not take part any more
+
+    @property
+    def complete(self) -> bool:
+        """Everything was read from the stream, and the store below has not been told so."""
+        return bool(self.digest) and not self.told and self.cursor.item == len(self.stream.log)
 
 
 @dataclass(eq=False)
@@ -52,3 +62,8 @@ class Link:
             "catching_up": part.catch_up if part else False,
             "out": part.out if part else "",
         }
+
+
+def own_name(config: StoreConfig, store: str) -> str:
+    """What a store is called by the one above."""
+    return f"{config.name}@{socket.gethostname()}-{store[:4]}"

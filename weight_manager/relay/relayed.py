@@ -8,19 +8,27 @@ from typing import Protocol
 from rollout_client.protocol import Committed, Copy
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
+from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
+from weight_manager.intake import Arrived, Ended, Finished, Hear, News, Taken, Unconnected
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import Intent, PushSession
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
+from weight_manager.relay.reception import Reception
 
+LOST_S = 2.0
+"""A data connection that closed early: for the store above to say why, before the session is given up."""
 CREDIT_STEP = 1 << 20
 Order = wire.Claims | wire.Seal | wire.Prepare | wire.Flip | wire.Finalize
 
 
 class Voice(Protocol):
     """How a session speaks to the store above (upstream.py)."""
+
+    data_host: str
+    """Where its data connections go; "" = chunks are wanted."""
 
     def send(self, message: wire.FromBelow) -> None:
         """Queue a message."""
@@ -43,7 +51,13 @@ class Relayed:
     """Owner of the session. voted: the last question of the store above that was answered yes."""
 
     def __init__(
-        self, stage: wire.Stage, coordinator: Coordinator, below: Downstreams, voice: Voice, config: StoreConfig
+        self,
+        stage: wire.Stage,
+        coordinator: Coordinator,
+        below: Downstreams,
+        voice: Voice,
+        config: StoreConfig,
+        data: DataPlane,
     ) -> None:
         self.id = stage.session
         self.session: PushSession | None = None
@@ -56,7 +70,11 @@ class Relayed:
         self._below = below
         self._voice = voice
         self._config = config
+        self._data = data
         self._received = self._credited = 0
+        self._fetching = False  # through a data connection
+        self._sealed: wire.Seal | None = None  # heard before all bytes had come
+        self.lost_at = float("inf")  # the data connection closed before its end
 
     def start(self, now: float) -> None:
         """Take a slot, or the one that holds these bytes already, and say how much may come."""
@@ -77,7 +95,10 @@ class Relayed:
             return
         layout = self._coordinator.layout
         session.staging.add(_regions(layout), [region.name for region in layout.regions])
-        self._credit()
+        if stage.data_port and self._voice.data_host:
+            self._fetch(session, (self._voice.data_host, stage.data_port))
+        else:
+            self._credit()
 
     def destinations(self, chunk: wire.Chunk, now: float) -> Sequence[memoryview] | None:
         """Where the payload goes; None if it is refused, which ends the session."""
@@ -94,13 +115,49 @@ class Relayed:
 
     def received(self, chunk: wire.Chunk, now: float) -> None:
         """The payload is in its place."""
-        session = self.session
-        assert session is not None
         size = sum(chunk.sizes)
-        self._below.arrived(session, session.staging.targets[chunk.region].start + chunk.offset, size)
+        self._arrived(chunk.region, chunk.offset, size)
         self._received += size
         if self._received + self._config.relay_window - self._credited >= CREDIT_STEP:
             self._credit()
+
+    def _fetch(self, session: PushSession, address: tuple[str, int]) -> None:
+        self._fetching = True
+
+        def make(tell: Hear) -> Reception:
+            return Reception(address, self._stage.data_key, session.staging, tell)
+
+        self._data.start(session, make, lambda news: self._fetched(session, news, time.monotonic()))
+
+    def _fetched(self, session: PushSession, news: News, now: float) -> None:
+        match news:
+            case Arrived():
+                self._arrived(news.copy, news.offset, news.size)
+            case Taken():
+                self._claims(session, [(news.copy, news.digest)], now)
+            case Finished():
+                self._fetching = False
+                if self._sealed is not None:
+                    self.take(self._sealed, now)
+            case Unconnected():
+                self._fetching, self._voice.data_host = False, ""
+                self._credit()
+            case Ended(refusal) if refusal is not None:
+                self._coordinator.abort(refusal, now)
+            case Ended() if self._fetching:
+                self.lost_at = now + LOST_S
+
+    def _arrived(self, region: int, offset: int, size: int) -> None:
+        assert self.session is not None
+        self._below.arrived(self.session, self.session.staging.targets[region].start + offset, size)
+
+    def tick(self, now: float) -> None:
+        """Give up what does not come any more."""
+        if now >= self.lost_at:
+            self.lost_at = float("inf")
+            if self.session is self._coordinator.session:
+                refusal = PushRefused("aborted", "the data connection to the store above broke", retryable=True)
+                self._coordinator.abort(refusal, now)
 
     def take(self, order: Order, now: float) -> None:
         """What the store above says about this session."""
@@ -110,7 +167,9 @@ class Relayed:
         running = session is coordinator.session
         match order:
             case wire.Claims() if running:
-                self._claims(session, order, now)
+                self._claims(session, order.digests, now)
+            case wire.Seal() if running and self._fetching:
+                self._sealed = order
             case wire.Seal() if running and not session.sealing:
                 session.expected = order.digest
                 coordinator.seal(session, now + self._config.max_deadline_s, now)
@@ -146,6 +205,7 @@ class Relayed:
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
+        self._data.end(session)
         if session.catch_up:
             self._voice.send(wire.Holds(wire.Version(session.intent.run_id, report.version, report.digest)))
         else:
@@ -154,6 +214,7 @@ class Relayed:
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
+        self._data.end(session)
         if self.rolled_back:
             self._voice.over(self.id)
         elif self.told:
@@ -174,9 +235,9 @@ class Relayed:
         candidates = (saved.live, saved.previous, saved.doubt)
         return next((v for v in candidates if v and v.digest == self._stage.digest), None)
 
-    def _claims(self, session: PushSession, claims: wire.Claims, now: float) -> None:
+    def _claims(self, session: PushSession, digests: Sequence[tuple[int, int]], now: float) -> None:
         try:
-            checks = session.staging.written(claims.digests)
+            checks = session.staging.written(digests)
         except PushRefused as refusal:
             self._coordinator.abort(refusal, now)
             return

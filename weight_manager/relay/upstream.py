@@ -7,20 +7,24 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import zmq
 
 from weight_manager.arena import Arena
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
+from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
 from weight_manager.relay import messages as wire
-from weight_manager.relay.dealer import drain
-from weight_manager.relay.downstreams import Downstreams, own_name
+from weight_manager.relay.dealer import drain, receive_payload
+from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.lease import Lease
+from weight_manager.relay.link import own_name
 from weight_manager.relay.messages import Version, version_of
 from weight_manager.relay.relayed import Relayed
 from weight_manager.votes import Phase
+from weight_manager.watching import Watching
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -44,17 +48,19 @@ class Upstream:
         below: Downstreams,
         *,
         arena: Arena,
+        data: DataPlane,
         connect: Callable[[], "zmq.Socket[bytes]"],
-        moved: Callable[["zmq.Socket[bytes] | None", "zmq.Socket[bytes]"], None],
+        watching: Watching,
     ) -> None:
-        """connect: a new connection. moved: another socket is to be polled from now on."""
+        """connect: a new connection."""
         assert config.upstream is not None
         self._config = config
         self._endpoint = config.upstream
         self._coordinator = coordinator
         self._below = below
+        self._data = data
         self._connect = connect
-        self._moved = moved
+        self._watching = watching
         self._store = coordinator.history.saved.id
         self._name = own_name(config, self._store)
         self._joined = False
@@ -65,8 +71,9 @@ class Upstream:
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
         self.refusal = ""
+        self.data_host = ""
         self.socket = self._connect()
-        moved(None, self.socket)
+        watching.add(self.socket)
 
     @property
     def in_doubt(self) -> bool:
@@ -120,8 +127,9 @@ class Upstream:
         if self._next is not None and coordinator.session is None and coordinator.settled:
             stage, self._next = self._next, None
             self._begin(stage, now)
-        relayed = self.relayed
-        round_ = coordinator.round
+        relayed, round_ = self.relayed, coordinator.round
+        if relayed is not None:
+            relayed.tick(now)
         if relayed is not None and relayed.session and round_ and coordinator.committing(relayed.session):
             self._vote(relayed, round_.phase, now)
         if self.in_doubt and now >= self._doubt_since + DOUBT_S:
@@ -141,6 +149,7 @@ class Upstream:
             times.append(self.lease.until)
         if self.in_doubt:
             times.append(self._doubt_since + DOUBT_S)
+        times.append(self.relayed.lost_at if self.relayed is not None else times[0])
         return min(times)
 
     def close(self) -> None:
@@ -172,9 +181,10 @@ class Upstream:
         self._joined = False
         self._coordinator.changes += 1
         self._forget(f"the store above {why}", now)
-        old, self.socket = self.socket, self._connect()
-        self._moved(old, self.socket)
-        old.close(linger=0)
+        self._watching.remove(self.socket)
+        self.socket.close(linger=0)
+        self.socket = self._connect()
+        self._watching.add(self.socket)
         self._join(now)
 
     def _forget(self, why: str, now: float) -> None:
@@ -219,6 +229,7 @@ class Upstream:
 
     def _welcomed(self, message: wire.Joined, now: float) -> None:
         self._joined, self.refusal, self._heard = True, "", now
+        self.data_host = urlsplit(self._endpoint).hostname or ""
         self._coordinator.changes += 1
         round_ = self._coordinator.round
         if self.in_doubt and round_ is not None and self.relayed is not None:
@@ -263,7 +274,7 @@ class Upstream:
             self.send(wire.Holds(named))
             self.beat_soon()
             return
-        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config)
+        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data)
         self.relayed.start(now)
 
     def _vote(self, relayed: Relayed, phase: Phase, now: float) -> None:
@@ -285,12 +296,5 @@ class Upstream:
     def _chunk(self, socket: "zmq.Socket[bytes]", chunk: wire.Chunk, now: float) -> None:
         relayed = self.relayed
         buffers = relayed.destinations(chunk, now) if relayed and relayed.id == chunk.session else None
-        for buffer in buffers or ():
-            if not socket.get(zmq.RCVMORE) or socket.recv_into(buffer) != len(buffer):
-                buffers = None
-                break
-        if socket.get(zmq.RCVMORE):
-            drain(socket)
-            buffers = None
-        if relayed is not None and buffers is not None:
+        if receive_payload(socket, buffers) and relayed is not None:
             relayed.received(chunk, now)
