@@ -61,7 +61,8 @@ class WorkerConfig(BaseModel):
     block_size: int = Field(default=16, ge=1, le=256)
     """Tokens in one KV block."""
     num_blocks: int | None = Field(default=None, ge=2, le=1 << 24)
-    """KV blocks; None = max_batch sequences of up to 1024 tokens, and at least one of max_model_len."""
+    """KV blocks; None = max_batch sequences of up to 1024 tokens, and at least one of max_model_len, as far as all
+    ranks of this host together need no more than 0.4 of its memory for them (on a CPU)."""
     prefix_caching: bool = True
     """Reuse KV of equal prompt prefixes computed under the same weights."""
     logprobs_mode: Literal["processed", "raw"] = "processed"

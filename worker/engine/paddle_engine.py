@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from weight_manager.manifest import Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
 from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
+from worker.memory import memory_of_machine
 from worker.models import collectives, decoder_spec
 from worker.models.decoder import Backend
 from worker.models.onednn_backend import OneDnnBackend, why_not
@@ -20,6 +22,11 @@ from worker.models.paddle_backend import PaddleBackend
 from worker.models.shard import shard_of
 
 log = logging.getLogger(__name__)
+
+KV_SHARE = 0.4
+"""Of the memory, at most, for the KV caches of all ranks on a host. The weights are there twice, or three times."""
+PLAIN_TOKENS = 1024
+"""That a sequence is expected to have, where nothing else is said."""
 
 
 class PaddleEngine:
@@ -56,6 +63,8 @@ class PaddleEngine:
             self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, place, drafts=drafts)
             cast = ", weights cast to float32" if manifest.dtype != "float32" else ""
             log.warning("computing with Paddle's own kernels in float32%s: %s", cast, reason)
+        if config.num_blocks is None and config.device == "cpu":
+            self.spec = replace(self.spec, num_blocks=self._blocks_that_fit(config.ranks_on_host))
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """A handle on these weights. Raises ValueError naming a tensor that is missing or does not fit."""
@@ -81,6 +90,20 @@ class PaddleEngine:
         """Make the KV cache; idempotent."""
         self._backend.allocate_kv(self.spec.num_blocks, self.spec.block_size)
 
+    def _blocks_that_fit(self, ranks_on_host: int) -> int:
+        """The same on every rank of this host: of all its memory, not of what is free just now."""
+        wanted, block = self.spec.num_blocks, self._backend.kv_token_bytes * self.spec.block_size
+        least = -(-min(self.spec.max_model_len, PLAIN_TOKENS) // self.spec.block_size)
+        blocks = max(least, int(min(wanted, KV_SHARE * memory_of_machine() / ranks_on_host // block)))
+        if blocks < wanted:
+            log.warning(
+                "a KV cache of %d tokens (%.1f GiB), not %d: all ranks together get %g of this machine's memory; "
+                "worker.num_blocks sets it (blocks of %d tokens)",
+                *(blocks * self.spec.block_size, blocks * block / 2**30, wanted * self.spec.block_size),
+                *(KV_SHARE, self.spec.block_size),
+            )
+        return blocks
+
     def release_kv(self) -> int:
         """Free the KV cache; bytes freed."""
         return self._backend.release_kv()
@@ -100,7 +123,7 @@ def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: 
     """Sizes for the scheduler: what was configured, else what the checkpoint says."""
     length = config.max_model_len or max_positions
     blocks = config.num_blocks or max(
-        config.max_batch * -(-min(length, 1024) // config.block_size), -(-length // config.block_size)
+        config.max_batch * -(-min(length, PLAIN_TOKENS) // config.block_size), -(-length // config.block_size)
     )
     return EngineSpec(
         vocab_size=int(hf_config["vocab_size"]),

@@ -4,13 +4,13 @@ import contextlib
 import errno
 import mmap
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import ForwardBatch
+from worker.memory import memory_available
 
 MADV_POPULATE_WRITE = 23
 """Python has no name for it yet."""
@@ -41,8 +41,8 @@ class KvBlocks:
     ) -> None:
         shape = (layers, num_blocks, kv_heads, block_size, dim)
         nbytes = 2 * prod(shape) * np.dtype(dtype).itemsize + 4 * num_blocks * block_size * hidden
-        if nbytes > _available():  # filling it in would have the system end a process, maybe another's
-            raise MemoryError(_too_much(nbytes, f"{_available() / 2**30:.1f} GiB are available"))
+        if nbytes > memory_available():  # filling it in would have the system end a process, maybe another's
+            raise MemoryError(_too_much(nbytes, f"{memory_available() / 2**30:.1f} GiB are available"))
         self.keys, self.values = _mapped(shape, np.dtype(dtype)), _mapped(shape, np.dtype(dtype))
         self.states: npt.NDArray[np.float32] | None = None
         if hidden:
@@ -109,15 +109,3 @@ def _populate(memory: mmap.mmap) -> None:
 
 def _too_much(nbytes: int, why: str) -> str:
     return f"no memory for {nbytes / 2**30:.1f} GiB of KV cache ({why}): lower worker.num_blocks"
-
-
-def _available() -> float:
-    """Bytes that could be had, at most: of the system, and of a container that has a limit."""
-    limits = [float("inf")]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        limits.append(sum(1024.0 * int(known[name].split()[0]) for name in ("MemAvailable", "SwapFree")))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(float(Path(path).read_text()))
-    return min(limits)

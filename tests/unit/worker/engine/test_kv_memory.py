@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from worker import memory
+from worker.engine import paddle_engine
 from worker.engine.base import Interrupted, never
+from worker.engine.paddle_engine import KV_SHARE
 from worker.memory import give_back_to_system
 from worker.models import kv_blocks
 from worker.models.kv_blocks import KvBlocks
@@ -19,7 +22,7 @@ TOO_MUCH = """
 import resource, numpy
 from worker.models import kv_blocks
 from worker.models.kv_blocks import KvBlocks
-kv_blocks._available = lambda: float("inf")
+kv_blocks.memory_available = lambda: float("inf")
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 KvBlocks(32, 1 << 16, 8, 16, 128, numpy.uint16)
 """
@@ -41,10 +44,10 @@ def test_what_does_not_fit_is_said_with_its_size_and_what_to_change():
 def test_more_than_there_is_is_refused_before_the_system_ends_somebody(monkeypatch):
     """All of it counts: keys, values and hidden states together."""
     whole = 2 * (4 << 20) + (16 << 10)
-    monkeypatch.setattr(kv_blocks, "_available", lambda: whole - 1)
+    monkeypatch.setattr(kv_blocks, "memory_available", lambda: whole - 1)
     with pytest.raises(MemoryError, match=r"0.0 GiB of KV cache \(0.0 GiB are available\): lower worker.num_blocks"):
         KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4)
-    monkeypatch.setattr(kv_blocks, "_available", lambda: whole)
+    monkeypatch.setattr(kv_blocks, "memory_available", lambda: whole)
     assert KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4).nbytes == whole
 
 
@@ -62,13 +65,33 @@ def test_what_is_available_is_the_systems_and_the_containers(monkeypatch, limit,
         except KeyError:
             raise FileNotFoundError(path) from None
 
-    monkeypatch.setattr(kv_blocks.Path, "read_text", read)
-    assert kv_blocks._available() == expected
+    monkeypatch.setattr(memory.Path, "read_text", read)
+    assert memory.memory_available() == expected
+    assert memory.memory_of_machine() == min(9999 << 10, expected if limit == str(2 << 20) else 9999 << 10)
 
 
 def test_where_nothing_is_known_nothing_is_refused(monkeypatch):
-    monkeypatch.setattr(kv_blocks.Path, "read_text", lambda path: "")
-    assert kv_blocks._available() == float("inf")
+    monkeypatch.setattr(memory.Path, "read_text", lambda path: "")
+    assert memory.memory_available() == float("inf")
+
+
+@pytest.mark.parametrize("backend", ["native", "mkl", "paddle"], indirect=True)
+def test_without_a_number_it_is_what_the_machine_has_room_for(checkpoint, backend, monkeypatch):
+    def blocks(**fields):
+        return checkpoint("qwen3").engine(
+            **({"num_blocks": None, "block_size": 16, "max_model_len": 2048, "max_batch": 64} | fields)
+        )
+
+    wanted = blocks()
+    assert wanted.spec.num_blocks == 64 * 1024 // 16
+    wanted.allocate_kv()
+    nbytes = wanted.release_kv()
+    monkeypatch.setattr(paddle_engine, "memory_of_machine", lambda: nbytes / 2 / KV_SHARE)
+    assert blocks().spec.num_blocks == 2048
+    assert blocks(ranks_on_host=4).spec.num_blocks == 512
+    assert blocks(num_blocks=4096).spec.num_blocks == 4096, "as it was asked for"
+    monkeypatch.setattr(paddle_engine, "memory_of_machine", lambda: 0.0)
+    assert blocks().spec.num_blocks == 64, "one sequence fits in any case, or its memory is refused in words"
 
 
 def test_all_of_it_is_there_and_other_threads_run_meanwhile(monkeypatch):
