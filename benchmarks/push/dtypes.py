@@ -36,6 +36,7 @@ def main() -> int:
                 EmptyService(SHAPES[args.shapes], args.replicas, Path(scratch) / "log", *options) as service,
                 WeightPublisher(service.push_endpoint, run_id="push", transport="shm", progress=False) as near,
             ):
+                service.wait_settled()
                 pusher = Pusher(tensors)
                 pusher.push(near)
                 service.wait_ready()
