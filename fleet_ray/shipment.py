@@ -52,6 +52,7 @@ class Shipment:
             "load_weights": False,
             "push_endpoint": "tcp://127.0.0.1:*",
             "data_port": None,  # nobody pushes there
+            "relay_data_port": 0,  # several nodes may share a host
             "curve_keys": None,
             "upstream": upstream,
             "relay_endpoint": f"tcp://{bracketed(host)}:{relay_port}" if relay_port else None,

@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
@@ -42,6 +43,17 @@ CONNECT_S = 2.0
 TURN_S = 0.05
 
 
+def enlarge(sock: socket.socket, option: int) -> None:
+    """A buffer of BUFFER bytes; where the system does not give so much, what its own tuning comes to: it gives more."""
+    most = Path("/proc/sys/net/core/rmem_max" if option == socket.SO_RCVBUF else "/proc/sys/net/core/wmem_max")
+    try:
+        allowed = int(most.read_text())
+    except (OSError, ValueError):
+        return
+    if allowed >= BUFFER:
+        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+
+
 class DataSocket:
     """One connection, for one session."""
 
@@ -49,7 +61,7 @@ class DataSocket:
         """endpoint: of the store's ZMQ socket, tcp://host:port. Raises OSError if nobody answers there."""
         host = urlsplit(endpoint).hostname or ""
         self._socket = socket.create_connection((host, port), timeout=CONNECT_S)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        enlarge(self._socket, socket.SO_SNDBUF)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._turned = 0.0
         try:

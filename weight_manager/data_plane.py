@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rollout_client.data_socket import KEY_BYTES
 from weight_manager.data_port import DataPort
+from weight_manager.errors import PushRefused
 from weight_manager.inbox import Inbox
 from weight_manager.intake import Ended, Finished, Hear, Intake, News
 from weight_manager.push_session import PushSession
@@ -68,7 +69,12 @@ class DataPlane:
         receiver = make(tell)
         self._slots.enter(session.slot)
         self._receivers.setdefault(session.id, []).append(receiver)
-        receiver.start()
+        try:
+            receiver.start()
+        except RuntimeError as error:  # a limit of processes
+            self._receivers[session.id].remove(receiver)
+            self._slots.leave(session.slot)
+            hear(Ended(PushRefused("io", f"no thread for a data connection: {error}", retryable=True)))
 
     def end(self, session: PushSession) -> None:
         """The session is over: nothing may write for it any more. Its slot stays taken until nothing can."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from rollout_client.data_socket import BUFFER, KEY_BYTES, MAGIC, READY
+from rollout_client.data_socket import KEY_BYTES, MAGIC, READY, enlarge
 from weight_manager.errors import StartError
 from weight_manager.metrics import Counters
 from weight_manager.watching import Watching
@@ -47,7 +47,7 @@ class DataPort:
         self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # taken on by what is accepted
+            enlarge(self._socket, socket.SO_RCVBUF)  # taken on by what is accepted
             self._socket.bind((host, port))
             self._socket.listen(BACKLOG)
         except OSError as error:
@@ -95,8 +95,12 @@ class DataPort:
 
     def _hear(self, stranger: Stranger) -> None:
         content = b""
-        with contextlib.suppress(OSError):
+        try:
             content = stranger.connection.recv(GREETING_BYTES - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
         stranger.said += content
         if content and len(stranger.said) < GREETING_BYTES:
             return

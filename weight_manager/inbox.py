@@ -26,7 +26,7 @@ class Inbox:
         """In the loop: call everything that waits."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        while self._waiting:
+        for _ in range(len(self._waiting)):  # what comes meanwhile waits for the next turn
             self._waiting.popleft()()
 
     def close(self) -> None:

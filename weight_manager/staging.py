@@ -89,7 +89,7 @@ class Staging:
         room = 0
         claims = chain(((*claim, False) for claim in digests), ((*claim, True) for claim in sums))
         for number, digest, by_sums in claims:
-            if number >= len(self.targets):
+            if not 0 <= number < len(self.targets):
                 raise PushRefused("bad_message", f"copy {number} is none of the {len(self.targets)} placed")
             target = self.targets[number]
             if target.written:

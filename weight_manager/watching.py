@@ -1,8 +1,11 @@
 """The one poll of the store's loop: ZMQ sockets by themselves, file descriptors with what is to be called for them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import zmq
+
+Ready = dict[Any, Callable[[], object] | None]
 
 
 class Watching:
@@ -30,13 +33,12 @@ class Watching:
         if self._calls.pop(fd, None) is not None:
             self._poller.unregister(fd)
 
-    def wait(self, patience_ms: int | None) -> set[object]:
-        """Sockets and descriptors that are ready; none after so long."""
-        return set(dict(self._poller.poll(patience_ms)))
+    def wait(self, patience_ms: int | None) -> Ready:
+        """What is ready, with what is to be called for descriptors; nothing after so long."""
+        return {ready: self._calls.get(ready) for ready, _ in self._poller.poll(patience_ms)}
 
-    def call(self, ready: set[object]) -> None:
-        """What is to be called for these, unless it is no longer watched."""
-        for fd in ready:
-            call = self._calls.get(fd) if isinstance(fd, int) else None
-            if call is not None:
+    def call(self, ready: Ready) -> None:
+        """Unless it is no longer watched: the number may be another's by now."""
+        for fd, call in ready.items():
+            if call is not None and self._calls.get(fd) is call:
                 call()

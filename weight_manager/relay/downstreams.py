@@ -227,6 +227,10 @@ class Downstreams(Electorate):
             self._held[join.store] = peer, join
 
     def _welcome(self, peer: bytes, join: wire.Join, now: float) -> None:
+        known = self.links.of_peer(peer)
+        if known is not None and known.part is not None and not known.part.out:
+            self.links.send(known, wire.Joined(version_of(self._history.live), self._config.relay_lease_s))
+            return  # it asked twice; it has been told of the session
         link = Link(join.store, join.name, peer, join.holds, now)
         self.links.add(link)
         self._remember()

@@ -7,6 +7,7 @@ of a region was sent; `RECORD` (END, 0, 0). The store below reads with `Receptio
 
 import socket
 import struct
+from collections.abc import Iterable
 
 from weight_manager.watching import Watching
 
@@ -15,7 +16,7 @@ CLAIM, END = 0xFFFFFFFE, 0xFFFFFFFF
 
 
 class Feed:
-    """One connection, for one session. `lost`: it broke; the store below says so, or is lost itself."""
+    """One connection, for one session. `lost`: it broke and is closed; the store below gives the session up."""
 
     def __init__(self, connection: socket.socket, watching: Watching) -> None:
         connection.setblocking(False)
@@ -26,11 +27,11 @@ class Feed:
         self._watched = False
         self._rest: list[memoryview] = []
 
-    def put(self, record: tuple[int, int, int], content: memoryview | None = None) -> None:
-        """Queue a record, and the bytes that it announces; `flush` sends them."""
-        self._rest.append(memoryview(RECORD.pack(*record)))
-        if content is not None:
-            self._rest.append(content)
+    def put(self, records: Iterable[tuple[int, int, int]], content: memoryview | None = None) -> None:
+        """Queue records, and the bytes that a single one announces; `flush` sends them."""
+        if not self.lost:
+            self._rest.append(memoryview(b"".join(RECORD.pack(*record) for record in records)))
+            self._rest += [] if content is None else [content]
 
     def flush(self) -> bool:
         """Hand over what was queued; whether nothing is left. If something is, the loop turns when there is room."""
@@ -41,10 +42,11 @@ class Feed:
                 break
             except OSError:
                 self.lost = True
-                self._rest.clear()
+                self.close()
             else:
                 self._sent(count)
-        self.turn_again(bool(self._rest))
+        if not self.lost:
+            self.turn_again(bool(self._rest))
         return not (self._rest or self.lost)
 
     def turn_again(self, wanted: bool) -> None:
@@ -58,7 +60,7 @@ class Feed:
             self._watching.unwatch(self._socket.fileno())
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Nothing more is sent. Idempotent."""
         self.turn_again(False)
         self._rest.clear()
         self._socket.close()

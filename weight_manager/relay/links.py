@@ -108,7 +108,7 @@ class Links:
     def credit(self, part: Part, upto: int) -> None:
         """The store below wants chunks: it could not connect, or there is nothing to connect to."""
         if part.feed is not None:
-            part.cursor = Cursor()  # it gave up waiting while we accepted
+            part.cursor, part.told = Cursor(), False  # it gave up waiting while we accepted
         self._end(part)
         part.allowed = max(part.allowed, upto)
 
@@ -132,6 +132,7 @@ class Links:
         """Send what is good and wanted."""
         for link, part in self.taking_part():
             if part.out:
+                self._end(part)
                 continue
             if part.feed is not None:
                 self._feed(link, part, part.feed)
@@ -153,17 +154,18 @@ class Links:
                 break
             if isinstance(entry, Span):
                 start = part.stream.starts[entry.region] + entry.offset
-                feed.put(entry, part.slot[start : start + entry.size])
+                feed.put([entry], part.slot[start : start + entry.size])
                 self.sent_bytes += entry.size
                 room -= entry.size
                 continue
-            for claim in entry:
-                feed.put((CLAIM, claim.region, claim.digest))
+            feed.put((CLAIM, claim.region, claim.digest) for claim in entry)
+        if feed.lost:
+            return
         if room <= 0:
             feed.turn_again(True)
         elif part.complete:
             part.told = True
-            feed.put((END, 0, 0))
+            feed.put([(END, 0, 0)])
             feed.flush()
             self.send(link, wire.Seal(part.session, part.digest))
 

@@ -12,19 +12,22 @@ from weight_manager.receiving import PIECE_BYTES, Receiving
 from weight_manager.relay.feed import CLAIM, END, RECORD
 from weight_manager.staging import Staging
 
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+"""Seconds and a count: a way that is dead while nothing comes is noticed after eleven."""
+
 
 class Reception:
     """Runs from `start` until everything has come, the store above closes, or `stop`."""
 
     def __init__(self, address: tuple[str, int], key: bytes, staging: Staging, tell: Hear) -> None:
-        """staging: each target is a region of the layout. tell: called in the thread."""
+        """address: host, as ZMQ is given it, and port. staging: each target is a region. tell: called in the thread."""
         self._address = address
         self._key = key
         self._staging = staging
         self._targets = list(staging.targets)
         self._tell = tell
         self._sums: dict[int, tuple[Digest, int]] = {}  # of regions that came in order so far: bytes
-        self._socket: socket.socket | None = None
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reception", daemon=True)
 
@@ -38,43 +41,47 @@ class Reception:
     def stop(self) -> None:
         """The session is over; the thread ends soon, and says so."""
         self._stopped.set()
-        connection = self._socket
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """After `Ended`."""
         self._thread.join()
+        self._socket.close()
 
     def _run(self) -> None:
         refusal: PushRefused | None = None
         try:
-            with self._connect() as connection:
-                self._socket = connection
-                incoming = Receiving(connection)
+            if self._connected():
+                incoming = Receiving(self._socket)
                 while not self._stopped.is_set() and self._record(incoming):
                     pass
+            elif not self._stopped.is_set():
+                self._tell(Unconnected())
         except PushRefused as error:
             refusal = error
         except OSError:
-            if self._socket is None:
-                self._tell(Unconnected())
+            pass  # the store above is gone, or has ended the session: it says so
         except BaseException as error:
             refusal = PushRefused("internal", f"receiving failed: {error!r}")
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._tell(Ended(refusal))
 
-    def _connect(self) -> socket.socket:
-        connection = socket.create_connection(self._address, timeout=CONNECT_S)
+    def _connected(self) -> bool:
         try:
-            connection.sendall(MAGIC + self._key)
-            if connection.recv(1) != READY:
-                raise ConnectionError("it is not the store's")
-            connection.settimeout(None)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            self._socket.settimeout(CONNECT_S)
+            self._socket.connect(self._address)
+            self._socket.sendall(MAGIC + self._key)
+            if self._socket.recv(1) != READY:
+                return False
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, seconds in KEEPALIVE:
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        except OSError:
+            return False
+        return True
 
     def _record(self, incoming: Receiving) -> bool:
         region, first, second = RECORD.unpack(incoming.exactly(RECORD.size))
@@ -84,6 +91,8 @@ class Reception:
         if region == CLAIM:
             self._claimed(first, second)
             return True
+        if not second:
+            raise PushRefused("bad_message", f"a record of no bytes, of region {region}")
         (place,) = self._staging.destinations(region, first, [second])
         self._receive(incoming, region, first, place)
         self._tell(Arrived(region, first, second))

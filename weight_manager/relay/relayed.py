@@ -17,6 +17,7 @@ from weight_manager.push_session import Intent, PushSession
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.reception import Reception
+from weight_manager.relay.way import Way
 
 LOST_S = 2.0
 """A data connection that closed early: for the store above to say why, before the session is given up."""
@@ -26,9 +27,6 @@ Order = wire.Claims | wire.Seal | wire.Prepare | wire.Flip | wire.Finalize
 
 class Voice(Protocol):
     """How a session speaks to the store above (upstream.py)."""
-
-    data_host: str
-    """Where its data connections go; "" = chunks are wanted."""
 
     def send(self, message: wire.FromBelow) -> None:
         """Queue a message."""
@@ -58,6 +56,7 @@ class Relayed:
         voice: Voice,
         config: StoreConfig,
         data: DataPlane,
+        way: Way,
     ) -> None:
         self.id = stage.session
         self.session: PushSession | None = None
@@ -71,9 +70,11 @@ class Relayed:
         self._voice = voice
         self._config = config
         self._data = data
+        self._way = way
         self._received = self._credited = 0
         self._fetching = False  # through a data connection
         self._sealed: wire.Seal | None = None  # heard before all bytes had come
+        self._again = False  # all of it comes as chunks, after we gave the connection up
         self.lost_at = float("inf")  # the data connection closed before its end
 
     def start(self, now: float) -> None:
@@ -95,8 +96,9 @@ class Relayed:
             return
         layout = self._coordinator.layout
         session.staging.add(_regions(layout), [region.name for region in layout.regions])
-        if stage.data_port and self._voice.data_host:
-            self._fetch(session, (self._voice.data_host, stage.data_port))
+        host = self._way.host()
+        if stage.data_port and host:
+            self._fetch(session, (host, stage.data_port))
         else:
             self._credit()
 
@@ -140,12 +142,15 @@ class Relayed:
                 if self._sealed is not None:
                     self.take(self._sealed, now)
             case Unconnected():
-                self._fetching, self._voice.data_host = False, ""
+                self._fetching, self._sealed, self._again = False, None, True
+                self._way.failed("cannot be reached")
                 self._credit()
             case Ended(refusal) if refusal is not None:
                 self._coordinator.abort(refusal, now)
             case Ended() if self._fetching:
                 self.lost_at = now + LOST_S
+            case _:
+                pass
 
     def _arrived(self, region: int, offset: int, size: int) -> None:
         assert self.session is not None
@@ -156,6 +161,7 @@ class Relayed:
         if now >= self.lost_at:
             self.lost_at = float("inf")
             if self.session is self._coordinator.session:
+                self._way.failed("broke")
                 refusal = PushRefused("aborted", "the data connection to the store above broke", retryable=True)
                 self._coordinator.abort(refusal, now)
 
@@ -170,6 +176,8 @@ class Relayed:
                 self._claims(session, order.digests, now)
             case wire.Seal() if running and self._fetching:
                 self._sealed = order
+            case wire.Seal() if running and self._again and session.staging.unwritten(0, len(session.staging.targets)):
+                pass  # of what went to the connection that we gave up; it comes again
             case wire.Seal() if running and not session.sealing:
                 session.expected = order.digest
                 coordinator.seal(session, now + self._config.max_deadline_s, now)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 
@@ -23,6 +22,7 @@ from weight_manager.relay.lease import Lease
 from weight_manager.relay.link import own_name
 from weight_manager.relay.messages import Version, version_of
 from weight_manager.relay.relayed import Relayed
+from weight_manager.relay.way import Way
 from weight_manager.votes import Phase
 from weight_manager.watching import Watching
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
@@ -71,7 +71,7 @@ class Upstream:
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
         self.refusal = ""
-        self.data_host = ""
+        self._way = Way(config.upstream)
         self.socket = self._connect()
         watching.add(self.socket)
 
@@ -181,9 +181,9 @@ class Upstream:
         self._joined = False
         self._coordinator.changes += 1
         self._forget(f"the store above {why}", now)
-        self._watching.remove(self.socket)
-        self.socket.close(linger=0)
-        self.socket = self._connect()
+        old, self.socket = self.socket, self._connect()
+        self._watching.remove(old)
+        old.close(linger=0)
         self._watching.add(self.socket)
         self._join(now)
 
@@ -229,7 +229,6 @@ class Upstream:
 
     def _welcomed(self, message: wire.Joined, now: float) -> None:
         self._joined, self.refusal, self._heard = True, "", now
-        self.data_host = urlsplit(self._endpoint).hostname or ""
         self._coordinator.changes += 1
         round_ = self._coordinator.round
         if self.in_doubt and round_ is not None and self.relayed is not None:
@@ -274,7 +273,7 @@ class Upstream:
             self.send(wire.Holds(named))
             self.beat_soon()
             return
-        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data)
+        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data, self._way)
         self.relayed.start(now)
 
     def _vote(self, relayed: Relayed, phase: Phase, now: float) -> None:

@@ -64,7 +64,11 @@ class PaddleEngine:
             cast = ", weights cast to float32" if manifest.dtype != "float32" else ""
             log.warning("computing with Paddle's own kernels in float32%s: %s", cast, reason)
         if config.num_blocks is None and config.device == "cpu":
-            self.spec = replace(self.spec, num_blocks=self._blocks_that_fit(config.ranks_on_host))
+            hidden = 4 * model.hidden_size if drafts else 0
+            heads = -(-model.kv_heads // config.tp)  # the most that any rank has: all must come to the same number
+            cells = 2 * (model.layers + drafts) * heads * model.head_dim
+            itemsize = 2 if reason is None and manifest.dtype == "bfloat16" else 4
+            self.spec = replace(self.spec, num_blocks=self._that_fit(cells * itemsize + hidden, config.ranks_on_host))
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """A handle on these weights. Raises ValueError naming a tensor that is missing or does not fit."""
@@ -90,9 +94,9 @@ class PaddleEngine:
         """Make the KV cache; idempotent."""
         self._backend.allocate_kv(self.spec.num_blocks, self.spec.block_size)
 
-    def _blocks_that_fit(self, ranks_on_host: int) -> int:
-        """The same on every rank of this host: of all its memory, not of what is free just now."""
-        wanted, block = self.spec.num_blocks, self._backend.kv_token_bytes * self.spec.block_size
+    def _that_fit(self, token_bytes: int, ranks_on_host: int) -> int:
+        """Blocks; the same on every rank of this host: of all its memory, not of what is free just now."""
+        wanted, block = self.spec.num_blocks, token_bytes * self.spec.block_size
         least = -(-min(self.spec.max_model_len, PLAIN_TOKENS) // self.spec.block_size)
         blocks = max(least, int(min(wanted, KV_SHARE * memory_of_machine() / ranks_on_host // block)))
         if blocks < wanted:

@@ -105,11 +105,6 @@ class Backend(Protocol):
         """Compute with these weights from now on; None = with none."""
         ...
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Of the cache, for one token, on this rank."""
-        ...
-
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
         ...

@@ -120,23 +120,14 @@ class OneDnnBackend:
         """Some hundred pointers are set; no memory is touched."""
         self._weights.bind(prepared)
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Of the cache, for one token, on this rank."""
-        cells = 2 * (self._spec.layers + self._drafts) * self._shard.kv_heads * self._spec.head_dim
-        return cells * np.dtype(self._kv_dtype).itemsize + (4 * self._spec.hidden_size if self._drafts else 0)
-
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
         if self._kv is None:
             layers, hidden = self._spec.layers + self._drafts, self._spec.hidden_size if self._drafts else 0
             sizes = layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
-            self._kv = KvBlocks(*sizes, self._kv_dtype, hidden)
-
-    @property
-    def _kv_dtype(self) -> npt.DTypeLike:
-        # MKL multiplies float32 only; our own kernel reads what the matrices are in.
-        return self._weights.matrix_dtype if isinstance(self._attention, NativeAttention) else np.float32
+            # MKL multiplies float32 only; our own kernel reads what the matrices are in.
+            native = isinstance(self._attention, NativeAttention)
+            self._kv = KvBlocks(*sizes, self._weights.matrix_dtype if native else np.float32, hidden)
 
     def release_kv(self) -> int:
         """Bytes freed."""

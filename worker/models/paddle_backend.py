@@ -55,12 +55,6 @@ class PaddleBackend:
             prepared.wait()
             self._weights = prepared.weights
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Of the cache, for one token, on this rank."""
-        cells = 2 * (self._spec.layers + self._drafts) * self._shard.kv_heads * self._spec.head_dim
-        return 4 * (cells + (self._spec.hidden_size if self._drafts else 0))
-
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
         self._ops.allocate_kv(self._spec.layers + self._drafts, num_blocks, block_size)

@@ -1,5 +1,6 @@
 """A store's data connection to the one above, byte by byte: what is sent, what arrives, and what is refused."""
 
+import os
 import resource
 import socket
 import threading
@@ -117,6 +118,7 @@ def test_spans_out_of_order_are_hashed_in_their_place_later(above):
         ((0, 0, SIZES[0] + 4), "bad_message"),
         ((CLAIM, len(SIZES), 7), "bad_message"),
         ((CLAIM, 1 << 60, 7), "bad_message"),
+        ((0, 0, 0), "bad_message"),
     ],
 )
 def test_what_does_not_fit_the_layout_is_refused(above, record, code):
@@ -157,12 +159,22 @@ def test_it_stops_in_the_middle_of_a_record(above):
     assert time.monotonic() - began < 2
 
 
+def test_it_stops_while_it_waits_for_an_answer():
+    above = Above(b"")
+    began = time.monotonic()
+    above.reception.stop()
+    assert above.ended() is None
+    assert time.monotonic() - began < 1
+    assert [type(n) for n in above.news] == [Ended], "the port is not to blame"
+    above.close()
+
+
 def test_a_feed_sends_as_fast_as_it_is_read_and_turns_the_loop_only_then():
     near, far = tcp_pair()
     watching = Watching()
     feed = Feed(near, watching)
     big = memoryview(np.random.default_rng(0).bytes(16 << 20))
-    feed.put((3, 5, len(big)), big)
+    feed.put([(3, 5, len(big))], big)
     assert not feed.flush()
     got = bytearray()
     reader = threading.Thread(target=lambda: read_all(far, RECORD.size + len(big), got))
@@ -173,24 +185,61 @@ def test_a_feed_sends_as_fast_as_it_is_read_and_turns_the_loop_only_then():
         assert time.monotonic() < deadline
     reader.join(5)
     assert bytes(got) == RECORD.pack(3, 5, len(big)) + bytes(big)
-    assert watching.wait(50) == set(), "nothing is left to send, and the loop turns"
+    assert not watching.wait(50), "nothing is left to send, and the loop turns"
     far.close()
-    feed.put((3, 0, len(big)), big)
+    feed.put([(3, 0, len(big))], big)
     while not feed.lost:
         feed.flush()
         assert time.monotonic() < deadline
+    feed.put([(END, 0, 0)])
     assert not feed.flush()
+    assert not watching.wait(50), "it is lost, and the loop turns for it"
     feed.close()
+
+
+def test_a_thousand_regions_are_claimed_at_once():
+    """More buffers than the kernel takes in one call."""
+    near, far = tcp_pair()
+    feed = Feed(near, Watching())
+    feed.put((CLAIM, region, region) for region in range(5000))
+    assert feed.flush()
+    got = bytearray()
+    read_all(far, 5000 * RECORD.size, got)
+    assert RECORD.unpack(got[-RECORD.size :]) == (CLAIM, 4999, 4999)
+    feed.close()
+    far.close()
+
+
+def test_a_number_that_is_anothers_by_now_is_not_called():
+    """One callback closes a descriptor and the next one opened gets its number, both in one turn."""
+    watching, called = Watching(), []
+    first, second = os.eventfd(1), os.eventfd(1)
+    watching.watch(first, lambda: called.append("first"))
+
+    def swap():
+        watching.unwatch(second)
+        os.close(second)
+        assert os.dup2(first, second) == second
+        watching.watch(second, lambda: called.append("another's"))
+
+    watching.watch(second, lambda: called.append("second"))
+    ready = watching.wait(1000)
+    assert len(ready) == 2
+    swap()
+    watching.call(ready)
+    assert called == ["first"]
+    os.close(first)
+    os.close(second)
 
 
 def test_a_feed_that_is_closed_with_bytes_left_wakes_nobody():
     near, far = tcp_pair()
     watching = Watching()
     feed = Feed(near, watching)
-    feed.put((0, 0, 64 << 20), memoryview(bytes(64 << 20)))
+    feed.put([(0, 0, 64 << 20)], memoryview(bytes(64 << 20)))
     assert not feed.flush()
     feed.close()
-    assert watching.wait(50) == set()
+    assert not watching.wait(50)
     far.close()
 
 
