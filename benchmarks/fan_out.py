@@ -99,8 +99,8 @@ SHAPES = {
 def main() -> None:
     fits = {rate: fit(rate) for rate in RATES if (RESULTS / f"relay_chain_{rate}.json").exists()}
     print(json.dumps(fits, indent=2))
-    slow = fits["100mbit"]
-    own, commit = max(0.0, slow["own_s"]), slow["commit_s"]
+    fast = fits["1gbit"]
+    own, commit = max(0.0, fast["own_s"]), fast["commit_s"]
     for name, (nbytes, rate) in MODELS.items():
         one = push_s(nbytes, rate, 1, 1, own, commit)
         hop = push_s(0, rate, 1, 1, own, commit)
