@@ -78,6 +78,12 @@ def test_the_command_is_one_of_ours(services: dict[str, Any]) -> None:
     assert "no such option" not in tried.output.lower()
 
 
+def test_the_port_that_trainers_are_told_is_open(services: dict[str, Any]) -> None:
+    command = words(services["rollout"]["command"])
+    (told,) = [word.rpartition("=")[2] for word in command if word.startswith("store.data_port=")]
+    assert f"127.0.0.1:{told}:{told}" in services["rollout"]["ports"]
+
+
 def test_trainers_find_the_service(demo: dict[str, Any]) -> None:
     for name in ("trainer", "trainer-shm"):
         command = words(demo[name]["command"])

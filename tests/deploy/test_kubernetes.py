@@ -97,6 +97,14 @@ def test_selectors_select_the_pod_and_ports_exist(
     } == ports
 
 
+def test_the_port_that_trainers_are_told_is_open(base: Objects) -> None:
+    """The store tells them its number, whatever a Service maps it to."""
+    container = base["Deployment", "rollout"]["spec"]["template"]["spec"]["containers"][0]
+    (told,) = [int(arg.rpartition("=")[2]) for arg in container["args"] if arg.startswith("--set=store.data_port=")]
+    assert {p["name"]: p["containerPort"] for p in container["ports"]}["data"] == told
+    assert {p["name"]: p["port"] for p in base["Service", "rollout-push"]["spec"]["ports"]}["data"] == told
+
+
 def test_the_service_monitor_finds_the_http_service_alone(base: Objects) -> None:
     monitor = load([K8S / "monitoring/service-monitor.yaml"])["ServiceMonitor", "rollout"]["spec"]
     wanted = monitor["selector"]["matchLabels"].items()
