@@ -18,16 +18,22 @@ def left_by(pid: int) -> list[str]:
     return left + subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False).stdout.split()
 
 
-def test_a_few_steps(tmp_path: Path) -> None:
-    trainer = subprocess.Popen([*COMMAND, "6", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def six_steps(out: Path) -> int:
+    """Run them; how many answers hold tokens of more than one version."""
+    trainer = subprocess.Popen([*COMMAND, "6", "--out", str(out)], stdout=subprocess.PIPE, text=True)
     output = trainer.communicate(timeout=55)[0]
     assert trainer.returncode == 0, output
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == summary["versions_pushed"] == 6
     assert summary["logprob_gap_max"] < 1e-4
-    assert summary["answers_of_mixed_versions"] > 0, "no push landed inside an answer"
-    assert (tmp_path / "reward.png").exists()
+    assert (out / "reward.png").exists()
     assert not left_by(trainer.pid)
+    return int(summary["answers_of_mixed_versions"])
+
+
+def test_a_few_steps(tmp_path: Path) -> None:
+    """Where a push lands is chance: in 16 to 156 of the answers of a run of two seconds, on a busy machine in none."""
+    assert any(six_steps(tmp_path / str(run)) for run in range(5)), "no push landed inside an answer"
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
