@@ -3,35 +3,15 @@
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Protocol
 
 from rollout_client.data_socket import KEY_BYTES
 from weight_manager.data_port import DataPort
 from weight_manager.errors import PushRefused
 from weight_manager.inbox import Inbox
-from weight_manager.intake import Ended, Finished, Hear, Intake, News
+from weight_manager.intake import Intake
 from weight_manager.push_session import PushSession
+from weight_manager.receiver import Ended, Finished, Hear, News, Receiver
 from weight_manager.slots import Slots
-
-
-class Receiver(Protocol):
-    """A thread that writes into a session's slot: `Intake`, `Reception`."""
-
-    def start(self) -> None:
-        """Once."""
-        ...
-
-    def finished(self) -> None:
-        """In the loop: all that it told before `Finished` has been heard."""
-        ...
-
-    def stop(self) -> None:
-        """The session is over; the thread ends soon, and says so."""
-        ...
-
-    def close(self) -> None:
-        """After `Ended`."""
-        ...
 
 
 class DataPlane:

@@ -94,13 +94,12 @@ class DataPort:
         self._watching.watch(connection.fileno(), lambda: self._hear(stranger))
 
     def _hear(self, stranger: Stranger) -> None:
-        content = b""
         try:
             content = stranger.connection.recv(GREETING_BYTES - len(stranger.said))
         except BlockingIOError:
             return
         except OSError:
-            pass
+            content = b""
         stranger.said += content
         if content and len(stranger.said) < GREETING_BYTES:
             return

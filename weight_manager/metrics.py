@@ -8,7 +8,7 @@ COUNTERS: Mapping[str, str] = {
     "sessions_failed": "push sessions that ended without going live",
     "begins_refused": "Begin messages refused, nothing was staged",
     "bytes_staged": "bytes that trainers reported complete",
-    "data_connections": "data connections of trainers that named a session's key",
+    "data_connections": "data connections, of trainers and stores below, that named a session's key",
     "bytes_verified": "bytes whose digest was found to match",
     "checksum_mismatches": "sessions ended by bytes that were not the trainer's",
     "non_finite": "pushed versions in which weights were seen that are NaN or infinite",

@@ -22,12 +22,12 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
-from weight_manager.intake import Arrived, Ended, News, Taken
 from weight_manager.members import Answer, Member, Members, check_same_push, late_answer
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
 from weight_manager.push_session import Intent, PushSession
+from weight_manager.receiver import Arrived, Ended, News, Taken
 
 
 class TrainerGroup:

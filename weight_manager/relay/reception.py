@@ -1,13 +1,12 @@
 """The data connection to the store above: a thread that fetches the bytes of one session (feed.py)."""
 
-import contextlib
 import socket
 import threading
 
 from rollout_client.data_socket import CONNECT_S, MAGIC, READY
 from rollout_client.digest import Digest
 from weight_manager.errors import PushRefused
-from weight_manager.intake import Arrived, Ended, Finished, Hear, Taken, Unconnected
+from weight_manager.receiver import Arrived, Finished, Hear, Receiver, Taken, Unconnected
 from weight_manager.receiving import PIECE_BYTES, Receiving
 from weight_manager.relay.feed import CLAIM, END, RECORD
 from weight_manager.staging import Staging
@@ -16,57 +15,32 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KE
 """Seconds and a count: a way that is dead while nothing comes is noticed after eleven."""
 
 
-class Reception:
-    """Runs from `start` until everything has come, the store above closes, or `stop`."""
+class Reception(Receiver):
+    """Connects first. Each target of the staging is a region of the layout."""
 
     def __init__(self, address: tuple[str, int], key: bytes, staging: Staging, tell: Hear) -> None:
-        """address: host, as ZMQ is given it, and port. staging: each target is a region. tell: called in the thread."""
+        """address: host, as ZMQ is given it, and port. tell: called in the thread."""
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(socket.socket(family), tell, "reception")
         self._address = address
         self._key = key
         self._staging = staging
         self._targets = list(staging.targets)
-        self._tell = tell
         self._sums: dict[int, tuple[Digest, int]] = {}  # of regions that came in order so far: bytes
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reception", daemon=True)
-
-    def start(self) -> None:
-        """Once."""
-        self._thread.start()
-
-    def finished(self) -> None:
-        """The store above waits for no answer."""
 
     def stop(self) -> None:
         """The session is over; the thread ends soon, and says so."""
         self._stopped.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        super().stop()
 
-    def close(self) -> None:
-        """After `Ended`."""
-        self._thread.join()
-        self._socket.close()
-
-    def _run(self) -> None:
-        refusal: PushRefused | None = None
-        try:
-            if self._connected():
-                incoming = Receiving(self._socket)
-                while not self._stopped.is_set() and self._record(incoming):
-                    pass
-            elif not self._stopped.is_set():
-                self._tell(Unconnected())
-        except PushRefused as error:
-            refusal = error
-        except OSError:
-            pass  # the store above is gone, or has ended the session: it says so
-        except BaseException as error:
-            refusal = PushRefused("internal", f"receiving failed: {error!r}")
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._tell(Ended(refusal))
+    def _receive_all(self) -> None:
+        if self._connected():
+            incoming = Receiving(self._socket)
+            while not self._stopped.is_set() and self._record(incoming):
+                pass
+        elif not self._stopped.is_set():
+            self._tell(Unconnected())
 
     def _connected(self) -> bool:
         try:

@@ -10,10 +10,10 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
-from weight_manager.intake import Arrived, Ended, Finished, Hear, News, Taken, Unconnected
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import Intent, PushSession
+from weight_manager.receiver import Arrived, Ended, Finished, Hear, News, Taken, Unconnected
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.reception import Reception

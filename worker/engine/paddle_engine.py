@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weight_manager.manifest import Manifest
+from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
 from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
@@ -67,8 +67,8 @@ class PaddleEngine:
             hidden = 4 * model.hidden_size if drafts else 0
             heads = -(-model.kv_heads // config.tp)  # the most that any rank has: all must come to the same number
             cells = 2 * (model.layers + drafts) * heads * model.head_dim
-            itemsize = 2 if reason is None and manifest.dtype == "bfloat16" else 4
-            self.spec = replace(self.spec, num_blocks=self._that_fit(cells * itemsize + hidden, config.ranks_on_host))
+            nbytes = cells * ITEMSIZE["float32" if reason else manifest.dtype] + hidden
+            self.spec = replace(self.spec, num_blocks=self._that_fit(nbytes, config.ranks_on_host))
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """A handle on these weights. Raises ValueError naming a tensor that is missing or does not fit."""

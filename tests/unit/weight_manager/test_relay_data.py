@@ -14,7 +14,7 @@ from rollout_client.data_socket import MAGIC, READY
 from rollout_client.digest import digest_of
 from rollout_client.protocol import Copy
 from tests.faults.small_model import LAYOUT
-from weight_manager.intake import Arrived, Ended, Finished, Taken, Unconnected
+from weight_manager.receiver import Arrived, Ended, Finished, Taken, Unconnected
 from weight_manager.receiving import Receiving
 from weight_manager.relay.feed import CLAIM, END, RECORD, Feed
 from weight_manager.relay.reception import Reception
