@@ -22,7 +22,7 @@ from worker.config import WorkerConfig, read_worker_config
 from worker.cpu import openmp
 from worker.cpu.tuning import tune
 from worker.device import Device, device_for
-from worker.engine.base import Engine, EngineSpec
+from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.giving_way import SPIN_MS, GivingWay
 from worker.leader import Leader
@@ -183,7 +183,7 @@ def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:
     """Sizes of the fake engine, read from the same fields as a model's."""
     eos = hf_config.get("eos_token_id")
     length = config.max_model_len or int(hf_config.get("max_position_embeddings", 2048))
-    blocks = config.num_blocks or config.max_batch * -(-min(length, 1024) // config.block_size) + 1
+    blocks = config.num_blocks or config.max_batch * -(-min(length, PLAIN_TOKENS) // config.block_size) + 1
     return EngineSpec(
         vocab_size=int(hf_config["vocab_size"]),
         max_model_len=length,

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from rollout_client.publisher import WeightPublisher
 from tests.faults import small_model, waiting
+from tests.faults.relay_fleet import RelayFleet
 from tests.faults.replica import Replica
 from tests.faults.small_model import CONFIG, Weights
 from tests.faults.store_process import Store
@@ -208,3 +209,11 @@ def trainer_of():
     yield start
     for t in trainers:
         t.close()
+
+
+@pytest.fixture
+def fleet(tmp_path, model):
+    """Stores of several hosts, none yet."""
+    fleet = RelayFleet(tmp_path, model)
+    yield fleet
+    fleet.close()

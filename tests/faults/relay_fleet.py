@@ -230,9 +230,3 @@ class Proxy:
         for s in (a, b):
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)
-
-
-def free_port() -> int:
-    """Of the loopback interface, a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -10,7 +10,7 @@ import zmq
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import StoreUnavailable, Unauthorized
 from rollout_client.publisher import WeightPublisher
-from tests.faults.relay_fleet import TOKEN, RelayFleet
+from tests.faults.relay_fleet import TOKEN
 from weight_manager.curve import StoreKeys, make_keys
 
 
@@ -115,13 +115,6 @@ def test_nothing_of_a_push_can_be_read_on_the_way(locked, files):
     assert len(seen) > 300
     assert b"secret-run" not in seen
     assert b"t" * 20 not in seen
-
-
-@pytest.fixture
-def fleet(tmp_path, model):
-    fleet = RelayFleet(tmp_path, model)
-    yield fleet
-    fleet.close()
 
 
 def test_stores_relay_under_keys_and_nobody_else_joins(fleet, tmp_path, files, weights):

@@ -1,17 +1,9 @@
 """A push of what differs, into a store that has others below: everybody ends up with the same bytes."""
 
 import numpy as np
-import pytest
 
 from rollout_client.publisher import WeightPublisher
-from tests.faults.relay_fleet import TOKEN, RelayFleet
-
-
-@pytest.fixture
-def fleet(tmp_path, model):
-    fleet = RelayFleet(tmp_path, model)
-    yield fleet
-    fleet.close()
+from tests.faults.relay_fleet import TOKEN
 
 
 def test_patches_reach_the_stores_below_as_whole_tensors(fleet, weights):

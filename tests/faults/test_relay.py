@@ -6,18 +6,11 @@ import pytest
 import zmq
 
 from rollout_client import errors
-from tests.faults.relay_fleet import LEASE_S, TOKEN, RelayFleet
+from tests.faults.relay_fleet import LEASE_S, TOKEN
 from tests.faults.small_model import LAYOUT
 from tests.faults.waiting import until
 from weight_manager import messages
 from weight_manager.arena import ArenaReader
-
-
-@pytest.fixture
-def fleet(tmp_path, model):
-    fleet = RelayFleet(tmp_path, model)
-    yield fleet
-    fleet.close()
 
 
 def nbytes(tensors):

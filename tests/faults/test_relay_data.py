@@ -6,25 +6,19 @@ import time
 import pytest
 
 from rollout_client import errors
-from tests.faults.relay_fleet import Proxy, RelayFleet, free_port
+from tests.faults.relay_fleet import Proxy
 from tests.faults.waiting import until
 from tests.processor import calm
+from worker.service import free_ports
 
 SLOW = 100_000
 """Bytes a second: a version takes three seconds."""
 
 
 @pytest.fixture
-def fleet(tmp_path, model):
-    fleet = RelayFleet(tmp_path, model)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
 def proxied(fleet):
     """(host, host below it, the network between them)."""
-    port = free_port()
+    port = free_ports(1)[0]
     a = fleet.add("a", relay_data_port=port)
     proxy = Proxy(a.relay_endpoint, port)
     b = fleet.add("b", upstream=proxy.endpoint)
@@ -51,7 +45,7 @@ def test_every_store_fetches_each_version_once(fleet, weights):
 
 def test_a_port_that_cannot_be_reached_is_done_without(fleet, weights, within):
     """A firewall: the address that the store below knows takes relay traffic only."""
-    a = fleet.add("a", relay_data_port=free_port())
+    a = fleet.add("a", relay_data_port=free_ports(1)[0])
     proxy = Proxy(a.relay_endpoint, None)
     fleet.add("b", upstream=proxy.endpoint)
     fleet.wait_ready()

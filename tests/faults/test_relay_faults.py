@@ -12,19 +12,13 @@ import pytest
 
 from rollout_client import errors
 from rollout_client import protocol as wire
-from tests.faults.relay_fleet import LEASE_S, Gated, Proxy, RelayFleet, free_port
+from tests.faults.relay_fleet import LEASE_S, Gated, Proxy
 from tests.faults.waiting import until
 from weight_manager import messages
+from worker.service import free_ports
 
 MARGIN = 4.0
 """Seconds for processes on a busy machine to do their part."""
-
-
-@pytest.fixture
-def fleet(tmp_path, model):
-    fleet = RelayFleet(tmp_path, model)
-    yield fleet
-    fleet.close()
 
 
 def test_a_store_killed_while_bytes_arrive_fails_the_push_and_the_next_works_without_it(
@@ -132,7 +126,7 @@ def test_no_quorum_no_commit(fleet, weights, within):
 
 @pytest.mark.parametrize(("policy", "port"), [("all", "data"), ("all", None), ("quorum", "data"), ("quorum", None)])
 def test_a_slow_store_costs_a_quorum_its_patience_and_all_of_them_its_time(fleet, weights, within, policy, port):
-    port = port and free_port()
+    port = port and free_ports(1)[0]
     a = fleet.add("a", relay_policy=policy, relay_data_port=port)
     fleet.add("b", "a", relay_policy=policy)
     proxy = Proxy(a.relay_endpoint, port)
@@ -152,7 +146,7 @@ def test_a_slow_store_costs_a_quorum_its_patience_and_all_of_them_its_time(fleet
 
 @pytest.mark.parametrize("port", ["data", None])
 def test_a_partition_that_heals(fleet, weights, within, port):
-    port = port and free_port()
+    port = port and free_ports(1)[0]
     a = fleet.add("a", relay_data_port=port)
     proxy = Proxy(a.relay_endpoint, port)
     b = fleet.add("b", upstream=proxy.endpoint)

@@ -68,6 +68,10 @@ class ForwardBatch:
         )
 
 
+PLAIN_TOKENS = 1024
+"""That a sequence is expected to have, where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """What the scheduler needs to know of an engine."""

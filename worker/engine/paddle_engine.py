@@ -13,7 +13,7 @@ import xxhash
 from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
-from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
+from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, never
 from worker.memory import memory_of_machine
 from worker.models import collectives, decoder_spec
 from worker.models.decoder import Backend
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 KV_SHARE = 0.4
 """Of the memory, at most, for the KV caches of all ranks on a host. The weights are there twice, or three times."""
-PLAIN_TOKENS = 1024
-"""That a sequence is expected to have, where nothing else is said."""
 
 
 class PaddleEngine:

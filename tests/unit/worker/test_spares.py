@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.unit.worker.test_supervisor import QUICK, SLEEP, alive, pids, until
+from tests.unit.worker.supervising import QUICK, SLEEP, alive, pids, until
 from worker.run_dir import RunDir
 from worker.spares import Spares
 from worker.supervisor import Supervisor
