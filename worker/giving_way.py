@@ -9,9 +9,12 @@ from worker.cpu import openmp
 
 LONGEST_S = 0.5
 """A step counts as no longer than this."""
-SHORT_S = 0.08
-"""Steps that take less are not told of, and get no gaps: what they wait for a push is short anyway, and gaps of their
-length are over before much is copied."""
+BEARABLE_S = 0.16
+"""A token and its gap may always take so long: in gaps as short as short steps a push would do little but begin."""
+SHORT_S = 0.01
+"""Steps that take less are not told of, and get no gaps."""
+LOOK_S = 0.001
+"""So often a gap looks whether the push is through: then it is over."""
 LATELY = 8
 """The usual step is a mean of about so many."""
 SPIN_MS = 1
@@ -19,11 +22,11 @@ SPIN_MS = 1
 
 
 class GivingWay:
-    """`until`: no step begins before, by `clock`."""
+    """Gaps are left while `asked` is true."""
 
     def __init__(self, replica: int, threads: int, share: float, clock: Callable[[], float]) -> None:
         """threads: of a step, of all ranks; 0 = it runs on a GPU, which no copy holds up. share: gaps over steps."""
-        self.until = 0.0
+        self._until = 0.0
         self._replica = replica
         self._threads = threads if share and replica < MOST_REPLICAS else 0
         self._share = share
@@ -36,6 +39,13 @@ class GivingWay:
         if self._threads and self._long:
             self._tell(arena_path, time.monotonic_ns(), gap=False)
 
+    def until(self, *, asked: bool) -> float:
+        """By `clock`: no step begins before, and then it is to be asked again."""
+        now = self._clock()
+        if not asked:
+            self._until = min(self._until, now)
+        return min(self._until, now + LOOK_S)
+
     def ended(self, arena_path: str, seconds: float, *, asked: bool) -> None:
         """The step is over and took so long. asked: a push asks for turns."""
         if not self._threads:
@@ -46,8 +56,9 @@ class GivingWay:
         if asked != self._leaving:
             openmp.spin(SPIN_MS if asked else openmp.USUAL_MS)
             self._leaving = asked
-        gap = self._share * min(seconds, self._usual_s, LONGEST_S) if asked else 0.0
-        self.until = self._clock() + gap
+        step = min(seconds, self._usual_s, LONGEST_S)
+        gap = max(self._share * step, BEARABLE_S - step) if asked else 0.0
+        self._until = self._clock() + gap
         if self._long:
             self._tell(arena_path, time.monotonic_ns() + int(gap * 1e9), gap=True)
 

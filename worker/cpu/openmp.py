@@ -11,11 +11,12 @@ USUAL_MS = 200
 
 
 def spin(milliseconds: int) -> None:
-    """From the next parallel region of this thread on. Without Paddle, or with another runtime, nothing happens."""
+    """From now on, threads that spin just now included. Without Paddle, or with another runtime, nothing happens."""
     if "paddle" in sys.modules and "KMP_BLOCKTIME" not in os.environ:
         runtime = _runtime()
         if runtime is not None:
             runtime.kmp_set_blocktime(milliseconds)
+            runtime.GOMP_parallel(runtime.omp_get_level, None, 0, 0)  # threads look at it as they leave a region
 
 
 @cache
@@ -24,6 +25,7 @@ def _runtime() -> ctypes.CDLL | None:
     try:
         runtime = ctypes.CDLL(str(library), mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
         runtime.kmp_set_blocktime.argtypes = [ctypes.c_int]
+        runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     except (OSError, AttributeError):
         return None
     return runtime
