@@ -7,7 +7,8 @@ float16 and bfloat16 widen exactly. float32 -> bfloat16 rounds to nearest, ties 
 float16 -> bfloat16 does the same from the exact float32.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from rollout_client.digest import PIECE, Digest, joined
 from rollout_client.native import kernels
+from rollout_client.native.kernels import Run
 from rollout_client.protocol import Copy
 
 Array = npt.NDArray[Any]
@@ -39,6 +41,8 @@ def slot_view(slot: memoryview, copy: Copy) -> Array:
 
 
 def _strided(flat: Array, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> Array:
+    if strides == (1,) and 0 <= offset < offset + shape[0] <= flat.size:
+        return flat[offset : offset + shape[0]]  # nearly all there is, in a tenth of the time
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if min(shape, default=1) < 1 or min(offset, *strides) < 0 or last >= flat.size:
         raise ValueError(f"a copy of {shape} at {offset} with strides {strides} leaves a buffer of {flat.size}")
@@ -48,11 +52,35 @@ def _strided(flat: Array, shape: tuple[int, ...], offset: int, strides: tuple[in
 
 def move(source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
     """Copy, casting if the dtypes differ. Returns the digest of the copy's bytes in C order, never read back."""
-    fast = kernels.ready() if src_dtype == dst_dtype or (src_dtype, dst_dtype) in CASTS else None
-    if fast is not None and source.flags.c_contiguous and target.flags.c_contiguous:
-        here, there, step = source.reshape(-1), target.reshape(-1), PIECE // target.itemsize
-        pieces = [(here[start:][:step], there[start:][:step]) for start in range(0, here.size, step)]
-        return joined([fast.place(piece, src_dtype, place, dst_dtype) for piece, place in pieces])
+    return move_all([(source, src_dtype, target, dst_dtype)])[0]
+
+
+def move_all(copies: Sequence[Run]) -> list[int]:
+    """`move` each; those that lie in one piece in a single call, if there are kernels."""
+    fast = kernels.ready()
+    runs = [_runs(copy) if fast is not None else [] for copy in copies]
+    digests = iter(fast.place([run for of_one in runs for run in of_one]) if fast is not None and any(runs) else [])
+    return [
+        joined(list(islice(digests, len(of_one)))) if of_one else _move(*copy)
+        for copy, of_one in zip(copies, runs, strict=True)
+    ]
+
+
+def _runs(copy: Run) -> list[Run]:
+    """Pieces that are hashed by themselves, or nothing if the kernels cannot do it."""
+    source, src_dtype, target, dst_dtype = copy
+    if src_dtype != dst_dtype and (src_dtype, dst_dtype) not in CASTS:
+        return []
+    if not (source.flags.c_contiguous and target.flags.c_contiguous):
+        return []
+    here, there, step = source.reshape(-1), target.reshape(-1), PIECE // target.itemsize
+    if here.size <= step:
+        return [(here, src_dtype, there, dst_dtype)]
+    starts = range(0, here.size, step)
+    return [(here[start : start + step], src_dtype, there[start : start + step], dst_dtype) for start in starts]
+
+
+def _move(source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
     state = Digest()
     for index, block in blocks(source, src_dtype, dst_dtype):
         target[index] = block

@@ -1,19 +1,16 @@
-"""Work for the threads that write into the slot: parts, several small ones at a time, or pieces of a large one."""
+"""Work for the threads that write into the slot: several small copies at a time, or pieces of a large one."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rollout_client.copying import Array, move, slot_view, source_view
+from rollout_client.copying import Array, move_all, slot_view, source_view
 from rollout_client.digest import PIECE, joined
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source
 
-SHARED_BYTES = 4 * PIECE
-"""Copies from this size on are shared."""
 TOGETHER_BYTES = 8 << 20
-"""Less than this is not worth a thread's waking: small copies are moved several at a time."""
-Work = Callable[[], list["Moved"]]
+"""Less than this is not worth a thread's waking, nor Python's lock: small copies are moved several at a time."""
 
 
 class Moved(NamedTuple):
@@ -45,50 +42,12 @@ class Gathered:
         return moved.copy, joined([piece.digest for piece in ordered]), sum(piece.nbytes for piece in ordered)
 
 
-def tasks(source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop: threading.Event) -> list[Work]:
-    """Of one part, each for one thread. Its copies stay together, but for one large copy of neighbours."""
-    number, copy = copies[0]
-    plain = copy.src_strides == copy.dst_strides == (1,)
-    if len(copies) > 1 or not plain or source.nbytes < SHARED_BYTES:
-        return [lambda: move_part(source, copies, slot, stop)]
-    target = slot_view(slot, copy)
-    step = PIECE // target.itemsize
-    starts = range(0, target.size, step)
-    loaded = Loaded(source)
-
-    def piece(index: int, start: int) -> list[Moved]:
-        if stop.is_set():
-            return []
-        here = target[start : start + step]
-        flat = source_view(loaded.flat(), copy)[start : start + step]
-        digest = move(flat, source.part.dtype, here, copy.dst_dtype)
-        return [Moved(number, digest, here.nbytes, index, len(starts))]
-
-    return [lambda i=i, start=start: piece(i, start) for i, start in enumerate(starts)]  # type: ignore[misc]
-
-
-def together(works: Iterable[tuple[Work, int]]) -> Iterator[Work]:
-    """Works with their bytes, the small ones several to one."""
-    held: list[Work] = []
-    size = 0
-    for work, nbytes in works:
-        held.append(work)
-        size += nbytes
-        if size >= TOGETHER_BYTES:
-            yield _one_after_the_other(held)
-            held, size = [], 0
-    if held:
-        yield _one_after_the_other(held)
-
-
-def _one_after_the_other(works: list[Work]) -> Work:
-    return lambda: [moved for work in works for moved in work()]
-
-
 class Loaded:
-    """A source's elements, fetched once by whichever thread comes first."""
+    """A source's elements: fetched by the first that needs them, and let go after the last."""
 
     def __init__(self, source: Source) -> None:
+        self.dtype = source.part.dtype
+        self.users = 0
         self._source = source
         self._flat: Array | None = None
         self._lock = threading.Lock()
@@ -100,17 +59,72 @@ class Loaded:
                 self._flat = self._source.load()
             return self._flat
 
+    def leave(self) -> None:
+        """One user less."""
+        with self._lock:
+            self.users -= 1
+            if not self.users:
+                self._flat = None
 
-def move_part(source: Source, copies: list[tuple[int, Copy]], slot: memoryview, stop: threading.Event) -> list[Moved]:
-    """Copy after copy until told to stop; those that were done."""
-    done: list[Moved] = []
-    if stop.is_set():
-        return done
-    flat = source.load()
+
+class Unit(NamedTuple):
+    """A copy, or a piece of a large one; target: its elements in the slot, from the copy's element `start` on."""
+
+    number: int
+    copy: Copy
+    loaded: Loaded
+    target: Array
+    start: int
+    piece: int
+    of: int
+
+
+def units(source: Source, copies: Sequence[tuple[int, Copy]], slot: memoryview) -> list[Unit]:
+    """Of one part, which is fetched once for all of them. Raises ValueError for a copy that leaves the slot."""
+    loaded = Loaded(source)
+    found = []
     for number, copy in copies:
-        if stop.is_set():
-            break
         target = slot_view(slot, copy)
-        digest = move(source_view(flat, copy), source.part.dtype, target, copy.dst_dtype)
-        done.append(Moved(number, digest, target.nbytes))
-    return done
+        step = PIECE // target.itemsize
+        if copy.src_strides == copy.dst_strides == (1,) and target.size > step:
+            starts = range(0, target.size, step)
+            pieces = [target[start : start + step] for start in starts]
+            found += [
+                Unit(number, copy, loaded, piece, start, index, len(starts))
+                for index, (start, piece) in enumerate(zip(starts, pieces, strict=True))
+            ]
+        else:
+            found.append(Unit(number, copy, loaded, target, 0, 0, 1))
+    loaded.users = len(found)
+    return found
+
+
+def together(every: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """What a thread moves at a time."""
+    held: list[Unit] = []
+    size = 0
+    for unit in every:
+        held.append(unit)
+        size += unit.target.nbytes
+        if size >= TOGETHER_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def move_units(batch: Sequence[Unit]) -> list[Moved]:
+    """All of them. Raises ValueError for a copy that leaves its tensor."""
+    runs = []
+    for unit in batch:
+        source = source_view(unit.loaded.flat(), unit.copy)
+        if unit.of > 1:
+            source = source[unit.start : unit.start + unit.target.size]
+        runs.append((source, unit.loaded.dtype, unit.target, unit.copy.dst_dtype))
+    digests = move_all(runs)
+    for unit in batch:
+        unit.loaded.leave()
+    return [
+        Moved(unit.number, digest, unit.target.nbytes, unit.piece, unit.of)
+        for unit, digest in zip(batch, digests, strict=True)
+    ]

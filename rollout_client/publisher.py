@@ -166,10 +166,13 @@ class WeightPublisher:
         if self._kept is not None:
             self._kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
-            with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
-                transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
-            laps["move"] = time.monotonic() - started - sum(laps.values())
-            self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
+            try:
+                with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
+                    transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
+                laps["move"] = time.monotonic() - started - sum(laps.values())
+                self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
+            finally:
+                transport.over()
             laps["seal"] = time.monotonic() - started - sum(laps.values())
             committed = self._ask(Commit(reply.session, _left(deadline)), Committed, deadline)
             laps["commit"] = time.monotonic() - started - sum(laps.values())

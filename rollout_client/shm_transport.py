@@ -16,7 +16,7 @@ from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.errors import ArenaError, SessionLost
-from rollout_client.moving import Gathered, Moved, Work, move_part, tasks, together
+from rollout_client.moving import Gathered, Moved, Unit, move_units, together, units
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
@@ -24,6 +24,8 @@ from rollout_client.turns import Turns
 
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
+TURN_S = 0.005
+"""The store is not listened to after every batch: on two cores all that is done beside copying keeps steps waiting."""
 CROWDED = 1.5
 """Work that took so many times the processor time it used had to wait for others: replicas, as a rule, that compute."""
 Job = tuple[int, list[tuple[int, Copy]]]
@@ -39,9 +41,9 @@ class ShmTransport(Transport):
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
         self._cuda: CudaCopier | None = None
-        threads = threads or moving_threads()
-        self._turns = Turns(arena, threads)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="push")
+        self._threads = threads or moving_threads()
+        self._turns = Turns(arena, self._threads)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="push")
         for slot in range(arena.slots):
             if arena.backed(slot):
                 arena.slot(slot)  # page tables now, not in the middle of the first push
@@ -90,6 +92,10 @@ class ShmTransport(Transport):
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
 
+    def over(self) -> None:
+        """Steps need leave no more gaps: the store, which shared them, is through as well."""
+        self._turns.over()
+
     def close(self) -> None:
         """Stop the threads, unpin and unmap."""
         self._pool.shutdown()
@@ -98,29 +104,26 @@ class ShmTransport(Transport):
         self._arena.close()
 
     def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
-        if sum(sources[part].nbytes for part, _ in parts) < INLINE_BYTES:
-            for part, copies in parts:
-                for moved in move_part(sources[part], copies, slot, Event()):
-                    reporter.moved(moved.nbytes)
-                    reporter.written(moved.copy, moved.digest, moved.nbytes)
+        every = [unit for part, copies in parts for unit in units(sources[part], copies, slot)]
+        if sum(unit.target.nbytes for unit in every) < INLINE_BYTES:
+            for moved in move_units(every):
+                reporter.moved(moved.nbytes)
+                reporter.written(moved.copy, moved.digest, moved.nbytes)
             reporter.turn()
             return
         stop = Event()
         finished: queue.SimpleQueue[list[Moved] | Future[None]] = queue.SimpleQueue()
-        works = (
-            (work, sources[part].nbytes // len(split))
-            for part, copies in parts
-            for split in [tasks(sources[part], copies, slot, stop)]
-            for work in split
-        )
-        batches = list(together(works))  # a copy that cannot be made is found before any is begun
+        batches: queue.SimpleQueue[list[Unit]] = queue.SimpleQueue()
+        for batch in together(every):
+            batches.put(batch)
+        del every  # what has been moved need not be kept
         pieces = Gathered()
         self._turns.begin()
-        futures = [self._pool.submit(self._put_all, work, finished, stop) for work in batches]
+        futures = [self._pool.submit(self._put_all, batches, finished, stop) for _ in range(self._threads)]
         try:
             for future in futures:
                 future.add_done_callback(finished.put)
-            running = len(futures)
+            running, due = len(futures), 0.0
             while running:
                 try:
                     event = finished.get(timeout=reporter.patience_s)
@@ -136,22 +139,34 @@ class ShmTransport(Transport):
                     reporter.moved(moved.nbytes)
                     if done is not None:
                         reporter.written(*done)
-                reporter.turn()
+                if time.monotonic() >= due:
+                    reporter.turn()
+                    due = time.monotonic() + TURN_S
         finally:
             stop.set()
-            for future in futures:
-                future.cancel()
             wait(futures)
-            self._turns.over()
 
-    def _put_all(self, work: Work, finished: "queue.SimpleQueue[list[Moved] | Future[None]]", stop: Event) -> None:
-        self._turns.take(stop)
-        try:
-            began, used = time.monotonic(), time.thread_time()
-            moved = work()
-            took, busy = time.monotonic() - began, time.thread_time() - used
-        finally:
-            self._turns.give_back()
-        finished.put(moved)
-        if took > CROWDED * busy:
-            self._turns.held_up()
+    def _put_all(
+        self,
+        batches: "queue.SimpleQueue[list[Unit]]",
+        finished: "queue.SimpleQueue[list[Moved] | Future[None]]",
+        stop: Event,
+    ) -> None:
+        """Batch after batch until there are no more."""
+        while not stop.is_set():
+            try:
+                batch = batches.get_nowait()
+            except queue.Empty:
+                return
+            self._turns.take(stop)
+            try:
+                if stop.is_set():
+                    return
+                began, used = time.monotonic(), time.thread_time()
+                moved = move_units(batch)
+                took, busy = time.monotonic() - began, time.thread_time() - used
+            finally:
+                self._turns.give_back()
+            finished.put(moved)
+            if took > CROWDED * busy:
+                self._turns.held_up()

@@ -8,6 +8,7 @@ imported: whoever hands in their tensors has done so.
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollout_client.protocol import Part
 
 Array = npt.NDArray[Any]
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+_SENT_AS_THEY_ARE = frozenset(map(np.dtype, ("<f4", "<f2", "<u2")))
 _CPU = 1  # DLPack's kDLCPU
 
 
@@ -93,7 +95,7 @@ def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(data, np.ma.MaskedArray):
         raise TypeError(f"{name}: what is masked has no value; pass data.filled(value) of a masked array")
     if isinstance(data, np.ndarray):
-        return data.dtype.name, data.shape
+        return _name_of(data.dtype), data.shape
     if not hasattr(data, "__dlpack__") or not hasattr(data, "dtype") or not hasattr(data, "shape"):
         raise TypeError(f"{name}: {type(data).__name__} is no tensor (numpy, torch, Paddle or DLPack)")
     if hasattr(data, "placements") and hasattr(data, "to_local"):
@@ -101,6 +103,11 @@ def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
             f"{name}: a DTensor holds one shard; wrap the state dict in rollout_client.slices.local_slices()"
         )
     return str(data.dtype).rsplit(".", 1)[-1], tuple(map(int, data.shape))
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which numpy makes anew each time
 
 
 def _itemsize(data: Any) -> int:
@@ -125,9 +132,10 @@ def _address(data: Any) -> Any:
 def _flat(data: Any) -> Array:
     """C-order elements as a flat numpy array; 16-bit floats that numpy lacks as their bits. Copies only if it must."""
     array = data if isinstance(data, np.ndarray) else _to_numpy(data)
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype not in _SENT_AS_THEY_ARE:
+        if array.dtype.name == "bfloat16":
+            array = array.view(np.uint16)
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return np.ascontiguousarray(array).reshape(-1)
 
 

@@ -11,6 +11,7 @@ Both are driven by the publisher, after `Placement` and before `Seal`:
  4. [TRAINER] between copies `Reporter.turn` keeps the lease, reads what the store has to say, and raises
     when the session is over or time is up.
  5. [TRAINER] when `stage` returns or raises, nothing of this process writes into the slot any more.
+ 6. [TRAINER] `over` once the store has checked it all, or the push has failed.
 """
 
 import os
@@ -25,7 +26,7 @@ from rollout_client.errors import DeadlineExceeded, StoreUnavailable, from_wire
 from rollout_client.protocol import Copy, Error, Placement, Renew, Written
 from rollout_client.tensors import Source
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 32 << 20
 """Finished copies are reported once they amount to this."""
 MAX_THREADS = 4
 Progress = Callable[[int], None]
@@ -126,6 +127,10 @@ class Transport(ABC):
     @abstractmethod
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
         """Move everything and report it. Raises PushError, StoreUnavailable, ValueError for impossible copies."""
+
+    def over(self) -> None:
+        """The store has checked what was staged, or the push has failed."""
+        return
 
     def close(self) -> None:
         """Let resources go. Idempotent."""

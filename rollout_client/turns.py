@@ -19,7 +19,7 @@ ASKED_S = 1.0
 """For so long an ask is good, and it is made again meanwhile: over soon if the trainer is killed."""
 PATIENCE_S = 0.5
 """Without a gap for so long, the push goes on without gaps until it sees one."""
-POLL_S = 0.003
+POLL_S = 0.002
 SHORTEST_S = 0.002
 """Of a gap that ends sooner nothing is used."""
 LATE_S = 0.1
@@ -39,6 +39,7 @@ class Turns:
         self._room_seen = 0.0
         self._copying = 0
         self._lock = threading.Lock()
+        self._first_in_line = threading.Lock()  # of the threads that wait one looks for all
 
     def begin(self) -> None:
         """A push begins to copy: ask at once if steps keep every core busy."""
@@ -54,11 +55,12 @@ class Turns:
     def take(self, stop: threading.Event) -> None:
         """Wait for a gap if one has been asked for; `give_back` when the work is done."""
         began = time.monotonic()
-        while not self._taken(stop.is_set()):
-            if time.monotonic() >= max(began, self._room_seen) + PATIENCE_S:
-                self._given_up = True
-            else:
-                time.sleep(POLL_S)
+        with self._first_in_line:
+            while not self._taken(stop.is_set()):
+                if time.monotonic() >= max(began, self._room_seen) + PATIENCE_S:
+                    self._given_up = True
+                else:
+                    time.sleep(POLL_S)
 
     def give_back(self) -> None:
         """This thread does not copy any more."""
@@ -66,7 +68,7 @@ class Turns:
             self._copying -= 1
 
     def over(self) -> None:
-        """The push has nothing more to copy. The ask of another publisher stays."""
+        """The push needs no more gaps. The ask of another publisher stays."""
         mine, self._asked_until = int(self._asked_until * 1e9), 0.0
         if mine and self._arena.asked_until_ns <= mine:
             self._tell(0)

@@ -17,6 +17,8 @@ from rollout_client.native.xxh3 import wheel_functions
 log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
+Run = tuple[Array, str, Array, str]
+"""Source, its dtype, target and its dtype: flat arrays of the same number of elements."""
 SOURCES = (Path(__file__).with_name("weights.c"),)
 _CASTS = {
     ("bfloat16", "float32"): "bfloat16_to_float32",
@@ -36,18 +38,19 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
         self._hash = _hash_functions()
         self._library.hash_with(*(ctypes.c_void_p(_address(function)) for function in self._hash.values()))
-        self._place = self._counting("place", "ppiiip")
-        self._place.restype = ctypes.c_uint64
+        self._place = self._counting("place_all", "pi")
         self._kept = threading.local()
         self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}
         self._difference = {size: self._counting(f"difference_{size}", "ppippipp") for size in (2, 4)}
         self._patched = {size: self._counting(f"patched_{size}", "ppipipip") for size in (2, 4)}
 
-    def place(self, source: Array, src_dtype: str, target: Array, dst_dtype: str) -> int:
-        """Copy, casting if the dtypes differ, past the caches. xxh3-64 of what the target holds then, not read back."""
-        cast = 0 if src_dtype == dst_dtype else _address(self._casts[src_dtype, dst_dtype])
-        places = target.ctypes.data, source.ctypes.data
-        return int(self._place(*places, target.size, target.itemsize, source.itemsize, cast))
+    def place(self, runs: Sequence[Run]) -> list[int]:
+        """Copy each, casting if the dtypes differ, past the caches. xxh3-64 of what its target holds then, not read
+        back."""
+        rows = np.array([self._row(*run) for run in runs], np.int64)
+        self._place(rows.ctypes.data, len(rows))
+        digests: list[int] = rows[:, -1].view(np.uint64).tolist()
+        return digests
 
     def cast(self, src_dtype: str, dst_dtype: str, source: Array, target: Array) -> None:
         """Elements of the same number; the results are those of copying.py, bit by bit."""
@@ -77,6 +80,11 @@ class Kernels:
         function = self._patched[target.itemsize]
         sizes = target.size, gaps.size, values.size
         return not function(places[0], places[1], sizes[0], places[2], sizes[1], places[3], sizes[2], into.state)
+
+    def _row(self, source: Array, src_dtype: str, target: Array, dst_dtype: str) -> tuple[int, ...]:
+        cast = 0 if src_dtype == dst_dtype else _address(self._casts[src_dtype, dst_dtype])
+        places = target.ctypes.data, source.ctypes.data
+        return *places, target.size, target.itemsize, source.itemsize, cast, 0
 
     def _scratch(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         """Of this thread, kept: new memory for each call would be mapped, cleared and given back each time."""

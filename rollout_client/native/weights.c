@@ -101,8 +101,8 @@ void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64
 
 // n elements of `from` bytes at p to q, as elements of `to` bytes: as they are, or through a cast above. Returns
 // xxh3-64 of what is at q then, taken from each block while it is in the cache; q is not read back.
-uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from,
-               void (*cast)(void *, const void *, int64_t)) {
+static uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from,
+                      void (*cast)(void *, const void *, int64_t)) {
     void *state = hash.create();
     hash.reset(state);
     for (int64_t done = 0; done < n; done += BLOCK / to) {
@@ -115,6 +115,19 @@ uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from
     uint64_t digest = hash.digest(state);
     hash.release(state);
     return digest;
+}
+
+// A row of Kernels.place.
+typedef struct {
+    uint8_t *q;
+    const uint8_t *p;
+    int64_t n, to, from;
+    void (*cast)(void *, const void *, int64_t);
+    uint64_t digest;
+} run;
+
+void place_all(run *runs, int64_t count) {
+    for (run *r = runs; r < runs + count; r++) r->digest = place(r->q, r->p, r->n, r->to, r->from, r->cast);
 }
 
 // Which of 64 elements differ, a bit each.

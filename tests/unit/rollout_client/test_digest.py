@@ -1,13 +1,8 @@
-import threading
-
 import numpy as np
 import pytest
 import xxhash
 
 from rollout_client.digest import PIECE, Digest, digest_of, joined, pieces
-from rollout_client.moving import SHARED_BYTES, Gathered, tasks
-from rollout_client.protocol import Copy
-from rollout_client.tensors import sources
 
 SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 5]
 
@@ -44,23 +39,3 @@ def test_every_byte_counts(size):
         raw[where] ^= 1
         assert digest_of(raw.data) != before
         raw[where] ^= 1
-
-
-@pytest.mark.parametrize("size", [SHARED_BYTES - 4, SHARED_BYTES, SHARED_BYTES + 4])
-def test_a_large_copy_is_shared_by_threads(size):
-    tensor = content(size).view(np.float32)
-    (source,) = sources({"w": tensor})
-    slot = memoryview(bytearray(size + 64))
-    copy = Copy(0, (size // 4,), 0, (1,), 16, (1,), "float32")
-    work = tasks(source, [(7, copy)], slot, threading.Event())
-    assert len(work) == (1 if size < SHARED_BYTES else -(-size // PIECE))
-    gathered, done = Gathered(), []
-    for one in reversed(work):
-        assert not done
-        done += [found for moved in one() if (found := gathered.add(moved))]
-    assert done == [(7, digest_of(tensor.data), size)]
-    assert slot[64:] == memoryview(tensor).cast("B")
-    assert not any(slot[:64])
-    stopped = threading.Event()
-    stopped.set()
-    assert [one() for one in tasks(source, [(7, copy)], slot, stopped)] == [[]] * len(work)

@@ -1,3 +1,5 @@
+import contextlib
+import os
 import threading
 import time
 
@@ -6,6 +8,7 @@ import pytest
 
 from rollout_client import errors, slot_lock
 from rollout_client import protocol as wire
+from rollout_client.arena_file import ArenaFile, take_turn
 from rollout_client.protocol import Copy
 from rollout_client.publisher import WeightPublisher
 from rollout_client.tensors import Slice
@@ -231,3 +234,29 @@ def test_threads_take_turns_and_nothing_is_left_behind(store, publisher):
     client.close()
     client.close()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("push")]
+
+
+@pytest.mark.parametrize("refused", [None, wire.Seal])
+def test_steps_leave_gaps_until_the_store_has_checked_what_was_copied(store, publisher, arena, monkeypatch, refused):
+    """Its threads share the gaps; a commit needs none, nor does a push that has failed."""
+    monkeypatch.setattr("rollout_client.shm_transport.INLINE_BYTES", 0)
+    monkeypatch.setattr("rollout_client.turns.PATIENCE_S", 0.05)
+    store.place(TWO)
+    take_turn(arena.path, 0, len(os.sched_getaffinity(0)), time.monotonic_ns(), gap=False)
+    asked = {}
+    with ArenaFile(arena.path) as seen:
+
+        def noting(kind):
+            answer = store.on[kind]
+
+            def note(message, payload):
+                asked[kind] = seen.asked_for_turns()
+                return wire.Error("refused", "no", message.session) if kind is refused else answer(message, payload)
+
+            return note
+
+        store.on |= {kind: noting(kind) for kind in (wire.Seal, wire.Commit)}
+        with pytest.raises(errors.PushRefused) if refused else contextlib.nullcontext():
+            publisher().push({"a": A, "b": B}, 1)
+        assert asked == ({wire.Seal: True} if refused else {wire.Seal: True, wire.Commit: False})
+        assert not seen.asked_for_turns()

@@ -148,6 +148,23 @@ def test_replicas_that_do_not_compute_are_not_waited_for(arena, turns):
     assert waited(turns) < SOON_S
 
 
+def test_of_the_threads_that_wait_one_looks_for_all(arena, turns, monkeypatch):
+    step(arena)
+    turns.begin()
+    looked = []
+    computing = turns._computing
+    monkeypatch.setattr(turns, "_computing", lambda: looked.append(1) or computing())
+    threads = [threading.Thread(target=waited, args=(turns,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    found = len(looked)
+    gap(arena)
+    for thread in threads:
+        thread.join()
+    assert 0 < found <= 0.25 / module.POLL_S
+
+
 def test_a_push_that_ends_does_not_wait(arena, turns):
     step(arena)
     turns.begin()
