@@ -6,7 +6,7 @@
  byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
  byte 40   lease, CLOCK_MONOTONIC nanoseconds; 0 = none is needed
  byte 48   a push asks for turns until then, same clock (turns.py)
- byte 1024 + 16 i  replica i: 2 * threads of a step, + 1 in a gap
+ byte 1024 + 16 i  replica i: 2 * threads of a step, + 1 in a gap, + 65536 * microseconds that a step usually takes
  byte 1032 + 16 i  when the step began, or when the gap ends, same clock
 
 A slot of 2 MiB or more starts at a multiple of 2 MiB, the first one at 2 MiB, so that huge pages fit.
@@ -45,6 +45,8 @@ _ASK, _TURNS = 6, 128  # u64 words
 _WORD, _TURN = struct.Struct("<Q"), struct.Struct("<QQ")
 MOST_REPLICAS = (HEADER_BYTES - _TURNS * _WORD.size) // _TURN.size
 """Of those that have room for their turns."""
+TURN_BITS = 16
+"""Below the usual step."""
 NEAR_NS = 2 * 10**9
 """Moments further away than this say nothing: the longest ask, step or gap that is taken note of."""
 
@@ -108,7 +110,7 @@ class ArenaFile:
         return 0 < self.asked_until_ns - time.monotonic_ns() < NEAR_NS
 
     def turns(self) -> npt.NDArray[np.uint64]:
-        """(2 * threads + in a gap, moment) of each replica; see the module."""
+        """(what it does, moment) of each replica; see the module."""
         return self._words[_TURNS : _TURNS + 2 * MOST_REPLICAS].reshape(MOST_REPLICAS, 2)
 
     def backed(self, slot: int) -> bool:
@@ -149,14 +151,16 @@ class ArenaFile:
         return mmap.mmap(self.fd, length, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection, offset=offset)
 
 
-def take_turn(path: str | Path, replica: int, threads: int, moment_ns: int, *, gap: bool) -> None:
+def take_turn(path: str | Path, replica: int, threads: int, moment_ns: int, *, gap: bool, usual_s: float = 0.0) -> None:
     """Say what a replica does: a step of so many threads since `moment_ns`, or a gap until then. Raises OSError.
 
+    usual_s: that a step takes.
     The file is open for as long as that takes: one that stayed open would keep the memory of an arena that is left.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.pwrite(fd, _TURN.pack(2 * threads + gap, moment_ns), _TURNS * _WORD.size + replica * _TURN.size)
+        what = int(usual_s * 1e6) << TURN_BITS | 2 * threads + gap
+        os.pwrite(fd, _TURN.pack(what, moment_ns), _TURNS * _WORD.size + replica * _TURN.size)
     finally:
         os.close(fd)
 

@@ -12,14 +12,16 @@ import threading
 import time
 
 import numpy as np
+import numpy.typing as npt
 
-from rollout_client.arena_file import NEAR_NS, ArenaFile
+from rollout_client.arena_file import NEAR_NS, TURN_BITS, ArenaFile
 
 ASKED_S = 1.0
 """For so long an ask is good, and it is made again meanwhile: over soon if the trainer is killed."""
 PATIENCE_S = 0.5
 """Without a gap for so long, the push goes on without gaps until it sees one."""
-POLL_S = 0.002
+POLL_S, LONGEST_POLL_S = 0.001, 0.05
+"""Between two looks: each holds up a step."""
 SHORTEST_S = 0.002
 """Of a gap that ends sooner nothing is used."""
 LATE_S = 0.1
@@ -60,7 +62,7 @@ class Turns:
                 if time.monotonic() >= max(began, self._room_seen) + PATIENCE_S:
                     self._given_up = True
                 else:
-                    time.sleep(POLL_S)
+                    time.sleep(self._until_a_gap())
 
     def give_back(self) -> None:
         """This thread does not copy any more."""
@@ -91,13 +93,25 @@ class Turns:
 
     def _computing(self) -> tuple[int, int]:
         """(threads that compute or are about to, of all replicas; how many replicas are in a gap)."""
-        turns, now = self._arena.turns().astype(np.int64), time.monotonic_ns()
-        left = turns[:, 1] - now
-        gap = turns[:, 0] & 1 == 1
-        steps = ~gap & (left <= 0) & (left > -NEAR_NS)
+        turns, left, gap, steps = self._words()
         late = gap & (left <= SHORTEST_S * 1e9) & (left > -LATE_S * 1e9)
         gaps = gap & (left > SHORTEST_S * 1e9) & (left < NEAR_NS)
-        return int((turns[steps | late, 0] >> 1).sum()), int(gaps.sum())
+        threads = (turns[steps | late, 0] & (1 << TURN_BITS) - 1) >> 1
+        return int(threads.sum()), int(gaps.sum())
+
+    def _until_a_gap(self) -> float:
+        """Seconds to sleep: a step will take about as long as steps usually do, and if not, then who knows."""
+        turns, left, _, steps = self._words()
+        ends = left[steps] / 1e9 + (turns[steps, 0] >> TURN_BITS) / 1e6
+        soonest = float(ends.min(initial=LONGEST_POLL_S)) if len(ends) else 0.0
+        return max(POLL_S, soonest if soonest > 0 else min(-soonest / 8, LONGEST_POLL_S / 5))
+
+    def _words(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """(what and when, nanoseconds until then, whether it is the end of a gap, whether a step began then)."""
+        turns = self._arena.turns().astype(np.int64)
+        left = turns[:, 1] - time.monotonic_ns()
+        gap = turns[:, 0] & 1 == 1
+        return turns, left, gap, ~gap & (left <= 0) & (left > -NEAR_NS)
 
     def _go_on_asking(self) -> None:
         now = time.monotonic()

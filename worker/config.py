@@ -42,8 +42,9 @@ class WorkerConfig(BaseModel):
 
     push_gap: float = Field(default=0.6, ge=0.0, le=4.0)
     """On a CPU, while a trainer copies through shared memory and there are not cores for both: replicas leave the cores
-    to it between steps of 0.08 s and more, for so many times a step (which counts as 0.5 s at most). Less: tokens come
-    sooner, pushes take longer. 0: both fight for the cores, pushes are short and single tokens take several steps."""
+    to it after each step of 0.01 s or more, until it is through, for so many times the step (which counts as 0.5 s at
+    most) or until a token has waited 0.16 s, whichever is longer. Less: tokens come sooner, pushes take longer. 0: both
+    fight for the cores, and single tokens take several steps."""
 
     threads: int | None = Field(default=None, ge=1, le=512)
     """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 
 from rollout_client.arena_file import MOST_REPLICAS, take_turn
@@ -13,10 +14,10 @@ BEARABLE_S = 0.16
 """A token and its gap may always take so long: in gaps as short as short steps a push would do little but begin."""
 SHORT_S = 0.01
 """Steps that take less are not told of, and get no gaps."""
-LOOK_S = 0.001
+LOOK_S = 0.002
 """So often a gap looks whether the push is through: then it is over."""
-LATELY = 8
-"""The usual step is a mean of about so many."""
+LATELY = 9
+"""The usual step is the median of so many: one that begins new sequences takes ten times as long."""
 SPIN_MS = 1
 """While gaps are left: threads that spin through them would leave nothing to the push."""
 
@@ -32,7 +33,7 @@ class GivingWay:
         self._share = share
         self._clock = clock
         self._leaving = False
-        self._usual_s = LONGEST_S  # of a step beside which nothing was copied
+        self._lately = deque([LONGEST_S], LATELY)  # steps beside which nothing was copied
 
     def begin(self, arena_path: str) -> None:
         """A step begins, on weights of that arena."""
@@ -51,7 +52,7 @@ class GivingWay:
         if not self._threads:
             return
         if not asked:
-            self._usual_s += (seconds - self._usual_s) / LATELY
+            self._lately.append(seconds)
         asked = asked and self._long
         if asked != self._leaving:
             openmp.spin(SPIN_MS if asked else openmp.USUAL_MS)
@@ -63,9 +64,13 @@ class GivingWay:
             self._tell(arena_path, time.monotonic_ns() + int(gap * 1e9), gap=True)
 
     @property
+    def _usual_s(self) -> float:
+        return sorted(self._lately)[len(self._lately) // 2]
+
+    @property
     def _long(self) -> bool:
         return self._usual_s >= SHORT_S
 
     def _tell(self, arena_path: str, moment_ns: int, *, gap: bool) -> None:
         with contextlib.suppress(OSError):  # a hint: of an arena that is gone, or may not be written
-            take_turn(arena_path, self._replica, self._threads, moment_ns, gap=gap)
+            take_turn(arena_path, self._replica, self._threads, moment_ns, gap=gap, usual_s=self._usual_s)

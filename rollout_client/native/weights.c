@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-enum { LINE = 64, PAGE = 4096, AT_ONCE = 4, BLOCK = 256 << 10 };
+enum { LINE = 64, PAGE = 4096, AT_ONCE = 4, AHEAD = 8, BLOCK = 64 << 10 };
 
 // Of a thread, but not on its stack: that may be a small one.
 static _Thread_local uint8_t scratch[BLOCK] __attribute__((aligned(LINE)));
@@ -36,21 +36,26 @@ static inline void put(uint8_t *q, const uint8_t *p) {
 #endif
 }
 
-// Some pages side by side: more of memory's banks are busy than with one line after the other.
+// Some pages side by side: more of memory's banks are busy than with one line after the other. `fence` when all is done.
 static void stream(uint8_t *q, const uint8_t *p, int64_t n) {
     int64_t head = -(intptr_t)q & (LINE - 1);
     if (head > n) head = n;
     memcpy(q, p, head), q += head, p += head, n -= head;
     for (; n >= AT_ONCE * PAGE; q += AT_ONCE * PAGE, p += AT_ONCE * PAGE, n -= AT_ONCE * PAGE)
         for (int64_t i = 0; i < PAGE; i += 2 * LINE) {
-            for (int64_t k = i; k < AT_ONCE * PAGE; k += PAGE) {
-                __builtin_prefetch(p + k + 4 * LINE);
-                __builtin_prefetch(p + k + 5 * LINE);
+            int64_t ahead = i + AHEAD * LINE;
+            if (ahead >= PAGE) ahead += (AT_ONCE - 1) * PAGE;  // of the next pages
+            for (int64_t k = ahead; k < ahead + AT_ONCE * PAGE; k += PAGE) {
+                __builtin_prefetch(p + k);
+                __builtin_prefetch(p + k + LINE);
             }
             for (int64_t k = i; k < AT_ONCE * PAGE; k += PAGE) put(q + k, p + k), put(q + k + LINE, p + k + LINE);
         }
     for (; n >= LINE; q += LINE, p += LINE, n -= LINE) put(q, p);
     memcpy(q, p, n);
+}
+
+static void fence(void) {
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
@@ -112,6 +117,7 @@ static uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64
         stream(q + done * to, block, count * to);
         hash.update(state, block, count * to);
     }
+    fence();
     uint64_t digest = hash.digest(state);
     hash.release(state);
     return digest;
@@ -198,7 +204,7 @@ DIFFERENCE(4, uint32_t)
 #define PATCH(size, type)                                                                                            \
     int64_t patched_##size(type *q, const type *base, int64_t n, const uint8_t *gaps, int64_t g, const type *values, \
                            int64_t v, void *state) {                                                                 \
-        enum { COUNT = BLOCK / 4 / sizeof(type) };                                                                   \
+        enum { COUNT = BLOCK / sizeof(type) };                                                                       \
         int64_t at = -1, i = 0, k = 0;                                                                               \
         for (int64_t start = 0; start < n; start += COUNT) {                                                         \
             int64_t stop = n - start < COUNT ? n : start + COUNT;                                                    \
@@ -215,6 +221,7 @@ DIFFERENCE(4, uint32_t)
             hash.update(state, scratch, (stop - start) * sizeof(type));                                              \
             stream((uint8_t *)(q + start), scratch, (stop - start) * sizeof(type));                                  \
         }                                                                                                            \
+        fence();                                                                                                     \
         return i == g && k == v ? 0 : -1;                                                                            \
     }
 

@@ -31,8 +31,8 @@ def turns(arena):
     return Turns(arena, CORES)
 
 
-def step(arena, replica=0, threads=THREADS, age_s=0.0):
-    take_turn(arena.path, replica, threads, time.monotonic_ns() - int(age_s * 1e9), gap=False)
+def step(arena, replica=0, threads=THREADS, age_s=0.0, usual_s=0.0):
+    take_turn(arena.path, replica, threads, time.monotonic_ns() - int(age_s * 1e9), gap=False, usual_s=usual_s)
 
 
 def gap(arena, replica=0, threads=THREADS, seconds=1.5):
@@ -163,6 +163,32 @@ def test_of_the_threads_that_wait_one_looks_for_all(arena, turns, monkeypatch):
     for thread in threads:
         thread.join()
     assert 0 < found <= 0.25 / module.POLL_S
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([], module.POLL_S),
+        ([(0.0, 0.03)], 0.03),
+        ([(0.0, 0.03), (0.02, 0.03)], 0.01),
+        ([(0.0, 3.0)], module.LONGEST_POLL_S),
+        ([(0.06, 0.03)], 0.03 / 8),
+        ([(0.9, 0.03)], module.LONGEST_POLL_S / 5),
+        ([(0.0, 0.0)], module.POLL_S),
+    ],
+)
+def test_a_gap_is_looked_for_when_the_step_should_end(arena, turns, steps, expected):
+    """steps: (age, usual length)."""
+    for replica, (age_s, usual_s) in enumerate(steps):
+        step(arena, replica, age_s=age_s, usual_s=usual_s)
+    assert turns._until_a_gap() == pytest.approx(expected, abs=0.004)
+
+
+def test_how_long_steps_take_says_nothing_of_their_threads(arena, turns):
+    step(arena, 0, 1, usual_s=3600.0)
+    assert turns._computing() == (1, 0)
+    gap(arena, 0, 1)
+    assert turns._computing() == (0, 1)
 
 
 def test_a_push_that_ends_does_not_wait(arena, turns):

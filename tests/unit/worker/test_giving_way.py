@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_client.arena_file import MOST_REPLICAS, ArenaFile
+from rollout_client.arena_file import MOST_REPLICAS, TURN_BITS, ArenaFile
 from weight_manager.arena import Arena
 from worker.config import WorkerConfig
 from worker.cpu import openmp
@@ -59,7 +59,7 @@ def gap_of(giving, clock):
 def turn(arena):
     """(what, seconds from now)."""
     what, moment = arena.turns()[REPLICA]
-    return int(what), (int(moment) - time.monotonic_ns()) / 1e9
+    return int(what) & (1 << TURN_BITS) - 1, (int(moment) - time.monotonic_ns()) / 1e9
 
 
 def test_steps_follow_each_other_while_nobody_asks(arena, path, giving, clock):
@@ -79,6 +79,13 @@ def test_a_gap_follows_each_step_while_somebody_asks(arena, path, giving, clock)
     assert what == GAP
     assert 0 < until <= SHARE * LONG
     assert gap_of(giving, clock) == pytest.approx(SHARE * LONG)
+
+
+def test_it_is_said_how_long_a_step_usually_takes(arena, path, giving):
+    for _ in range(50):
+        giving.ended(path, LONG, asked=False)
+    giving.begin(path)
+    assert int(arena.turns()[REPLICA][0]) >> TURN_BITS == pytest.approx(LONG * 1e6, rel=0.01)
 
 
 def test_a_gap_is_over_with_its_push(path, giving, clock):
@@ -115,6 +122,14 @@ def test_a_step_that_was_held_up_makes_its_gap_no_longer(path, giving, clock):
         giving.ended(path, LONG, asked=False)
     giving.ended(path, 3 * LONG, asked=True)
     assert gap_of(giving, clock) == pytest.approx(SHARE * LONG, rel=0.01)
+
+
+def test_a_step_that_begins_new_sequences_changes_nothing_for_those_after_it(path, giving, clock):
+    for _ in range(50):
+        giving.ended(path, LONG, asked=False)
+    giving.ended(path, 10 * LONG, asked=False)
+    giving.ended(path, LONG, asked=True)
+    assert gap_of(giving, clock) == pytest.approx(SHARE * LONG)
 
 
 def test_the_shortest_steps_are_left_alone_and_nobody_waits_for_their_gaps(arena, path, giving, clock):
