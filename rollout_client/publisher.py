@@ -131,7 +131,13 @@ class WeightPublisher:
         started = time.monotonic()
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
         with self._lock:
-            return self._push(sources(named_tensors), begin, started, started + timeout_s)
+            try:
+                if self._shm is not None:
+                    self._shm.wait_for_room(started + timeout_s)
+                return self._push(sources(named_tensors), begin, started, started + timeout_s)
+            finally:
+                if self._shm is not None:
+                    self._shm.over()
 
     def close(self) -> None:
         """Disconnect and unmap. Idempotent."""
@@ -166,13 +172,10 @@ class WeightPublisher:
         if self._kept is not None:
             self._kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
-            try:
-                with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
-                    transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
-                laps["move"] = time.monotonic() - started - sum(laps.values())
-                self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
-            finally:
-                transport.over()
+            with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
+                transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
+            laps["move"] = time.monotonic() - started - sum(laps.values())
+            self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
             laps["seal"] = time.monotonic() - started - sum(laps.values())
             committed = self._ask(Commit(reply.session, _left(deadline)), Committed, deadline)
             laps["commit"] = time.monotonic() - started - sum(laps.values())

@@ -92,8 +92,13 @@ class ShmTransport(Transport):
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
 
+    def wait_for_room(self, deadline: float) -> None:
+        """Before a push: where steps keep every core busy, until one leaves a gap. deadline: monotonic seconds."""
+        self._turns.begin()
+        self._turns.wait(deadline)
+
     def over(self) -> None:
-        """Steps need leave no more gaps: the store, which shared them, is through as well."""
+        """After a push, whatever became of it."""
         self._turns.over()
 
     def close(self) -> None:

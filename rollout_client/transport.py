@@ -11,7 +11,6 @@ Both are driven by the publisher, after `Placement` and before `Seal`:
  4. [TRAINER] between copies `Reporter.turn` keeps the lease, reads what the store has to say, and raises
     when the session is over or time is up.
  5. [TRAINER] when `stage` returns or raises, nothing of this process writes into the slot any more.
- 6. [TRAINER] `over` once the store has checked it all, or the push has failed.
 """
 
 import os
@@ -127,10 +126,6 @@ class Transport(ABC):
     @abstractmethod
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
         """Move everything and report it. Raises PushError, StoreUnavailable, ValueError for impossible copies."""
-
-    def over(self) -> None:
-        """The store has checked what was staged, or the push has failed."""
-        return
 
     def close(self) -> None:
         """Let resources go. Idempotent."""

@@ -44,10 +44,19 @@ class Turns:
         self._first_in_line = threading.Lock()  # of the threads that wait one looks for all
 
     def begin(self) -> None:
-        """A push begins to copy: ask at once if steps keep every core busy."""
-        self._given_up = False
-        if self._computing()[0] >= self._cores:
+        """A push begins: ask at once if steps keep every core busy."""
+        if not self._asked_until and self._computing()[0] >= self._cores:
             self._ask()
+
+    def wait(self, deadline: float) -> None:
+        """For a gap, if one has been asked for: all that a push does beside a step holds that up."""
+        end = min(deadline, time.monotonic() + PATIENCE_S)
+        while self._asked_until and time.monotonic() < end:
+            if self._taken(at_once=False):
+                self.give_back()
+                return
+            time.sleep(self._until_a_gap())
+        self._given_up = self._asked_until > 0
 
     def held_up(self) -> None:
         """Work took much longer than the processor time it used: ask, if it was steps that it waited for."""
@@ -70,8 +79,8 @@ class Turns:
             self._copying -= 1
 
     def over(self) -> None:
-        """The push needs no more gaps. The ask of another publisher stays."""
-        mine, self._asked_until = int(self._asked_until * 1e9), 0.0
+        """The push needs no more gaps, as the store has said if all went well. The ask of another publisher stays."""
+        mine, self._asked_until, self._given_up = int(self._asked_until * 1e9), 0.0, False
         if mine and self._arena.asked_until_ns <= mine:
             self._tell(0)
 

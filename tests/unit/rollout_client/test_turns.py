@@ -100,6 +100,29 @@ def test_the_copy_waits_for_the_gap_after_a_step(arena, turns):
     assert 0.1 <= took < 0.1 + SOON_S
 
 
+def test_nothing_of_a_push_is_done_before_the_gap(arena, turns):
+    step(arena)
+    turns.begin()
+    release = threading.Timer(0.1, gap, (arena,))
+    began = time.monotonic()
+    release.start()
+    turns.wait(began + 30)
+    took = time.monotonic() - began
+    release.join()
+    assert 0.1 <= took < 0.1 + SOON_S
+    assert waited(turns) < SOON_S
+
+
+def test_who_has_waited_in_vain_before_a_push_does_not_wait_again_for_its_copies(arena, turns):
+    step(arena)
+    turns.begin()
+    began = time.monotonic()
+    turns.wait(began + 30)
+    assert PATIENCE_S * 0.9 < time.monotonic() - began < PATIENCE_S + SOON_S
+    turns.begin()
+    assert waited(turns) < SOON_S
+
+
 def test_as_many_copy_as_there_are_cores_without_steps(arena, turns):
     step(arena, 0, 1)
     step(arena, 1, 1)
