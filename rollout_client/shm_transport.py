@@ -15,7 +15,7 @@ from threading import Event
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.cuda_copy import CudaCopier, can_copy
-from rollout_client.errors import ArenaError, SessionLost
+from rollout_client.errors import ArenaError, DeadlineExceeded, SessionLost
 from rollout_client.moving import Gathered, Moved, Unit, move_units, together, units
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.tensors import Source
@@ -93,9 +93,13 @@ class ShmTransport(Transport):
         reporter.flush()
 
     def wait_for_room(self, deadline: float) -> None:
-        """Before a push: where steps keep every core busy, until one leaves a gap. deadline: monotonic seconds."""
+        """Before a push: where steps keep every core busy, until one leaves a gap. deadline: monotonic seconds.
+
+        Raises DeadlineExceeded.
+        """
         self._turns.begin()
-        self._turns.wait(deadline)
+        if not self._turns.wait(deadline):
+            raise DeadlineExceeded("deadline", "steps kept every core busy for as long as the push had")
 
     def over(self) -> None:
         """After a push, whatever became of it."""

@@ -48,15 +48,16 @@ class Turns:
         if not self._asked_until and self._computing()[0] >= self._cores:
             self._ask()
 
-    def wait(self, deadline: float) -> None:
-        """For a gap, if one has been asked for: all that a push does beside a step holds that up."""
+    def wait(self, deadline: float) -> bool:
+        """For a gap, if one has been asked for: all that a push does beside a step holds that up. False = too late."""
         end = min(deadline, time.monotonic() + PATIENCE_S)
         while self._asked_until and time.monotonic() < end:
             if self._taken(at_once=False):
                 self.give_back()
-                return
+                return True
             time.sleep(self._until_a_gap())
         self._given_up = self._asked_until > 0
+        return not self._given_up or time.monotonic() < deadline
 
     def held_up(self) -> None:
         """Work took much longer than the processor time it used: ask, if it was steps that it waited for."""

@@ -33,12 +33,12 @@ TRAINER = """
             yield name, tensor
 
     import rollout_client.moving as shm
-    move = shm.move
-    def slow(*args):
+    move_all = shm.move_all
+    def slowly_moved(run):
         print("moving", flush=True)
         time.sleep(0.2)
-        return move(*args)
-    shm.move = slow
+        return move_all([run])[0]
+    shm.move_all = lambda runs: [slowly_moved(run) for run in runs]
     with WeightPublisher(endpoint, run_id="victim") as publisher:
         try:
             publisher.push(slowly(), version, timeout_s=30)
