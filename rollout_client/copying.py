@@ -74,8 +74,6 @@ def _runs(copy: Run) -> list[Run]:
     if not (source.flags.c_contiguous and target.flags.c_contiguous):
         return []
     here, there, step = source.reshape(-1), target.reshape(-1), PIECE // target.itemsize
-    if here.size <= step:
-        return [(here, src_dtype, there, dst_dtype)]
     starts = range(0, here.size, step)
     return [(here[start : start + step], src_dtype, there[start : start + step], dst_dtype) for start in starts]
 

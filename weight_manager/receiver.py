@@ -7,6 +7,7 @@ slot may not be given away while it runs: whoever starts it counts it as a write
 import contextlib
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ News = Arrived | Taken | Finished | Unconnected | Ended
 Hear = Callable[[News], None]
 
 
-class Receiver:
+class Receiver(ABC):
     """Runs from `start` until the peer is done or gone, or `stop`. `_receive_all` is what it does."""
 
     def __init__(self, connection: socket.socket, tell: Hear, name: str) -> None:
@@ -61,6 +62,7 @@ class Receiver:
 
     def finished(self) -> None:
         """In the loop: all that was told before `Finished` has been heard."""
+        return
 
     def stop(self) -> None:
         """The session is over; the thread ends soon, and says so."""
@@ -84,6 +86,6 @@ class Receiver:
             refusal = PushRefused("internal", f"receiving failed: {error!r}")
         self._tell(Ended(refusal))
 
+    @abstractmethod
     def _receive_all(self) -> None:
         """Raises PushRefused for what ends the session, OSError when the peer is gone."""
-        raise NotImplementedError

@@ -23,7 +23,7 @@ SPIN_MS = 1
 
 
 class GivingWay:
-    """Gaps are left while `asked` is true."""
+    """Gaps are left while a push asks for them."""
 
     def __init__(self, replica: int, threads: int, share: float, clock: Callable[[], float]) -> None:
         """threads: of a step, of all ranks; 0 = it runs on a GPU, which no copy holds up. share: gaps over steps."""
@@ -34,17 +34,18 @@ class GivingWay:
         self._clock = clock
         self._leaving = False
         self._lately = deque([LONGEST_S], LATELY)  # steps beside which nothing was copied
+        self._usual_s = LONGEST_S  # their median
 
     def begin(self, arena_path: str) -> None:
         """A step begins, on weights of that arena."""
         if self._threads and self._long:
             self._tell(arena_path, time.monotonic_ns(), gap=False)
 
-    def until(self, *, asked: bool) -> float:
-        """By `clock`: no step begins before, and then it is to be asked again."""
+    def until(self, asked: Callable[[], bool]) -> float:
+        """By `clock`: no step begins before, and then it is to be asked again. asked: looked at in a gap only."""
         now = self._clock()
-        if not asked:
-            self._until = min(self._until, now)
+        if self._until > now and not asked():
+            self._until = now
         return min(self._until, now + LOOK_S)
 
     def ended(self, arena_path: str, seconds: float, *, asked: bool) -> None:
@@ -53,6 +54,7 @@ class GivingWay:
             return
         if not asked:
             self._lately.append(seconds)
+            self._usual_s = sorted(self._lately)[len(self._lately) // 2]
         asked = asked and self._long
         if asked != self._leaving:
             openmp.spin(SPIN_MS if asked else openmp.USUAL_MS)
@@ -62,10 +64,6 @@ class GivingWay:
         self._until = self._clock() + gap
         if self._long:
             self._tell(arena_path, time.monotonic_ns() + int(gap * 1e9), gap=True)
-
-    @property
-    def _usual_s(self) -> float:
-        return sorted(self._lately)[len(self._lately) // 2]
 
     @property
     def _long(self) -> bool:

@@ -60,10 +60,9 @@ class Stepping:
     @property
     def not_before(self) -> float:
         """No step begins before that: nothing was found to run, a flip is near, or a push copies in between."""
-        gap = self._giving_way.until(asked=self._asked_for_turns) if self._membership.session is None else 0.0
+        gap = self._giving_way.until(self._asked_for_turns) if self._membership.session is None else 0.0
         return max(self.retry_at, self._expects_flip_until, gap)
 
-    @property
     def _asked_for_turns(self) -> bool:
         weights = self._actions.weights
         return weights is not None and weights.asked_for_turns()
@@ -97,7 +96,7 @@ class Stepping:
         self.unjudged = True
         self._last_s = seconds
         self.interrupting.ended(given_up=False)
-        self._giving_way.ended(self._membership.arena_path, seconds, asked=self._asked_for_turns)
+        self._giving_way.ended(self._membership.arena_path, seconds, asked=self._asked_for_turns())
         weights = self._actions.weights
         if weights is not None and weights.fenced():
             self.counters["fenced_steps"] += 1

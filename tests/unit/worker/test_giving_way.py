@@ -50,7 +50,7 @@ def giving(clock):
 def gap_of(giving, clock):
     """Seconds until a step may begin if the push goes on; the clock is there then."""
     began = clock.now
-    while (until := giving.until(asked=True)) > clock.now:
+    while (until := giving.until(lambda: True)) > clock.now:
         assert until <= clock.now + LOOK_S
         clock.now = until
     return clock.now - began
@@ -91,9 +91,9 @@ def test_it_is_said_how_long_a_step_usually_takes(arena, path, giving):
 def test_a_gap_is_over_with_its_push(path, giving, clock):
     giving.ended(path, LONG, asked=True)
     clock.now += 0.03
-    assert giving.until(asked=True) == pytest.approx(clock.now + LOOK_S)
-    assert giving.until(asked=False) <= clock.now
-    assert giving.until(asked=True) <= clock.now  # of another push: that has the next one
+    assert giving.until(lambda: True) == pytest.approx(clock.now + LOOK_S)
+    assert giving.until(lambda: False) <= clock.now
+    assert giving.until(lambda: True) <= clock.now  # of another push: that has the next one
 
 
 def test_a_token_with_its_gap_takes_less_than_two_steps_or_what_can_always_be_borne(path, giving, clock):
