@@ -55,6 +55,7 @@ def loaded(
     from worker.config import WorkerConfig
     from worker.cpu import native
     from worker.engine import paddle_engine
+    from worker.models.filled_memory import wait_until_filled
 
     if "onednn" in without:
         paddle_engine.why_not = lambda dtype: "asked for"
@@ -78,6 +79,7 @@ def loaded(
     config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024)
     engine = paddle_engine.PaddleEngine(config, manifest, group, rank)
     engine.allocate_kv()
+    wait_until_filled(120)
     if not collapse(slot):
         print("no huge pages for the weights: a service is faster where it gets some", file=sys.stderr)
     engine.bind(engine.prepare(rank_views(layout, rank, slot.toreadonly())))

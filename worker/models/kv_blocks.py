@@ -1,21 +1,13 @@
 """The keys and values of one rank, in blocks."""
 
-import contextlib
-import errno
-import mmap
 from math import prod
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import ForwardBatch
 from worker.memory import memory_available
-
-MADV_POPULATE_WRITE = 23
-"""Python has no name for it yet."""
-_POPULATED = 64 << 20
-"""Bytes at a time: Python's lock is held meanwhile, and the loop has to go on beside a reload."""
+from worker.models.filled_memory import fill_in, mapped
 
 
 class KvBlocks:
@@ -43,11 +35,15 @@ class KvBlocks:
         nbytes = 2 * prod(shape) * np.dtype(dtype).itemsize + 4 * num_blocks * block_size * hidden
         if nbytes > memory_available():  # filling it in would have the system end a process, maybe another's
             raise MemoryError(_too_much(nbytes, f"{memory_available() / 2**30:.1f} GiB are available"))
-        self.keys, self.values = _mapped(shape, np.dtype(dtype)), _mapped(shape, np.dtype(dtype))
         self.states: npt.NDArray[np.float32] | None = None
-        if hidden:
-            self.states = _mapped((num_blocks * block_size, hidden), np.dtype(np.float32))
+        try:
+            self.keys, self.values = mapped(shape, dtype), mapped(shape, dtype)
+            if hidden:
+                self.states = mapped((num_blocks * block_size, hidden), np.float32)
+        except OSError as error:
+            raise MemoryError(_too_much(nbytes, str(error.strerror))) from error
         self.block_size = block_size
+        fill_in([self.keys, self.values] + ([] if self.states is None else [self.states]))
 
     @property
     def nbytes(self) -> int:
@@ -78,33 +74,6 @@ def slots_before(batch: ForwardBatch, block_size: int) -> npt.NDArray[np.int64]:
     slots: npt.NDArray[np.int64] = batch.block_tables[sequence, at // block_size] * np.int64(block_size)
     slots += at % block_size
     return slots
-
-
-def _mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Memory straight from the system, which goes back when it is let go. All of it is there from the start.
-
-    From the heap, which start-up tuning tells to keep what is freed, zeroing a gigabyte took a second. Blocks lie
-    anywhere, so huge pages matter; shared mappings (Python's default) do not get them. Filled in as it is used, it made
-    every 64th step of 16 sequences three times as long. Raises MemoryError.
-    """
-    nbytes = prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        _populate(memory)
-    except OSError as error:
-        raise MemoryError(_too_much(nbytes, str(error.strerror))) from error
-    return np.frombuffer(memory, dtype).reshape(shape)
-
-
-def _populate(memory: mmap.mmap) -> None:
-    try:
-        for start in range(0, len(memory), _POPULATED):
-            memory.madvise(MADV_POPULATE_WRITE, start, min(_POPULATED, len(memory) - start))
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it
-            raise
 
 
 def _too_much(nbytes: int, why: str) -> str:

@@ -1,10 +1,10 @@
-"""The KV cache's memory: there at once, or refused by name; and the loop goes on while it is made."""
+"""The KV cache's memory: refused by name, or filled in beside what runs, and gone when it is let go."""
 
 import mmap
 import subprocess
 import sys
 import threading
-import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from worker.engine import paddle_engine
 from worker.engine.base import Interrupted, never
 from worker.engine.paddle_engine import KV_SHARE
 from worker.memory import give_back_to_system
-from worker.models import kv_blocks
+from worker.models import filled_memory, kv_blocks
+from worker.models.filled_memory import wait_until_filled
 from worker.models.kv_blocks import KvBlocks
 
 TOO_MUCH = """
@@ -37,7 +38,7 @@ def test_what_does_not_fit_is_said_with_its_size_and_what_to_change():
     ended = subprocess.run([sys.executable, "-c", TOO_MUCH], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode
     assert ended.stderr.strip().splitlines()[-1] == (
-        "MemoryError: no memory for 64.0 GiB of KV cache (Cannot allocate memory): lower worker.num_blocks"
+        "MemoryError: no memory for 128.0 GiB of KV cache (Cannot allocate memory): lower worker.num_blocks"
     )
 
 
@@ -94,36 +95,96 @@ def test_without_a_number_it_is_what_the_machine_has_room_for(checkpoint, backen
     assert blocks().spec.num_blocks == 64, "one sequence fits in any case, or its memory is refused in words"
 
 
-def test_all_of_it_is_there_and_other_threads_run_meanwhile(monkeypatch):
-    monkeypatch.setattr(kv_blocks, "_POPULATED", 4 << 20)
-    turns: list[float] = []
-    stop = threading.Event()
+class Between:
+    """Stands in for `memory_available` and so runs before every piece that is filled in; from piece `at` on it waits."""
 
-    def turn():
-        while not stop.is_set():
-            turns.append(time.monotonic())
-            time.sleep(0.0002)
+    def __init__(self, at: int) -> None:
+        self.pieces, self.at = 0, at
+        self.reached, self.go_on = threading.Event(), threading.Event()
 
-    thread = threading.Thread(target=turn)
-    thread.start()
+    def __call__(self) -> float:
+        self.pieces += 1
+        if self.pieces == self.at:
+            self.reached.set()
+            assert self.go_on.wait(30)
+        return float("inf")
+
+
+def test_it_is_filled_in_beside_what_runs(monkeypatch):
+    between = Between(at=8)
+    monkeypatch.setattr(filled_memory, "memory_available", between)
     before = resident()
-    began = time.monotonic()
-    kv = KvBlocks(4, 4096, 4, 16, 64, np.float32)
-    ended = time.monotonic()
-    stop.set()
-    thread.join()
+    kv = KvBlocks(4, 8192, 4, 16, 64, np.float32)
+    assert between.reached.wait(30)
+    assert resident() - before < kv.nbytes * 0.5, "it is there before all of it is filled in"
+    assert not kv.keys.any()
+    kv.values[:] = 1
+    between.go_on.set()
+    wait_until_filled(30)
     assert resident() - before > kv.nbytes * 0.9
     assert not kv.keys.any()
-    assert sum(began < at < ended for at in turns) >= 8
+    assert kv.values.all(), "what was written meanwhile is kept"
     for name in ("keys", "values"):
         assert getattr(kv, name).nbytes == kv.nbytes // 2
 
 
-def test_an_old_kernel_fills_it_in_as_it_is_used(monkeypatch):
-    monkeypatch.setattr(kv_blocks, "MADV_POPULATE_WRITE", 999)
+def test_all_arrays_are_filled_in(monkeypatch):
+    before = resident()
+    kv = KvBlocks(4, 2048, 4, 16, 64, np.float32, hidden=1024)
+    wait_until_filled(30)
+    assert kv.states is not None
+    assert kv.states.nbytes == 128 << 20
+    assert resident() - before > kv.nbytes * 0.9
+
+
+def test_what_is_let_go_half_filled_in_leaves_the_process(monkeypatch):
+    between = Between(at=40)
+    monkeypatch.setattr(filled_memory, "memory_available", between)
+    kv = KvBlocks(4, 8192, 4, 16, 64, np.float32)
+    assert between.reached.wait(30)
+    before = resident()
+    kv.free()
+    between.go_on.set()
+    wait_until_filled(30)
+    assert before - resident() > 39 * (2 << 20) * 0.9
+    assert between.pieces <= 42, "nothing is filled in after that"
+
+
+def test_the_wait_for_it_is_bounded(monkeypatch):
+    between = Between(at=1)
+    monkeypatch.setattr(filled_memory, "memory_available", between)
     kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
+    with pytest.raises(TimeoutError, match="still filled in after 0.01 s"):
+        wait_until_filled(0.01)
+    between.go_on.set()
+    wait_until_filled(30)
+    assert kv.nbytes
+
+
+def test_the_last_memory_of_a_machine_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(filled_memory, "memory_available", lambda: 200 << 20)
+    before = resident()
+    kv = KvBlocks(4, 4096, 4, 16, 64, np.float32)
+    wait_until_filled(30)
+    assert resident() - before < kv.nbytes * 0.1
+    assert "lower worker.num_blocks" in caplog.text
+    kv.keys[:, 5] = 1
+    assert kv.keys.sum() == kv.keys[:, 5].size
+
+
+def test_an_old_kernel_fills_it_in_as_it_is_used(monkeypatch, caplog):
+    monkeypatch.setattr(filled_memory, "MADV_POPULATE_WRITE", 999)
+    kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
+    wait_until_filled(30)
     kv.keys[:] = 1
     assert kv.keys.sum() == kv.keys.size
+    assert not caplog.records
+
+
+def test_why_it_is_not_filled_in_is_said(caplog):
+    array = np.zeros(1)
+    filled_memory._fill([(weakref.ref(array), 0, mmap.PAGESIZE)])  # nothing is ever mapped at 0
+    assert "not filled in: Cannot allocate memory" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["native", "mkl", "paddle"], indirect=True)
@@ -138,6 +199,7 @@ def test_what_is_released_has_left_the_process(checkpoint, feeder, backend, end)
         with pytest.raises(Interrupted):
             run.step({0: 1})
         engine.asked = never
+    wait_until_filled(30)
     before = resident()
     freed = engine.release_kv()
     give_back_to_system()  # as a worker that is cleared does
