@@ -96,7 +96,7 @@ def test_without_a_number_it_is_what_the_machine_has_room_for(checkpoint, backen
 
 
 class Between:
-    """Stands in for `memory_available` and so runs before every piece that is filled in; from piece `at` on it waits."""
+    """Stands in for `memory_available` and so runs before every piece that is filled in; at piece `at` it waits."""
 
     def __init__(self, at: int) -> None:
         self.pieces, self.at = 0, at
@@ -154,7 +154,7 @@ def test_the_wait_for_it_is_bounded(monkeypatch):
     between = Between(at=1)
     monkeypatch.setattr(filled_memory, "memory_available", between)
     kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
-    with pytest.raises(TimeoutError, match="still filled in after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"still filled in after 0\.01 s"):
         wait_until_filled(0.01)
     between.go_on.set()
     wait_until_filled(30)
