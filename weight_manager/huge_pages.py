@@ -6,16 +6,19 @@ import logging
 import threading
 from collections.abc import Callable
 
+from rollout_client.aligned_map import HUGE
 from weight_manager.arena import Arena
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.2
 """How often it looks whether a push is over."""
+PAUSES_S = (0.0, 1.0, 5.0, 30.0, 120.0)
+"""Before each round: a page that somebody just holds does not move, and a push may begin at any moment."""
 
 
 class HugePages:
-    """A thread that goes over the slots once. A system that has no huge pages to give costs nothing but the speed."""
+    """A thread that goes over the slots, and again if some did not move. Without huge pages there is less speed."""
 
     def __init__(self, arena: Arena, busy: Callable[[], bool]) -> None:
         """busy: weights are being loaded or pushed; they have the machine's memory to themselves."""
@@ -42,5 +45,8 @@ class HugePages:
     def _run(self) -> None:
         arena = self._arena
         slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
-        moved = sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
+        moved, whole = 0, len(slots) * (int(arena.slot_bytes) // HUGE * HUGE)
+        for pause in PAUSES_S:
+            if moved < whole and not self._stop.wait(pause):
+                moved = sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
         log.info("arena in huge pages", extra={"bytes": moved, "of": len(slots) * int(arena.slot_bytes)})

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 Run = tuple[Array, str, Array, str]
 """Source, its dtype, target and its dtype: flat arrays of the same number of elements."""
-SOURCES = (Path(__file__).with_name("weights.c"),)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("weights.c", "xxh3.h"))
 _CASTS = {
     ("bfloat16", "float32"): "bfloat16_to_float32",
     ("float16", "float32"): "float16_to_float32",
@@ -37,7 +37,8 @@ class Kernels:
         """Raises OSError if it cannot be loaded."""
         self._library = ctypes.CDLL(str(library))
         self._hash = _hash_functions()
-        self._library.hash_with(*(ctypes.c_void_p(_address(function)) for function in self._hash.values()))
+        functions = *self._hash.values(), *wheel_functions("generateSecret_fromSeed")
+        self._library.hash_with(*(ctypes.c_void_p(_address(function)) for function in functions))
         self._place = self._counting("place_all", "pi")
         self._kept = threading.local()
         self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}

@@ -6,6 +6,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#include "xxh3.h"
 
 enum { LINE = 64, PAGE = 4096, AT_ONCE = 4, AHEAD = 8, BLOCK = 64 << 10 };
 
@@ -21,8 +22,9 @@ static struct {
     int (*release)(void *);
 } hash;
 
-void hash_with(void *create, void *reset, void *update, void *digest, void *release) {
+void hash_with(void *create, void *reset, void *update, void *digest, void *release, void (*keys)(void *, uint64_t)) {
     hash.create = create, hash.reset = reset, hash.update = update, hash.digest = digest, hash.release = release;
+    keys(secret, 0);
 }
 
 // A line past the caches: nobody here reads q again, and what is written whole need not be read first. q is aligned.
@@ -37,11 +39,14 @@ static inline void put(uint8_t *q, const uint8_t *p) {
 }
 
 // Some pages side by side: more of memory's banks are busy than with one line after the other. `fence` when all is done.
-static void stream(uint8_t *q, const uint8_t *p, int64_t n) {
+// s: the sum of these bytes, if it is to be taken on the way, from pages that have been streamed and are in the cache
+// still: the core adds up while it waits for memory. What it has not taken at the end is left to `sum_end`.
+static inline __attribute__((always_inline)) void stream(uint8_t *q, const uint8_t *p, int64_t n, sum *s) {
     int64_t head = -(intptr_t)q & (LINE - 1);
     if (head > n) head = n;
     memcpy(q, p, head), q += head, p += head, n -= head;
-    for (; n >= AT_ONCE * PAGE; q += AT_ONCE * PAGE, p += AT_ONCE * PAGE, n -= AT_ONCE * PAGE)
+    for (; n >= AT_ONCE * PAGE; q += AT_ONCE * PAGE, p += AT_ONCE * PAGE, n -= AT_ONCE * PAGE) {
+        int behind = s && p - s->next >= AT_ONCE * PAGE;
         for (int64_t i = 0; i < PAGE; i += 2 * LINE) {
             int64_t ahead = i + AHEAD * LINE;
             if (ahead >= PAGE) ahead += (AT_ONCE - 1) * PAGE;  // of the next pages
@@ -50,7 +55,9 @@ static void stream(uint8_t *q, const uint8_t *p, int64_t n) {
                 __builtin_prefetch(p + k + LINE);
             }
             for (int64_t k = i; k < AT_ONCE * PAGE; k += PAGE) put(q + k, p + k), put(q + k + LINE, p + k + LINE);
+            if (behind) sum_half(s);
         }
+    }
     for (; n >= LINE; q += LINE, p += LINE, n -= LINE) put(q, p);
     memcpy(q, p, n);
 }
@@ -108,13 +115,22 @@ void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64
 // xxh3-64 of what is at q then, taken from each block while it is in the cache; q is not read back.
 static uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from,
                       void (*cast)(void *, const void *, int64_t)) {
+#if defined(__AVX512F__)
+    if (!cast && n * to >= BLOCK) {
+        sum s;
+        sum_begin(&s, p);
+        stream(q, p, n * to, &s);
+        fence();
+        return sum_end(&s, p + n * to, n * to);
+    }
+#endif
     void *state = hash.create();
     hash.reset(state);
     for (int64_t done = 0; done < n; done += BLOCK / to) {
         int64_t count = n - done < BLOCK / to ? n - done : BLOCK / to;
         const uint8_t *block = p + done * from;
         if (cast) cast(scratch, block, count), block = scratch;
-        stream(q + done * to, block, count * to);
+        stream(q + done * to, block, count * to, NULL);
         hash.update(state, block, count * to);
     }
     fence();
@@ -219,7 +235,7 @@ DIFFERENCE(4, uint32_t)
                 at = next;                                                                                           \
             }                                                                                                        \
             hash.update(state, scratch, (stop - start) * sizeof(type));                                              \
-            stream((uint8_t *)(q + start), scratch, (stop - start) * sizeof(type));                                  \
+            stream((uint8_t *)(q + start), scratch, (stop - start) * sizeof(type), NULL);                            \
         }                                                                                                            \
         fence();                                                                                                     \
         return i == g && k == v ? 0 : -1;                                                                            \

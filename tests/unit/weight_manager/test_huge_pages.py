@@ -1,27 +1,42 @@
 import threading
 import time
 
+from rollout_client.aligned_map import HUGE
+from weight_manager import huge_pages
 from weight_manager.huge_pages import HugePages
 
 
 class Arena:
-    """Two slots, of which each piece asks first."""
+    """Two slots of three pieces, of which each asks first. stuck: pieces that do not move at first."""
 
-    slots, slot_bytes = 3, 10
+    slots, slot_bytes = 3, 3 * HUGE + 10
 
-    def __init__(self):
-        self.moved = 0
+    def __init__(self, stuck=0):
+        self.moved, self.rounds, self.stuck = 0, [0, 0], stuck
 
     def backed(self, slot):
         return slot < 2
 
     def use_huge_pages(self, slot, may_go):
         assert slot < 2
+        self.rounds[slot] += 1
+        done = 0
         for _ in range(3):
             if not may_go():
                 break
+            if self.stuck:
+                self.stuck -= 1
+                break
             self.moved += 1
-        return self.moved
+            done += HUGE
+        return done
+
+
+def until(holds):
+    end = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_it_waits_while_a_push_runs_and_ends_with_the_store():
@@ -32,14 +47,33 @@ def test_it_waits_while_a_push_runs_and_ends_with_the_store():
     time.sleep(0.3)
     assert arena.moved == 0
     busy.clear()
-    end = time.monotonic() + 5
-    while arena.moved < 6:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: arena.moved >= 6)
     pages.close()
+    assert arena.rounds == [1, 1]
     busy.set()
     waiting = HugePages(Arena(), busy.is_set)
     waiting.start()
     waiting.close()
     assert waiting._arena.moved == 0
     HugePages(Arena(), busy.is_set).close()
+
+
+def test_what_did_not_move_is_tried_again_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 0.01, 0.01, 0.01))
+    for stuck, rounds in ((3, 3), (99, 4)):
+        arena = Arena(stuck)
+        pages = HugePages(arena, lambda: False)
+        pages.start()
+        pages._thread.join(5)
+        assert arena.rounds == [rounds, rounds]
+
+
+def test_the_store_does_not_wait_for_the_next_round(monkeypatch):
+    monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 100.0))
+    arena = Arena(99)
+    pages = HugePages(arena, lambda: False)
+    pages.start()
+    until(lambda: arena.rounds == [1, 1])
+    began = time.monotonic()
+    pages.close()
+    assert time.monotonic() - began < 1
