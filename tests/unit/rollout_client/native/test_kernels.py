@@ -33,7 +33,7 @@ def test_a_process_that_is_forked_while_they_are_compiled_gets_them_too(tmp_path
 
 
 CHUNKS = st.integers(30, 300).map(lambda n: n * 512)
-"""Elements of two bytes, in whole kilobytes: where lanes are scrambled, and below and above what is summed on the way."""
+"""Elements of two bytes, in whole kilobytes: where lanes are scrambled; below and above what is summed on the way."""
 
 
 @given(CHUNKS, st.integers(-34, 34), st.integers(0, 40), st.integers(0, 40), st.integers(0, 1 << 32))
