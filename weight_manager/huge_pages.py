@@ -47,6 +47,8 @@ class HugePages:
         slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
         moved, whole = 0, len(slots) * (int(arena.slot_bytes) // HUGE * HUGE)
         for pause in PAUSES_S:
-            if moved < whole and not self._stop.wait(pause):
-                moved = sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
-        log.info("arena in huge pages", extra={"bytes": moved, "of": len(slots) * int(arena.slot_bytes)})
+            if moved >= whole > 0 or self._stop.wait(pause):
+                return
+            before, moved = moved, sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
+            if moved > before or not pause:
+                log.info("arena in huge pages", extra={"bytes": moved, "of": len(slots) * int(arena.slot_bytes)})

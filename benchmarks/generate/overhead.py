@@ -39,6 +39,7 @@ def main() -> None:
     service = Service("service", args.model, args.dtype, logs / "service.log")
     random = np.random.default_rng()
     try:
+        service.settle()
         measure(bare, service, random, 1, WARM_TOKENS)
         section.collect(lambda _: measure(bare, service, random, TURNS, NEW_TOKENS))
     finally:

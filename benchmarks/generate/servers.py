@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from benchmarks.generate.contenders import PEERS, Job, Stoppable
+from benchmarks.settling import wait_until_filled
 
 START_S = 300.0
 SERVE = "from api.cli import main; main()"
@@ -42,10 +43,15 @@ class Service:
             *("--run-dir", str(run_dir), *words),
         ]
         began = time.perf_counter()
-        self._child = Stoppable(command, log)
+        self._child, self._log = Stoppable(command, log), log
         self.url = self._ready(run_dir)
         self.ready_s = time.perf_counter() - began
         self.push_endpoint = (run_dir / "push_endpoint").read_text().strip()
+
+    def settle(self) -> "Service":
+        """Until nothing is left to do of its start."""
+        wait_until_filled(self._log)
+        return self
 
     def run(self, job: Job) -> float:
         """Tokens per second, HTTP included, logprobs in every answer."""

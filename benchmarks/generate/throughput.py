@@ -44,7 +44,7 @@ def main() -> None:
         else:
             words = ("--model", str(args.model), "--dtype", args.dtype)
             contenders.append(Peer("hf", install.transformers(), "hf_peer.py", logs / "hf.log", *words))
-        contenders.append(Service(OURS, args.model, args.dtype, logs / "service.log"))
+        contenders.append(Service(OURS, args.model, args.dtype, logs / "service.log").settle())
         random = np.random.default_rng()
         one_round(contenders, random, 0, WARM_TOKENS)
         section.note(ready_s={c.name: round(c.ready_s, 2) for c in contenders})

@@ -41,8 +41,9 @@ def main() -> None:
     service = Service("service", args.model, args.dtype, log)
     try:
         with Trainer(service.push_endpoint, weights) as trainer:
+            service.settle()
             trainer.push()
-            asyncio.run(load(service.url, 4 * COUNT))  # meanwhile the KV cache is filled in
+            asyncio.run(load(service.url, 2 * COUNT))
             requests = max(COUNT, round(4 * COUNT * args.seconds / asyncio.run(load(service.url, 4 * COUNT))))
 
             def measure(number: int) -> Round:

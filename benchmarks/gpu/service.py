@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.settling import cache_filled
+
 SERVE = "from api.cli import main; main()"
 START_S, STOP_S, SETTLE_S = 300.0, 60.0, 2.0
 SMALL_KV = ("--set", "worker.max_model_len=512", "--set", "worker.max_batch=2")
@@ -55,6 +57,7 @@ class EmptyService:
     def wait_ready(self) -> None:
         """Until every replica serves, and has nothing left to do for its start. `/ready` is content with one."""
         self._until(lambda: self.metric("rollout_replica_ready") == self._replicas, "ready replicas")
+        self._until(lambda: cache_filled(self._log), "filled KV caches")
         time.sleep(SETTLE_S)
 
     def metric(self, name: str) -> float:

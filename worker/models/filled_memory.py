@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,12 @@ _PIECE = 2 << 20
 """Bytes at a time, one huge page: as long as it takes, nobody can map or unmap memory."""
 _SPARE = 256 << 20
 """Bytes that are left to others: who takes the last has the system end a process, maybe another's."""
+_SHARE, _BUSY_SHARE = 0.5, 0.1
+"""Of one core, while the machine has half a core to spare and while it has not: steps and trainers go first."""
+_WINDOW_S = 0.2
 _THREAD = "kv-fill"
+FILLING, FILLED = "filling in", "filled in"
+"""Logged, one after the other; what is measured in between is slower."""
 
 
 def mapped(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -43,7 +49,7 @@ def mapped(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def fill_in(arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Have the pages of `mapped` arrays made from now on, with half of one core, until they are let go.
+    """Have the pages of `mapped` arrays made from now on, with a core that has nothing to do, until they are let go.
 
     Made as they are used, they had every 64th step of 16 sequences take three times as long; made before anything is
     served, 3 GB added 4 s to a start, and as much to every resume.
@@ -62,22 +68,56 @@ def wait_until_filled(timeout_s: float) -> None:
                 raise TimeoutError(f"memory is still filled in after {timeout_s:g} s")
 
 
+class _Pace:
+    """Sleeps after each piece, as long as the machine's other work asks for."""
+
+    def __init__(self) -> None:
+        self._share = _SHARE
+        self._since, self._idle_s = time.monotonic(), _idle_s()
+
+    def rest(self, took: float) -> None:
+        """A piece took so many seconds."""
+        time.sleep(took / self._share - took)
+        now = time.monotonic()
+        if now >= self._since + _WINDOW_S:
+            idle = _idle_s()
+            spare = (idle - self._idle_s) / (now - self._since)
+            self._share = _SHARE if spare >= 0.5 else _BUSY_SHARE
+            self._since, self._idle_s = now, idle
+
+
+def _idle_s() -> float:
+    """Seconds for which cores had nothing to do, of all since the machine started; what is not known counts as much."""
+    try:
+        return float(Path("/proc/stat").read_text().split(maxsplit=5)[4]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.monotonic()
+
+
 def _fill(arrays: Sequence[tuple["weakref.ref[npt.NDArray[Any]]", int, int]]) -> None:
     """An array is held for one piece at a time, so that whoever lets it go gives its memory back."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own keeps its lock meanwhile
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for array, address, nbytes in arrays:
-        for start in range(0, nbytes, _PIECE):
-            held = array()
-            if held is None:
-                break
-            began = time.monotonic()
-            if memory_available() < _SPARE:
-                log.warning("this machine's memory is nearly used up: lower worker.num_blocks, or steps may end here")
-                return
-            if madvise(address + start, min(_PIECE, nbytes - start), MADV_POPULATE_WRITE):
-                if ctypes.get_errno() != errno.EINVAL:  # Linux before 5.14 does not know it
-                    log.warning("the KV cache is not filled in: %s", os.strerror(ctypes.get_errno()))
-                return
-            del held
-            time.sleep(time.monotonic() - began)
+    pace, first, filled = _Pace(), time.monotonic(), 0
+    gib = sum(nbytes for *_, nbytes in arrays) / 2**30
+    log.info("%s %.1f GiB of KV cache beside what runs", FILLING, gib)
+    try:
+        for array, address, nbytes in arrays:
+            for start in range(0, nbytes, _PIECE):
+                held = array()
+                if held is None:
+                    return
+                began = time.monotonic()
+                if memory_available() < _SPARE:
+                    log.warning("memory is nearly used up: lower worker.num_blocks, or a later step may end here")
+                    return
+                size = min(_PIECE, nbytes - start)
+                if madvise(address + start, size, MADV_POPULATE_WRITE):
+                    if ctypes.get_errno() != errno.EINVAL:  # Linux before 5.14 does not know it
+                        log.warning("the KV cache cannot be filled in: %s", os.strerror(ctypes.get_errno()))
+                    return
+                del held
+                filled += size
+                pace.rest(time.monotonic() - began)
+    finally:
+        log.info("%s %.1f of %.1f GiB in %.1f s", FILLED, filled / 2**30, gib, time.monotonic() - first)
