@@ -6,6 +6,7 @@ may hold tokens of two versions, and its spans say which.
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from examples.grpo_paddle.task import ANSWER_LEN, EOS, PROMPT_LEN, Ids, problems
 from rollout_client.http import AsyncRolloutClient, Generation, Output
 
 T = TypeVar("T")
+CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,12 @@ class RolloutStream:
     def __exit__(self, *_: object) -> None:
         for half in self._coming:
             half.cancel()
-        self._call(self._close()).result()
+        with contextlib.suppress(TimeoutError):  # the service may be gone, and its connections with it
+            self._call(self._close()).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def take(self) -> Rollouts:
         """The batch that was on its way; the first half of the one after it starts now."""
