@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Arena(ArenaFile):
     """The owner's handle. Made by `create` or `adopt`; `slot(i)` is writable."""
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
+        self._moving = threading.Lock()  # a slot is not taken away while a piece of it moves into huge pages
         super().__init__(path, write=True, write_header=True, fd=fd)
         if not _lock(self.fd):
             self.close()
@@ -128,27 +130,32 @@ class Arena(ArenaFile):
             if error.errno == errno.ENOSPC:
                 raise ArenaError(_no_space(self.path.parent, self.slot_bytes)) from error
             raise
-        self._words[_BACKED_WORD + _SLOT_WORDS * slot] = 1
-        self.slot(slot)
+        with self._moving:
+            self._words[_BACKED_WORD + _SLOT_WORDS * slot] = 1
+            self.slot(slot)
 
     def release(self, slot: int) -> None:
         """Give the slot's memory back to the system. Nobody may read it any more."""
-        self._words[_BACKED_WORD + _SLOT_WORDS * slot] = 0
-        self._maps.pop(slot, None)
-        self._punch(slot)
+        with self._moving:
+            self._words[_BACKED_WORD + _SLOT_WORDS * slot] = 0
+            self._maps.pop(slot, None)
+            self._punch(slot)
 
     def use_huge_pages(self, slot: int, may_go: Callable[[], bool]) -> int:
         """Move a slot into huge pages, as far as there are any; how many bytes are. Slow: run it in a thread.
 
-        Others may map, read and write the slot meanwhile. may_go: asked before each piece; False = give up.
+        Others may map, read, write and release the slot meanwhile. may_go: asked before each piece; False = give up.
         """
-        view, done = self.slot(slot), 0
+        done, size = 0, int(self.slot_bytes)
         if self.slot_offset(slot) % HUGE:
             return 0
-        for start in range(0, len(view) - HUGE + 1, _COLLAPSED):
-            if not may_go() or not collapse(view[start : start + _COLLAPSED]):
+        for start in range(0, size - HUGE + 1, _COLLAPSED):
+            if not may_go():
                 break
-            done = min(start + _COLLAPSED, len(view) // HUGE * HUGE)
+            with self._moving:
+                if not self.backed(slot) or not collapse(self.slot(slot)[start : start + _COLLAPSED]):
+                    break
+            done = min(start + _COLLAPSED, size // HUGE * HUGE)
         return done
 
     def unlink(self) -> None:

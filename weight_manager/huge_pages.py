@@ -43,12 +43,14 @@ class HugePages:
         return not self._stop.is_set()
 
     def _run(self) -> None:
-        arena = self._arena
-        slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
-        moved, whole = 0, len(slots) * (int(arena.slot_bytes) // HUGE * HUGE)
+        arena, moved = self._arena, 0
         for pause in PAUSES_S:
-            if moved >= whole > 0 or self._stop.wait(pause):
+            if self._stop.wait(pause):
                 return
+            slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
+            whole = len(slots) * (int(arena.slot_bytes) // HUGE * HUGE)
             before, moved = moved, sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
             if moved > before or not pause:
-                log.info("arena in huge pages", extra={"bytes": moved, "of": len(slots) * int(arena.slot_bytes)})
+                log.info("arena in huge pages", extra={"bytes": moved, "of": whole})
+            if moved >= whole:
+                return

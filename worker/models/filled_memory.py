@@ -30,8 +30,7 @@ _SPARE = 256 << 20
 _SHARE, _BUSY_SHARE = 0.5, 0.1
 """Of one core, while the machine has half a core to spare and while it has not: steps and trainers go first."""
 _WINDOW_S = 0.2
-_THREAD = "kv-fill"
-FILLING, FILLED = "filling in", "filled in"
+FILLING, FILLED = "filling in", "filled in:"
 """Logged, one after the other; what is measured in between is slower."""
 
 
@@ -54,15 +53,22 @@ def fill_in(arrays: Sequence[npt.NDArray[Any]]) -> None:
     Made as they are used, they had every 64th step of 16 sequences take three times as long; made before anything is
     served, 3 GB added 4 s to a start, and as much to every resume.
     """
-    pieces = [(weakref.ref(array), array.ctypes.data, array.nbytes) for array in arrays]
-    threading.Thread(target=_fill, args=(pieces,), name=_THREAD, daemon=True).start()
+    try:
+        _Filling(arrays).start()
+    except RuntimeError as error:
+        log.warning("the KV cache is filled in as it is used: %s", error)
+
+
+def to_come() -> int:
+    """Bytes of this process that are mapped and will be filled in: nobody else may count on them."""
+    return sum(thread.left for thread in threading.enumerate() if isinstance(thread, _Filling))
 
 
 def wait_until_filled(timeout_s: float) -> None:
     """Until no memory of this process is filled in any more. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     for thread in threading.enumerate():
-        if thread.name == _THREAD:
+        if isinstance(thread, _Filling):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise TimeoutError(f"memory is still filled in after {timeout_s:g} s")
@@ -94,30 +100,47 @@ def _idle_s() -> float:
         return time.monotonic()
 
 
-def _fill(arrays: Sequence[tuple["weakref.ref[npt.NDArray[Any]]", int, int]]) -> None:
-    """An array is held for one piece at a time, so that whoever lets it go gives its memory back."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own keeps its lock meanwhile
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    pace, first, filled = _Pace(), time.monotonic(), 0
-    gib = sum(nbytes for *_, nbytes in arrays) / 2**30
-    log.info("%s %.1f GiB of KV cache beside what runs", FILLING, gib)
-    try:
-        for array, address, nbytes in arrays:
+class _Filling(threading.Thread):
+    """Holds an array for one piece at a time, so that whoever lets it go gives its memory back."""
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        super().__init__(name="kv-fill", daemon=True)
+        self._arrays = [(weakref.ref(array), array.ctypes.data, array.nbytes) for array in arrays]
+        self._done = [0] * len(arrays)
+
+    @property
+    def left(self) -> int:
+        """Bytes, of arrays that somebody still holds."""
+        both = zip(self._arrays, self._done, strict=True)
+        return sum(nbytes - done for (array, _, nbytes), done in both if array() is not None)
+
+    def run(self) -> None:
+        """Says when it begins and when it has ended, and why if that is early."""
+        began, gib = time.monotonic(), sum(nbytes for *_, nbytes in self._arrays) / 2**30
+        log.info("%s %.1f GiB of KV cache beside what runs", FILLING, gib)
+        try:
+            self._fill()
+        except (OSError, MemoryError) as error:
+            log.warning("the KV cache is filled in as it is used: %s", error)
+        log.info("%s %.1f of %.1f GiB in %.1f s", FILLED, sum(self._done) / 2**30, gib, time.monotonic() - began)
+
+    def _fill(self) -> None:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own keeps its lock meanwhile
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        pace = _Pace()
+        for index, (array, address, nbytes) in enumerate(self._arrays):
             for start in range(0, nbytes, _PIECE):
                 held = array()
                 if held is None:
                     return
                 began = time.monotonic()
                 if memory_available() < _SPARE:
-                    log.warning("memory is nearly used up: lower worker.num_blocks, or a later step may end here")
-                    return
+                    raise MemoryError("the last memory is left to others; a lower worker.num_blocks takes less")
                 size = min(_PIECE, nbytes - start)
                 if madvise(address + start, size, MADV_POPULATE_WRITE):
                     if ctypes.get_errno() != errno.EINVAL:  # Linux before 5.14 does not know it
-                        log.warning("the KV cache cannot be filled in: %s", os.strerror(ctypes.get_errno()))
+                        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
                     return
                 del held
-                filled += size
+                self._done[index] += size
                 pace.rest(time.monotonic() - began)
-    finally:
-        log.info("%s %.1f of %.1f GiB in %.1f s", FILLED, filled / 2**30, gib, time.monotonic() - first)

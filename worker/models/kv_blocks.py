@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from worker.engine.base import ForwardBatch
 from worker.memory import memory_available
-from worker.models.filled_memory import fill_in, mapped
+from worker.models.filled_memory import fill_in, mapped, to_come
 
 
 class KvBlocks:
@@ -33,15 +33,16 @@ class KvBlocks:
     ) -> None:
         shape = (layers, num_blocks, kv_heads, block_size, dim)
         nbytes = 2 * prod(shape) * np.dtype(dtype).itemsize + 4 * num_blocks * block_size * hidden
-        if nbytes > memory_available():  # filling it in would have the system end a process, maybe another's
-            raise MemoryError(_too_much(nbytes, f"{memory_available() / 2**30:.1f} GiB are available"))
+        available = memory_available() - to_come()
+        if nbytes > available:  # filling it in would have the system end a process, maybe another's
+            raise MemoryError(_too_much(nbytes, f"{available / 2**30:.1f} GiB are available"))
         self.states: npt.NDArray[np.float32] | None = None
         try:
             self.keys, self.values = mapped(shape, dtype), mapped(shape, dtype)
             if hidden:
                 self.states = mapped((num_blocks * block_size, hidden), np.float32)
-        except OSError as error:
-            raise MemoryError(_too_much(nbytes, str(error.strerror))) from error
+        except (OSError, OverflowError) as error:
+            raise MemoryError(_too_much(nbytes, getattr(error, "strerror", None) or str(error))) from error
         self.block_size = block_size
         fill_in([self.keys, self.values] + ([] if self.states is None else [self.states]))
 

@@ -3,15 +3,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_client import slot_lock
-from rollout_client.aligned_map import HUGE
 from rollout_client.arena_file import HEADER_BYTES, ArenaFile
 from rollout_client.errors import ArenaError
 from weight_manager import arena as arena_module
@@ -252,36 +249,3 @@ def test_a_killed_writer_holds_nothing(arena):
         process.kill()
         process.wait(10)
         assert arena.writers_gone(0)
-
-
-def test_slots_move_into_huge_pages_under_those_who_use_them():
-    """As many as the kernel says it has mapped; their bytes stay, and other mappings see them."""
-    size = 3 * HUGE + HEADER_BYTES
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        Arena.create(Path(directory), "unit", size) as arena,
-        ArenaFile(arena.path, write=True) as trainer,
-    ):
-        pattern = np.arange(size // 8, dtype=np.uint64)
-        np.frombuffer(trainer.slot(1), np.uint64)[:] = pattern
-        moved = arena.use_huge_pages(1, lambda: True)
-        assert moved in (0, 3 * HUGE)
-        with ArenaReader(arena.path) as reader:
-            for view in (arena.slot(1), trainer.slot(1), reader.slot(1)):
-                assert np.array_equal(np.frombuffer(view, np.uint64), pattern)
-            starts = {np.frombuffer(file.slot(1), np.uint8).ctypes.data for file in (arena, trainer, reader)}
-        assert all(start % HUGE == 0 for start in starts)
-        assert huge_bytes(arena.path) >= moved
-        assert arena.use_huge_pages(0, lambda: False) == 0
-
-
-def huge_bytes(path):
-    """Bytes of this process's mappings of a file that are mapped by huge pages."""
-    total, ours = 0, False
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            if "-" in line.split()[0]:
-                ours = str(path) in line
-            elif ours and line.startswith("ShmemPmdMapped:"):
-                total += int(line.split()[1]) << 10
-    return total

@@ -68,6 +68,25 @@ def test_what_did_not_move_is_tried_again_but_not_for_ever(monkeypatch):
         assert arena.rounds == [rounds, rounds]
 
 
+def test_slots_come_and_go_between_rounds(monkeypatch):
+    monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 0.01))
+    arena = Arena(99)
+    backed = iter([{0, 1}, {0}])
+    now = set()
+
+    def ask(slot):
+        nonlocal now
+        if slot == 0:
+            now = next(backed)
+        return slot in now
+
+    arena.backed = ask
+    pages = HugePages(arena, lambda: False)
+    pages.start()
+    pages._thread.join(5)
+    assert arena.rounds == [2, 1]
+
+
 def test_the_store_does_not_wait_for_the_next_round(monkeypatch):
     monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 100.0))
     arena = Arena(99)

@@ -29,6 +29,13 @@ KvBlocks(32, 1 << 16, 8, 16, 128, numpy.uint16)
 """
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    """However busy this machine is."""
+    monkeypatch.setattr(filled_memory, "_SHARE", 1.0)
+    monkeypatch.setattr(filled_memory, "_BUSY_SHARE", 1.0)
+
+
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -52,13 +59,35 @@ def test_more_than_there_is_is_refused_before_the_system_ends_somebody(monkeypat
     assert KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4).nbytes == whole
 
 
+V1, V2 = "/sys/fs/cgroup/memory/memory.", "/sys/fs/cgroup/memory."
+
+
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("max", 3 << 20), (str(2 << 20), 2 << 20), (str(1 << 62), 3 << 20), (None, 3 << 20)]
+    ("files", "available", "whole"),
+    [
+        ({}, 3 << 20, 9999 << 10),
+        ({V2 + "max": "max\n", V2 + "current": "999999"}, 3 << 20, 9999 << 10),
+        ({V2 + "max": str(2 << 20)}, 2 << 20, 2 << 20),
+        ({V2 + "max": str(1 << 62)}, 3 << 20, 9999 << 10),
+        (
+            {V2 + "max": str(4 << 20), V2 + "current": str(3 << 20), V2 + "stat": f"anon 5\ninactive_file {1 << 20}\n"},
+            2 << 20,
+            4 << 20,
+        ),
+        (
+            {
+                V1 + "limit_in_bytes": str(4 << 20),
+                V1 + "usage_in_bytes": str(3 << 20),
+                V1 + "stat": "cache 7\ntotal_inactive_file 0\n",
+            },
+            1 << 20,
+            4 << 20,
+        ),
+        ({V2 + "max": "100", V2 + "current": "200", V2 + "stat": "inactive_file 0"}, 0, 100),
+    ],
 )
-def test_what_is_available_is_the_systems_and_the_containers(monkeypatch, limit, expected):
-    files = {"/proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 2048 kB\nSwapFree:  1024 kB\nHugePages_Total: 0\n"}
-    if limit is not None:
-        files["/sys/fs/cgroup/memory.max"] = limit + "\n"
+def test_what_is_available_is_what_the_system_and_the_container_have_left(monkeypatch, files, available, whole):
+    files = files | {"/proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 2048 kB\nSwapFree:  1024 kB\nHugePages: 0\n"}
 
     def read(path):
         try:
@@ -67,8 +96,8 @@ def test_what_is_available_is_the_systems_and_the_containers(monkeypatch, limit,
             raise FileNotFoundError(path) from None
 
     monkeypatch.setattr(memory.Path, "read_text", read)
-    assert memory.memory_available() == expected
-    assert memory.memory_of_machine() == min(9999 << 10, expected if limit == str(2 << 20) else 9999 << 10)
+    assert memory.memory_available() == available
+    assert memory.memory_of_machine() == whole
 
 
 def test_where_nothing_is_known_nothing_is_refused(monkeypatch):
@@ -114,7 +143,7 @@ def test_it_is_filled_in_beside_what_runs(monkeypatch):
     between = Between(at=8)
     monkeypatch.setattr(filled_memory, "memory_available", between)
     before = resident()
-    kv = KvBlocks(4, 8192, 4, 16, 64, np.float32)
+    kv = KvBlocks(4, 2048, 4, 16, 64, np.float32)
     assert between.reached.wait(30)
     assert resident() - before < kv.nbytes * 0.5, "it is there before all of it is filled in"
     assert not kv.keys.any()
@@ -140,7 +169,7 @@ def test_all_arrays_are_filled_in(monkeypatch):
 def test_what_is_let_go_half_filled_in_leaves_the_process(monkeypatch):
     between = Between(at=40)
     monkeypatch.setattr(filled_memory, "memory_available", between)
-    kv = KvBlocks(4, 8192, 4, 16, 64, np.float32)
+    kv = KvBlocks(4, 2048, 4, 16, 64, np.float32)
     assert between.reached.wait(30)
     before = resident()
     kv.free()
@@ -183,13 +212,53 @@ def test_an_old_kernel_fills_it_in_as_it_is_used(monkeypatch, caplog):
 
 def test_why_it_is_not_filled_in_is_said(caplog):
     array = np.zeros(1)
-    filled_memory._fill([(weakref.ref(array), 0, mmap.PAGESIZE)])  # nothing is ever mapped at 0
-    assert "cannot be filled in: Cannot allocate memory" in caplog.text
+    filling = filled_memory._Filling([array])
+    filling._arrays = [(weakref.ref(array), 0, mmap.PAGESIZE)]  # nothing is ever mapped at 0
+    filling.run()
+    assert "filled in as it is used: [Errno 12] Cannot allocate memory" in caplog.text
+
+
+def test_without_a_thread_it_is_filled_in_as_it_is_used(monkeypatch, caplog):
+    """As with a limit on processes."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(filled_memory._Filling, "start", refuse)
+    kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
+    kv.keys[:] = 1
+    assert kv.keys.sum() == kv.keys.size
+    assert "as it is used: can't start new thread" in caplog.text
+
+
+def test_what_is_still_to_be_filled_in_is_not_given_away_again(monkeypatch):
+    between = Between(at=3)
+    monkeypatch.setattr(filled_memory, "memory_available", between)
+    monkeypatch.setattr(kv_blocks, "memory_available", lambda: 40 << 20)
+    first = KvBlocks(4, 256, 4, 16, 64, np.float32)
+    assert first.nbytes == 32 << 20
+    assert between.reached.wait(30)
+    assert filled_memory.to_come() == 28 << 20
+    with pytest.raises(MemoryError, match=r"0\.0 GiB are available"):
+        KvBlocks(4, 256, 4, 16, 64, np.float32)
+    first.free()
+    assert KvBlocks(4, 128, 4, 16, 64, np.float32).nbytes == 16 << 20, "at once, though the thread still waits"
+    between.go_on.set()
+    wait_until_filled(30)
+    assert filled_memory.to_come() == 0
+
+
+def test_a_size_beyond_all_numbers_is_refused_too(monkeypatch):
+    monkeypatch.setattr(kv_blocks, "memory_available", lambda: float("inf"))
+    with pytest.raises(MemoryError, match=r"lower worker\.num_blocks"):
+        KvBlocks(1 << 20, 1 << 24, 8, 64, 128, np.float32)
 
 
 @pytest.mark.parametrize(("spare", "pause"), [(1.0, 0.01), (0.2, 0.09)])
 def test_it_takes_less_of_a_machine_that_has_other_work(monkeypatch, spare, pause):
     """spare: cores that have nothing to do."""
+    monkeypatch.setattr(filled_memory, "_SHARE", 0.5)
+    monkeypatch.setattr(filled_memory, "_BUSY_SHARE", 0.1)
     now, slept = [0.0], []
 
     def sleep(seconds):
