@@ -14,7 +14,8 @@ HUGE = 2 << 20
 """Bytes in a huge page."""
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
-_MADV_COLLAPSE = 25
+_MADV_COLLAPSE, _MADV_POPULATE_WRITE = 25, 23
+"""Python has no names for them yet."""
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,9 +56,19 @@ def collapse(view: memoryview) -> bool:
     return bool(_libc.madvise(start, len(view) // HUGE * HUGE, _MADV_COLLAPSE) == 0)
 
 
+def populate(address: int, length: int) -> None:
+    """Have the pages of a writable mapping made; Python's lock is free. Raises OSError: EINVAL before Linux 5.14."""
+    if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        raise _last_error()
+
+
 def _map(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
     start = _libc.mmap(address, length, protection, flags, fd, offset)
     if start is None or start == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise _last_error()
     return int(start)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

@@ -1,7 +1,6 @@
 """Memory straight from the system, whose pages are made beside what runs."""
 
 import contextlib
-import ctypes
 import errno
 import logging
 import mmap
@@ -17,14 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.aligned_map import HUGE, populate
 from worker.memory import memory_available
 
 log = logging.getLogger(__name__)
 
-MADV_POPULATE_WRITE = 23
-"""Python has no name for it yet."""
-_PIECE = 2 << 20
-"""Bytes at a time, one huge page: as long as it takes, nobody can map or unmap memory."""
 _SPARE = 256 << 20
 """Bytes that are left to others: who takes the last has the system end a process, maybe another's."""
 _SHARE, _BUSY_SHARE = 0.5, 0.1
@@ -125,22 +121,23 @@ class _Filling(threading.Thread):
         log.info("%s %.1f of %.1f GiB in %.1f s", FILLED, sum(self._done) / 2**30, gib, time.monotonic() - began)
 
     def _fill(self) -> None:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own keeps its lock meanwhile
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        """A huge page at a time: as long as one takes, nobody can map or unmap memory."""
         pace = _Pace()
         for index, (array, address, nbytes) in enumerate(self._arrays):
-            for start in range(0, nbytes, _PIECE):
+            for start in range(0, nbytes, HUGE):
                 held = array()
                 if held is None:
                     return
                 began = time.monotonic()
                 if memory_available() < _SPARE:
                     raise MemoryError("the last memory is left to others; a lower worker.num_blocks takes less")
-                size = min(_PIECE, nbytes - start)
-                if madvise(address + start, size, MADV_POPULATE_WRITE):
-                    if ctypes.get_errno() != errno.EINVAL:  # Linux before 5.14 does not know it
-                        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-                    return
+                size = min(HUGE, nbytes - start)
+                try:
+                    populate(address + start, size)
+                except OSError as error:
+                    if error.errno == errno.EINVAL:  # this kernel does not know it
+                        return
+                    raise
                 del held
                 self._done[index] += size
                 pace.rest(time.monotonic() - began)

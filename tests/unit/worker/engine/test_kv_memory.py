@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout_client import aligned_map
 from worker import memory
 from worker.engine import paddle_engine
 from worker.engine.base import Interrupted, never
@@ -202,7 +203,7 @@ def test_the_last_memory_of_a_machine_is_left_alone(monkeypatch, caplog):
 
 
 def test_an_old_kernel_fills_it_in_as_it_is_used(monkeypatch, caplog):
-    monkeypatch.setattr(filled_memory, "MADV_POPULATE_WRITE", 999)
+    monkeypatch.setattr(aligned_map, "_MADV_POPULATE_WRITE", 999)
     kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
     wait_until_filled(30)
     kv.keys[:] = 1
