@@ -1,6 +1,7 @@
 """The weight store as the API sees it: what is live, what is on its way, and the verbs that change it."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,11 @@ class Weights:
         if not isinstance(answer, Status):
             raise EngineFailed(f"the store answered {type(answer).__name__} to GetStatus")
         return answer
+
+    async def changed(self, *, timeout_s: float) -> None:
+        """Return when the store has said something new, or after timeout_s."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     async def wait_for_version(self, version: int, *, timeout_s: float) -> Live:
         """Return once `version` or a later one is live. Raises Conflict after timeout_s."""

@@ -61,7 +61,16 @@ async def abort_requests(service: Uses, body: schema.AbortRequests | None = None
 
 @router.post("/init_weight_transfer_engine", dependencies=admin)
 async def init_weight_transfer_engine(service: Uses, body: schema.InitTransfer | None = None) -> schema.TransferReady:
-    """Where to push."""
+    """Where to push. Anything but ZMQ is refused: a trainer would wait in a rendezvous that nobody joins."""
+    asked = body.init_info if body else {}
+    other = [key for key in asked if key != "backend"]
+    if other or asked.get("backend", "zmq") != "zmq":
+        raise BadInput(
+            f"init_info names {', '.join(other[:8]) or 'another backend'}: weights arrive over ZMQ here, not NCCL, "
+            f'IPC or RDT. Send {{"init_info": {{"backend": "zmq"}}}} and push with '
+            f"rollout_client.WeightPublisher({service.push_endpoint!r}, run_id=...), or through an adapter of "
+            "rollout_client.adapters (docs/trainers)"
+        )
     return schema.TransferReady(
         message="weight transfer is ready",
         endpoints=[service.push_endpoint],

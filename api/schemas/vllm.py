@@ -38,7 +38,7 @@ class Message(Lenient):
 
 
 class InitTransfer(Lenient):
-    """/init_weight_transfer_engine. Whatever init_info says, the bytes go over ZMQ."""
+    """/init_weight_transfer_engine: {} or {"backend": "zmq"}. What names another transport is refused by the route."""
 
     init_info: dict[str, Any] = Field(default_factory=dict)
 
@@ -51,15 +51,26 @@ class TransferReady(Message):
     weight_version: str
 
 
+PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
+"""How a stock trainer cuts its own buckets: nothing that arrives here depends on it."""
 Shape = Annotated[list[Count], Field(max_length=16, fail_fast=True)]
 
 
 class UpdateInfo(Lenient):
-    """The tensors of one bucket."""
+    """The tensors of one bucket. dtypes and shapes are those that the publisher says of its own tensors."""
 
     names: Annotated[Names, Field(min_length=1)]
     dtype_names: Names | None = None
     shapes: Annotated[list[Shape], Field(max_length=1 << 16, fail_fast=True)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_zmq(cls, info: Any) -> Any:
+        """Handles and sparse updates are bytes that would have to come some other way."""
+        other = [key for key in info if key not in {*cls.model_fields, *PACKING}] if isinstance(info, dict) else []
+        if given := [key for key in other if info[key] not in (None, False)]:
+            raise ValueError(f"{', '.join(given[:5])}: the bytes of tensors arrive over ZMQ, from a WeightPublisher")
+        return info
 
 
 class UpdateWeights(Lenient):

@@ -229,6 +229,7 @@ class ScriptedStore:
         self.results: dict[type, Result] = {}
         self.received: list[Any] = []
         self.session: dict[str, Any] | None = None
+        self.last_error: dict[str, Any] | None = None
         self.relay: dict[str, Any] | None = None
         self.arrived: set[str] = set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -244,7 +245,17 @@ class ScriptedStore:
 
     def commit(self, version: int, run_id: str = "run") -> None:
         epoch = self.live.epoch + 1 if self.live else 1
-        self.live = Live(run_id, version, epoch, epoch % 2, "e" * 16)
+        self.live, self.session = Live(run_id, version, epoch, epoch % 2, "e" * 16), None
+        self.publish()
+
+    def push(self, state: str = "staging", *, verified: int = 0, phase: str | None = None) -> None:
+        """A trainer's session of ten bytes, at this stage."""
+        self.session = {"state": state, "phase": phase, "bytes": 10, "verified_bytes": verified}
+        self.publish()
+
+    def fail_push(self, message: str) -> None:
+        """The session ends; nothing went live."""
+        self.session, self.last_error = None, {"code": "aborted", "message": message}
         self.publish()
 
     def publish(self) -> None:
@@ -258,7 +269,7 @@ class ScriptedStore:
             previous=None,
             session=self.session,
             replicas={"0": {"ready": True}},
-            last_error=None,
+            last_error=self.last_error,
             last_push={"version": self.live.version} if self.live else None,
             history=[],
             counters={"commits": 1.0},
@@ -278,11 +289,12 @@ class ScriptedStore:
                     if subscribe:
                         self._subscribers.add(origin)
                     self._send(origin, self.status(call))
+                case SessionTensors(call=call) | CommitSession(call=call) if self.session is None:
+                    self._send(origin, Result(call, False, "unknown_session", "no push is running"))
                 case SessionTensors(call=call, names=names):
                     missing = [name for name in names if name not in self.arrived]
                     self._send(origin, Result(call, True, data={"missing": missing}))
                 case CommitSession(call=call):
-                    self.session = None
                     self.commit((self.live.version if self.live else 0) + 1)
                     self._send(origin, Result(call, True, data={"version": self.live.version}))
                 case RollbackWeights() | Checksums() | ReadTensor():

@@ -45,6 +45,7 @@ async def test_a_name_outlives_the_api(client, service, store, until, config, mo
 
 async def test_a_name_given_by_finish_or_with_a_directory_does_too(client, service, store, until, config, model):
     await client.post("/start_weight_update", json={})
+    store.push("sealed", verified=10)
     await client.post("/finish_weight_update", json={"weight_version": "a"})
     await live_is(service, until, 1)
     await client.post("/update_weights_from_disk", json={"model_path": "/x", "weight_version": "b"})

@@ -89,6 +89,7 @@ async def test_four_phases(client, store, replicas):
     await post(client, "/start_weight_update", {})
     await post(client, "/start_weight_update", {}, status=409)
     bucket = {"update_info": {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[1], [2]]}}
+    store.push(verified=1)
     waiting = asyncio.create_task(client.post("/update_weights", json=bucket))
     await asyncio.sleep(0.1)
     store.arrived.add("a")
@@ -97,11 +98,39 @@ async def test_four_phases(client, store, replicas):
     store.arrived.add("b")
     assert (await waiting).json() == {"message": "weights updated"}
     assert (await client.get("/weight_info")).json() == {"weight_version": "default"}
+    store.push("sealed", verified=10)
     assert (await post(client, "/finish_weight_update", {"weight_version": "step 1"}))["message"]
     assert [m for m in store.received if isinstance(m, CommitSession)]
     assert (await client.get("/weight_info")).json() == {"weight_version": "step 1"}
     await post(client, "/finish_weight_update", status=409)
     await post(client, "/update_weights", bucket, status=409)
+
+
+NCCL = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3}
+
+
+@pytest.mark.parametrize("info", [NCCL, {"world_size": 2}, {"backend": "nccl"}, NCCL | {"backend": "zmq"}])
+async def test_a_rendezvous_that_nobody_would_join_is_refused(client, info):
+    body = await post(client, "/init_weight_transfer_engine", {"init_info": info}, status=400)
+    said = body["error"]["message"]
+    assert "ZMQ" in said
+    assert "rollout_client.adapters" in said
+    assert "WeightPublisher('tcp://127.0.0.1:5600'" in said
+    if info is NCCL:
+        assert "master_address, master_port, rank_offset, world_size" in said
+
+
+@pytest.mark.parametrize("body", [None, {}, {"init_info": {}}, {"init_info": {"backend": "zmq"}}])
+async def test_a_trainer_that_asks_for_zmq_learns_where_to_push(client, body):
+    assert (await post(client, "/init_weight_transfer_engine", body))["endpoints"] == ["tcp://127.0.0.1:5600"]
+
+
+@pytest.mark.parametrize("bytes_elsewhere", [{"ipc_handles_pickled": "gAS="}, {"num_updates_list": [1]}, {"new": 1}])
+async def test_bytes_that_would_come_another_way_are_refused(client, bytes_elsewhere):
+    info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+    body = await post(client, "/update_weights", {"update_info": info | bytes_elsewhere}, status=400)
+    assert next(iter(bytes_elsewhere)) in body["error"]["message"]
+    assert "ZMQ" in body["error"]["message"]
 
 
 async def test_finish_does_not_commit_again_what_the_trainer_committed(client, store, until, service):
