@@ -114,7 +114,7 @@ class Batcher:
             return
         coming = self._names_coming()
         for sequence in list(self.waiting):
-            if step.full or len(self.running) >= self._max_batch:
+            if step.full or step.late or len(self.running) >= self._max_batch:
                 return
             if not admit and not sequence.begun:
                 continue

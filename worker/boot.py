@@ -105,6 +105,7 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             _tokenizer(config),
             max_batch=config.max_batch,
             max_tokens_per_step=config.max_tokens_per_step,
+            max_step_s=config.max_step_s,
             logprobs_mode=config.logprobs_mode,
             prefix_caching=config.prefix_caching,
             speculative=config.speculative != "off",

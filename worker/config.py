@@ -57,6 +57,9 @@ class WorkerConfig(BaseModel):
     """Sequences in one step."""
     max_tokens_per_step: int = Field(default=1024, ge=16, le=1 << 20)
     """Tokens in one step; longer prompts are prefilled in chunks."""
+    max_step_s: float = Field(default=1.0, gt=0, le=60)
+    """Prompts are cut so that no step takes longer, as far as the steps before it tell; 16 tokens always run. Less:
+    other sequences' tokens wait less for a long prompt, which itself takes longer."""
     max_model_len: int | None = Field(default=None, ge=8, le=1 << 22)
     """Tokens of prompt and output together; None = what the model's config says."""
     block_size: int = Field(default=16, ge=1, le=256)

@@ -5,6 +5,7 @@ else may be called between ticks. Each token is stamped with the version given t
 logits. One owner thread. Nothing a request contains makes a method raise: it ends with finish "error" instead.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection
 
@@ -17,6 +18,7 @@ from worker.intake import accepted, refusal
 from worker.kv_cache import KvCache, KvState
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
+from worker.pace import Pace
 from worker.sampler import Draw, LogprobsMode, Pick, Sampler
 from worker.sequence import Request, Sequence
 from worker.step import Step, StepRow
@@ -27,8 +29,8 @@ from worker.tokenizer import Tokenizer
 class Scheduler:
     """Continuous batching over a paged KV cache.
 
-    max_batch: sequences in a step. max_tokens_per_step: decodes plus prefill chunks, >= max_batch. tokenizer: for
-    stop strings. speculative: the engine drafts. clock: seconds.
+    max_batch: sequences in a step. max_tokens_per_step: decodes plus prefill chunks, >= max_batch. max_step_s: what
+    prompts are cut to. tokenizer: for stop strings. speculative: the engine drafts. clock: seconds.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Scheduler:
         *,
         max_batch: int,
         max_tokens_per_step: int,
+        max_step_s: float = math.inf,
         logprobs_mode: LogprobsMode = "processed",
         prefix_caching: bool = True,
         speculative: bool = False,
@@ -52,6 +55,7 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._max_tokens = max_tokens_per_step
+        self._pace = Pace(max_step_s)
         self._clock = clock
         self._metrics = GenerationMetrics()
         self._kv = KvCache(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
@@ -101,7 +105,7 @@ class Scheduler:
                 self._end_request(request, "length")
         # The last: what the step before it let in may have had everything in the cache.
         for draft in (True, False, True) if self._speculative else (False,):
-            step = Step(version, self._max_tokens, self._max_batch, draft)
+            step = Step(version, self._pace.budget(self._max_tokens), self._max_batch, self._pace, draft)
             if draft:
                 self._batcher.fill_draft(step)
             else:
@@ -111,10 +115,13 @@ class Scheduler:
                 return step.batch(self._kv)
         return None
 
-    def apply(self, logits: Float32) -> None:
-        """Sample from logits [L, vocab] of the last scheduled step, advance, finish."""
+    def apply(self, logits: Float32, seconds: float = 0.0) -> None:
+        """Sample from logits [L, vocab] of the last scheduled step, advance, finish. seconds: how long it took; 0 =
+        nothing is learned from it.
+        """
         step, self._step = self._step, None
         assert step is not None, "no step is under way"
+        step.took(seconds)
         self._kv.settle()
         if step.draft:
             self._drafting.propose(step, logits)

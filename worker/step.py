@@ -6,6 +6,7 @@ import numpy as np
 
 from worker.engine.base import ForwardBatch
 from worker.kv_cache import KvCache
+from worker.pace import LEAST, Pace, attended
 from worker.sequence import Sequence
 
 _SCORED_ROWS = 256
@@ -50,20 +51,28 @@ class StepRow:
 
 @dataclass
 class Step:
-    """A step being filled, then under way. budget: tokens it may still take; seats: sequences. draft: the drafting
-    layer runs alone.
+    """A step being filled, then under way. budget: tokens it may still take; seats: sequences. pace: says how much of
+    a prompt fits into its time. draft: the drafting layer runs alone.
     """
 
     version: int
     budget: int
     seats: int
+    pace: Pace
     draft: bool = False
     rows: list[StepRow] = field(default_factory=list)
+    _cost_s: float = 0.0  # of the rows
+    _prompt_tokens: int = 0  # in rows of several tokens
 
     @property
     def full(self) -> bool:
         """No further sequence fits."""
         return self.budget <= 0 or self.seats <= 0
+
+    @property
+    def late(self) -> bool:
+        """Its time is up: no further prompt is begun."""
+        return self._prompt_tokens > 0 and self._cost_s >= self.pace.bound_s
 
     def room_for(self, sequence: Sequence) -> int:
         """How many of a sequence's tokens this step takes. A proposed token and the one before it go together."""
@@ -72,7 +81,12 @@ class Step:
         room = min(self.budget, sequence.feed)
         if sequence.draft is not None:
             return room if room == sequence.feed else 0
-        return min(room, _SCORED_ROWS) if sequence.request.scoring else room
+        if sequence.request.scoring:
+            room = min(room, _SCORED_ROWS)
+        if room <= 1:
+            return room  # a token that was asked for waits for no time
+        in_time = self.pace.fitting(room, sequence.kv.computed, self.pace.bound_s - self._cost_s)
+        return in_time if in_time >= LEAST or self._prompt_tokens else min(room, LEAST)
 
     def take(self, sequence: Sequence, length: int) -> None:
         """Add a row; its KV is already writable."""
@@ -82,6 +96,14 @@ class Step:
         self.rows.append(StepRow(sequence, start, length, scored, proposed))
         self.budget -= length
         self.seats -= 1
+        self._cost_s += self.pace.cost(length, start)
+        self._prompt_tokens += length if length > 1 else 0
+
+    def took(self, seconds: float) -> None:
+        """It ran so long. Steps of decodes wait for memory and say nothing of prompts."""
+        if 2 * self._prompt_tokens >= self.tokens and not self.draft:
+            cells = sum(attended(row.length, row.start) for row in self.rows)
+            self.pace.ran(self.tokens, cells, seconds)
 
     @property
     def tokens(self) -> int:

@@ -103,7 +103,7 @@ class Stepping:
             self._scheduler.discard()
             self._membership.lost_slot()
             return
-        self._scheduler.apply(logits)
+        self._scheduler.apply(logits, seconds)
         self.counters["steps"] += 1
         self.seconds.append(seconds)
 
