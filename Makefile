@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup kernels run model demo test chaos ray-test acceptance check format bench bench-generate bench-push bench-life image image-test clean
+.PHONY: help setup kernels run model demo test chaos ray-test acceptance check format bench bench-generate bench-push bench-life bench-host image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ bench-push: $(STAMP) ## pushes of Qwen3-0.6B against memory's speed and other wa
 
 bench-life: kernels model ## what deaths, clears, idling and ticks cost; LIFE_ARGS=idle for ten minutes of idling
 	$(BIN)/python -m benchmarks.life $(LIFE_ARGS)
+
+bench-host: kernels model ## what a token costs outside the model: CPU time in rank 0, API and client; BENCH_ARGS
+	$(BIN)/python -m benchmarks.host $(BENCH_ARGS)
 
 image: ## build the container images: the service, and the demo's trainer
 	DOCKER_BUILDKIT=1 docker build $(IMAGE_ARGS) --target service -t paddle-rollout .

@@ -28,6 +28,7 @@ from worker.giving_way import SPIN_MS, GivingWay
 from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.rendezvous import LISTEN
+from worker.sampler import TokenSampler
 from worker.scheduler import Scheduler
 from worker.signals import GroupDead, LocalSignals, Signals
 from worker.tokenizer import Tokenizer
@@ -109,6 +110,7 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             logprobs_mode=config.logprobs_mode,
             prefix_caching=config.prefix_caching,
             speculative=config.speculative != "off",
+            sampler=_sampler(config, engine.spec),
         )
         leader = Leader(
             channel,
@@ -175,9 +177,21 @@ def _engine(
         return FakeEngine(
             fake_spec(config, hf_config), rank=rank, step_s=config.fake.step_s, kv_weights=config.fake.kv_weights
         )
+    if config.engine == "stand-in":
+        from worker.engine.stand_in_engine import StandInEngine  # noqa: PLC0415  benchmarks only
+
+        return StandInEngine(fake_spec(config, hf_config))
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
     return PaddleEngine(config, layout.manifest, tp_group, rank, device)
+
+
+def _sampler(config: WorkerConfig, spec: EngineSpec) -> TokenSampler | None:
+    if config.engine != "stand-in":
+        return None
+    from worker.engine.stand_in_engine import StandInSampler  # noqa: PLC0415  benchmarks only
+
+    return StandInSampler(min(spec.vocab_size, config.fake.ids_below or spec.vocab_size))
 
 
 def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:

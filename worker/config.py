@@ -16,6 +16,8 @@ class FakeEngineConfig(BaseModel):
     """Seconds every forward pass sleeps, to stand for work."""
     kv_weights: bool = False
     """KV written under other weights changes the logits, as in a real model."""
+    ids_below: int | None = Field(default=None, ge=2)
+    """The stand-in's tokens are smaller, so that a tokenizer of fewer entries than the vocabulary has text for each."""
 
 
 class WorkerConfig(BaseModel):
@@ -31,8 +33,8 @@ class WorkerConfig(BaseModel):
     """Ranks that share one replica's matrices (tensor parallelism)."""
     device: Literal["cpu", "gpu"] = "cpu"
     """gpu needs a CUDA build of Paddle 3.x."""
-    engine: Literal["paddle", "fake"] = "paddle"
-    """fake serves no model; see `fake`."""
+    engine: Literal["paddle", "fake", "stand-in"] = "paddle"
+    """fake serves no model; see `fake`. stand-in answers at once, for measuring what everything else costs."""
     fake: FakeEngineConfig = FakeEngineConfig()
     """Settings of the fake engine."""
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from worker.engine.base import Float32
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import KvCache
-from worker.sampler import Draw, Pick, Sampler
+from worker.sampler import Draw, Pick, TokenSampler
 from worker.sequence import Sequence
 from worker.speculation import Proposal
 from worker.step import Step
@@ -28,7 +28,7 @@ class Drafting:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: TokenSampler,
         kv: KvCache,
         metrics: GenerationMetrics,
         advance: Callable[[Sequence, Draw, Step, float], None],

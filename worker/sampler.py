@@ -6,7 +6,7 @@ the most likely id (the lowest of equals) and reports logprobs at temperature 1.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,6 +46,31 @@ class Draw(NamedTuple):
     mask: Sequence[int] = ()  # ids left open, when asked for and something was cut
     error: str = ""  # non-empty: there is no token
     broken: bool = False  # because the engine's logits were not finite
+
+
+class TokenSampler(Protocol):
+    """Who turns a step's logits into tokens: `Sampler` in numpy, or an engine that samples where its logits are.
+
+    logits: whatever the engine's `forward` returned; its rows are named by `Pick.row`.
+    """
+
+    def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
+        """A token for every pick."""
+        ...
+
+    def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
+        """A draft's token for every pick, and what it was drawn from."""
+        ...
+
+    def verify(self, logits: Float32, picks: Sequence[Pick], proposals: Sequence[Proposal]) -> list[tuple[Draw, bool]]:
+        """The token at every pick, and whether it is the proposed one."""
+        ...
+
+    def score(
+        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
+    ) -> list[list[tuple[int, float, int]]] | None:
+        """(id, logprob, rank) of each target under its row, then of the likeliest others; None: not finite."""
+        ...
 
 
 class Sampler:

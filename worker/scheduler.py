@@ -19,7 +19,7 @@ from worker.kv_cache import KvCache, KvState
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
-from worker.sampler import Draw, LogprobsMode, Pick, Sampler
+from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler
 from worker.sequence import Request, Sequence
 from worker.step import Step, StepRow
 from worker.stopping import StopCheck
@@ -30,7 +30,8 @@ class Scheduler:
     """Continuous batching over a paged KV cache.
 
     max_batch: sequences in a step. max_tokens_per_step: decodes plus prefill chunks, >= max_batch. max_step_s: what
-    prompts are cut to. tokenizer: for stop strings. speculative: the engine drafts. clock: seconds.
+    prompts are cut to. tokenizer: for stop strings. speculative: the engine drafts. sampler: the engine's own; None =
+    in numpy, from its logits. clock: seconds.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Scheduler:
         logprobs_mode: LogprobsMode = "processed",
         prefix_caching: bool = True,
         speculative: bool = False,
+        sampler: TokenSampler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         least = "twice max_batch" if speculative else "max_batch"
@@ -60,7 +62,7 @@ class Scheduler:
         self._metrics = GenerationMetrics()
         self._kv = KvCache(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
         self._batcher = Batcher(self._kv, max_batch, self._metrics)
-        self._sampler = Sampler(spec.vocab_size, logprobs_mode)
+        self._sampler: TokenSampler = sampler or Sampler(spec.vocab_size, logprobs_mode)
         self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
         self._empty: list[Request] = []

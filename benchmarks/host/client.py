@@ -1,0 +1,81 @@
+"""A load of plain HTTP/1.1 over sockets, cheap enough not to be what is measured."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+_READ = 1 << 18
+
+
+@dataclass(frozen=True)
+class Load:
+    """`sequences` requests at once, of `prompt` ids each, for `tokens` new tokens each, streamed or whole."""
+
+    sequences: int
+    tokens: int
+    streamed: bool
+    prompt: int = 32
+
+    @property
+    def total(self) -> int:
+        """New tokens in all."""
+        return self.sequences * self.tokens
+
+
+def run(url: str, load: Load) -> float:
+    """Seconds from the first byte sent to the last one back. Raises RuntimeError when tokens are missing."""
+    return asyncio.run(_run(url, load))
+
+
+async def _run(url: str, load: Load) -> float:
+    where = urlsplit(url)
+    assert where.hostname is not None
+    assert where.port is not None
+    links = [await asyncio.open_connection(where.hostname, where.port, limit=_READ) for _ in range(load.sequences)]
+    began = time.perf_counter()
+    counts = await asyncio.gather(*(_one(*link, load, seed) for seed, link in enumerate(links)))
+    seconds = time.perf_counter() - began
+    for _, writer in links:
+        writer.close()
+    if set(counts) != {load.tokens}:
+        raise RuntimeError(f"requests came back with {sorted(set(counts))} tokens, not {load.tokens}")
+    return seconds
+
+
+async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load: Load, seed: int) -> int:
+    body: dict[str, Any] = {
+        "prompt_ids": [(seed * 31 + at * 7) % 40000 + 1 for at in range(load.prompt)],
+        "max_tokens": load.tokens,
+        "ignore_eos": True,
+        "seed": seed,
+        "stream": load.streamed,
+    }
+    payload = json.dumps(body).encode()
+    head = (
+        "POST /v1/rollout/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+    )
+    writer.write(head.encode() + payload)
+    pieces = []
+    while data := await reader.read(_READ):
+        pieces.append(data)
+    reply = b"".join(pieces)
+    status = reply[: reply.index(b"\r\n")]
+    if b" 200 " not in status:
+        raise RuntimeError(f"{status!r}: {reply[-500:]!r}")
+    return _tokens_of_stream(reply) if load.streamed else _tokens_of(reply[reply.index(b"\r\n\r\n") + 4 :])
+
+
+def _tokens_of(document: bytes) -> int:
+    return sum(len(output["token_ids"]) for output in msgspec.json.decode(document)["outputs"])
+
+
+def _tokens_of_stream(reply: bytes) -> int:
+    """Every event is one line here; chunk sizes of the transfer coding stand on lines of their own."""
+    events = (line[6:] for line in reply.split(b"\n") if line.startswith(b"data: {"))
+    return sum(_tokens_of(event) for event in events)

@@ -1,0 +1,72 @@
+"""An engine that costs nothing: what a token costs outside the model shows as all that is left.
+
+It stands for a device that samples for itself and answers at once. Nothing is computed and no logits exist; tokens
+come from `StandInSampler`, a fixed sequence per request. For `make bench-host` only: no weights, versions or KV cells
+are looked at, so nothing it generates proves anything.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
+from worker.messages import SamplingParams
+from worker.sampler import Draw, Pick
+from worker.speculation import Proposal
+
+_LOGPROB = -1.25
+_STRIDE = 7919
+"""Prime, so that a sequence's tokens differ from one to the next and between neighbours."""
+
+
+class StandInEngine:
+    """`Engine` of one rank that returns at once."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.asked: Callable[[], bool] = never
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """Any weights do."""
+        return True
+
+    def bind(self, prepared: object | None) -> None:
+        """Nothing depends on weights."""
+
+    def allocate_kv(self) -> None:
+        """There is none."""
+
+    def release_kv(self) -> int:
+        """There is none."""
+        return 0
+
+    def forward(self, batch: ForwardBatch) -> Float32 | None:
+        """Logits [L, 0]: `StandInSampler` looks at none."""
+        return np.empty((len(batch.logits_rows), 0), np.float32)
+
+
+class StandInSampler:
+    """`TokenSampler` whose tokens are ready. limit: ids are below it, so that a tokenizer has a text for each."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
+        """A token for every pick, by its place in its sequence."""
+        return [Draw(1 + (p.seed + p.position * _STRIDE) % (self._limit - 1), _LOGPROB) for p in picks]
+
+    def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
+        """It never drafts."""
+        return [Proposal(None) for _ in picks]
+
+    def verify(self, logits: Float32, picks: Sequence[Pick], proposals: Sequence[Proposal]) -> list[tuple[Draw, bool]]:
+        """It never drafts."""
+        return [(draw, False) for draw in self.sample(logits, picks)]
+
+    def score(
+        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
+    ) -> list[list[tuple[int, float, int]]] | None:
+        """Every prompt token has the same logprob."""
+        return [[(target, _LOGPROB, 1)] for target in targets]
