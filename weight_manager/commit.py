@@ -72,8 +72,16 @@ class Round:
         return sum(self._tallies.get(v, Tally()).replicas for v in self.voters)
 
     @property
+    def in_doubt(self) -> bool:
+        """The store above has been told that all flipped, and it alone knows whether the version counts: nothing that
+        happens here undoes it any more."""
+        return self.gated and self.phase is Phase.RECORD
+
+    @property
     def deadline(self) -> float:
-        """When `tick` has something to do."""
+        """When `tick` has something to do; inf = not before something is heard."""
+        if self.phase in (Phase.RECORD, Phase.DONE):
+            return float("inf")
         times = [self._hard] if self._waiting or not self._fencing else []
         if any(v in self.may_miss for v in self._waiting):
             times.append(self._soft)
@@ -148,9 +156,12 @@ class Round:
         if self.phase is Phase.ROLLBACK and report.session == self.session:
             self._settle(replica, now)
 
-    def fail(self, refusal: PushRefused, now: float) -> None:
-        """Give the commit up; everybody who was asked goes back. No effect once it is recorded."""
-        if self.phase in OPEN:
+    def fail(self, refusal: PushRefused, now: float, *, word: bool = False) -> None:
+        """Give the commit up; everybody who was asked goes back. No effect once it is recorded, or in doubt.
+
+        word: it is the store above that says so, or that has not been told of the flip.
+        """
+        if self.phase in OPEN and (word or not self.in_doubt):
             self.refusal = refusal
             self._fencing.clear()
             rollback = Rollback(self.session, refusal.message)
@@ -160,6 +171,9 @@ class Round:
     def gone(self, voter: Voter, why: str, now: float) -> None:
         """A replica died or registered anew; or a store below is lost or has joined anew."""
         if voter not in self.voters:
+            return
+        if self.in_doubt:  # it holds its output back, or adopts what is live before it serves again
+            self.voters.discard(voter)
             return
         if isinstance(voter, str) and self.phase in OPEN:
             self._miss(voter, why, PushRefused("refused", f"store {voter} {why}", rank=voter, retryable=True), now)

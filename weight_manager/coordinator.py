@@ -143,12 +143,22 @@ class Coordinator:
         self._round.start(now)
         self.drive(now)
 
-    def abort(self, refusal: PushRefused, now: float) -> None:
-        """End the running session, from whatever state; what is served does not change."""
+    @property
+    def in_doubt(self) -> bool:
+        """Everybody here has flipped, and only the store above knows whether it counts."""
+        return self._round is not None and self._round.in_doubt
+
+    def abort(self, refusal: PushRefused, now: float, *, word: bool = False) -> None:
+        """End the running session, from whatever state; what is served does not change.
+
+        No effect in doubt, unless it is the `word` of the store above, or that has not been told of the flip.
+        """
         if self.session is None:
             return
         if self._round is not None and self._committing is self.session:
-            self._round.fail(refusal, now)
+            if self.in_doubt and not word:
+                log.error("in doubt, and not undone: %s", refusal.message, extra=self.session.extra())
+            self._round.fail(refusal, now, word=word)
             self.drive(now)
         else:
             self._end(self.session, refusal, Event.ABORT)
@@ -183,7 +193,7 @@ class Coordinator:
                 self.machine.fire(Event.ALL_PREPARED, session.id)
                 session.lap("prepare", now)
                 self.changes += 1
-            if round_.phase is Phase.RECORD and not (session.gated and not session.decided):
+            if round_.phase is Phase.RECORD and (session.decided or not session.gated):
                 self._record(round_, session, now)
             elif round_.phase is Phase.DONE:
                 self._finish_round(now)
@@ -216,6 +226,10 @@ class Coordinator:
             self.history.commit(live, record_of(round_, session))
         except OSError as error:
             refusal = PushRefused("io", f"the commit could not be written down: {error}", retryable=True)
+            if round_.in_doubt:  # it is live above: hold the output, and try again with the next word from there
+                session.decided = False
+                self.note_error(refusal, session.extra())
+                return
             round_.fail(refusal, now)
             return
         self._fleet.went_live(live, voted=any(isinstance(v, int) for v in round_.voters))

@@ -5,6 +5,7 @@ arena is, so that a restarted store can take it over, and reserves epochs ahead,
 a replica in a commit that failed is not used again by the next life of the store.
 """
 
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -14,6 +15,8 @@ import msgspec
 
 from weight_manager.errors import StartError
 from weight_manager.messages import Live
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 RESERVE = 64
@@ -52,7 +55,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class History:
-    """The log and what is live. Every change is on disk before the method returns; OSError changes nothing."""
+    """The log and what is live. Every change is in the file before the method returns; OSError changes nothing."""
 
     def __init__(self, path: Path, keep: int) -> None:
         """Reads `path` if it exists. Raises StartError when it is there and cannot be understood."""
@@ -140,19 +143,25 @@ class History:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: after a crash at any moment it holds the old bytes or the new ones."""
+    """Replace a file as a whole: after a crash at any moment it holds the old bytes or the new ones.
+
+    Raises OSError, then it holds the old ones. A directory that cannot be synced is logged only: the new bytes are what
+    everybody reads from then on, and a machine that loses power may come back with the old ones.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # first: after the replacement nothing may fail
     try:
         with scratch.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
+        try:
+            os.fsync(directory)
+        except OSError as error:
+            log.error("%s is written, but may be lost with the machine's power: %s", path, error)
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
     finally:
         os.close(directory)

@@ -222,6 +222,10 @@ class StoreReceiver(Protocol):
         """Bytes that cannot be read."""
         ...
 
+    def broken(self, peer: bytes, why: str) -> None:
+        """A message that could not be handled: what this store takes part in is not what it says."""
+        ...
+
 
 def receive_stores(router: Router, receiver: StoreReceiver, counters: Counters) -> None:
     """One turn on the socket of the stores below; see `receive_pushes`."""
@@ -238,4 +242,10 @@ def receive_stores(router: Router, receiver: StoreReceiver, counters: Counters) 
             counters.add("bad_messages")
             receiver.malformed(peer, f"not a message of the relay: {error}")
             continue
-        receiver.request(peer, decoded)
+        try:
+            receiver.request(peer, decoded)
+        except IllegalTransition:
+            raise  # as in `receive_internal`
+        except Exception as error:
+            log.exception("a %s from a store below could not be handled", type(decoded).__name__)
+            receiver.broken(peer, f"sent a {type(decoded).__name__} that could not be handled: {error!r}")

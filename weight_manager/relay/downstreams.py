@@ -183,6 +183,15 @@ class Downstreams(Electorate):
         """Cannot be read, or from nobody we know."""
         self.links.answer(peer, wire.NotJoined(why))
 
+    def broken(self, peer: bytes, why: str) -> None:
+        """It must join again; a session that needs it ends."""
+        link = self.links.of_peer(peer)
+        if link is None:
+            self.malformed(peer, why)
+        else:
+            self.links.send(link, wire.NotJoined(f"store {link.name} {why}; join again"))
+            self._remove(link, why)
+
     def tick(self, now: float) -> None:
         """Silence, patience, and who waited for a commit to be settled."""
         for link in self.links.all():

@@ -78,8 +78,7 @@ class Upstream:
     @property
     def in_doubt(self) -> bool:
         """Everybody here has flipped, and only the store above knows whether it counts."""
-        round_ = self._coordinator.round
-        return round_ is not None and round_.gated and round_.phase is Phase.RECORD
+        return self._coordinator.in_doubt
 
     def status(self, now: float) -> dict[str, Any]:
         """As the API shows it."""
@@ -236,7 +235,8 @@ class Upstream:
                 self.relayed.decide(now)
             else:
                 self.relayed.told = True
-                self._coordinator.abort(PushRefused("aborted", "the store above did not commit it"), now)
+                refusal = PushRefused("aborted", "the store above did not commit it")
+                self._coordinator.abort(refusal, now, word=True)
         self._beat(now)
 
     def _turned_away(self, message: wire.NotJoined, now: float) -> None:
@@ -257,7 +257,7 @@ class Upstream:
         session = self._coordinator.session
         if relayed is not None and relayed.id == message.session and session is not None and session is relayed.session:
             relayed.told = relayed.rolled_back = True
-            self._coordinator.abort(PushRefused("aborted", message.reason), now)
+            self._coordinator.abort(PushRefused("aborted", message.reason), now, word=True)
         else:
             self.over(message.session)
 
@@ -288,7 +288,8 @@ class Upstream:
             try:
                 self._coordinator.history.may_go_live(round_.live)
             except OSError as error:
-                self._coordinator.abort(PushRefused("io", f"the flip could not be written down: {error}"), now)
+                refusal = PushRefused("io", f"the flip could not be written down: {error}")
+                self._coordinator.abort(refusal, now, word=True)
                 return
             self.send(wire.Vote(relayed.id, "flip", stores=round_.stores, replicas=round_.replicas))
 

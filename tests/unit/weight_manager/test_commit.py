@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from weight_manager.commit import Round
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.messages import Finalize, Finalized, Flip, Flipped, Live, Prepare, Prepared, Rollback, RolledBack
-from weight_manager.votes import Limits, Phase
+from weight_manager.votes import Limits, Phase, Tally
 
 LIVE = Live("run", 2, 5, 1, "d" * 16)
 LIMITS = Limits(prepare=10.0, flip=2.0, rollback=1.0, finalize=1.0)
@@ -17,7 +17,7 @@ def round_of(*voters: int) -> Round:
     return round_
 
 
-def sent(round_: Round) -> list[tuple[int, str]]:
+def sent(round_: Round) -> list[tuple[int | str, str]]:
     out = [(number, type(message).__name__) for number, message in round_.outbox]
     round_.outbox.clear()
     return out
@@ -143,6 +143,52 @@ def test_a_failed_record_rolls_back():
     round_.fail(PushRefused("io", "again"), 0.3)
     assert round_.refusal is not None
     assert round_.refusal.message == "no space"
+
+
+def in_doubt(*voters: int | str) -> Round:
+    """Every rank has flipped, and the store above has been told so."""
+    round_ = Round("s", LIVE, "keep", set(voters), LIMITS, gated=True)
+    round_.start(0.0)
+    for step, vote in ((round_.prepared, Prepared("s")), (round_.flipped_by, Flipped("s"))):
+        for voter in voters:
+            if isinstance(voter, int):
+                step(voter, vote, 0.1)
+            else:
+                round_.store_voted(voter, vote, Tally(1, 1), "", 0.1)
+        round_.proceed(2.0, 0.1)
+    assert round_.phase is Phase.RECORD
+    sent(round_)
+    return round_
+
+
+def test_in_doubt_there_is_no_deadline():
+    round_ = in_doubt(0)
+    assert round_.deadline == float("inf"), "the loop would turn as fast as it can until the word comes"
+    round_.tick(1000.0)
+    assert round_.phase is Phase.RECORD
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda round_: round_.gone(0, "died", 0.2),
+        lambda round_: [round_.gone(n, "died", 0.2) for n in (0, 1)],
+        lambda round_: round_.gone("b", "has left", 0.2),
+        lambda round_: round_.fail(PushRefused("aborted", "by an operator"), 0.2),
+    ],
+)
+def test_in_doubt_nothing_undoes_what_may_be_recorded_above(happens):
+    round_ = in_doubt(0, 1, "b")
+    happens(round_)
+    assert (round_.phase, round_.refusal, sent(round_)) == (Phase.RECORD, None, [])
+    round_.recorded(0.3)
+    assert {name for _, name in sent(round_)} <= {"Finalize"}
+
+
+def test_in_doubt_the_word_of_the_store_above_undoes_it():
+    round_ = in_doubt(0, "b")
+    round_.fail(PushRefused("aborted", "it was not committed above"), 0.2, word=True)
+    assert sent(round_) == [(0, "Rollback"), ("b", "Rollback")]
 
 
 INPUTS = st.tuples(

@@ -116,3 +116,39 @@ def test_a_file_that_cannot_be_understood_stops_the_start(tmp_path, content):
     (tmp_path / "h.json").write_bytes(content)
     with pytest.raises(StartError, match="move it away"):
         History(tmp_path / "h.json", 3)
+
+
+def test_what_lies_in_the_file_is_what_is_live_though_its_directory_cannot_be_synced(tmp_path, monkeypatch):
+    """Once the file is replaced every later life reads the new one: a commit must not be undone in memory alone."""
+    history = History(tmp_path / "h.json", 10)
+    commit(history, 1)
+    sync, replaced = os.fsync, []
+
+    def no_directory(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            replaced.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    monkeypatch.setattr(module.os, "fsync", no_directory)
+    newest = commit(history, 2)
+    assert replaced
+    assert history.live == newest == History(tmp_path / "h.json", 10).live
+
+
+def test_a_directory_that_cannot_be_opened_is_found_out_before_anything_is_replaced(tmp_path, monkeypatch):
+    history = History(tmp_path / "h.json", 10)
+    before = commit(history, 1)
+    opened = os.open
+
+    def none_left(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECTORY:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(module.os, "open", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        commit(history, 2)
+    monkeypatch.undo()
+    assert history.live == before == History(tmp_path / "h.json", 10).live
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["h.json"]

@@ -7,8 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_client.protocol import Chunk, Hello, Renew, encode
+from weight_manager.errors import IllegalTransition
 from weight_manager.metrics import Counters
-from weight_manager.wire import Router, receive_pushes
+from weight_manager.relay.messages import Beat
+from weight_manager.relay.messages import encode as encode_to_above
+from weight_manager.wire import Router, receive_pushes, receive_stores
 
 
 class Receiver:
@@ -128,3 +131,53 @@ def test_a_bug_of_ours_is_answered_and_the_loop_goes_on(pair, caplog):
     exchange([encode(Chunk("bug", 0, 0, [4])), b"1234"])
     assert receiver.refused == ["internal", "internal"]
     assert "ZeroDivisionError" in caplog.text
+
+
+class StoreReceiver:
+    def __init__(self):
+        self.requests, self.refused, self.failed = [], [], []
+
+    def request(self, peer, message):
+        if message == Beat(13):
+            raise ZeroDivisionError
+        if message == Beat(14):
+            raise IllegalTransition("recorded twice")
+        self.requests.append(message)
+
+    def malformed(self, peer, why):
+        self.refused.append(why)
+
+    def broken(self, peer, why):
+        self.failed.append(why)
+
+
+@pytest.fixture
+def stores():
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        router = Router(context, "inproc://relay", 1 << 20, 64)
+        dealer.connect("inproc://relay")
+        receiver = StoreReceiver()
+
+        def say(*messages):
+            for message in messages:
+                dealer.send(message if isinstance(message, bytes) else encode_to_above(message))
+            for _ in messages:
+                router.socket.poll(1000)
+                receive_stores(router, receiver, Counters())
+            return receiver
+
+        yield say
+        router.close()
+
+
+def test_a_message_from_below_that_cannot_be_handled_costs_its_sender_and_nobody_else(stores):
+    receiver = stores(Beat(1), Beat(13), b"\xc1", Beat(2))
+    assert receiver.requests == [Beat(1), Beat(2)]
+    assert len(receiver.failed) == 1
+    assert "ZeroDivisionError" in receiver.failed[0]
+    assert len(receiver.refused) == 1
+
+
+def test_when_nobody_knows_what_is_live_the_store_ends(stores):
+    with pytest.raises(IllegalTransition):
+        stores(Beat(14))
