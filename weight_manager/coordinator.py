@@ -83,9 +83,9 @@ class Coordinator:
         return self._round is None or self._round.phase in (Phase.FINALIZE, Phase.DONE)
 
     def check_root(self) -> None:
-        """Only the store at the root takes pushes. Raises PushRefused."""
+        """Only the store at the root takes pushes, and commits them. Raises PushRefused."""
         if self._config.upstream is not None:
-            raise PushRefused("refused", f"this store follows {self._config.upstream}; push to the root of the fleet")
+            raise PushRefused("refused", f"this store follows {self._config.upstream}; ask the root of the fleet")
 
     def begin(self, intent: Intent, owner: Owner, now: float, *, reuse: Live | None = None) -> PushSession:
         """IDLE -> STAGING with a slot to fill or one that is full. Raises PushRefused busy, stale_version or io.
@@ -132,7 +132,12 @@ class Coordinator:
             raise IllegalTransition(f"commit of {session.id} while another commit is in {self._round}")
         if self._round is not None:
             self._finish_round(now)  # the last commit still waits for stall figures: answer it without
-        live = live_as(session, self.history.next_epoch())
+        try:
+            epoch = self.history.next_epoch()
+        except OSError as error:
+            self.abort(PushRefused("io", f"no epoch could be reserved: {error}", retryable=True), now)
+            return
+        live = live_as(session, epoch)
         replicas = self._fleet.numbers() if self.history.live else set()
         session.deadline = None
         session.mark = now

@@ -4,6 +4,7 @@ Until its key is known a connection is a nobody: a few bytes, a few seconds, and
 """
 
 import contextlib
+import errno
 import hmac
 import logging
 import socket
@@ -21,6 +22,9 @@ log = logging.getLogger(__name__)
 GREETING_BYTES = len(MAGIC) + KEY_BYTES
 GREETING_S = 5.0
 STRANGERS = 64
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+DEAF_S = 1.0
+"""Nothing is accepted for so long once the process, or the system, has no room for a connection."""
 BACKLOG = 64
 
 
@@ -55,6 +59,7 @@ class DataPort:
             raise StartError(f"cannot listen on data_port {port} of {host}: {error.strerror}") from error
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
+        self._deaf_until: float | None = None  # no descriptor is left for a connection
         watching.watch(self._socket.fileno(), self._accept)
 
     def expect(self, key: bytes, take: Callable[[socket.socket], None]) -> None:
@@ -66,13 +71,19 @@ class DataPort:
         self._keys.pop(key, None)
 
     def tick(self, now: float) -> None:
-        """Send away who does not say a key."""
+        """Send away who does not say a key, and accept again."""
+        if self._deaf_until is not None and now >= self._deaf_until:
+            self._deaf_until = None
+            self._watching.watch(self._socket.fileno(), self._accept)
         for stranger in [s for s in self._strangers.values() if now >= s.until]:
             self._part(stranger).close()
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        return min((s.until for s in self._strangers.values()), default=None)
+        times = [s.until for s in self._strangers.values()]
+        if self._deaf_until is not None:
+            times.append(self._deaf_until)
+        return min(times, default=None)
 
     def close(self) -> None:
         """Connections that were handed over are not ours."""
@@ -84,8 +95,12 @@ class DataPort:
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:
-            return  # gone again, or out of descriptors: it comes back while it waits
+        except OSError as error:
+            if error.errno in EXHAUSTED:  # it goes on waiting, and the loop would wake up for it at once, and again
+                log.error("no data connection can be accepted: %s", error.strerror)
+                self._deaf_until = time.monotonic() + DEAF_S
+                self._watching.unwatch(self._socket.fileno())
+            return  # else it is gone again
         if len(self._strangers) >= STRANGERS:
             self._part(min(self._strangers.values(), key=lambda s: s.until)).close()
         connection.setblocking(False)

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
@@ -13,6 +13,13 @@ from weight_manager.metrics import Counters
 from weight_manager.watching import Watching
 
 log = logging.getLogger(__name__)
+
+
+class Standing(NamedTuple):
+    """What is live, and whether that is not in question just now."""
+
+    live: Live | None
+    settled: bool
 
 
 @dataclass
@@ -62,15 +69,17 @@ class Fleet:
         """The registered replica behind a connection."""
         return self._by_identity.get(identity)
 
-    def register(self, identity: bytes, request: Register, live: Live | None, now: float, *, settled: bool) -> None:
+    def register(self, identity: bytes, request: Register, standing: Callable[[], Standing], now: float) -> None:
         """Take a replica in, or hold it until the running commit is settled.
 
         Its earlier registration ends, unless it is the very same processes asking during a commit what became
-        of it: they go on voting and get their answer when everybody does.
+        of it: they go on voting and get their answer when everybody does. standing: asked again once that has ended,
+        as it may have been what a commit waited for.
         """
         known = self._replicas.get(request.replica)
-        if known is not None and (settled or (known.identity, known.pids) != (identity, request.pids)):
+        if known is not None and (standing().settled or (known.identity, known.pids) != (identity, request.pids)):
             self._remove(known, "registered anew")
+        live, settled = standing()
         if request.layout_digest != self._layout_digest:
             message = (
                 f"replica {request.replica} lays weights out as {request.layout_digest}, the store as "

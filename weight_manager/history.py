@@ -103,8 +103,9 @@ class History:
 
     def remember(self, members: list[str]) -> None:
         """Stores below that may serve for a lease after a crash of this one."""
-        if sorted(members) != self.saved.members:
-            self._write(msgspec.structs.replace(self.saved, members=sorted(members)))
+        names = sorted(set(members))
+        if names != self.saved.members:
+            self._write(msgspec.structs.replace(self.saved, members=names))
 
     def forget_slot(self, slot: int) -> None:
         """It is being given away; a crash from here on must not trust it."""

@@ -15,7 +15,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import read_checkpoint
 from weight_manager.disk_load import DiskLoad
-from weight_manager.errors import PushRefused
+from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.fleet import Fleet
 from weight_manager.inspect import checksums, read_tensor
 from weight_manager.messages import (
@@ -93,6 +93,11 @@ class Operator:
                     self._commit(peer, request)
         except PushRefused as refusal:
             self._send(peer, refused(request.call, refusal))
+        except IllegalTransition:
+            raise  # nobody knows what is live any more
+        except Exception as error:  # a call that is not answered waits for its whole deadline
+            log.exception("a %s could not be carried out", type(request).__name__)
+            self._send(peer, refused(request.call, PushRefused("internal", f"the store failed: {error!r}")))
 
     def publish(self) -> None:
         """Tell subscribers, if anything has changed since the last time, and those who wait for a commit."""
@@ -191,6 +196,7 @@ class Operator:
         self._send(peer, Result(request.call, ok=True, data={"session": session.id, "missing": missing}))
 
     def _commit(self, peer: bytes, request: CommitSession) -> None:
+        self._coordinator.check_root()
         session = self._open_session()
         if not session.digest:
             raise PushRefused("refused", f"{session.intent} is not sealed yet: its trainer still sends")
@@ -220,6 +226,9 @@ class Operator:
 
     def _abort(self, peer: bytes, request: AbortSession) -> None:
         aborted = self._open_session().extra()
+        if self._coordinator.in_doubt:
+            message = "all replicas here have flipped, and only the store above knows whether it counts"
+            raise PushRefused("refused", message, retryable=True)
         self._coordinator.abort(PushRefused("aborted", request.reason), time.monotonic())
         self._send(peer, Result(request.call, ok=True, data=aborted))
 

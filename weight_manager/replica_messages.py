@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from weight_manager.coordinator import Coordinator
-from weight_manager.fleet import Fleet
+from weight_manager.fleet import Fleet, Standing
 from weight_manager.messages import (
     Adopted,
     Beat,
@@ -37,10 +37,9 @@ class ReplicaMessages:
     def take(self, peer: bytes, message: FromReplica) -> None:
         """One message."""
         now, coordinator = time.monotonic(), self._coordinator
-        live, settled = coordinator.history.live, coordinator.settled and not self._fenced()
         coordinator.changes += not isinstance(message, Beat)
         if isinstance(message, Register):
-            self._fleet.register(peer, message, live, now, settled=settled)
+            self._fleet.register(peer, message, self._standing, now)
             return
         replica = self._fleet.find(peer)
         if replica is None:
@@ -48,6 +47,7 @@ class ReplicaMessages:
             return
         replica.seen = now
         round_, number = coordinator.round, replica.number
+        live, settled = self._standing()
         match message:
             case Beat():
                 coordinator.changes += self._fleet.beat(replica, message.epoch, live, settled=settled)
@@ -66,3 +66,7 @@ class ReplicaMessages:
             case _:
                 pass
         coordinator.drive(now)
+
+    def _standing(self) -> Standing:
+        coordinator = self._coordinator
+        return Standing(coordinator.history.live, coordinator.settled and not self._fenced())

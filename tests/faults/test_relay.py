@@ -112,7 +112,7 @@ def test_leases_last_down_a_long_chain(fleet):
 def test_a_store_below_takes_no_pushes_of_its_own(fleet, weights):
     a, b = fleet.chain(2)
     fleet.hosts = {"b": b, "a": a}
-    with pytest.raises(errors.PushError, match="push to the root"):
+    with pytest.raises(errors.PushError, match="ask the root"):
         fleet.push(weights(1), 1)
     assert not b.store.ask(messages.RollbackWeights("r")).ok
     fleet.serve(0, weights(0))

@@ -222,8 +222,7 @@ class Downstreams(Electorate):
     def _join(self, peer: bytes, join: wire.Join, now: float) -> None:
         why = why_not(join, self._config.token, self._layout)
         if why:
-            log.error("store %s cannot join: %s", join.name, why)
-            self.links.answer(peer, wire.NotJoined(why, refused=True))
+            self._refuse(peer, join, why)
             return
         known = self.links.of_store(join.store)
         if known is not None:
@@ -240,9 +239,17 @@ class Downstreams(Electorate):
         if known is not None and known.part is not None and not known.part.out:
             self.links.send(known, wire.Joined(version_of(self._history.live), self._config.relay_lease_s))
             return  # it asked twice; it has been told of the session
+        namesake = self.links.named(join.name)
+        if namesake is not None and namesake.store != join.store:  # their votes would count as one
+            self._refuse(peer, join, f"another store is called {join.name}")
+            return
+        try:  # before it is given a lease: should we crash, the next life waits for that
+            self._history.remember([*self.links.names(), join.name])
+        except OSError as error:
+            self._refuse(peer, join, f"the store above cannot write down who has joined: {error}")
+            return
         link = Link(join.store, join.name, peer, join.holds, now)
         self.links.add(link)
-        self._remember()
         log.info("store %s has joined", link.name, extra={"holds": join.holds and join.holds.version})
         live = version_of(self._history.live)
         self.links.send(link, wire.Joined(live, self._config.relay_lease_s))
@@ -254,7 +261,10 @@ class Downstreams(Electorate):
     def _remove(self, link: Link, why: str, *, absent: bool = False) -> None:
         """absent: it may still be serving, until its lease runs out."""
         self.links.remove(link)
-        self._remember()
+        try:
+            self._history.remember(self.links.names())
+        except OSError as error:  # who is written down and gone is waited for once, should we crash
+            log.error("who has left cannot be written down: %s", error)
         log.warning("store %s %s", link.name, why)
         self.coordinator.changes += 1
         now, round_, part = time.monotonic(), self.coordinator.round, link.part
@@ -305,5 +315,6 @@ class Downstreams(Electorate):
         link.serves_until = now + seconds if seconds else link.serves_until
         return seconds
 
-    def _remember(self) -> None:
-        self._history.remember(self.links.names())
+    def _refuse(self, peer: bytes, join: wire.Join, why: str) -> None:
+        log.error("store %s cannot join: %s", join.name, why)
+        self.links.answer(peer, wire.NotJoined(why, refused=True))

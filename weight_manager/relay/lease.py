@@ -39,10 +39,10 @@ class Lease:
         at = self._asked.pop(seq, None)
         if at is None or seq < self._void_before:
             return
-        if seconds <= 0:
+        if not seconds > 0:  # nor is it if that is no number
             self.fence()
         else:
-            self.until = at + seconds
+            self.until = at + min(seconds, self._seconds)
             self._arena.lease(int(self.until * 1e9))
 
     def fence(self) -> None:

@@ -65,5 +65,5 @@ class Link:
 
 
 def own_name(config: StoreConfig, store: str) -> str:
-    """What a store is called by the one above."""
-    return f"{config.name}@{socket.gethostname()}-{store[:4]}"
+    """What a store is called by the one above; no other store is."""
+    return f"{config.name}@{socket.gethostname()}-{store}"

@@ -14,7 +14,7 @@ from weight_manager.arena import Arena
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
-from weight_manager.errors import PushRefused
+from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.relay import messages as wire
 from weight_manager.relay.dealer import drain, receive_payload
 from weight_manager.relay.downstreams import Downstreams
@@ -108,11 +108,18 @@ class Upstream:
                 drain(socket)
                 continue
             self._heard = time.monotonic()
-            if isinstance(message, wire.Chunk):
-                self._chunk(socket, message, self._heard)
-            else:
-                drain(socket)
-                self._handle(message, self._heard)
+            try:
+                if isinstance(message, wire.Chunk):
+                    self._chunk(socket, message, self._heard)
+                else:
+                    drain(socket)
+                    self._handle(message, self._heard)
+            except IllegalTransition:
+                raise  # nobody knows what is live any more
+            except Exception:
+                log.exception("a %s of the store above could not be handled", type(message).__name__)
+                self._lost("sent what could not be handled", self._heard, JOIN_AGAIN_S)
+                return
 
     def tick(self, now: float) -> bool:
         """Say what has become true, keep the membership up. Returns whether serving has just become allowed."""
@@ -174,8 +181,8 @@ class Upstream:
         """The lease is due now."""
         self._next_beat = 0.0
 
-    def _lost(self, why: str, now: float) -> None:
-        """Begin again on a new connection."""
+    def _lost(self, why: str, now: float, pause_s: float = 0.0) -> None:
+        """Begin again on a new connection, after so long."""
         log.warning("the store above %s; joining again", why)
         self._joined = False
         self._coordinator.changes += 1
@@ -184,7 +191,7 @@ class Upstream:
         self._watching.remove(old)
         old.close(linger=0)
         self._watching.add(self.socket)
-        self._join(now)
+        self._next_join = now + pause_s
 
     def _forget(self, why: str, now: float) -> None:
         """End what the store above began, unless it may be committed there."""

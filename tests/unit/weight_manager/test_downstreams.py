@@ -1,0 +1,83 @@
+"""The stores below as the one above sees them: who may join, and what a failure of either costs."""
+
+import errno
+from types import SimpleNamespace
+
+import pytest
+
+from tests.faults.small_model import LAYOUT
+from weight_manager.config import StoreConfig
+from weight_manager.history import History
+from weight_manager.relay import messages as wire
+from weight_manager.relay.downstreams import Downstreams
+from weight_manager.relay.link import own_name
+from weight_manager.watching import Watching
+
+
+class Above:
+    """Downstreams whose words are noted down instead of sent, and a coordinator that has nothing to do."""
+
+    def __init__(self, directory):
+        config = StoreConfig(run_dir=directory, model=directory, relay_lease_s=2.0)
+        self.history = History(directory / "weights.json", 10)
+        self.said = []
+        self.below = Downstreams(config, LAYOUT, slots=None, history=self.history, background=None)
+        self.below.coordinator = SimpleNamespace(settled=True, round=None, session=None, changes=0)
+        router = SimpleNamespace(send=lambda peer, content: self.said.append((peer, wire.decode_from_above(content))))
+        self.below.links.open(router, None, Watching())
+
+    def join(self, peer, store, name):
+        self.said.clear()
+        self.below.request(peer, wire.Join(store, name, LAYOUT.digest, None))
+        (told,) = [message for to, message in self.said if to == peer]
+        return told
+
+    @property
+    def names(self):
+        return [link.name for link in self.below.links.all()]
+
+
+@pytest.fixture
+def above(tmp_path):
+    return Above(tmp_path)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_two_stores_of_one_name_do_not_vote_as_one(above):
+    assert isinstance(above.join(b"1", "1234aaaa", "t@host"), wire.Joined)
+    refused = above.join(b"2", "1234bbbb", "t@host")
+    assert isinstance(refused, wire.NotJoined)
+    assert refused.refused
+    assert [link.store for link in above.below.links.all()] == ["1234aaaa"]
+    assert isinstance(above.join(b"3", "1234aaaa", "t@host"), wire.Joined), "a new life of the first one"
+
+
+def test_stores_that_agree_in_a_few_digits_have_names_of_their_own(tmp_path):
+    config = StoreConfig(run_dir=tmp_path, model=tmp_path)
+    assert own_name(config, "1234aaaabbbbcccc") != own_name(config, "1234ddddeeeeffff")
+
+
+def test_a_full_disk_keeps_stores_out_and_does_not_end_the_store(above, monkeypatch):
+    """Who is not written down is not waited for by the next life, and may not have a lease."""
+    above.join(b"1", "a" * 16, "first")
+    monkeypatch.setattr("weight_manager.history.write_atomically", full)
+    refused = above.join(b"2", "b" * 16, "second")
+    assert isinstance(refused, wire.NotJoined)
+    assert "No space left" in refused.message
+    assert above.names == ["first"]
+    above.below.request(b"1", wire.Leave())
+    assert above.names == []
+    monkeypatch.undo()
+    assert isinstance(above.join(b"2", "b" * 16, "second"), wire.Joined)
+    assert above.history.saved.members == ["second"]
+
+
+def test_a_store_whose_message_cannot_be_handled_must_join_again(above):
+    above.join(b"1", "a" * 16, "first")
+    above.below.broken(b"1", "sent nonsense")
+    (_, told) = above.said[-1]
+    assert isinstance(told, wire.NotJoined)
+    assert above.names == []
