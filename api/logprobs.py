@@ -1,6 +1,6 @@
 """Logprobs of samples in the shapes that clients want. A part is a whole sample, or a chunk of one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from api.flight import Sample
@@ -20,7 +20,24 @@ class TokenNames:
 
     def __call__(self, token_id: int) -> str:
         """One token."""
-        return f"token_id:{token_id}" if self._as_ids else self._model.token_text(token_id)
+        return _by_number(token_id) if self._as_ids else self._model.token_text(token_id)
+
+    def bytes_of(self, token_id: int) -> list[int] | None:
+        """The token's own bytes: a part of a character, maybe. None without a tokenizer."""
+        tokenizer = self._model.tokenizer
+        return None if tokenizer is None else list(tokenizer.token_bytes(token_id))
+
+    def keyed(self, candidates: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Logprobs by name, one entry per id: where two tokens have the same text, the later one is token_id:<n>."""
+        named: dict[str, float] = {}
+        for token_id, logprob in dict(candidates).items():
+            name = self(token_id)
+            named[_by_number(token_id) if name in named else name] = logprob
+        return named
+
+
+def _by_number(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def completion(part: Part, names: TokenNames, offset: int) -> dict[str, Any]:
@@ -35,8 +52,8 @@ def completion(part: Part, names: TokenNames, offset: int) -> dict[str, Any]:
         "tokens": tokens,
         "token_logprobs": part.logprobs,
         "top_logprobs": [
-            {token: logprob} | {names(i): p for i, p in top}
-            for token, logprob, top in zip(tokens, part.logprobs, tops, strict=True)
+            names.keyed([(token_id, logprob), *((i, p) for i, p in top if i != token_id)])
+            for token_id, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
         ],
         "text_offset": offsets,
     }
@@ -52,7 +69,7 @@ def completion_prompt(ids: list[int], prompt: PromptLogprobs, names: TokenNames)
     return {
         "tokens": tokens,
         "token_logprobs": [None, *(candidates[0][1] for candidates in prompt)],
-        "top_logprobs": [None, *({names(i): p for i, p, _ in candidates} for candidates in prompt)],
+        "top_logprobs": [None, *(names.keyed((i, p) for i, p, _ in candidates) for candidates in prompt)],
         "text_offset": offsets,
     }
 
@@ -67,14 +84,14 @@ def chat(part: Part, names: TokenNames, top_n: int) -> dict[str, Any]:
     tops = part.top or [[] for _ in part.token_ids]
     return {
         "content": [
-            _entry(names(token_id), logprob) | {"top_logprobs": [_entry(names(i), p) for i, p in top[:top_n]]}
+            _entry(names, token_id, logprob) | {"top_logprobs": [_entry(names, i, p) for i, p in top[:top_n]]}
             for token_id, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
         ]
     }
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": names(token_id), "logprob": logprob, "bytes": names.bytes_of(token_id)}
 
 
 def by_id(part: Part, top_n: int) -> dict[str, Any]:
@@ -84,11 +101,11 @@ def by_id(part: Part, top_n: int) -> dict[str, Any]:
     return {
         "content": [
             {
-                "token": f"token_id:{token_id}",
+                "token": _by_number(token_id),
                 "token_id": token_id,
                 "logprob": logprob,
                 "rank": rank,
-                "top_logprobs": [{"token": f"token_id:{i}", "token_id": i, "logprob": p} for i, p in top[:top_n]],
+                "top_logprobs": [{"token": _by_number(i), "token_id": i, "logprob": p} for i, p in top[:top_n]],
             }
             for token_id, logprob, rank, top in zip(part.token_ids, part.logprobs, ranks, tops, strict=True)
         ]

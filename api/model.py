@@ -84,10 +84,10 @@ class Model:
             ) from None
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone, special ones included; remembered."""
+        """Text of one token alone, special ones included; parts of characters are U+FFFD. Remembered."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.text.decode([token_id], False)
+            text = self._texts[token_id] = self.text.token_bytes(token_id).decode(errors="replace")
         return text
 
     async def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:

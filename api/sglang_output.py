@@ -8,8 +8,9 @@ from api.flight import Sample
 from api.generation import Job
 from api.model import Model
 from api.schemas.sglang import SglangSampling
+from api.schemas.vllm_sampling import stops_of
 from api.service import Service
-from api.text import TextOptions, final_text
+from api.text import StreamedText, TextOptions, final_text
 from worker.messages import SamplingParams
 
 
@@ -23,6 +24,13 @@ class Wanted:
     top_n: int
     texts: bool
 
+    @property
+    def text_options(self) -> TextOptions:
+        """How the text is wanted."""
+        sampling = self.sampling
+        stops = tuple(stops_of(sampling.stop))
+        return TextOptions(sampling.skip_special_tokens is not False, bool(sampling.no_stop_trim), stops)
+
     def params(self, prompt_tokens: int) -> SamplingParams:
         """As the worker wants it."""
         of_prompt = self.logprobs and 0 <= self.logprobs_from < prompt_tokens
@@ -30,14 +38,33 @@ class Wanted:
         return self.sampling.params(top_n=top_n, prompt_logprobs=top_n if of_prompt else None)
 
 
-def output(job: Job, wanted: Wanted, sample: Sample, service: Service) -> dict[str, Any]:
+class TextSoFar:
+    """Text of a sample that grows: without the half of a character, and without what may become a stop string."""
+
+    def __init__(self, wanted: Wanted, model: Model) -> None:
+        self._stream = StreamedText(model.tokenizer, wanted.text_options) if model.tokenizer is not None else None
+        self._text = ""
+        self._tokens = 0
+
+    def of(self, sample: Sample) -> str:
+        """All of it; call once after a sample has ended."""
+        if self._stream is not None:
+            new = sample.token_ids[self._tokens :]
+            self._text += self._stream.push(new, sample.finish, sample.stop_reason)
+            self._tokens += len(new)
+        return self._text
+
+
+def whole_text(wanted: Wanted, sample: Sample, model: Model) -> str:
+    """Text of a finished sample."""
+    if model.tokenizer is None:
+        return ""
+    return final_text(model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, wanted.text_options)
+
+
+def output(job: Job, wanted: Wanted, sample: Sample, text: str, service: Service) -> dict[str, Any]:
     """schemas.sglang.SglangOutput as plain data; an unfinished sample has finish_reason null."""
     flight, model = job.flights[0], service.model
-    text = ""
-    if model.tokenizer is not None:
-        sampling = wanted.sampling
-        options = TextOptions(sampling.skip_special_tokens is not False, bool(sampling.no_stop_trim))
-        text = final_text(model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, options)
     meta: dict[str, Any] = {
         "id": job.request_id,
         "finish_reason": _finish(sample),

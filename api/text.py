@@ -2,13 +2,15 @@
 
 The worker decides where a sequence ends; its last token is the one that completed the stop. So a stop
 string is cut where it ends in the text of the last token, not at an earlier place (min_tokens may have
-let one pass), and a stop token loses its text unless the caller wants it.
+let one pass), and a stop token loses its text unless the caller wants it. Stop strings are looked for in
+the text with special tokens, as the worker does, also where the caller sees it without.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.messages import Chunk, FinishReason
+from worker.messages import FinishReason
 from worker.tokenizer import Tokenizer
 
 
@@ -29,43 +31,53 @@ def final_text(
     options: TextOptions,
 ) -> str:
     """Text of a finished sequence."""
-    skip = options.skip_special_tokens
-    if finish != "stop" or not ids:
-        return tokenizer.decode(ids, skip)
-    if not isinstance(stop_reason, str):
-        return tokenizer.decode(ids if options.include_stop else ids[:-1], skip)
-    text = tokenizer.decode(ids, skip)
-    # Replacement characters stand for a character that the last token finished.
-    before = len(tokenizer.decode(ids[:-1], skip).rstrip("\ufffd"))
-    at = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
-    if at < 0:
-        return text
-    return text[: at + len(stop_reason)] if options.include_stop else text[:at]
+    if finish == "stop" and isinstance(stop_reason, str):
+        return StreamedText(tokenizer, options).push(ids, finish, stop_reason)
+    shown = ids[:-1] if finish == "stop" and not options.include_stop else ids
+    return tokenizer.decode(shown, options.skip_special_tokens)
 
 
 class StreamedText:
-    """Text of one sequence as its chunks come; the pieces join to exactly `final_text`."""
+    """Text of one sequence as its tokens come; the pieces join to exactly `final_text`."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
-        self._tokenizer = tokenizer
         self._options = options
-        self._decoder = tokenizer.stream(options.skip_special_tokens)
-        self._ids: list[int] = []
-        self._pending = ""  # decoded, not given out: it may be the beginning of a stop string
-        self._given = 0  # characters given out
+        self._full = tokenizer.stream(skip_special=False)
+        self._shown = tokenizer.stream(skip_special=True) if options.skip_special_tokens else None
+        self._waiting: deque[tuple[str, str]] = deque()  # of each token: its text, and what the caller sees of that
 
-    def push(self, chunk: Chunk) -> str:
-        """The text this chunk adds; what may yet turn out to be a stop string waits."""
-        self._ids += chunk.token_ids
-        if chunk.finish is not None:
-            text = final_text(self._tokenizer, self._ids, chunk.finish, chunk.stop_reason, self._options)
-            return text[self._given :]
-        for token_id in chunk.token_ids:
-            self._pending += self._decoder.push(token_id)
-        safe = len(self._pending) - _held_back(self._pending, self._options.stop)
-        piece, self._pending = self._pending[:safe], self._pending[safe:]
-        self._given += safe
-        return piece
+    def push(self, ids: Sequence[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> str:
+        """The text that further tokens add; what may yet turn out to be a stop string waits."""
+        if finish == "stop" and not isinstance(stop_reason, str) and not self._options.include_stop:
+            ids = ids[:-1]
+        for token_id in ids:
+            text = self._full.push(token_id)
+            self._waiting.append((text, text if self._shown is None else self._shown.push(token_id)))
+        text = "".join(text for text, _ in self._waiting)
+        if finish is None:
+            return self._take(len(text) - _held_back(text, self._options.stop))
+        if finish == "stop" and isinstance(stop_reason, str) and self._waiting:
+            before = len(text) - len(self._waiting[-1][0])
+            at = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
+            if at >= 0:
+                return self._take(at + len(stop_reason) if self._options.include_stop else at)
+        rest = "".join(shown for _, shown in self._waiting)
+        self._waiting.clear()
+        return rest + (self._shown or self._full).finish()
+
+    def _take(self, count: int) -> str:
+        """What the caller sees of the next `count` characters."""
+        taken = []
+        while count and self._waiting:
+            text, shown = self._waiting.popleft()
+            left = len(text) - count
+            if left > 0:
+                cut = max(0, len(shown) - left)
+                self._waiting.appendleft((text[count:], shown[cut:]))
+                shown = shown[:cut]
+            taken.append(shown)
+            count = max(0, -left)
+        return "".join(taken)
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:

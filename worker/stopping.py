@@ -1,7 +1,7 @@
 """When a sequence is done: stop ids, stop strings across token boundaries, and the length."""
 
+from worker.detokenizer import TextStream
 from worker.messages import FinishReason, SamplingParams
-from worker.tokenizer import TextStream
 
 Ending = tuple[FinishReason, int | str | None]
 """Finish reason, and the stop id or string behind it."""

@@ -6,32 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
 
 from worker.chat_template import render
+from worker.detokenizer import Detokenizer, TextStream
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _SHORT = 1024
 """Characters. Longer texts are encoded as batches of one: only for batches the library lets other threads run."""
-
-
-class TextStream:
-    """Text of one sequence as its tokens come. The pieces join to what `decode` says of all of them."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, skip_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
-
-    def push(self, token_id: int) -> str:
-        """The text this token completes; "" while a character is unfinished."""
-        try:
-            return self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # the library raises nothing narrower when later bytes rewrite text it gave out
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._stream.step(self._tokenizer, token_id) or ""
 
 
 class Tokenizer:
@@ -49,6 +32,7 @@ class Tokenizer:
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Characters, as the vocabulary spells it: no fewer than those of text that it stands for."""
         self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
         self._special = dict(special)
         self._templates = dict(templates)
 
@@ -90,15 +74,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids. Ids the tokenizer does not know have no text."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return self._detokenizer.decode(ids, skip_special=skip_special)
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it, or None."""
         return self._tokenizer.id_to_token(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token by itself stands for, special ones included: a part of a character, maybe."""
+        return self._detokenizer.token_bytes(token_id)
+
     def stream(self, skip_special: bool = True) -> TextStream:
-        """A decoder fed one token at a time."""
-        return TextStream(self._tokenizer, skip_special=skip_special)
+        """A decoder fed one token at a time; its pieces and its end join to `decode` of all of them."""
+        return self._detokenizer.stream(skip_special=skip_special)
 
     def apply_chat_template(
         self,

@@ -117,7 +117,7 @@ class _Writer:
                     opening |= {"weight_version": version, "weight_versions": nothing_yet}
                     about = self.prompt(job.flights[0].samples[0])
                     yield event(self.envelope(job, kind, [opening]) | about)
-                delta = {"content": texts[chunk.index].push(chunk)}
+                delta = {"content": texts[chunk.index].push(chunk.token_ids, chunk.finish, chunk.stop_reason)}
                 yield event(self.envelope(job, kind, [{"delta": delta} | self._part(chunk)]))
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 counted = usage([self.ids], [job.flights[0].samples])

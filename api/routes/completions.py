@@ -110,7 +110,7 @@ class _Writer:
                 if self.model.tokenizer is not None:
                     if begins:
                         texts[key] = StreamedText(self.model.tokenizer, self.options)
-                    text = texts[key].push(chunk)
+                    text = texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
                 first = job.flights[i].samples[0]
                 part = self._part(i, chunk, text, before.get(key, ""), first, begins=begins)
                 before[key] = before.get(key, "") + text

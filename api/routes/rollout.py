@@ -177,7 +177,7 @@ async def _events(ask: Ask, service: Service, options: TextOptions) -> AsyncGene
                 key = prompt_index, chunk.index
                 if key not in texts:
                     texts[key] = StreamedText(model.tokenizer, options)
-                text = texts[key].push(chunk)
+                text = texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
             output = _output(prompt_index, chunk, text)
             yield event({"request_id": job.request_id, "model": model.name, "outputs": [output]})
         yield DONE

@@ -22,7 +22,7 @@ from api.schemas.base import ERRORS
 from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, SglangSampling
 from api.schemas.vllm_sampling import VllmSampling
 from api.service import Service, Uses
-from api.sglang_output import Wanted
+from api.sglang_output import TextSoFar, Wanted
 from api.sse import DONE, EventStream, event, while_connected
 
 router = APIRouter(tags=["sglang"], responses=ERRORS, dependencies=[Depends(require_data)])
@@ -64,7 +64,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
 
     def reply() -> Any:
         outputs = [
-            sglang_output.output(job, w, sample, service)
+            sglang_output.output(job, w, sample, sglang_output.whole_text(w, sample, service.model), service)
             for job, w, of_job in zip(jobs, wanted, samples, strict=True)
             for sample in of_job
         ]
@@ -115,6 +115,7 @@ async def _stream(
         for job in jobs:
             job.watch(moved.put_nowait)
         ended: set[tuple[int, int]] = set()
+        texts: dict[tuple[int, int], TextSoFar] = {}
         running = len(jobs)
         while running:
             update = await moved.get()
@@ -128,7 +129,10 @@ async def _stream(
                 continue  # an earlier event had these tokens already
             if sample.finish is not None:
                 ended.add((i, chunk.index))
-            output = sglang_output.output(jobs[i], wanted[i], sample, service)
+            if (i, chunk.index) not in texts:
+                texts[i, chunk.index] = TextSoFar(wanted[i], service.model)
+            text = texts[i, chunk.index].of(sample)
+            output = sglang_output.output(jobs[i], wanted[i], sample, text, service)
             if as_list:
                 output["index"] = sum(ask.sampling.n for ask in asks[:i]) + chunk.index
             yield event(output)

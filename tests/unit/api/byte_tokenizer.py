@@ -1,5 +1,6 @@
 """A tokenizer whose tokens are bytes, so that a test can read ids."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +18,14 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        out = bytearray()
-        for token_id in ids:
-            if token_id < 256:
-                out.append(token_id)
-            elif not skip_special:
-                out += f"<{token_id}>".encode()
-        return out.decode(errors="replace")
+        shown = (i for i in ids if i < 256 or not skip_special)
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
         return "".join(f"{m['role'][0]}:{m['content']};" for m in messages) + "a:"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
 
     def stream(self, skip_special: bool = True) -> "ByteStream":
         return ByteStream(self, skip_special)
@@ -34,12 +33,12 @@ class ByteTokenizer:
 
 class ByteStream:
     def __init__(self, tokenizer: ByteTokenizer, skip_special: bool) -> None:
-        self._tokenizer, self._skip, self._ids, self._given = tokenizer, skip_special, [], ""
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._reader = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids, self._skip)
-        if text.endswith("\ufffd"):
-            return ""
-        piece, self._given = text[len(self._given) :], text
-        return piece
+        skipped = self._skip and token_id >= 256
+        return "" if skipped else self._reader.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._reader.decode(b"", final=True)

@@ -1,74 +1,58 @@
 import threading
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from api.text import StreamedText, TextOptions, final_text
-from worker.messages import Chunk, Span
+from tests.unit.api.byte_tokenizer import ByteTokenizer
+from worker.messages import SamplingParams
+from worker.stopping import StopCheck, StopRules
 
-
-class Bytes:
-    """A tokenizer: ids below 256 are bytes of UTF-8, others special."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def stream(self, skip_special: bool = True) -> "Bytes":
-        made = Bytes()
-        made.ids, made.given = [], ""
-        return made
-
-    def push(self, token_id: int) -> str:
-        self.ids.append(token_id)
-        text = self.decode(self.ids)
-        if text.endswith("\ufffd"):
-            return ""
-        piece, self.given = text[len(self.given) :], text
-        return piece
+BYTES = ByteTokenizer()
 
 
 def ends(ids: list[int], stops: list[str], min_tokens: int) -> tuple[list[int], str | None]:
     """As the worker ends a sequence: at the first token that completes a stop string, from min_tokens on."""
-    tokenizer = Bytes()
-    seen = ""
-    for n in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:n])
-        if text.endswith("\ufffd"):
-            continue
-        found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, len(seen) - len(stop) + 1))) >= 0]
-        seen = text
-        if found and n >= min_tokens:
-            return ids[:n], min(found)[1]
+    sampling = SamplingParams(stop=stops, min_tokens=min_tokens, ignore_eos=True)
+    check = StopCheck(StopRules(sampling, (), len(ids)), BYTES.stream(skip_special=False))
+    for n, token_id in enumerate(ids, 1):
+        ending = check.after(token_id, n)
+        if ending is not None:
+            return ids[:n], ending[1] if ending[0] == "stop" else None
     return ids, None
 
 
 @given(
-    text=st.text(alphabet="abé日🎉", max_size=14),
+    text=st.text(alphabet="abé日🎉|", max_size=14),
+    skip=st.booleans(),
     stops=st.lists(st.text(alphabet="abé日", min_size=1, max_size=3), max_size=3),
     min_tokens=st.integers(0, 12),
     cuts=st.lists(st.integers(1, 5), max_size=20),
     include=st.booleans(),
 )
-def test_streamed_pieces_join_to_the_final_text_wherever_chunks_are_cut(text, stops, min_tokens, cuts, include):
-    ids, matched = ends(list(text.encode()), stops, min_tokens)
+def test_streamed_pieces_join_to_the_final_text_wherever_chunks_are_cut(text, skip, stops, min_tokens, cuts, include):
+    ids, matched = ends([300 if i == ord("|") else i for i in text.encode()], stops, min_tokens)
     finish = "stop" if matched else "length"
-    options = TextOptions(include_stop=include, stop=tuple(stops))
-    whole = final_text(Bytes(), ids, finish, matched, options)
-    streamed, pieces, rest = StreamedText(Bytes(), options), [], list(ids)
+    options = TextOptions(skip, include, tuple(stops))
+    whole = final_text(BYTES, ids, finish, matched, options)
+    streamed, pieces, rest = StreamedText(BYTES, options), [], list(ids)
     for size in cuts:
         part, rest = rest[:size], rest[size:]
         if rest:
-            pieces.append(streamed.push(Chunk("r", 0, part, [0.0] * len(part), [Span(0, 0, 0)])))
+            pieces.append(streamed.push(part))
         else:
             rest = part
             break
-    pieces.append(streamed.push(Chunk("r", 0, rest, [], [Span(0, 0, 0)], finish=finish, stop_reason=matched)))
+    pieces.append(streamed.push(rest, finish, matched))
     assert "".join(pieces) == whole
     if matched and not include:
-        assert whole == Bytes().decode(ids)[: len(whole)]
-        assert Bytes().decode(ids)[len(whole) :].startswith(matched)
+        shown = BYTES.decode(ids, skip)
+        assert whole == shown[: len(whole)]
+        if not min_tokens:
+            full = BYTES.decode(ids, False)
+            cut = min(at for stop in stops if (at := full.find(stop)) >= 0)
+            assert whole == full[:cut].replace("<300>", "" if skip else "<300>")
 
 
 @pytest.mark.parametrize(
@@ -86,12 +70,12 @@ def test_streamed_pieces_join_to_the_final_text_wherever_chunks_are_cut(text, st
     ],
 )
 def test_what_ends_a_sequence_loses_its_text(ids, finish, reason, include, text):
-    assert final_text(Bytes(), ids, finish, reason, TextOptions(include_stop=include)) == text
+    assert final_text(BYTES, ids, finish, reason, TextOptions(include_stop=include)) == text
 
 
 def test_what_may_become_a_stop_string_waits():
-    streamed = StreamedText(Bytes(), TextOptions(stop=("END",)))
-    pushed = [streamed.push(Chunk("r", 0, [i], [0.0], [Span(0, 0, 1)])) for i in b"xEEN."]
+    streamed = StreamedText(BYTES, TextOptions(stop=("END",)))
+    pushed = [streamed.push([i]) for i in b"xEEN."]
     assert pushed == ["x", "", "E", "", "EN."]
 
 

@@ -49,6 +49,14 @@ def _characters() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _word_pieces() -> tokenizers.Tokenizer:
+    """A decoder that looks at more than one token."""
+    vocabulary = {token: i for i, token in enumerate(["[UNK]", "hello", "##ing", "##s", "world", ".", "'", "s"])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer
+
+
 def _save(path: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any] | None = None, **files: Any) -> Path:
     tokenizer.save(str(path / "tokenizer.json"))
     for name, content in {"tokenizer_config": config, **files}.items():
@@ -68,20 +76,40 @@ def test_streamed_pieces_join_to_the_whole(tmp_path: Path, make: Any) -> None:
     assert "" in pieces  # a character of several tokens comes whole
 
 
-@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback, _characters, _word_pieces])
 @pytest.mark.parametrize("skip", [True, False])
 def test_any_ids_can_be_streamed(tmp_path: Path, make: Any, skip: bool) -> None:
-    """A model may sample bytes that are no text. Nothing raises, and what came out is the start of the whole."""
+    """A model may sample bytes that are no text. The pieces join to the whole, and that is what the library says."""
     tokenizer = Tokenizer.load(_save(tmp_path, make()))
     rng = random.Random(0)
-    for _ in range(50):
+    library = make()
+    for _ in range(200):
         ids = [rng.randrange(tokenizer.vocab_size + 5) for _ in range(40)]
-        stream = tokenizer.stream(skip_special=skip)
-        text = "".join(stream.push(i) for i in ids)
-        if make is _byte_level:  # byte fallback rewrites what it gave out when invalid bytes follow
-            whole = tokenizer.decode(ids, skip)
-            assert whole.startswith(text)
-            assert whole == text or whole.endswith("\ufffd")  # an unfinished character is held back
+        stream, whole = tokenizer.stream(skip_special=skip), tokenizer.decode(ids, skip)
+        pieces = [stream.push(i) for i in ids]
+        assert "".join(pieces) + stream.finish() == whole
+        if make is not _byte_fallback:  # there the library gives up characters beside bytes that are none
+            assert whole == library.decode(ids, skip_special_tokens=skip)
+
+
+def test_byte_fallback_replaces_bytes_one_by_one_and_keeps_what_is_a_character(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(_save(tmp_path, _byte_fallback()))
+
+    def ids(data: bytes) -> list[int]:
+        return [1 + byte for byte in data]
+
+    assert tokenizer.decode(ids("é".encode() + b"\xf0\x9f" + "中".encode())) == "é\ufffd\ufffd中"
+    assert tokenizer.decode(ids(b"\xf0\x9f\xa6")) == "\ufffd" * 3 == _byte_fallback().decode(ids(b"\xf0\x9f\xa6"))
+    assert tokenizer.decode([*ids(b"\xff"), 258, *ids("é".encode())]) == "\ufffdaé"
+
+
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+def test_the_bytes_of_tokens_join_to_those_of_the_text(tmp_path: Path, make: Any) -> None:
+    tokenizer = Tokenizer.load(_save(tmp_path, make()))
+    ids = tokenizer.encode("xab 🙂 中 aé")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == tokenizer.decode(ids).encode()
+    assert any("\ufffd" in tokenizer.token_bytes(i).decode(errors="replace") for i in ids)
+    assert tokenizer.token_bytes(99_999) == b""
 
 
 def test_a_character_vocabulary_needs_nothing_special(tmp_path: Path) -> None:
