@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 from api import openapi, replies
 from api.bodies import Bodies
+from api.hosts import Hosts
 from api.reply_counts import ReplyCounts
 from api.routes import (
     chat,
@@ -64,5 +65,6 @@ def create_app(service: Service) -> FastAPI:
     replies.install(app)
     openapi.install(app)
     app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
+    app.add_middleware(Hosts, config=service.config)
     app.add_middleware(ReplyCounts, answered=service.metrics.answered)
     return app

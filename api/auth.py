@@ -1,7 +1,8 @@
 """Who may call what: a bearer token for data routes, another for control routes, both compared in constant time.
 
 Without tokens everything is open, which `ApiConfig` allows on loopback only; then requests that a browser
-sends for another site (an Origin that is not this server) are refused, since nothing else would stop them.
+sends for another site are refused, since nothing else would stop them: those with an Origin that is not this server,
+and those that say so in Sec-Fetch-Site, as the GET of a mere image does. hosts.py sees to sites that borrow our address.
 The admin token opens data routes too. With only a data token, it opens control routes as well.
 """
 
@@ -20,6 +21,9 @@ _data = HTTPBearer(auto_error=False, scheme_name="data token", description="Toke
 _admin = HTTPBearer(auto_error=False, scheme_name="admin token", description="Token of control routes.")
 DataToken = Annotated[HTTPAuthorizationCredentials | None, Security(_data)]
 AdminToken = Annotated[HTTPAuthorizationCredentials | None, Security(_admin)]
+
+OTHER_SITES = {"cross-site", "same-site"}
+"""Of Sec-Fetch-Site; same-site is another port or name of the same one."""
 
 
 async def require_data(request: Request, given: DataToken) -> None:
@@ -43,7 +47,8 @@ def _check(
 ) -> None:
     if not tokens:
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+        if foreign or request.headers.get("sec-fetch-site") in OTHER_SITES:
             raise Forbidden("requests of other sites are refused while no token is set")
         return
     if given is None:

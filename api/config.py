@@ -73,6 +73,9 @@ class ApiConfig(BaseModel):
     """Bearer token of data routes; None = open (loopback only)."""
     admin_token: str | None = Field(default=None, min_length=8, repr=False)
     """Bearer token of control routes; None = the data token."""
+    allowed_hosts: tuple[str, ...] = Field(default=(), max_length=64)
+    """Names by which clients may call the service (Host header) besides localhost, `host` and any address; "*" = any.
+    Without a token only these are answered, with one any name is unless this says some: see api/hosts.py."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30)
     """Longest request body; longer ones get 413."""
     max_requests: int = Field(default=4096, ge=1, le=1 << 20)

@@ -30,6 +30,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=math.ceil(service.config.shutdown_s) + LAST_WORDS_S,
                 timeout_keep_alive=75,
+                ws="none",
                 server_header=False,
             )
         )

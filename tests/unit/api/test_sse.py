@@ -49,7 +49,7 @@ class Connection:
 
     def scope(self, path: str):
         plain = {"client": None, "server": None, "scheme": "http", "root_path": "", "query_string": b""}
-        return plain | {"type": "http", "method": "POST", "path": path, "headers": [(b"host", b"x")]}
+        return plain | {"type": "http", "method": "POST", "path": path, "headers": [(b"host", b"127.0.0.1")]}
 
 
 def opened(service, path: str, body: dict) -> tuple[Connection, "asyncio.Task[None]"]:
