@@ -12,6 +12,7 @@ from api.reply_counts import ReplyCounts
 from api.routes import (
     chat,
     completions,
+    docs,
     fastdeploy,
     health,
     inspection,
@@ -41,6 +42,7 @@ ROUTERS = (
     health.router,
     ui.router,
     ui.root,
+    docs.router,
 )
 
 
@@ -58,6 +60,8 @@ def create_app(service: Service) -> FastAPI:
         version="1",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.service = service
     for router in ROUTERS:

@@ -2,7 +2,8 @@
 
 Without tokens everything is open, which `ApiConfig` allows on loopback only; then requests that a browser
 sends for another site are refused, since nothing else would stop them: those with an Origin that is not this server,
-and those that say so in Sec-Fetch-Site, as the GET of a mere image does. hosts.py sees to sites that borrow our address.
+and those that say so in Sec-Fetch-Site, as the GET of a mere image does. hosts.py refuses sites that borrow our
+address.
 The admin token opens data routes too. With only a data token, it opens control routes as well.
 """
 
