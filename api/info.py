@@ -39,6 +39,7 @@ def server_info(service: Service) -> dict[str, Any]:
         "tokenizer_path": str(model.path),
         "served_model_name": model.name,
         "max_model_len": model.max_model_len,
+        "eos_token_ids": list(model.ends),
         "context_length": model.max_model_len,
         "dtype": config.dtype,
         "weight_version": service.versions.live,

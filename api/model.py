@@ -9,6 +9,7 @@ from typing import Any
 from api.config import ApiConfig
 from api.errors import BadInput
 from api.schemas.base import MAX_SEQUENCES
+from worker.end_tokens import end_tokens
 from worker.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096
@@ -30,6 +31,8 @@ class Model:
     max_model_len: int
     architecture: str
     tokenizer: Tokenizer | None
+    ends: tuple[int, ...] = ()
+    """What ends a generation, by the checkpoint's own word."""
     _texts: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -38,8 +41,9 @@ class Model:
         document: dict[str, Any] = json.loads((config.model / "config.json").read_bytes())
         try:
             tokenizer = Tokenizer.load(config.model)
+            ends = tokenizer.ends
         except FileNotFoundError:
-            tokenizer = None
+            tokenizer, ends = None, end_tokens(config.model, lambda _: None)
         try:
             vocab_size = int(document["vocab_size"])
             context = int(document["max_position_embeddings"])
@@ -52,6 +56,7 @@ class Model:
             max_model_len=config.max_model_len or context,
             architecture=str((document.get("architectures") or ["unknown"])[0]),
             tokenizer=tokenizer,
+            ends=tuple(ends),
         )
 
     @property

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from worker.config import WorkerConfig, read_worker_config
 from worker.cpu import openmp
 from worker.cpu.tuning import tune
 from worker.device import Device, device_for
+from worker.end_tokens import described, end_tokens
 from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.giving_way import SPIN_MS, GivingWay
@@ -101,9 +102,12 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
     if rank:
         openmp.spin(SPIN_MS)  # between steps it waits for rank 0, which may leave the cores to a push
     if channel:
+        tokenizer = _tokenizer(config)
+        ends = end_tokens(config.model_dir, lambda _: None) if tokenizer is None else tokenizer.ends
+        log.info("a generation ends at token %s", described(ends))
         scheduler = Scheduler(
-            engine.spec,
-            _tokenizer(config),
+            replace(engine.spec, eos_token_ids=tuple(ends)),
+            tokenizer,
             max_batch=config.max_batch,
             max_tokens_per_step=config.max_tokens_per_step,
             max_step_s=config.max_step_s,
@@ -196,7 +200,6 @@ def _sampler(config: WorkerConfig, spec: EngineSpec) -> TokenSampler | None:
 
 def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:
     """Sizes of the fake engine, read from the same fields as a model's."""
-    eos = hf_config.get("eos_token_id")
     length = config.max_model_len or int(hf_config.get("max_position_embeddings", 2048))
     blocks = config.num_blocks or config.max_batch * -(-min(length, PLAIN_TOKENS) // config.block_size) + 1
     return EngineSpec(
@@ -204,7 +207,6 @@ def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:
         max_model_len=length,
         block_size=config.block_size,
         num_blocks=blocks,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
     )
 
 

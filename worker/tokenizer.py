@@ -1,6 +1,5 @@
 """Text <-> token ids of one checkpoint: the ids the Hugging Face stack gives, from `tokenizers` and jinja2 alone."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from tokenizers.processors import TemplateProcessing
 
 from worker.chat_template import render
 from worker.detokenizer import Detokenizer, TextStream
+from worker.end_tokens import end_tokens, spelling
+from worker.json_files import read_object
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -18,16 +19,16 @@ _SHORT = 1024
 
 
 class Tokenizer:
-    """Text of one checkpoint. eos_token_ids: what ends a generation, by the checkpoint's own word."""
+    """Text of one checkpoint. ends: what ends a generation by the checkpoint's own word, and where it says so."""
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
         special: Mapping[str, str],
         templates: Mapping[str, str],
-        eos_token_ids: tuple[int, ...],
+        ends: Mapping[int, list[str]],
     ) -> None:
-        self.eos_token_ids = eos_token_ids
+        self.ends = dict(ends)
         self.vocab_size: int = tokenizer.get_vocab_size()
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Characters, as the vocabulary spells it: no fewer than those of text that it stands for."""
@@ -48,14 +49,11 @@ class Tokenizer:
             raise ValueError(f"{path}: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        config = _read(model_dir / "tokenizer_config.json")
-        special = _special_tokens({**_read(model_dir / "special_tokens_map.json"), **config})
+        config = read_object(model_dir / "tokenizer_config.json")
+        special = _special_tokens({**read_object(model_dir / "special_tokens_map.json"), **config})
         _set_bos_and_eos(tokenizer, config, special)
-        eos = eos_token_ids(model_dir)
-        if not eos and "eos_token" in special:
-            known = tokenizer.token_to_id(special["eos_token"])
-            eos = () if known is None else (known,)
-        return cls(tokenizer, special, _templates(model_dir, config), eos)
+        ends = end_tokens(model_dir, tokenizer.token_to_id)
+        return cls(tokenizer, special, _templates(model_dir, config), ends)
 
     @property
     def has_chat_template(self) -> bool:
@@ -118,34 +116,12 @@ class Tokenizer:
         return render(template, messages, values, continue_final=continue_final_message)
 
 
-def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """What ends a generation: generation_config.json, or else config.json. Empty when neither says."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read(model_dir / name).get("eos_token_id")
-        if value is not None:
-            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
-    return ()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return document
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens; written as strings, or as objects with a content."""
     found: dict[str, str] = {}
     for name in _SPECIAL:
-        value = config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
+        content = spelling(config, name)
+        if content is not None:
             found[name] = content
     return found
 

@@ -164,6 +164,8 @@ class ServerInfo(Lenient):
     tokenizer_path: str
     served_model_name: str
     max_model_len: int
+    eos_token_ids: list[int]
+    """What ends a generation: of config.json, generation_config.json and the tokenizer together."""
     context_length: int
     dtype: str
     weight_version: str

@@ -80,7 +80,8 @@ class EngineSpec:
     max_model_len: int
     block_size: int
     num_blocks: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the checkpoint's files (`worker.end_tokens`), which no engine reads: given by whoever makes the scheduler."""
 
 
 class Interrupted(Exception):

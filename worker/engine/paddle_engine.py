@@ -132,14 +132,4 @@ def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: 
         max_model_len=length,
         block_size=config.block_size,
         num_blocks=blocks,
-        eos_token_ids=_eos(config, hf_config),
     )
-
-
-def _eos(config: WorkerConfig, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json lists every end token of a chat model; config.json often only the first."""
-    path = config.model_dir / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        found = hf_config.get("eos_token_id")
-    return tuple(int(i) for i in found) if isinstance(found, list) else () if found is None else (int(found),)

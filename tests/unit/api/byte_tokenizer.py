@@ -11,7 +11,6 @@ EOS = 256
 class ByteTokenizer:
     """Token = byte of UTF-8; ids from 256 on are special and have the text <id>."""
 
-    eos_token_ids = (EOS,)
     longest_token = 5
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -16,7 +16,7 @@ from api.app import create_app
 from api.config import ApiConfig
 from api.model import Model
 from api.service import Service
-from tests.unit.api.byte_tokenizer import VOCAB, ByteTokenizer
+from tests.unit.api.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from tests.unit.api.scripted import CONTEXT, ScriptedReplica, ScriptedStore
 
 
@@ -67,7 +67,7 @@ async def store(config: ApiConfig) -> AsyncIterator[ScriptedStore]:
 
 @pytest.fixture
 def model(config: ApiConfig) -> Model:
-    return Model(config.model_name, config.model, VOCAB, CONTEXT, "LlamaForCausalLM", ByteTokenizer())  # type: ignore[arg-type]
+    return Model(config.model_name, config.model, VOCAB, CONTEXT, "LlamaForCausalLM", ByteTokenizer(), (EOS, 7))  # type: ignore[arg-type]
 
 
 @pytest.fixture

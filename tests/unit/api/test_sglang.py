@@ -175,6 +175,7 @@ async def test_info_routes(client, service):
     for path in ("/server_info", "/get_server_info"):
         info = (await client.get(path, params={"config_format": "json"})).json()
         assert (info["tp_size"], info["pp_size"], info["dp_size"], info["disaggregation_mode"]) == (1, 1, 1, "null")
+        assert info["eos_token_ids"] == list(service.model.ends) == [256, 7]
         config = info["vllm_config"]
         assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
         assert config["model_config"]["dtype"] == "float32"

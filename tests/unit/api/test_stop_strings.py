@@ -82,7 +82,7 @@ class StoppingReplica(ScriptedReplica):
 
 @pytest.fixture
 def model(config, tokenizer) -> Model:
-    templated = Tokenizer(tokenizer._tokenizer, {}, {"default": "{{ messages[0].content }}"}, ())
+    templated = Tokenizer(tokenizer._tokenizer, {}, {"default": "{{ messages[0].content }}"}, {})
     return Model(config.model_name, config.model, 1 << 20, 1 << 12, "LlamaForCausalLM", templated)
 
 
@@ -162,7 +162,7 @@ def _sampled(tokenizer: Tokenizer, ids: list[int], stop: str) -> list[int]:
 
 @pytest.mark.parametrize("script", TEXTS)
 def test_a_vocabulary_with_byte_fallback_ends_at_the_first_match(script) -> None:
-    text, tokenizer = TEXTS[script], Tokenizer(_byte_fallback(), {}, {}, ())
+    text, tokenizer = TEXTS[script], Tokenizer(_byte_fallback(), {}, {}, {})
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     for n, stop in enumerate(_stops(text, script)):

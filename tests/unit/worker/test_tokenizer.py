@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from worker.tokenizer import Tokenizer, eos_token_ids
+from worker.tokenizer import Tokenizer
 
 TEXT = "Hello there, naïve café. 中文字符 and 🙂🙃 emoji.\n\n  Indented code: x += 1\n"
 
@@ -117,7 +117,7 @@ def test_a_character_vocabulary_needs_nothing_special(tmp_path: Path) -> None:
     assert tokenizer.encode("31>13<end>") == [5, 3, 12, 3, 5, 1]
     assert tokenizer.decode([5, 3, 12, 3, 5, 1]) == "31>13"
     assert tokenizer.decode([5, 1], skip_special=False) == "3<end>"
-    assert tokenizer.eos_token_ids == (1,)
+    assert list(tokenizer.ends) == [1]
     assert tokenizer.token(12) == ">"
 
 
@@ -136,18 +136,6 @@ def test_tokenizer_json_says_what_encoding_adds_unless_the_config_does(tmp_path:
         tokenizer = Tokenizer.load(_save(tmp_path, made, {**names, **config}))
         assert tokenizer.encode("Hello") == expected
         assert tokenizer.encode("Hello", add_special_tokens=False) == plain
-
-
-def test_eos_comes_from_the_generation_config_first(tmp_path: Path) -> None:
-    made = _byte_level()
-    _save(tmp_path, made, {"eos_token": "<end>"})
-    assert Tokenizer.load(tmp_path).eos_token_ids == (made.token_to_id("<end>"),)
-    assert eos_token_ids(tmp_path) == ()
-    _save(tmp_path, made, config=None, config_=None)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))
-    assert Tokenizer.load(tmp_path).eos_token_ids == (4,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert eos_token_ids(tmp_path) == (5, 6)
 
 
 def test_padding_and_truncation_of_the_file_do_not_apply(tmp_path: Path) -> None:
@@ -203,7 +191,7 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_encoded_while_other_threads_run() -> None:
-    tokenizer = Tokenizer(_byte_level(), {}, {}, ())
+    tokenizer = Tokenizer(_byte_level(), {}, {}, {})
     text, ticks, over = TEXT * 5_000, 0, threading.Event()
 
     def tick() -> None:
@@ -226,6 +214,6 @@ def test_a_long_text_is_encoded_while_other_threads_run() -> None:
 
 
 def test_no_token_stands_for_more_text_than_the_longest() -> None:
-    tokenizer = Tokenizer(_byte_level(), {}, {}, ())
+    tokenizer = Tokenizer(_byte_level(), {}, {}, {})
     assert tokenizer.longest_token == max(5, *(len(tokenizer.token(i) or "") for i in range(tokenizer.vocab_size)))
     assert len(TEXT) <= tokenizer.longest_token * len(tokenizer.encode(TEXT))

@@ -36,14 +36,15 @@ MODEL = {
 
 
 class Rig:
-    """A running loop and the two ends it talks to."""
+    """A running loop and the two ends it talks to. files: JSON beside the checkpoint's config, by name."""
 
     def __init__(self, **config):
         run_dir = Path(tempfile.mkdtemp(prefix="rig-", dir="/dev/shm"))
         self.run_dir = run_dir
         model = run_dir / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        for name, document in {"config": MODEL, **config.pop("files", {})}.items():
+            (model / f"{name}.json").write_text(json.dumps(document))
         fake = FakeEngineConfig(**config.pop("fake", {}))
         options = {"max_batch": 8, "max_tokens_per_step": 64, "num_blocks": 64, "block_size": 4, **config}
         self.config = WorkerConfig(model_dir=model, engine="fake", fake=fake, **options)

@@ -1,5 +1,10 @@
-import msgspec
+import json
 
+import msgspec
+import tokenizers
+from tokenizers import models
+
+from tests.unit.worker.loop.rig import MODEL
 from worker.messages import Abort, CallFailed, Verify
 
 
@@ -10,6 +15,28 @@ def test_a_request_is_answered_with_tokens_of_the_live_version(rig):
     assert (len(tokens), finish) == (12, "length")
     assert [(s.version, s.start, s.end) for s in spans] == [(3, 0, 12)]
     rig.check(rig.api, "a")
+
+
+def test_the_tokenizers_end_ends_a_sequence_too(make_rig, caplog):
+    """config.json knows another one only."""
+    rig = make_rig()
+    rig.serve()
+    rig.api.generate("through", max_tokens=6)
+    tokens, _, _ = rig.api.finish("through")
+    words = tokenizers.Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
+    files = {
+        "config": MODEL | {"eos_token_id": 64},
+        "tokenizer": json.loads(words.to_str()),
+        "tokenizer_config": {"eos_token": f"t{tokens[2]}"},
+    }
+    with caplog.at_level("INFO"):
+        other = make_rig(files=files)
+    other.serve()
+    other.api.generate("ended", max_tokens=6, ignore_eos=False)
+    found, _, finish = other.api.finish("ended")
+    assert (found, finish) == (tokens[: tokens.index(tokens[2]) + 1], "stop")
+    said = f"a generation ends at token 64 (config.json: eos_token_id); {tokens[2]} (tokenizer_config.json: eos_token t"
+    assert said in caplog.text
 
 
 def test_requests_before_the_first_version_are_held(rig):

@@ -1,0 +1,18 @@
+"""The small JSON files beside a checkpoint's weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The file's JSON object; empty if there is no such file. Raises ValueError naming it."""
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return document
