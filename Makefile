@@ -49,6 +49,7 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.render_states --check
 	$(BIN)/python -m scripts.render_options --check
+	$(BIN)/python -m scripts.render_dialects --check
 
 test: check kernels model ## everything that must hold before a commit: check, then all tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -69,6 +70,7 @@ format: $(STAMP) ## rewrite files the way `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/python -m scripts.render_states
 	$(BIN)/python -m scripts.render_options
+	$(BIN)/python -m scripts.render_dialects
 
 bench: bench-push bench-generate bench-life ## every benchmark with its peers; results as JSON in benchmarks/results/
 

@@ -34,10 +34,12 @@ async def replied(samples: Sequence[Sequence[Sample]], make: Callable[[], Any]) 
     return written() if tokens <= INLINE_TOKENS else await asyncio.to_thread(written)
 
 
-def usage(prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """Token counts, as OpenAI has them."""
+def usage(
+    prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[Sample]], made: int | None = None
+) -> dict[str, Any]:
+    """Token counts, as OpenAI has them. made: tokens that a stream has told of; None = all there are."""
     prompt = sum(map(len, prompts))
-    completion = sum(len(sample.token_ids) for of_prompt in samples for sample in of_prompt)
+    completion = sum(len(s.token_ids) for of_prompt in samples for s in of_prompt) if made is None else made
     cached = sum(max((s.cached_tokens for s in of_prompt), default=0) for of_prompt in samples)
     return {
         "prompt_tokens": prompt,

@@ -20,13 +20,16 @@ from rollout_client.protocol import ErrorCode
 
 
 class ApiError(Exception):
-    """Base: a message for the caller, and details that are safe to show."""
+    """Base: a message for the caller, and details that are safe to show. param: the field that is wrong."""
 
-    def __init__(self, message: str, *, code: str = "", tensors: list[str] | None = None) -> None:
+    def __init__(
+        self, message: str, *, code: str = "", tensors: list[str] | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code or type(self).__name__
         self.tensors = tensors or []
+        self.param = param
 
 
 class BadInput(ApiError):

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from api.errors import ApiError, BadInput, TooMany, Unauthorized, status_of
+from api.fields import REFUSAL
 from api.link import LinkDown
 
 log = logging.getLogger(__name__)
@@ -44,18 +45,30 @@ def error_response(error: ApiError) -> Response:
     if isinstance(error, TooMany):
         headers["retry-after"] = "1"
     status = status_of(error)
-    body = error_body(error.message, type(error).__name__, error.code, tensors=error.tensors)
+    body = error_body(error.message, type(error).__name__, error.code, tensors=error.tensors, param=error.param)
     return Json(body, status, headers)
 
 
 def explain(errors: Sequence[Any]) -> str:
     """What is wrong with a body, without repeating it: it may be huge, secret, or no valid text."""
+    refused = [str(problem["msg"]) for problem in errors if problem["type"] == REFUSAL]
+    if refused:  # what else a union of bodies might have been says nothing
+        return "; ".join(dict.fromkeys(refused))
     problems = []
     for problem in errors[:MAX_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"] if part != "body")
         problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
     more = len(errors) - MAX_PROBLEMS
     return "; ".join(problems) + (f"; and {more} more" if more > 0 else "")
+
+
+def culprit(errors: Sequence[Any]) -> str | None:
+    """The field that is wrong, as OpenAI's clients want it told: the first, where there are several."""
+    for problem in errors:
+        if problem["type"] == REFUSAL:
+            return str(problem["ctx"]["field"])
+    where = [str(part) for problem in errors[:1] for part in problem["loc"] if part != "body"]
+    return where[0] if where else None
 
 
 class NotUnicode(HTTPException):
@@ -81,7 +94,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(BadInput(explain(error.errors())))
+        return error_response(BadInput(explain(error.errors()), param=culprit(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

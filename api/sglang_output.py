@@ -23,6 +23,7 @@ class Wanted:
     logprobs_from: int
     top_n: int
     texts: bool
+    cache_salt: str = ""
 
     @property
     def text_options(self) -> TextOptions:

@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 = off
-    min_p: float = 0.0  # [0, 1)
+    min_p: float = 0.0  # [0, 1]
     repetition_penalty: float = 1.0  # > 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

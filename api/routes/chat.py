@@ -39,11 +39,11 @@ async def chat_completions(
         sampling=body.params(
             logprobs=(body.top_logprobs or 0) if body.logprobs else 0, max_tokens=body.max_completion_tokens
         ),
-        request_id=body.request_id or "",
+        request_id=body.request_id or body.rid or "",
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        session=x_session_id,
+        session=body.session_id or x_session_id,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
         max_staleness=body.max_staleness,
@@ -74,7 +74,8 @@ class _Writer:
         self.names = TokenNames(self.service.model, as_ids=bool(self.body.return_tokens_as_token_ids))
         skip = self.body.skip_special_tokens is not False
         stops = tuple(self.ask.sampling.stop)
-        self.options = TextOptions(skip, bool(self.body.include_stop_str_in_output), stops)
+        keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
+        self.options = TextOptions(skip, keep, stops)
 
     def envelope(self, job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What surrounds choices."""
@@ -105,6 +106,7 @@ class _Writer:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: the role first, one per chunk, usage if wanted, then [DONE]."""
         kind, texts = "chat.completion.chunk", {}
+        made, running = 0, self.body.stream_options is not None and self.body.stream_options.running
         with self.service.generations.submit(self.ask) as job:
             async for _, chunk in job.chunks():
                 about: dict[str, Any] = {}
@@ -118,11 +120,15 @@ class _Writer:
                     about = self.prompt(job.flights[0].samples[0])
                     yield event(self.envelope(job, kind, [opening]) | about)
                 delta = {"content": texts[chunk.index].push(chunk.token_ids, chunk.finish, chunk.stop_reason)}
-                yield event(self.envelope(job, kind, [{"delta": delta} | self._part(chunk)]))
+                made += len(chunk.token_ids)
+                counted = self._usage(job, made) if running else {}
+                yield event(self.envelope(job, kind, [{"delta": delta} | self._part(chunk)]) | counted)
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                counted = usage([self.ids], [job.flights[0].samples])
-                yield event(self.envelope(job, kind, []) | {"usage": counted})
+                yield event(self.envelope(job, kind, []) | self._usage(job))
             yield DONE
+
+    def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
+        return {"usage": usage([self.ids], [job.flights[0].samples], made)}
 
     def _part(self, part: Sample | Chunk) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
-from api.flight import Flight, Sample
+from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
 from api.openapi import IF_ASKED
@@ -41,11 +41,11 @@ async def completions(
             logprobs=body.logprobs or 0,
             prompt_logprobs=body.prompt_logprobs if body.prompt_logprobs is not None else echo_logprobs,
         ),
-        request_id=body.request_id or "",
+        request_id=body.request_id or body.rid or "",
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        session=x_session_id,
+        session=body.session_id or x_session_id,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
         max_staleness=body.max_staleness,
@@ -77,7 +77,8 @@ class _Writer:
         self.names = TokenNames(self.model, as_ids=bool(self.body.return_tokens_as_token_ids))
         skip = self.body.skip_special_tokens is not False
         stops = tuple(self.ask.sampling.stop)
-        self.options = TextOptions(skip, bool(self.body.include_stop_str_in_output), stops)
+        keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
+        self.options = TextOptions(skip, keep, stops)
 
     def envelope(self, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What surrounds choices."""
@@ -102,6 +103,7 @@ class _Writer:
         """Events, one per chunk, then usage if wanted, then [DONE]."""
         texts: dict[int, StreamedText] = {}
         before: dict[int, str] = {}
+        made, running = 0, self.body.stream_options is not None and self.body.stream_options.running
         with self.service.generations.submit(self.ask) as job:
             async for i, chunk in job.chunks():
                 key = i * self.ask.sampling.n + chunk.index
@@ -114,10 +116,15 @@ class _Writer:
                 first = job.flights[i].samples[0]
                 part = self._part(i, chunk, text, before.get(key, ""), first, begins=begins)
                 before[key] = before.get(key, "") + text
-                yield event(self.envelope(job, [part]))
+                made += len(chunk.token_ids)
+                counted = self._usage(job, made) if running else {}
+                yield event(self.envelope(job, [part]) | counted)
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield event(self.envelope(job, []) | {"usage": usage(self.prompts, _samples(job.flights))})
+                yield event(self.envelope(job, []) | self._usage(job))
             yield DONE
+
+    def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
+        return {"usage": usage(self.prompts, [flight.samples for flight in job.flights], made)}
 
     def _part(
         self, prompt_index: int, part: Sample | Chunk, text: str, before: str, first: Sample, *, begins: bool
@@ -147,7 +154,3 @@ class _Writer:
         if body.prompt_logprobs is not None and begins:
             choice["prompt_logprobs"] = shapes.prompt_by_id(first.prompt_logprobs, self.model)
         return choice
-
-
-def _samples(flights: list[Flight]) -> list[list[Sample]]:
-    return [flight.samples for flight in flights]

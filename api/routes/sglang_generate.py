@@ -48,7 +48,8 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
             request_id=_rid(body, i, len(prompts)),
             stream=bool(body.stream),
             priority=body.priority or 0,
-            session=x_session_id,
+            cache_salt=w.cache_salt,
+            session=body.session_id or x_session_id,
             min_version=body.min_weight_version,
             version_timeout_s=body.version_timeout_s,
             max_staleness=body.max_staleness,
@@ -93,6 +94,7 @@ def _wanted(body: SglangGenerate, i: int, count: int) -> Wanted:
         logprobs_from=pick(body.logprob_start_len, -1),
         top_n=pick(body.top_logprobs_num, 0),
         texts=bool(body.return_text_in_logprobs),
+        cache_salt=pick(body.cache_salt, ""),
     )
 
 

@@ -13,6 +13,7 @@ from api.flight import Sample
 from api.generation import Ask, Job
 from api.openapi import IF_ASKED
 from api.schemas.base import ERRORS
+from api.schemas.openai import StreamOptions
 from api.schemas.tokens import TokenRequest, TokenResponse
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
@@ -41,7 +42,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        session=x_session_id,
+        session=body.session_id or x_session_id,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
         max_staleness=body.max_staleness,
@@ -83,16 +84,20 @@ def _choice(part: Sample | Chunk, body: TokenRequest, service: Service, top_n: i
     }
 
 
+def _usage(job: Job, made: int | None = None) -> dict[str, Any]:
+    return {"usage": usage(job.ask.prompts, [job.flights[0].samples], made)}
+
+
 async def _stream(ask: Ask, body: TokenRequest, service: Service, top_n: int) -> AsyncGenerator[bytes, None]:
-    opened = False
+    opened, made, options = False, 0, body.stream_options or StreamOptions()
     with service.generations.submit(ask) as job:
         async for _, chunk in job.chunks():
             part = _envelope(job, [_choice(chunk, body, service, top_n)], service)
             if not opened:
                 part |= _prompt(body, job.flights[0].samples[0], service)
                 opened = True
-            yield event(part)
-        if body.stream_options is not None and body.stream_options.include_usage:
-            counted = usage(job.ask.prompts, [job.flights[0].samples])
-            yield event(_envelope(job, [], service) | {"usage": counted})
+            made += len(chunk.token_ids)
+            yield event(part | _usage(job, made) if options.running else part)
+        if options.include_usage:
+            yield event(_envelope(job, [], service) | _usage(job))
         yield DONE

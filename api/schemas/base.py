@@ -8,6 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from api.fields import check
+
 MAX_SEQUENCES = 4096
 """Prompts times n in one request."""
 MAX_BIASED = 1024
@@ -22,6 +24,9 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+Session = Annotated[str, Field(max_length=256)]
+Rid = Annotated[str, Field(max_length=256)]
+"""SGLang's request id. Empty: none was given."""
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 """A number, not what could be taken for one: true is not token 1."""
 Ids = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
@@ -68,31 +73,25 @@ class Strict(BaseModel):
         return body
 
 
-CONSTRAINTS = (
-    *("regex", "json_schema", "ebnf", "structural_tag", "response_format", "structured_outputs"),
-    *("structured_outputs_regex", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-"""Fields by which the clients of other engines ask for output of a form, which is not offered."""
-
-
 class Lenient(BaseModel):
-    """Bodies of other projects' clients: unknown fields are accepted, as those projects do.
-
-    But not what asks for output of a form: without it the answer would be another than the one that was asked for.
-    """
+    """Bodies of other projects' clients: unknown fields are accepted, as those projects do."""
 
     model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
-    def _free_form(cls, body: Any) -> Any:
+    def _sized(cls, body: Any) -> Any:
         _few_fields(body)
-        for name in CONSTRAINTS if isinstance(body, dict) else ():
-            asked = body.get(name)
-            if asked and asked != {"type": "text"} and name not in cls.model_fields:
-                raise ValueError(
-                    f"{name}: output constrained by a grammar, schema or regular expression is not offered"
-                )
+        return body
+
+
+class Asked(Lenient):
+    """Those that say how to generate: a field that would change the answer is done, or refused by its name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _heeded(cls, body: Any) -> Any:
+        check(body, cls.model_fields)
         return body
 
 

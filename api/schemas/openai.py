@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from api.schemas.base import Count, Ids, Lenient, ManyIds, Texts
+from api.fields import refusal
+from api.schemas.base import Asked, Count, Finite, Ids, Lenient, ManyIds, Rid, Texts
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
 
@@ -34,7 +35,7 @@ Messages = Annotated[
 ]
 
 
-class Template(Lenient):
+class Template(Asked):
     """How a conversation becomes a prompt."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
@@ -42,28 +43,50 @@ class Template(Lenient):
     chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Instead of the checkpoint's."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_no_reserved)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
+    """Given to the chat template."""
+    reasoning_effort: str | Finite | None = None
+    """Given to the chat template, with enable_thinking unless that was given."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of Tokenizer.apply_chat_template."""
-        return {
+        options = {
             "chat_template": self.chat_template,
             "tools": self.tools,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         } | (self.chat_template_kwargs or {})
+        if self.documents is not None:
+            options["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+            options.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return options
 
 
-class StreamOptions(Lenient):
+class StreamOptions(Asked):
     """What streams carry beside text."""
 
     include_usage: bool | None = False
+    """An event of its own at the end."""
+    continuous_usage_stats: bool | None = False
+    """With include_usage: every event also says how many tokens there are so far."""
+
+    @property
+    def running(self) -> bool:
+        """Whether every event has its usage."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class CompletionRequest(Scheduling, VllmSampling):
     """/v1/completions."""
 
+    rid: Rid | None = None
+    """SGLang's name for request_id."""
+    no_stop_trim: bool | None = False
+    """SGLang's name for include_stop_str_in_output."""
     prompt: str | Texts | Ids | ManyIds
     """Text, texts, ids, or lists of ids; choices come prompt by prompt."""
     logprobs: TopN | None = None
@@ -77,6 +100,10 @@ class CompletionRequest(Scheduling, VllmSampling):
 class ChatRequest(Scheduling, VllmSampling, Template):
     """/v1/chat/completions."""
 
+    rid: Rid | None = None
+    """SGLang's name for request_id."""
+    no_stop_trim: bool | None = False
+    """SGLang's name for include_stop_str_in_output."""
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
@@ -85,6 +112,14 @@ class ChatRequest(Scheduling, VllmSampling, Template):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_not_called(cls, body: Any) -> Any:
+        """Whoever gives tools and says no more means "auto"."""
+        if isinstance(body, dict) and body.get("tools") and body.get("tool_choice") is None:
+            raise refusal("tool_choice")
+        return body
 
 
 class VersionSpan(Lenient):
@@ -223,6 +258,8 @@ class TokenizeRequest(Template):
     """Text, or a conversation. One of them."""
 
     model: str | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """Makes no difference to the prompt."""
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -239,7 +276,7 @@ class TokenizeResponse(Lenient):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(Lenient):
+class DetokenizeRequest(Asked):
     """Ids."""
 
     model: str | None = None

@@ -43,7 +43,7 @@ class GenerateRequest(Strict):
     top_p: Probability = 1.0
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
     """0 or -1 = off."""
-    min_p: float = Field(default=0.0, ge=0, lt=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Finite = Field(default=0.0, ge=-100, le=100)
     frequency_penalty: Finite = Field(default=0.0, ge=-100, le=100)

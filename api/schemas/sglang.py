@@ -1,11 +1,12 @@
 """Bodies of SGLang's routes."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from api.schemas.base import (
     MAX_SEQUENCES,
+    Asked,
     Count,
     Digests,
     Finite,
@@ -15,7 +16,9 @@ from api.schemas.base import (
     ManyIds,
     Priority,
     RepetitionPenalty,
+    Rid,
     Seed,
+    Session,
     Texts,
     Version,
 )
@@ -25,13 +28,12 @@ from worker.messages import SamplingParams
 
 PerPrompt = Field(max_length=MAX_SEQUENCES, fail_fast=True)
 """A value for each prompt of a batch."""
-Rid = Annotated[str, Field(max_length=256)]
-"""Empty: none was given."""
+Salt = Annotated[str, Field(max_length=256)]
 From = Annotated[int, Field(ge=-1, lt=1 << 31)]
 TopN = Annotated[int, Field(ge=0, le=64)]
 
 
-class SglangSampling(Lenient):
+class SglangSampling(Asked):
     """sampling_params."""
 
     max_new_tokens: Count | None = None
@@ -40,7 +42,7 @@ class SglangSampling(Lenient):
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = -1
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
     presence_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
     repetition_penalty: RepetitionPenalty | None = 1.0
@@ -76,7 +78,7 @@ class SglangSampling(Lenient):
         )
 
 
-class SglangGenerate(Lenient):
+class SglangGenerate(Asked):
     """/generate: text or input_ids, one or a batch (then a list is answered); or `prompts`, as older TRL sends."""
 
     text: str | Texts | None = None
@@ -90,6 +92,10 @@ class SglangGenerate(Lenient):
     stream: bool | None = False
     rid: Rid | Annotated[list[Rid], PerPrompt] | None = None
     priority: Priority | None = 0
+    session_id: Session | None = None
+    """Requests of one session prefer one replica; also the header X-Session-ID."""
+    cache_salt: Salt | Annotated[list[Salt], PerPrompt] | None = None
+    """Prompts share cached prefixes only under equal salts."""
     min_weight_version: Version | None = None
     """Ours: wait until this version is live; 409 after version_timeout_s."""
     version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -102,10 +108,26 @@ class SglangGenerate(Lenient):
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = -1
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: RepetitionPenalty | None = 1.0
     max_tokens: Count | None = None
     generation_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _of_one_form(self) -> Self:
+        """Neither form reads the other's fields; a value of one that is not read would change the answer."""
+        wrong = self.model_fields_set - {"prompts"}
+        wrong = wrong - OLDER_TRL if self.prompts is not None else wrong & OLDER_TRL
+        fields = type(self).model_fields
+        wrong = {name for name in wrong if getattr(self, name) not in (None, fields[name].default)}
+        if wrong:
+            form = "with prompts it is not read" if self.prompts is not None else "it belongs into sampling_params"
+            raise ValueError(f"{min(wrong)}: {form}")
+        return self
+
+
+OLDER_TRL = {*("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "generation_kwargs")}
+"""Fields of `prompts`."""
 
 
 class MetaInfo(Lenient):

@@ -1,19 +1,20 @@
-"""Sampling as OpenAI's and vLLM's clients say it: every field may be missing or null, unknown ones are ignored."""
+"""Sampling as OpenAI's and vLLM's clients say it: every field may be missing or null."""
 
 from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from api.schemas.base import (
+    Asked,
     Count,
     Finite,
     Ids,
-    Lenient,
     LogitBias,
     Priority,
     RepetitionPenalty,
     RequestId,
     Seed,
+    Session,
     Texts,
     Version,
 )
@@ -32,18 +33,18 @@ def top_k_of(top_k: int | None) -> int:
 
 
 def stops_of(stop: Stop) -> list[str]:
-    """A list, whichever way it was said."""
-    return [stop] if isinstance(stop, str) else [s for s in stop or [] if s]
+    """A list, whichever way it was said; what is empty stops nothing."""
+    return [s for s in ([stop] if isinstance(stop, str) else stop or []) if s]
 
 
-class VllmSampling(Lenient):
+class VllmSampling(Asked):
     """Mixed into the bodies of /v1/completions and /v1/chat/completions, and on its own in /inference/v1/generate."""
 
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = 0
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: RepetitionPenalty | None = 1.0
     presence_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
@@ -96,13 +97,15 @@ class VllmSampling(Lenient):
         )
 
 
-class Scheduling(Lenient):
+class Scheduling(Asked):
     """How a request is run, on every data route of this dialect."""
 
     model: str | None = None
     """Accepted as it comes: the service serves one model."""
     stream: bool | None = False
     request_id: RequestId | None = None
+    session_id: Session | None = None
+    """Requests of one session prefer one replica; also the header X-Session-ID."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     priority: Priority | None = 0
     min_weight_version: Version | None = None

@@ -52,7 +52,7 @@ CASES: list[tuple[str, Any, int, str]] = [
     (NATIVE, {"prompt": "A", "top_p": 0}, 400, "top_p"),
     (NATIVE, {"prompt": "A", "top_p": 1.5}, 400, "top_p"),
     (NATIVE, {"prompt": "A", "top_k": -2}, 400, "top_k"),
-    (NATIVE, {"prompt": "A", "min_p": 1}, 400, "min_p"),
+    (NATIVE, {"prompt": "A", "min_p": 1.01}, 400, "min_p"),
     (NATIVE, {"prompt": "A", "repetition_penalty": 0}, 400, "repetition_penalty"),
     (NATIVE, {"prompt": "A", "repetition_penalty": 1e-300}, 400, "repetition_penalty: Input should be greater"),
     (COMPLETIONS, {"prompt": "A", "repetition_penalty": 1e-40}, 400, "repetition_penalty"),

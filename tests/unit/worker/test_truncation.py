@@ -38,7 +38,7 @@ def _open(scaled: Float32, sampling: SamplingParams) -> tuple[list[int], list[in
     st.lists(st.sampled_from([0.0, -0.5, -1.0, -1.5, -3.0, -6.0, -20.0, -np.inf]), min_size=2, max_size=12),
     st.integers(0, 6),
     st.sampled_from([0.05, 0.3, 0.5, 0.77, 0.99, 1.0]),
-    st.sampled_from([0.0, 0.05, 0.3, 0.9]),
+    st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]),
 )
 def test_matches_the_definition_with_ties(values: list[float], top_k: int, top_p: float, min_p: float) -> None:
     scaled = np.array([0.0, *values], np.float32)

@@ -1,0 +1,213 @@
+"""What becomes of a field that a client of another server sends, decided here for every dialect.
+
+A field is *done* when the body's schema has it. Every other field that those servers' own schemas list stands in one
+of two tables: REFUSED changes the answer, so anything but a value that asks for nothing is a 400 which says what to do;
+HARMLESS leaves the answer as it is, so it is accepted and has no effect. What stands nowhere (no release that was
+looked at has it) is accepted, as those servers do. scripts/peer_fields.json has their lists, and tests hold this file
+against them.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pydantic_core import PydanticCustomError
+
+REFUSAL = "refused_field"
+"""Type of the validation error."""
+
+
+class Refused(NamedTuple):
+    """advice: a sentence for the caller. unless: values that ask for nothing, beside null, false and empty ones."""
+
+    advice: str
+    unless: tuple[Any, ...] = ()
+
+
+def _all(advice: str, *names: str, unless: tuple[Any, ...] = ()) -> dict[str, Refused]:
+    return dict.fromkeys(names, Refused(advice, unless))
+
+
+REFUSED: dict[str, Refused] = {
+    **_all(
+        "output constrained by a grammar, schema or regular expression is not offered; leave it out and check the text",
+        *("regex", "json_schema", "ebnf", "ebnf_full_assistant", "structural_tag", "structured_outputs"),
+        *("structured_outputs_regex", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_decoding_regex", "response_format"),
+        unless=({"type": "text"},),
+    ),
+    **_all("stops by regular expression are not offered; use stop or stop_token_ids", "stop_regex"),
+    **_all(
+        "beam search is not offered; leave it out, sample with n and choose by logprobs",
+        *("use_beam_search", "beam_width"),
+        unless=(1,),
+    ),
+    **_all("nothing is chosen among samples; ask for n samples and choose by their logprobs", "best_of", unless=(1,)),
+    **_all("text after the completion cannot be given; write the model's own infilling prompt", "suffix"),
+    **_all("embeddings cannot be prompts; send text or token ids", "prompt_embeds", "input_embeds"),
+    **_all("embeddings cannot replace those of tokens; send token ids", "positional_embed_overrides"),
+    **_all(
+        "only text is understood; leave out images, video and audio",
+        *("image_data", "video_data", "audio_data", "images", "features", "content_parts"),
+    ),
+    **_all("only text is answered", "audio"),
+    **_all('only text is answered; leave it out or send ["text"]', "modalities", unless=(["text"],)),
+    **_all("adapters are not served; push merged weights", "lora_path", "lora_id"),
+    **_all(
+        "code of a client is never run; use logit_bias or allowed_token_ids",
+        *("custom_logit_processor", "custom_params", "vllm_xargs", "extra_args", "logits_processors"),
+    ),
+    **_all(
+        'calls of tools are not read out of the text; send tool_choice "none" to have the tools in the prompt and read '
+        "the calls yourself",
+        *("tool_choice",),
+        unless=("none",),
+    ),
+    **_all(
+        'functions are not offered; send tools and tool_choice "none"',
+        *("functions", "function_call"),
+        unless=("none",),
+    ),
+    **_all(
+        "thinking has no budget of its own here; use max_tokens, or what the chat template offers in "
+        "chat_template_kwargs",
+        *("thinking_token_budget", "max_thinking_tokens"),
+        unless=(-1,),
+    ),
+    **_all(
+        "nothing but the chat template switches thinking; use chat_template_kwargs",
+        *("thinking", "reasoning", "require_reasoning"),
+    ),
+    **_all("there are no tasks; write it into the messages", "task"),
+    **_all("how long an answer is can only be asked for in the messages", "verbosity", unless=("medium",)),
+    **_all("nothing is searched for", "web_search_options"),
+    **_all("nothing is moderated", "moderation"),
+    **_all("the repetition of n-grams does not end a sequence; use repetition_penalty", "repetition_detection"),
+    **_all("output is not watermarked", "watermarking", "watermark", unless=({"enabled": False},)),
+    **_all("sessions keep no prompt; send the whole prompt", "session_params"),
+    **_all(
+        "token ids are no conversation; send them to /generate, /inference/v1/generate or /v1/completions",
+        *("input_ids",),
+    ),
+    **_all("a message that is continued is not repeated in the answer", "echo"),
+    **_all(
+        "prefill and decoding are not split over services; leave it out",
+        *("kv_transfer_params", "ec_transfer_params"),
+    ),
+    **_all("output cannot be dictated; score it as a prompt, with prompt_logprobs", "trace_decode_token_ids"),
+    **_all(
+        "of prompt tokens there are logprobs of their own ids and of the most likely ones: use prompt_logprobs",
+        *("prompt_logprob_token_ids", "prompt_logprob_start"),
+        unless=(0,),
+    ),
+    **_all("prompts of several items are not scored; send one prompt each", "multi_item_delimiter_indices"),
+    **_all("nothing is read out at positions of the prompt; use logprob_start_len", "token_indices_to_pool"),
+    **_all(
+        "logprobs of chosen ids are not reported; use the most likely ones, or score with prompt logprobs",
+        *("logprob_token_ids", "token_ids_logprob"),
+    ),
+    **_all("words cannot be banned; use logit_bias on their tokens", "bad_words"),
+    **_all("prompts are not cut; send as much as the context takes", "truncate_prompt_tokens"),
+    **_all("hidden states are not reported", "return_hidden_states"),
+    **_all("the experts' routing is not reported", "return_routed_experts", "return_indexer_topk"),
+    **_all("entropy is not reported; use top logprobs", "return_entropy"),
+    **_all(
+        "the ids left open are reported by /v1/rollout/generate and /inference/v1/generate: sampling_mask",
+        *("return_sampling_mask", "sampling_logprobs_mode"),
+    ),
+    **_all(
+        "logprobs come as nested lists only",
+        *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"),
+    ),
+    **_all(
+        "it is reported elsewhere: token ids by return_token_ids, counts in usage, versions in weight_versions",
+        *("return_prompt_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_meta_info"),
+        *("return_cached_tokens_details", "return_spec_tokens_details", "return_prompt_text"),
+    ),
+    **_all("only token ids are answered here; for text use /v1/completions", "output_mode", unless=("tokens",)),
+}
+
+
+HARMLESS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "custom_labels", "no_logs"),
+            *("log_metrics", "external_trace_header", "received_time", "conversation_id", "background"),
+        ),
+        "a note about the request, for logs, metrics or accounts",
+    ),
+    **dict.fromkeys(
+        (
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "extra_key", "kv_hints"),
+            *("skip_reading_prefix_cache", "prediction"),
+        ),
+        "what is computed again or kept, never what is sampled",
+    ),
+    **dict.fromkeys(
+        (
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+            *("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "routing_key", "http_worker_ipc"),
+        ),
+        "where a request runs, which the service decides",
+    ),
+    **dict.fromkeys(
+        (
+            *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "mm_hashes"),
+            *("mm_content_hashes", "images_config", "video_config", "use_audio_in_video", "max_dynamic_patch"),
+            *("min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch", "need_wait_for_mm_inputs"),
+            *("num_items_assigned", "encoder_urls"),
+        ),
+        "how media are read; media themselves are refused",
+    ),
+    **dict.fromkeys(
+        ("include_reasoning", "separate_reasoning", "stream_reasoning", "reasoning_ended", "reasoning_parser_kwargs"),
+        "only where a parser takes the reasoning out of the text or a grammar is in force; all text is content here",
+    ),
+    **dict.fromkeys(("parallel_tool_calls",), "only where calls of tools are read out of the text"),
+    **dict.fromkeys(("length_penalty",), "only with beam search, which is refused itself"),
+    **dict.fromkeys(
+        ("stream_interval", "include_obfuscation"),
+        "how a stream is cut into events, not what they add up to",
+    ),
+    **dict.fromkeys(
+        ("routed_experts_prompt_start", "routed_experts_start_len", "return_flat_raw_top_logprobs_b64"),
+        "a detail of a report that is refused itself",
+    ),
+    **dict.fromkeys(
+        ("return_token_offsets", "token_offsets"),
+        "only on routes that write prompts without generating; its owner ignores it elsewhere",
+    ),
+    **dict.fromkeys(("truncation_side",), "only with truncate_prompt_tokens"),
+    **dict.fromkeys(
+        ("spaces_between_special_tokens",),
+        "the tokenizers of the families served here put no spaces between special tokens",
+    ),
+    **dict.fromkeys(
+        (
+            *("detokenize", "flat_logprobs", "output_kind", "skip_clone", "output_text_buffer_length"),
+            *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+            *("return_bytes",),
+        ),
+        "inner state of its owner's engine that a request does not set",
+    ),
+}
+
+
+def check(body: Any, done: Iterable[str]) -> None:
+    """Raises PydanticCustomError naming the first field of a body that would change the answer and is not done."""
+    for name in body if isinstance(body, dict) else ():
+        rule = REFUSED.get(name) if name not in done else None
+        if rule is not None and not _asks_for_nothing(body[name], rule.unless):
+            raise refusal(name)
+
+
+def refusal(name: str) -> PydanticCustomError:
+    """The error for a field of REFUSED."""
+    return PydanticCustomError(REFUSAL, "{field}: {advice}", {"field": name, "advice": REFUSED[name].advice})
+
+
+def _asks_for_nothing(value: Any, unless: tuple[Any, ...]) -> bool:
+    if value is None or value is False or any(type(value) is type(one) and value == one for one in unless):
+        return True
+    if isinstance(value, list):
+        return all(_asks_for_nothing(one, unless) for one in value)
+    return value in ("", {})

@@ -1,0 +1,159 @@
+"""Write docs/dialects.md, which routes and fields of each dialect are offered, from the code, or check that it is so.
+
+Usage: python -m scripts.render_dialects [--check]
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from api.app import ROUTERS
+from api.fields import HARMLESS, REFUSED
+from api.schemas.openai import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
+from api.schemas.sglang import SglangGenerate, SglangSampling
+from api.schemas.tokens import TokenRequest, TokenSampling
+from scripts.peer_fields import FACTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "dialects.md"
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "openai": "OpenAI's SDK"}
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "stream_options": StreamOptions,
+    "/inference/v1/generate": TokenRequest,
+    "/inference/v1/generate sampling_params": TokenSampling,
+    "/generate": SglangGenerate,
+    "/generate sampling_params": SglangSampling,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+"""Route, or part of its body -> what takes it."""
+
+INTRODUCTION = """\
+# Dialects
+
+Written by `python -m scripts.render_dialects` from the routes, the request schemas and `api/fields.py`; edit those, not
+this page. What other servers have was read from the sources of {versions} by `scripts/peer_fields.py`."""
+
+FIELDS = """\
+## Fields
+
+Every field of those servers' own request schemas is one of these, and a test fails for a new one until it is:
+
+- **done**: it has the meaning that its owner gives it;
+- **refused**: it would change the answer, so any value but null, false, an empty one or those named below is answered
+  with a 400 that names the field (`error.param`) and says what to do instead;
+- **ignored**: it leaves the answer as it is, so any value is accepted.
+
+Fields that nobody lists are accepted and ignored on the routes of other servers; `/v1/rollout/...` refuses them."""
+
+
+def render() -> str:
+    """The whole page."""
+    facts: dict[str, Any] = json.loads(FACTS.read_text())
+    versions = ", ".join(f"{NAMES[project]} {of['version']}" for project, of in facts.items())
+    parts = [INTRODUCTION.format(versions=versions), FIELDS]
+    parts += [_body(part, facts) for part in BODIES]
+    parts += [_reasons(), _routes(facts)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _body(part: str, facts: dict[str, Any]) -> str:
+    """One route, or part of a body: what becomes of each field."""
+    done = BODIES[part].model_fields.keys()
+    owners: dict[str, list[str]] = defaultdict(list)
+    for project, of in facts.items():
+        for name in of["bodies"].get(part, ()):
+            owners[name].append(NAMES[project])
+    rows = [
+        ("done", [name for name in owners if name in done]),
+        ("refused", [name for name in owners if name in REFUSED and name not in done]),
+        ("ignored", [name for name in owners if name in HARMLESS and name not in done]),
+        ("done, only here", [name for name in done if name not in owners]),
+    ]
+    title, _, inner = part.partition(" ")
+    heading = f"### `{title}`" + (f", `{inner}`" if inner else "")
+    listed = " and ".join(NAMES[project] for project, of in facts.items() if part in of["bodies"])
+    table = [f"| | fields of {listed} |", "| --- | --- |"]
+    table += [f"| {what} | {_names(names)} |" for what, names in rows if names]
+    return "\n".join([heading, "", *table])
+
+
+def _reasons() -> str:
+    refused: dict[Any, list[str]] = defaultdict(list)
+    for name, rule in REFUSED.items():
+        refused[rule.advice, json.dumps(rule.unless)].append(name)
+    ignored: dict[str, list[str]] = defaultdict(list)
+    for name, reason in HARMLESS.items():
+        ignored[reason].append(name)
+    lines = ["### Why refused", "", "| fields | not refused | the answer says |", "| --- | --- | --- |"]
+    for (advice, unless), names in refused.items():
+        values = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(unless))
+        lines.append(f"| {_names(names)} | {values} | {advice} |")
+    lines += ["", "### Why ignored", "", "| fields | they say |", "| --- | --- |"]
+    lines += [f"| {_names(names)} | {reason} |" for reason, names in ignored.items()]
+    return "\n".join(lines)
+
+
+def _routes(facts: dict[str, Any]) -> str:
+    ours: dict[str, set[str]] = defaultdict(set)
+    for router in ROUTERS:
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                ours[_path(route.path)] |= route.methods or set()
+    theirs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for project, of in facts.items():
+        for route in of["routes"]:
+            method, path = route.split()
+            theirs[_path(path)][project].add(method)
+    projects = [project for project, of in facts.items() if of["routes"]]
+    head = ["", "| route | " + " | ".join(NAMES[p] for p in projects) + " | here |"]
+    head += ["| --- |" + " --- |" * (len(projects) + 1)]
+
+    def row(path: str) -> str:
+        cells = [_methods(theirs[path][project]) for project in projects] + [_methods(ours.get(path, ()))]
+        return f"| `{path}` | " + " | ".join(cells) + " |"
+
+    offered = ["## Routes that are offered", *head, *(row(path) for path in sorted(ours))]
+    absent = ["", "## Routes that are absent", "", "They are answered with 404.", *head]
+    absent += [row(path) for path in sorted(theirs.keys() - ours.keys())]
+    return "\n".join(offered + absent)
+
+
+def _path(path: str) -> str:
+    """Names of parameters differ between servers."""
+    return re.sub(r"\{\w+(:\w+)?\}", "{}", path)
+
+
+def _methods(methods: Iterable[str]) -> str:
+    return " ".join(sorted(methods))
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def main() -> int:
+    """Exit status 1 when --check finds another text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not current")
+    text = render()
+    if parser.parse_args().check:
+        if not PAGE.exists() or PAGE.read_text() != text:
+            print(f"{PAGE} is not what the code says: run `make format`", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Whatever the request schemas of vLLM, SGLang and OpenAI list is done, refused by its name, or called harmless."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from api.fields import HARMLESS, REFUSED
+from scripts.peer_fields import FACTS
+from scripts.render_dialects import BODIES
+from worker.messages import Generate
+
+HI = [{"role": "user", "content": "A"}]
+PEERS: dict[str, Any] = json.loads(FACTS.read_text())
+OF_NO_LIST = {
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_regex"),
+    *("structured_outputs_regex", "images", "logits_processors", "reasoning"),
+}
+"""Names of older releases, or that a server reads without listing them."""
+
+
+def listed() -> Iterator[tuple[str, str, str]]:
+    """(project, route or part, field)."""
+    for project, facts in PEERS.items():
+        for part, names in facts["bodies"].items():
+            for name in names:
+                yield project, part, name
+
+
+def valid(part: str, field: str, value: Any) -> tuple[str, dict[str, Any]]:
+    """A route, and a body that is right but for this field."""
+    match part:
+        case "/v1/completions":
+            return part, {"prompt": "A", "max_tokens": 1, field: value}
+        case "/v1/chat/completions":
+            return part, {"messages": HI, "max_tokens": 1, field: value}
+        case "stream_options":
+            return "/v1/completions", {"prompt": "A", "max_tokens": 1, part: {field: value}}
+        case "/inference/v1/generate":
+            return part, {"token_ids": [65], "sampling_params": {"max_tokens": 1}, field: value}
+        case "/inference/v1/generate sampling_params":
+            return "/inference/v1/generate", {"token_ids": [65], "sampling_params": {"max_tokens": 1, field: value}}
+        case "/generate":
+            return part, {"text": "A", "sampling_params": {"max_new_tokens": 1}, field: value}
+        case "/generate sampling_params":
+            return "/generate", {"text": "A", "sampling_params": {"max_new_tokens": 1, field: value}}
+        case "/tokenize":
+            return part, {"prompt": "A", field: value}
+        case "/detokenize":
+            return part, {"tokens": [65], field: value}
+    raise AssertionError(part)
+
+
+@pytest.mark.parametrize(("project", "part"), [(p, part) for p, facts in PEERS.items() for part in facts["bodies"]])
+def test_every_listed_field_is_decided(project, part):
+    done = BODIES[part].model_fields.keys()
+    undecided = set(PEERS[project]["bodies"][part]) - done - REFUSED.keys() - HARMLESS.keys()
+    assert not undecided, f"decide in api/fields.py, or do: {sorted(undecided)}"
+
+
+def test_nothing_is_decided_twice_or_for_nobody():
+    assert not REFUSED.keys() & HARMLESS.keys()
+    names = {name for _, _, name in listed()} | OF_NO_LIST
+    assert not (REFUSED.keys() | HARMLESS.keys()) - names
+
+
+async def test_what_changes_the_answer_is_refused_by_its_name(client):
+    """Every field of every list, on its own route."""
+    asked = 0
+    for project, part, name in listed():
+        if name in REFUSED and name not in BODIES[part].model_fields:
+            path, body = valid(part, name, "x")
+            reply = await client.post(path, json=body)
+            assert reply.status_code == 400, (project, part, name, reply.text)
+            error = reply.json()["error"]
+            assert error["message"] == f"{name}: {REFUSED[name].advice}", (project, part, name)
+            assert error["param"] == name
+            asked += 1
+    assert asked > 100
+
+
+async def test_what_asks_for_nothing_is_accepted(client):
+    for _, part, name in listed():
+        if name in REFUSED and name not in BODIES[part].model_fields:
+            for value in (None, False, [], [None], *REFUSED[name].unless):
+                path, body = valid(part, name, value)
+                reply = await client.post(path, json=body)
+                assert reply.status_code == 200, (part, name, value, reply.text)
+
+
+async def test_what_leaves_the_answer_as_it_is_is_accepted(client):
+    for _, part, name in listed():
+        if name in HARMLESS:
+            path, body = valid(part, name, "x")
+            reply = await client.post(path, json=body)
+            assert reply.status_code == 200, (part, name, reply.text)
+
+
+@pytest.mark.parametrize("part", ["/v1/completions", "/v1/chat/completions", "/generate sampling_params"])
+async def test_what_nobody_lists_is_accepted(client, part):
+    path, body = valid(part, "a_field_of_next_year", "x")
+    assert (await client.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "f"}}, None])
+async def test_tools_that_would_have_to_be_called_are_refused(client, choice):
+    body = {"messages": HI, "max_tokens": 1, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    reply = await client.post("/v1/chat/completions", json=body | {"tool_choice": choice})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tool_choice"
+    assert '"none"' in reply.json()["error"]["message"]
+
+
+async def test_tools_in_the_prompt_only(client):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": HI, "max_tokens": 1, "tools": tools, "tool_choice": "none"}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", ["request_id", "rid"])
+async def test_a_request_s_id_under_both_names(client, replicas, path, name):
+    _, body = valid(path, name, "mine")
+    assert (await client.post(path, json=body)).json()["id"] == "mine"
+
+
+@pytest.mark.parametrize("part", ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"])
+async def test_requests_of_one_session_go_to_one_replica(client, replicas, until, part):
+    """Also while it has more to do than the other."""
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    path, body = valid(part, "session_id", "s")
+    asked = [asyncio.create_task(client.post(path, json=body)) for _ in range(4)]
+    await until(lambda: sum(len(replica.running) for replica in replicas) == 4)
+    assert sorted(len(replica.running) for replica in replicas) == [0, 4]
+    for replica in replicas:
+        for _ in asked:
+            replica.gate.release()
+    assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200] * 4
+
+
+async def test_salts_of_a_batch(client, replicas):
+    body = {"text": ["A", "B"], "cache_salt": ["a", "b"], "sampling_params": {"max_new_tokens": 1}}
+    assert (await client.post("/generate", json=body)).status_code == 200
+    got = {tuple(m.prompt_ids): m.cache_salt for replica in replicas for m in replica.got(Generate)}
+    assert got == {(65,): "a", (66,): "b"}
+
+
+@pytest.mark.parametrize("part", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+async def test_usage_of_every_event(client, part):
+    path, body = valid(part, "stream", True)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body.setdefault("sampling_params", body)["max_tokens"] = 3
+    body = {k: v for k, v in body.items() if v is not body} | {"stream_options": options}
+    text = (await client.post(path, json=body)).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+    counts = [event["usage"]["completion_tokens"] for event in events if "usage" in event]
+    assert counts == [1, 2, 3, 3]
+
+
+async def test_what_a_chat_template_is_given(client, model, monkeypatch):
+    seen: list[dict[str, Any]] = []
+
+    def written(messages, **variables):
+        seen.append(variables)
+        return "A"
+
+    monkeypatch.setattr(model.tokenizer, "apply_chat_template", written)
+    documents = [{"title": "t", "text": "words"}]
+    body = {"messages": HI, "max_tokens": 1, "documents": documents, "reasoning_effort": "low"}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert seen[0]["documents"] == documents
+    assert (seen[0]["reasoning_effort"], seen[0]["enable_thinking"]) == ("low", True)
+    body |= {"reasoning_effort": "none"}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert seen[1]["enable_thinking"] is False
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"text": "A", "temperature": 0}, "temperature: it belongs into sampling_params"),
+        ({"input_ids": [65], "max_tokens": 1}, "max_tokens: it belongs into sampling_params"),
+        ({"prompts": ["A"], "max_tokens": 1, "stream": True}, "stream: with prompts it is not read"),
+        ({"prompts": ["A"], "max_tokens": 1, "sampling_params": {"n": 2}}, "sampling_params: with prompts"),
+        ({"prompts": ["A"], "generation_kwargs": {"bad_words": ["x"]}}, "bad_words: "),
+        ({"prompts": ["A"], "images": ["x"]}, "images: "),
+    ],
+)
+async def test_neither_form_of_generate_reads_the_other_s_fields(client, body, says):
+    reply = await client.post("/generate", json=body)
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", "x"]])
+@pytest.mark.parametrize("part", ["/v1/completions", "/v1/chat/completions", "/generate sampling_params"])
+async def test_an_empty_stop_stops_nothing_however_it_is_said(client, replicas, part, stop):
+    path, body = valid(part, "stop", stop)
+    assert (await client.post(path, json=body)).status_code == 200
+    (message,) = [m for replica in replicas for m in replica.got(Generate)]
+    assert message.sampling.stop == [s for s in stop if s]
+
+
+@pytest.mark.parametrize(
+    "part", ["/v1/completions", "/inference/v1/generate sampling_params", "/generate sampling_params"]
+)
+async def test_min_p_may_be_one(client, part):
+    path, body = valid(part, "min_p", 1.0)
+    assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_what_is_wrong_with_a_field_names_it(client):
+    reply = await client.post("/v1/completions", json={"prompt": "A", "temperature": -1})
+    assert reply.json()["error"]["param"] == "temperature"
