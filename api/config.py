@@ -84,6 +84,8 @@ class ApiConfig(BaseModel):
     """HTTP requests per second on data routes, per client address; 0 = no limit; more get 429."""
     legacy_get: bool = True
     """Allow GET on /clear_load_weight and /update_model_weight, as FastDeploy's clients send it."""
+    trust_request_chat_template: bool = False
+    """Run the chat templates that requests bring along, each for a second at most; others are refused."""
     vllm_metrics: bool = False
     """Also export the vllm: names of our metrics."""
 

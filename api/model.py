@@ -9,6 +9,8 @@ from typing import Any
 from api.config import ApiConfig
 from api.errors import BadInput
 from api.schemas.base import MAX_SEQUENCES
+from api.template_process import TemplateProcess
+from worker import conversation
 from worker.end_tokens import end_tokens
 from worker.tokenizer import Tokenizer
 
@@ -33,6 +35,8 @@ class Model:
     tokenizer: Tokenizer | None
     ends: tuple[int, ...] = ()
     """What ends a generation, by the checkpoint's own word."""
+    template_process: TemplateProcess | None = None
+    """For chat templates of requests; None: they are refused."""
     _texts: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -49,14 +53,19 @@ class Model:
             context = int(document["max_position_embeddings"])
         except KeyError as error:
             raise ValueError(f"{config.model / 'config.json'} lacks {error}") from None
+        limit = config.max_model_len or context
+        process = None
+        if config.trust_request_chat_template and tokenizer is not None:
+            process = TemplateProcess(max_chars=_most_chars(tokenizer, limit))
         return cls(
             name=config.model_name,
             path=config.model,
             vocab_size=vocab_size,
-            max_model_len=config.max_model_len or context,
+            max_model_len=limit,
             architecture=str((document.get("architectures") or ["unknown"])[0]),
             tokenizer=tokenizer,
             ends=tuple(ends),
+            template_process=process,
         )
 
     @property
@@ -104,23 +113,30 @@ class Model:
                 f"{self.max_model_len} tokens",
                 code=TOO_LONG,
             )
+        own = options.get("chat_template")
+        if own and not text.has_template(own) and self.template_process is None:
+            raise BadInput(
+                "chat_template: templates of requests are not run here, for they are programs of whoever sends them; "
+                "the operator may allow them (serve --set api.trust_request_chat_template=true)"
+            )
         try:
-            plain = [_plain(message) for message in messages]
-            contents = [content for message in plain if isinstance(content := message.get("content"), str)]
-            chars = sum(map(len, contents))
+            read = conversation.read(messages)
+            chars = sum(len(conversation.text_of(message["content"])) for message in read)
             self._check_chars(chars, "the conversation")
-            # A caller's own template may loop for long, tools and calls of them may be long.
-            simple = not any(options.get(name) for name in ("chat_template", "tools"))
-            simple = simple and all(message.keys() <= {"role", "content"} for message in plain)
-            if simple and len(plain) == len(contents) <= INLINE_MESSAGES and chars <= INLINE_CHARS:
-                return text.apply_chat_template(plain, **options)
-            return await asyncio.to_thread(text.apply_chat_template, plain, **options)
+            rendering = text.rendering(read, **options)
+            if own and not text.has_template(own) and self.template_process is not None:
+                return await self.template_process.text(rendering)
+            # Tools, and calls of them, may be long.
+            simple = not options.get("tools") and all(message.keys() <= {"role", "content"} for message in read)
+            if simple and len(read) <= INLINE_MESSAGES and chars <= INLINE_CHARS:
+                return rendering.text()
+            return await asyncio.to_thread(rendering.text)
         except (ValueError, TypeError) as error:
             raise BadInput(f"messages: {error}") from None
 
     def _check_chars(self, chars: int, what: str) -> None:
         """Raises BadInput for a text that cannot fit whatever its tokens are: to count them would take seconds."""
-        most = max(self.text.longest_token, MIN_TOKEN_CHARS) * self.max_model_len
+        most = _most_chars(self.text, self.max_model_len)
         if chars > most:
             raise BadInput(
                 f"{what} is too long: {chars} characters, and more than {most} cannot fit the model's context of "
@@ -146,14 +162,6 @@ class Model:
         self.check_ids(ids, what)
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text: templates expect that, clients may send a list of text parts."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type", "text") != "text":
-            raise ValueError("only text content is supported")
-        texts.append(str(part.get("text", "")))
-    return message | {"content": "\n".join(texts)}
+def _most_chars(tokenizer: Tokenizer, tokens: int) -> int:
+    """No text of more characters is so few tokens."""
+    return max(tokenizer.longest_token, MIN_TOKEN_CHARS) * tokens

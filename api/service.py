@@ -79,6 +79,8 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.model.template_process is not None:
+                await self.model.template_process.close()
 
 
 async def _service(request: Request) -> Service:

@@ -14,6 +14,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
+
+from worker.conversation import shaped, text_of
 
 
 class _Generation(jinja2.ext.Extension):
@@ -27,23 +30,33 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def render(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, continue_final: bool
-) -> str:
-    """The prompt text. continue_final: end inside the last message, so that the model goes on with it.
+class Rendering(msgspec.Struct, frozen=True):
+    """A prompt to be written. messages: as `conversation.read` gives them. variables: seen by the template.
 
-    Raises ValueError for a template that does not parse, refuses these messages, or fails.
+    continue_final: end inside the last message, so that the model goes on with it.
     """
-    try:
-        text = _compiled(template).render(messages=messages, **variables)
-    except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
-        raise ValueError(f"chat template: {error}") from error
-    return _cut_after_final(text, messages) if continue_final else text
+
+    template: str
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any] = {}
+    continue_final: bool = False
+
+    def text(self) -> str:
+        """The prompt. Raises ValueError for a template that does not parse, refuses these messages, or fails."""
+        try:
+            compiled, as_parts = _compiled(self.template)
+            text = compiled.render(messages=shaped(self.messages, as_parts=as_parts), **self.variables)
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            raise ValueError(f"chat template: {error}") from error
+        return _cut_after_final(text, self.messages) if self.continue_final else text
+
+
+_FAILURES = (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
 
 def _cut_after_final(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    final = messages[-1].get("content") if messages else None
-    if not isinstance(final, str):
+    final = text_of(messages[-1]["content"]) if messages else ""
+    if not final.strip():
         raise ValueError("continue_final_message: the last message has no text")
     at = text.rfind(final.strip())
     if at < 0:
@@ -53,8 +66,32 @@ def _cut_after_final(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _compiled(template: str) -> jinja2.Template:
-    return _environment().from_string(template)
+def _compiled(template: str) -> tuple[jinja2.Template, bool]:
+    """The template, and whether it goes over the parts of a message's content."""
+    environment = _environment()
+    return environment.from_string(template), _iterates_content(environment.parse(template))
+
+
+def _iterates_content(tree: jinja2.nodes.Template) -> bool:
+    """Whether a loop goes over the content of a message: over `x.content`, or a variable that was set to one."""
+    names: set[str] = set()
+    for assignment in tree.find_all(jinja2.nodes.Assign):
+        if isinstance(assignment.target, jinja2.nodes.Name) and _is_content(assignment.node, names):
+            names.add(assignment.target.name)
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(jinja2.nodes.For))
+
+
+def _is_content(node: jinja2.nodes.Node, names: set[str]) -> bool:
+    match node:
+        case jinja2.nodes.Name(name=name):
+            return name in names
+        case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+            return True
+        case jinja2.nodes.Filter(node=jinja2.nodes.Expr() as filtered):
+            return _is_content(filtered, names)
+        case jinja2.nodes.Getitem(node=sliced, arg=jinja2.nodes.Slice()):
+            return _is_content(sliced, names)
+    return False
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,8 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from worker.chat_template import render
+from worker import conversation
+from worker.chat_template import Rendering
 from worker.detokenizer import Detokenizer, TextStream
 from worker.end_tokens import end_tokens, spelling
 from worker.json_files import read_object
@@ -89,6 +90,21 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        **options: Any,
+    ) -> str:
+        """The prompt text of a conversation; encode it with add_special_tokens=False. options, errors: of `rendering`.
+
+        Raises ValueError also when the template refuses the messages.
+        """
+        return self.rendering(conversation.read(messages), **options).text()
+
+    def has_template(self, name: str) -> bool:
+        """Whether the checkpoint has a chat template of this name."""
+        return name in self._templates
+
+    def rendering(
+        self,
+        messages: list[dict[str, Any]],
         *,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -96,11 +112,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,
-    ) -> str:
-        """The prompt text of a conversation; encode it with add_special_tokens=False.
+    ) -> Rendering:
+        """How a conversation (`conversation.read`) becomes a prompt.
 
         chat_template: the template itself, or the name of one the checkpoint has. variables: seen by the template.
-        Raises ValueError when there is no template, or it refuses the messages.
+        Raises ValueError when there is no template.
         """
         name = chat_template or ("tool_use" if tools and "tool_use" in self._templates else "default")
         template = self._templates.get(name, chat_template)
@@ -113,7 +129,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             **variables,
         }
-        return render(template, messages, values, continue_final=continue_final_message)
+        return Rendering(template, messages, values, continue_final_message)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

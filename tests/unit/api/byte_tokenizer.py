@@ -4,8 +4,11 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from worker.chat_template import Rendering
+
 VOCAB = 300
 EOS = 256
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 
 
 class ByteTokenizer:
@@ -20,8 +23,13 @@ class ByteTokenizer:
         shown = (i for i in ids if i < 256 or not skip_special)
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
-        return "".join(f"{m['role'][0]}:{m['content']};" for m in messages) + "a:"
+    def has_template(self, name: str) -> bool:
+        return False
+
+    def rendering(
+        self, messages: list[dict[str, Any]], *, chat_template: str | None = None, **variables: Any
+    ) -> Rendering:
+        return Rendering(chat_template or TEMPLATE, messages, variables)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()

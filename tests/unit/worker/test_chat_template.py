@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from worker.chat_template import render
+from worker.chat_template import Rendering
+from worker.conversation import read
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello there "}]
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}</s>{% endfor %}"
@@ -14,7 +15,7 @@ SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}</s>{% e
 def _render(
     template: str, messages: list[dict[str, Any]] = CHAT, *, continue_final: bool = False, **values: Any
 ) -> str:
-    return render(template, messages, values, continue_final=continue_final)
+    return Rendering(template, read(messages), values, continue_final).text()
 
 
 def test_blocks_leave_no_blank_lines() -> None:
