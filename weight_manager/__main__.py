@@ -15,6 +15,8 @@ from weight_manager.ending import ASKED_S, ORPHANED_S, Ending
 from weight_manager.errors import StartError
 from weight_manager.store import Store
 
+log = logging.getLogger("weight_manager")
+
 NICE = -10
 FEW_CORES = 4
 PR_SET_PDEATHSIG = 1
@@ -35,7 +37,7 @@ def main() -> int:
     try:
         return _serve(StoreConfig.read(parser.parse_args().config), parent)
     except StartError as error:
-        logging.getLogger("weight_manager").error("%s", error)
+        log.error("%s", error)
         return 1
 
 
@@ -47,6 +49,13 @@ def _serve(config: StoreConfig, parent: int) -> int:
         store = Store(config, made=ending.made)
         ending.tell(store.stop)
         store.run()
+    except StartError:
+        ending.spare()
+        raise
+    except BaseException:
+        log.critical("the store has failed; the next one takes over what is live", exc_info=True)
+        logging.shutdown()
+        os._exit(1)  # no thread, no socket and no bug in their ends keeps the next one waiting
     finally:
         ending.begin()
     return 0

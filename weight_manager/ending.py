@@ -44,6 +44,10 @@ class Ending:
         """This file must not outlive the process."""
         self._arena = arena
 
+    def spare(self) -> None:
+        """Whoever made it has removed it, or it is to stay for the next one."""
+        self._arena = None
+
     def tell(self, stop: Callable[[], None]) -> None:
         """Call `stop` from a thread when it is time; at once if it is time already."""
         with self._lock:

@@ -180,26 +180,37 @@ class Store:
         return self._data_ports[-1]
 
     def run(self) -> None:
-        """Serve until `stop`; leaves nothing in shared memory."""
+        """Serve until `stop`; leaves nothing in shared memory then.
+
+        Raises StartError when there are no weights to begin with, else what the loop failed with: the process must end
+        at once then, as if it were killed. What is live stays in the arena, replicas go on serving it, and the next
+        store takes it over; nothing more is said to anybody, as nobody knows what is true.
+        """
         try:
-            log.info(
-                "store is up",
-                extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
-            )
-            kernels.prepare()
-            if self._config.huge_pages:
-                self._pages.start()
-            if not self._taken_over and self._above is None:
-                self._first.start()
-            while not self._stopping:
-                self._receive()
-                self._expire(time.monotonic())
-                self._operator.publish()
-                self._snapshots.follow(self._history.live)
-                if self._first.failure is not None:
-                    raise self._first.failure
-        finally:
-            self._close()
+            self._serve()
+        except BaseException:
+            if self._history.live is None or self._stopping:
+                self._close()
+            raise
+        self._close()
+
+    def _serve(self) -> None:
+        log.info(
+            "store is up",
+            extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
+        )
+        kernels.prepare()
+        if self._config.huge_pages:
+            self._pages.start()
+        if not self._taken_over and self._above is None:
+            self._first.start()
+        while not self._stopping:
+            self._receive()
+            self._expire(time.monotonic())
+            self._operator.publish()
+            self._snapshots.follow(self._history.live)
+            if self._first.failure is not None:
+                raise self._first.failure
 
     def stop(self) -> None:
         """End `run`; from any thread."""

@@ -1,0 +1,69 @@
+"""The store's loop itself fails, for whatever reason: what is live must survive that as it survives a kill."""
+
+import json
+import signal
+import sys
+import textwrap
+
+import pytest
+
+from rollout_client import errors
+from tests.faults import store_process
+
+FAILS = """
+    import sys
+    from weight_manager import __main__, store
+
+    receive = store.Store._receive
+
+    def fails(self):
+        receive(self)
+        if (self._config.run_dir / "fail").exists():
+            (self._config.run_dir / "fail").unlink()
+            raise OSError(28, "No space left on device")
+
+    store.Store._receive = fails
+    sys.exit(__main__.main())
+"""
+
+
+@pytest.fixture
+def failing(store, monkeypatch):
+    """A store whose loop can be made to fail."""
+    store.end(signal.SIGKILL)
+    popen = store_process.subprocess.Popen
+
+    def start(command, **options):
+        assert command[1:3] == ["-m", "weight_manager"]
+        return popen([sys.executable, "-c", textwrap.dedent(FAILS), *command[3:]], **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_process.subprocess, "Popen", start)
+        store.start()
+        store.wait_live()
+    return store
+
+
+def test_what_is_live_outlives_a_loop_that_failed(failing, replica, push, weights, digest_of, until):
+    r = replica()
+    push(weights(7), 7)
+    (failing.run_dir / "fail").touch()
+    assert failing.process.wait(10) == 1, "a beat of the replica has it turn"
+    assert len(list(failing.arena_dir.iterdir())) == 1
+    records = [json.loads(line) for line in (failing.run_dir / "log").read_text().splitlines()]
+    assert "No space left" in next(r for r in records if "has failed" in r["message"])["traceback"]
+    failing.log.close()
+    failing.start()
+    failing.wait_live()
+    assert failing.serving() == r.served() == (7, digest_of(weights(7)))
+    until(lambda: failing.status().replicas.get("0", {}).get("ready"), 3)
+    with pytest.raises(errors.StaleVersion):
+        push(weights(6), 6)
+    assert push(weights(8), 8).replicas == 1
+
+
+def test_a_stop_that_fails_leaves_nothing_in_shared_memory(failing):
+    (failing.run_dir / "fail").touch()
+    failing.process.send_signal(signal.SIGTERM)
+    assert failing.process.wait(10) == 1
+    assert list(failing.arena_dir.iterdir()) == []
