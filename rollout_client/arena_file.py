@@ -73,6 +73,9 @@ class ArenaFile:
         except (ValueError, ArenaError) as error:  # ValueError: shorter than a header
             os.close(self.fd)
             raise ArenaError(f"{path} is not an arena of this version") from error
+        except OSError:  # no memory to map it
+            os.close(self.fd)
+            raise
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self._header, dtype="<u8")
         self._maps: dict[int, memoryview] = {}
 

@@ -44,9 +44,13 @@ class ArenaReader(ArenaFile):
     def __init__(self, path: str | Path) -> None:
         """Opens `path` and maps every slot that has memory, so that no flip pays for page tables."""
         super().__init__(path)
-        for slot in range(self.slots):
-            if self.backed(slot):
-                self.slot(slot)
+        try:
+            for slot in range(self.slots):
+                if self.backed(slot):
+                    self.slot(slot)
+        except BaseException:
+            self.close()
+            raise
 
 
 class Arena(ArenaFile):

@@ -79,11 +79,6 @@ class DynamicWeightManager:
         """Parameters were released and not loaded again."""
         return self._cleared
 
-    def use_arena(self, arena_path: str | Path) -> None:
-        """The store came back with another arena; what is live stays mapped until the next `adopt`."""
-        if Path(arena_path) != self._path:
-            self._reader, self._path = None if self._cleared else self._open(Path(arena_path)), Path(arena_path)
-
     def adopt(self, live: Live) -> None:
         """Map, verify against the version's digest, and bind at once. Raises WeightsRefused, then nothing changed."""
         held = self._hold(live, verify=True)
@@ -123,10 +118,14 @@ class DynamicWeightManager:
         self._engine.bind(None)
         self._live = self._staged = self._previous = None
         self._flipped, self._cleared = False, True
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        self._let_go()
         return released
+
+    def close(self) -> None:
+        """Let go of an arena of which nothing was bound; the engine stays as it is. Idempotent."""
+        assert self._live is None
+        self._staged = None
+        self._let_go()
 
     def update_parameters(self, live: Live) -> None:
         """Undo `clear_parameters` with what is live by now. Raises WeightsRefused and stays cleared."""
@@ -168,6 +167,11 @@ class DynamicWeightManager:
         if reader.write_epoch(live.slot) != epoch:
             raise WeightsRefused(f"slot {live.slot} was given away before version {live.version} could be mapped")
         return held
+
+    def _let_go(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def _open(self, path: Path) -> ArenaReader:
         reader = ArenaReader(path)

@@ -51,6 +51,10 @@ class Weights(Protocol):
         """Release; returns bytes. Idempotent."""
         ...
 
+    def close(self) -> None:
+        """Of an arena that is not bound: let it go, without a word to the engine."""
+        ...
+
     def verify(self) -> dict[str, str]:
         """16 hex digits per parameter."""
         ...
@@ -233,7 +237,9 @@ class Actions:
                 self.weights.finalize()
             self.released -= frozenset(order.tags)
             return
-        if "weights" in order.tags and self.weights and not mapping:
+        if mapping:
+            mapping[1].close()
+        elif "weights" in order.tags and self.weights:
             self.weights.rollback()
         if "kv_cache" in order.tags and "kv_cache" in self.released:
             self.engine.release_kv()

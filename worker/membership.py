@@ -1,8 +1,9 @@
 """Rank 0's side of the weight store's protocol: registering, commits, and the truth after a lost store.
 
 `take` accepts messages in their order, `next_order` turns the first one that needs the ranks into an order
-when none is under way, `settled` reports an order's outcome. Between a flip that went well and the store's
-last word the loop holds: it neither serves the old version nor the new one. The word is bounded: past
+when none is under way, `settled` reports an order's outcome. A vote binds us for as long as the store may take to
+say flip; it is taken back with the connection, or `hold_s` past that time. Between a flip that went well and the
+store's last word the loop holds: it neither serves the old version nor the new one. The word is bounded: past
 `hold_s` we register again, and `Registered.live` tells whether the commit happened; with no store at all
 for `unknown_s` we go back to the version before, under its own name, which the slot's write epoch guards.
 """
@@ -103,7 +104,9 @@ class Membership:
         if self.session and self.session.flipped:
             limit = self._unknown_s if self.session.asked_again else self._hold_s
             times.append(self.session.held_since + limit)
-        elif self.draining and self.session and not self.session.asked:
+        elif self.session and self.session.asked:
+            times.append(self.session.deadline + self._hold_s)
+        elif self.session and self.draining:
             times.append(self.session.deadline)
         return min(times, default=None)
 
@@ -114,9 +117,15 @@ class Membership:
         self._send(self._me)
 
     def store_down(self) -> None:
-        """The connection broke. Nothing is registered any more; serving goes on."""
+        """The connection broke. Nothing is registered any more; serving goes on.
+
+        A vote is taken back, or a commit that waited would keep requests out for as long as there is no store. A flip
+        that comes all the same is answered with no.
+        """
         self.registered = False
         self._next_register = None
+        if self.session and not self.session.flipped:
+            self._undo(self.session)
 
     def take(self, message: store.ToReplica) -> None:
         """A message of the store, in order."""
@@ -139,6 +148,10 @@ class Membership:
         elif session.flipped and now >= session.held_since + self._unknown_s and not self._orders:
             log.error("no store for %g s after the flip; back to the version before", self._unknown_s)
             self._undo(session)
+        elif not session.flipped and session.asked and now >= session.deadline + self._hold_s:
+            log.warning("no word from the store %g s after it had to say flip; asking what is live", self._hold_s)
+            self._undo(session)
+            self.register()
         elif self.draining and not session.asked and now >= session.deadline:
             self.session = None
             running = self._scheduler.running

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,3 +250,20 @@ def test_a_killed_writer_holds_nothing(arena):
         process.kill()
         process.wait(10)
         assert arena.writers_gone(0)
+
+
+def test_what_cannot_be_mapped_leaves_no_descriptor_behind(tmp_path, monkeypatch):
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def no_memory(*_, **__):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with Arena.create(tmp_path, "t", 4096) as arena:
+        before = descriptors()
+        for what in ("_map", "slot"):
+            with monkeypatch.context() as patched:
+                patched.setattr(ArenaReader, what, no_memory)
+                with pytest.raises(OSError, match="memory"):
+                    ArenaReader(arena.path)
+            assert descriptors() == before, what

@@ -220,19 +220,6 @@ def test_aliases_are_one_region_after_any_number_of_changes(manager, engine, put
         assert engine.computes == version
 
 
-def test_a_store_that_came_back_with_another_arena(manager, engine, put, tmp_path):
-    manager.adopt(put(1, 0))
-    with Arena.create(tmp_path, "fresh", LAYOUT.slot_bytes) as fresh:
-        manager.use_arena(fresh.path)
-        assert engine.computes == 1
-        for view in region_views(LAYOUT, fresh.slot(1)):
-            view[...] = 7
-        digest = version_digest(LAYOUT, region_digests(LAYOUT, fresh.slot(1)))
-        manager.adopt(Live("run", 7, 9, 1, digest))
-        assert engine.computes == 7
-        assert not manager.fenced()
-
-
 def test_an_arena_of_another_layout_is_refused(tmp_path, engine):
     with (
         Arena.create(tmp_path, "other", 2 * LAYOUT.slot_bytes) as other,

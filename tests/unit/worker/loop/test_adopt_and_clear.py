@@ -1,15 +1,20 @@
+import logging
 import threading
 import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from weight_manager import messages as store_messages
+from weight_manager.arena import Arena
 from weight_manager.messages import (
     Adopt,
     Adopted,
     Finalize,
     Flipped,
     Prepared,
+    Registered,
 )
 from worker.messages import Clear, Done, Pause, Reload, Resume
 
@@ -37,6 +42,26 @@ def test_adopt_of_a_slot_with_other_bytes_is_refused_and_tried_again(rig):
     rig.api.finish("a")
     assert rig.versions("a") == [0]
     rig.store.register(first)  # it asks again by itself
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_arena_that_is_refused_again_and_again_is_let_go_each_time(rig, caplog):
+    caplog.set_level(logging.CRITICAL + 1, "worker.actions")  # records keep tracebacks, and those what was mapped
+    first = rig.serve()
+    other = Arena.create(rig.run_dir, "other", rig.layout.slot_bytes)
+    counts = []
+    for _ in range(3):
+        rig.store.send(Registered(str(other.path), msgspec.structs.replace(first, epoch=9), 1.0))
+        assert not rig.store.expect(Adopted).ok
+        counts.append(descriptors())
+    assert counts == [counts[0]] * 3
+    rig.api.generate("a")
+    rig.api.finish("a")
+    rig.check(rig.api, "a")
+    other.close(unlink=True)
 
 
 def test_a_commit_while_paused_is_taken(busy):

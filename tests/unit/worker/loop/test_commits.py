@@ -169,6 +169,37 @@ def test_without_any_store_the_old_version_goes_on_in_the_end(busy):
     busy.store.open()
 
 
+@pytest.fixture
+def waiting(make_rig):
+    """Drained and prepared for a commit that waits; a request that came late waits for its end."""
+    rig = make_rig(hold_s=0.4, unknown_s=1.0)
+    rig.first = rig.serve()
+    assert rig.store.prepare("s1", rig.store.write(1, 1), "wait", deadline_s=0.3).ok
+    rig.api.generate("late", max_tokens=3)
+    time.sleep(0.05)
+    assert not rig.api.finished("late")
+    return rig
+
+
+def test_a_store_lost_after_the_vote_lets_requests_in_again(waiting):
+    waiting.store.close()
+    assert waiting.api.finish("late")[2] == "length"
+    assert waiting.versions("late") == [0]
+    waiting.store.open()
+    waiting.store.register(waiting.first)
+    assert waiting.store.push("s2", waiting.store.write(2, 1))
+
+
+def test_a_store_silent_after_the_vote_is_asked_and_its_flip_comes_too_late(waiting):
+    """Stopped, it breaks no connection: the vote is taken back after its deadline and the usual patience."""
+    waiting.store.expect(Register)
+    assert waiting.api.finish("late")[2] == "length"
+    assert waiting.versions("late") == [0]
+    assert not waiting.store.flip("s1").ok
+    waiting.store.send(Rollback("s1", "a replica could not flip"))
+    assert waiting.store.expect(RolledBack) == RolledBack("s1")
+
+
 def test_a_lost_store_changes_nothing_for_requests(busy):
     busy.store.close()
     busy.api.finish("long")
