@@ -122,6 +122,8 @@ class ReplicaWeights(msgspec.Struct, frozen=True):
     ready: bool
     running: int
     store: dict[str, Any] | None = None
+    kernels: str = ""
+    kernels_why: str = ""
 
 
 class Weights(msgspec.Struct, frozen=True):

@@ -35,6 +35,8 @@ def of_scheduler(
         "kv_blocks_used": scheduler.blocks_used,
         "kv_blocks_total": spec.num_blocks,
         "block_size": spec.block_size,
+        "kernels": spec.kernels.name,
+        "kernels_why": spec.kernels.why,
         "counters": {**scheduler.counters, **counters},
         "histograms": {**scheduler.drain_samples(), **samples},
     }

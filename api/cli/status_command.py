@@ -57,11 +57,14 @@ def _view(weights: Weights, pause: PauseState) -> Group:
         lines.append(Text("last push: " + _plain(weights.last_push)))
     if weights.last_error:
         lines.append(Text("last error: " + _plain(weights.last_error), style="red"))
+    for why in sorted({r.kernels_why for r in weights.replicas if r.kernels_why}):
+        slow = [f"{r.replica} ({r.kernels})" for r in weights.replicas if r.kernels_why == why]
+        lines.append(Text(f"not at full speed: replica {', '.join(slow)}: {why}", style="yellow"))
     return Group(*lines, _replicas(weights))
 
 
 def _replicas(weights: Weights) -> Table:
-    table = Table("replica", "state", "version", "ready", "sequences", "beat")
+    table = Table("replica", "state", "version", "ready", "sequences", "kernels", "beat")
     for replica in weights.replicas:
         beat = (replica.store or {}).get("beat_age_s")
         table.add_row(
@@ -70,6 +73,7 @@ def _replicas(weights: Weights) -> Table:
             "-" if replica.version is None else str(replica.version),
             "yes" if replica.ready else "no",
             str(replica.running),
+            replica.kernels or "-",
             "-" if beat is None else f"{beat:.1f} s ago",
         )
     return table

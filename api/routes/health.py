@@ -80,6 +80,8 @@ def describe(service: Service) -> Health:
             ready=r.serves(live_version)
             or (r.state == "paused" and (live_version is None or r.version == live_version.version)),
             reason=r.down_reason if r.state == UNREACHABLE else "",
+            kernels=r.stats.kernels if r.stats else "",
+            kernels_why=r.stats.kernels_why if r.stats else "",
         )
         for r in service.fleet.replicas
     ]

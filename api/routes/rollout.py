@@ -242,6 +242,8 @@ def _weights(service: Service) -> schema.WeightsResponse:
                 ready=r.serves(service.fleet.live),
                 running=r.load,
                 store=by_store.get(str(r.index)),
+                kernels=r.stats.kernels if r.stats else "",
+                kernels_why=r.stats.kernels_why if r.stats else "",
             )
             for r in service.fleet.replicas
         ],

@@ -11,6 +11,10 @@ class ReplicaHealth(BaseModel):
     version: int | None
     ready: bool
     reason: str = ""
+    kernels: str = ""
+    """What computes: compiled (full speed), onednn (no C compiler: half of it), paddle; empty until it has said so."""
+    kernels_why: str = ""
+    """Why a CPU does not run at full speed."""
 
 
 class Health(BaseModel):

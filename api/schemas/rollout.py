@@ -241,6 +241,10 @@ class ReplicaWeights(Strict):
     running: int
     store: dict[str, Any] | None = None
     """Epoch, pids, last beat: the store's view."""
+    kernels: str = ""
+    """What computes: compiled (full speed), onednn (no C compiler: half of it), paddle; empty until it has said so."""
+    kernels_why: str = ""
+    """Why a CPU does not run at full speed."""
 
 
 class LiveVersion(Strict):

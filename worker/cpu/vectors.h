@@ -26,11 +26,12 @@ static inline f32x16 larger(f32x16 a, f32x16 b) {
     return (f32x16)(((i32x16)a & first) | ((i32x16)b & ~first));
 }
 
+// Halves by a union: __builtin_shufflevector is not there before gcc 12, __builtin_shuffle not in clang.
 static inline float sum(f32x16 v) {
-    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-              __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[1]) + (b[2] + b[3]);
+    union { f32x16 whole; f32x8 half[2]; } a = {v};
+    union { f32x8 whole; f32x4 half[2]; } b = {a.half[0] + a.half[1]};
+    f32x4 c = b.half[0] + b.half[1];
+    return (c[0] + c[1]) + (c[2] + c[3]);
 }
 
 static inline f32x16 inverse_root(f32x16 v) {

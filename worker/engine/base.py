@@ -73,8 +73,22 @@ PLAIN_TOKENS = 1024
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What computes the steps. name: "compiled" (oneDNN, and between its products C compiled for this machine: full
+    speed), "onednn" (without a C compiler: half of it), "paddle" (Paddle's own, float32), "" (nothing of a model).
+    why: what keeps a CPU from the first.
+    """
+
+    name: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, because {self.why}" if self.why else self.name
+
+
+@dataclass(frozen=True)
 class EngineSpec:
-    """What the scheduler needs to know of an engine."""
+    """What the scheduler, and whoever asks, needs to know of an engine."""
 
     vocab_size: int
     max_model_len: int
@@ -82,6 +96,7 @@ class EngineSpec:
     num_blocks: int
     eos_token_ids: tuple[int, ...] = ()
     """Of the checkpoint's files (`worker.end_tokens`), which no engine reads: given by whoever makes the scheduler."""
+    kernels: Kernels = Kernels()
 
 
 class Interrupted(Exception):

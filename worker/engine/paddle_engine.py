@@ -13,7 +13,7 @@ import xxhash
 from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
-from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, never
+from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, Kernels, never
 from worker.memory import memory_of_machine
 from worker.models import collectives, decoder_spec
 from worker.models.decoder import Backend
@@ -56,11 +56,15 @@ class PaddleEngine:
             length = self.spec.max_model_len
             self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, length, tokens, drafts=drafts)
             self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
+            kernels = self._backend.kernels
         else:
             place = device or device_for(config.device)
             self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, place, drafts=drafts)
-            cast = ", weights cast to float32" if manifest.dtype != "float32" else ""
-            log.warning("computing with Paddle's own kernels in float32%s: %s", cast, reason)
+            kernels = Kernels("paddle", "" if config.device == "gpu" else reason)
+            if manifest.dtype != "float32":
+                log.warning("weights are cast to float32: %s", reason)
+        log.log(logging.WARNING if kernels.why else logging.INFO, "kernels: %s", kernels)
+        self.spec = replace(self.spec, kernels=kernels)
         if config.num_blocks is None and config.device == "cpu":
             hidden = 4 * model.hidden_size if drafts else 0
             heads = -(-model.kv_heads // config.tp)  # the most that any rank has: all must come to the same number

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from weight_manager.manifest import Dtype
 from worker.cpu import mkl, native, onednn
-from worker.engine.base import Float32, ForwardBatch, never
+from worker.engine.base import Float32, ForwardBatch, Kernels, never
 from worker.models import collectives
 from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import draft_hidden, hidden
@@ -47,13 +47,17 @@ def why_not(dtype: Dtype) -> str | None:
     return f"oneDNN has no fast {dtype} matmul for this processor" if "ref" in kernel else None
 
 
-def compiled_kernels() -> native.Native | None:
-    """This machine's compiled kernels; None, announced, when there is no compiler."""
+def compiled_kernels(head_dim: int) -> tuple[native.Native | None, str]:
+    """This machine's compiled kernels; None and why when there are none for such heads."""
+    if head_dim % 16:
+        return None, f"they take heads of a multiple of 16 elements, this model's have {head_dim}"
     try:
-        return native.load()
+        return native.load(), ""
     except OSError as error:
-        log.warning("without compiled kernels attention and single sequences run at half speed: %s", error)
-        return None
+        lines = str(error).splitlines() or [repr(error)]
+        if len(lines) > 1:  # of a compiler
+            log.warning("no compiled kernels: %s", error)
+        return None, next((line for line in lines if "error:" in line), lines[0])
 
 
 def padded(tokens: int) -> int:
@@ -88,7 +92,8 @@ class OneDnnBackend:
         self._dnn = onednn.load()
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
         self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
-        self._native = compiled_kernels()
+        self._native, why = compiled_kernels(spec.head_dim)
+        self.kernels = Kernels("onednn" if why else "compiled", why)
         self._parts = Parts(
             self._dnn,
             spec,
@@ -100,13 +105,13 @@ class OneDnnBackend:
         )
         self._head_parts = replace(self._parts, buffers=Buffers(_HEAD_ROWS))
         self._attention: NativeAttention | BlockedAttention
-        if self._native and spec.head_dim % 16 == 0:
+        if self._native:
             self._attention = NativeAttention(self._native, spec, shard)
         else:
             self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
-        self._few = self._native is not None and isinstance(self._attention, NativeAttention) and fits(spec, shard)
+        self._few = self._native is not None and fits(spec, shard)
         self._programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}
         self._draft_parts = replace(self._parts, hide_first=True)
         self._draft_programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}

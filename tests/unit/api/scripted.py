@@ -218,6 +218,8 @@ class ScriptedReplica:
             histograms={"step_s": [0.01, 0.02]},
             ranks=[{"pid": 1, "rss_bytes": 1000}],
             released=tuple(sorted(self.released)),
+            kernels="onednn",
+            kernels_why="no C compiler",
         )
 
 

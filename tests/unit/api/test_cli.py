@@ -113,13 +113,14 @@ def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):
     assert url_of("x") == "http://127.0.0.1:4711"
 
 
+SLOW = {"kernels": "onednn", "kernels_why": "no C compiler"}
 OUTPUT = {"prompt_index": 0, "index": 0, "token_ids": [1], "text": "hi", "logprobs": [-0.5], "spans": []}
 REPLIES = {
     "/v1/rollout/generate": {"request_id": "r", "model": "m", "outputs": [OUTPUT]},
     "/v1/rollout/pause": {"paused": True, "held": 2, "mode": "keep", "lease_left_s": 9.0},
     "/v1/rollout/weights": {
         "live": {"run_id": "r", "version": 7, "epoch": 8, "digest": "d" * 16},
-        "replicas": [{"replica": 0, "state": "serving", "version": 7, "ready": True, "running": 3}],
+        "replicas": [{"replica": 0, "state": "serving", "version": 7, "ready": True, "running": 3, **SLOW}],
         "store_connected": True,
         "last_push": {"version": 7, "seconds": 0.5},
     },
@@ -155,6 +156,7 @@ def test_status_shows_a_table(run, served):
     assert "version 7" in out
     assert "serving" in out
     assert "paused (keep, resumes in 9 s); 2 requests held" in out
+    assert "not at full speed: replica 0 (onednn): no C compiler" in out
     assert json.loads(run("status", "--json").stdout)["live"]["version"] == 7
 
 

@@ -1,6 +1,8 @@
 import asyncio
 import time
 
+import pytest
+
 from api.routes import health
 from api.schemas.health import Health
 from worker.messages import Generate
@@ -16,6 +18,13 @@ async def test_serving(client):
     Health.model_validate(body)
     assert [r["ready"] for r in body["replicas"]] == [True, True]
     assert (body["weight_version"], body["store_connected"]) == (0, True)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/rollout/weights"])
+async def test_which_kernels_run_is_said_and_why_not_the_fastest(client, replicas, path):
+    body = (await client.get(path)).json()
+    said = [(replica["kernels"], replica["kernels_why"]) for replica in body["replicas"]]
+    assert said == [("onednn", "no C compiler")] * len(replicas)
 
 
 async def test_paused_is_ready_since_requests_are_held(client):

@@ -120,7 +120,29 @@ def test_a_build_without_the_library_says_so(monkeypatch):
 def test_the_fall_back_is_announced(checkpoint, monkeypatch, caplog):
     monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "no such kernel")
     checkpoint("llama", dtype="bfloat16").engine(bound=False)
-    assert "weights cast to float32: no such kernel" in caplog.text
+    assert "weights are cast to float32: no such kernel" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "why"),
+    [("native", "compiled", ""), ("mkl", "onednn", "the test says so"), ("paddle", "paddle", "the test says so")],
+    indirect=["backend"],
+)
+def test_the_kernels_that_run_are_named(checkpoint, backend, name, why, caplog):
+    caplog.set_level("INFO")
+    said = checkpoint("llama").engine(bound=False).spec.kernels
+    assert (said.name, said.why) == (name, why)
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("kernels: ")]
+    assert name in line.getMessage()
+    assert why in line.getMessage()
+    assert (line.levelname == "WARNING") == bool(why)
+
+
+def test_what_a_compiler_says_at_length_is_cut_to_its_error(checkpoint, monkeypatch, caplog):
+    said = "gcc -O3 failed: In file included from a.h\na.h:3:1: error: no such thing\n  3 | thing"
+    monkeypatch.setattr(native, "load", lambda: (_ for _ in ()).throw(OSError(said)))
+    assert checkpoint("llama").engine(bound=False).spec.kernels.why == "a.h:3:1: error: no such thing"
+    assert "gcc -O3 failed" in caplog.text
 
 
 def test_attention_over_long_and_uneven_contexts(checkpoint, feeder):
