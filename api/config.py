@@ -76,6 +76,12 @@ class ApiConfig(BaseModel):
     allowed_hosts: tuple[str, ...] = Field(default=(), max_length=64)
     """Names by which clients may call the service (Host header) besides localhost, `host` and any address; "*" = any.
     Without a token only these are answered, with one any name is unless this says some: see api/hosts.py."""
+    max_connections: int = Field(default=8192, ge=8, le=1 << 20)
+    """HTTP connections at once; over it idle ones are closed, and when all are at work a new one gets 503."""
+    head_timeout_s: float = Field(default=10.0, gt=0, le=600)
+    """How long a client may take over the head of a request; then 408."""
+    stall_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """A client that sends a body, or reads an answer, at less than 1 KiB a second for this long is cut off."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30)
     """Longest request body; longer ones get 413."""
     max_requests: int = Field(default=4096, ge=1, le=1 << 20)

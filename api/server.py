@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import signal
 import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from api.app import create_app
+from api.connections import Connection, Room, places
 from api.service import Service
 
 TICK_S = 1.0
@@ -23,12 +26,16 @@ class Server(uvicorn.Server):
     """Serves one `Service` on sockets that are bound already."""
 
     def __init__(self, service: Service) -> None:
+        config = service.config
+        room = Room(places(config.max_connections), config.head_timeout_s, config.stall_timeout_s)
+        connection: Any = functools.partial(Connection, room=room)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http=connection,
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=math.ceil(service.config.shutdown_s) + LAST_WORDS_S,
+                timeout_graceful_shutdown=math.ceil(config.shutdown_s) + LAST_WORDS_S,
                 timeout_keep_alive=75,
                 ws="none",
                 server_header=False,

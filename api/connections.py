@@ -1,0 +1,216 @@
+"""HTTP connections that do not wait for ever for their clients, and never more of them than there is room for.
+
+    waiting for a head  -head complete->  reading a body  -body complete->  answering  -answered->  kept open
+
+A head has to be complete `head_timeout_s` after the connection was made, or after its first byte when the connection
+was kept open. A body, and a client that reads its answer, may take as long as they like but have to get on: `PACE`
+bytes a second over each `stall_timeout_s`. What is late is cut off, with 408 where the client may still read it.
+A connection that is kept open and silent is closed by uvicorn (timeout_keep_alive); one that is answered waits for us.
+
+When all places are taken, the connection goes that has waited longest for a head, or else was kept open longest; when
+all are at work, it is the new one, with 503.
+"""
+
+import asyncio
+import logging
+import resource
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+PACE = 1024
+"""Bytes a second."""
+OTHER_FILES = 512
+"""File descriptors that the process needs for anything but HTTP clients: links to replicas and the store, files."""
+LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+
+
+class Closing(Protocol):
+    """What a place is taken by."""
+
+    def give_way(self) -> None:
+        """Close at once: another needs the place."""
+
+
+@dataclass
+class Room:
+    """The places of a server. waiting, kept: connections without a request, those that came first in front."""
+
+    places: int
+    head_timeout_s: float
+    stall_timeout_s: float
+    taken: set[Closing] = field(default_factory=set)
+    waiting: dict[Closing, None] = field(default_factory=dict)
+    kept: dict[Closing, None] = field(default_factory=dict)
+    turned_away: int = 0
+
+    def enter(self, one: Closing) -> bool:
+        """Whether there is a place; somebody idle may have had to leave it."""
+        if len(self.taken) >= self.places:
+            idle = next(iter(self.waiting or self.kept), None)
+            if self.turned_away % 1000 == 0:
+                log.warning("all %d places for connections are taken (max_connections)", self.places)
+            self.turned_away += 1
+            if idle is None:
+                return False
+            self.leave(idle)
+            idle.give_way()
+        self.taken.add(one)
+        self.waiting[one] = None
+        return True
+
+    def works(self, one: Closing) -> None:
+        """It has a request."""
+        self.waiting.pop(one, None)
+        self.kept.pop(one, None)
+
+    def rests(self, one: Closing) -> None:
+        """It is kept open for another request."""
+        if one in self.taken:
+            self.kept[one] = None
+
+    def leave(self, one: Closing) -> None:
+        """Its place is free."""
+        self.taken.discard(one)
+        self.works(one)
+
+
+class Connection(H11Protocol):
+    """See module. What uvicorn knows of a request (`cycle`) says in which of the states a connection is."""
+
+    def __init__(self, *args: Any, room: Room, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._room = room
+        self._reading: asyncio.TimerHandle | None = None  # the head or the body is due
+        self._head_is_due = False
+        self._received = 0  # bytes of the body since it was last looked at
+        self._writing: asyncio.TimerHandle | None = None
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client came."""
+        super().connection_made(transport)
+        if not self._room.enter(self):
+            transport.write(FULL)
+            transport.close()
+            return
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a head or a body."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._received += len(data)
+        self._look()
+        if self._reading is None and self._is_between and not self.transport.is_closing():
+            self._await_head()  # the first bytes on a connection that was kept open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._stop_reading()
+        self._stop_writing()
+        self._room.leave(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Answered; the next request may be here already."""
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as we write."""
+        super().pause_writing()
+        if self._writing is None:
+            self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        self._stop_writing()
+
+    # What is due
+
+    @property
+    def _is_between(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _look(self) -> None:
+        """After anything has happened: who waits for whom now?"""
+        if self._is_between:
+            if self._reading is not None and not self._head_is_due:
+                self._stop_reading()  # answered before its body was complete
+            if self.cycle is not None:
+                self._room.rests(self)
+            return
+        self._room.works(self)
+        if not self.cycle.more_body:
+            self._stop_reading()
+        elif self._reading is None or self._head_is_due:
+            self._stop_reading()
+            self._await_body()
+
+    def _await_head(self) -> None:
+        self._head_is_due = True
+        self._reading = self.loop.call_later(self._room.head_timeout_s, self._late)
+
+    def _await_body(self) -> None:
+        self._received = 0
+        self._reading = self.loop.call_later(self._room.stall_timeout_s, self._check_body)
+
+    def _check_body(self) -> None:
+        if self._received >= PACE * self._room.stall_timeout_s or self.flow.read_paused:
+            self._await_body()
+        else:
+            self._late()
+
+    def _watch_writing(self) -> None:
+        before = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(self._room.stall_timeout_s, self._check_writing, before)
+
+    def _check_writing(self, before: int) -> None:
+        if before - self.transport.get_write_buffer_size() >= PACE * self._room.stall_timeout_s:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    def _late(self) -> None:
+        self._reading = None
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self._is_between or not self.cycle.response_started:
+            self.transport.write(LATE)
+        self.transport.close()
+
+    def give_way(self) -> None:
+        """Close at once: another needs the place."""
+        self.transport.abort()
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading, self._head_is_due = None, False
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = None
+
+
+def places(wanted: int) -> int:
+    """How many connections there may be: as many as wanted, or as the system lets this process have open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    found = max(soft - OTHER_FILES, soft // 2)
+    log.warning("room for %d connections instead of %d: raise the limit of open files (ulimit -n)", found, wanted)
+    return found

@@ -1,0 +1,287 @@
+"""Clients that are slow, silent or too many, on real sockets."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+
+import pytest
+
+from api.connections import Connection, Room, places
+from api.server import Server
+from api.service import Service
+
+HEAD_S, STALL_S, ROOM = 0.4, 0.4, 8
+GET = b"GET /live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+SLACK_S = 1.0
+
+
+@pytest.fixture
+def settings():
+    return {"head_timeout_s": HEAD_S, "stall_timeout_s": STALL_S, "max_connections": ROOM, "max_body_bytes": 16 << 20}
+
+
+class Clients:
+    """Connections to the server; `status` also sends a request and reads how it was answered."""
+
+    def __init__(self, address):
+        self.address = address
+        self._writers = []
+
+    async def open(self):
+        reader, writer = await asyncio.open_connection(*self.address)
+        self._writers.append(writer)
+        return reader, writer
+
+    async def answered(self, request=GET):
+        reader, writer = await self.open()
+        writer.write(request)
+        line = await asyncio.wait_for(reader.readline(), 5)
+        return int(line.split()[1]), reader, writer
+
+    async def status(self, request=GET):
+        status, _, writer = await self.answered(request)
+        writer.close()
+        return status
+
+    async def close(self):
+        for writer in self._writers:
+            writer.close()
+        for writer in self._writers:
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@pytest.fixture
+async def clients(address):
+    made = Clients(address)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def address(config, model, replicas, store, until):
+    """A whole server; its port."""
+    service = Service(config, model)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Server(service)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started and all(r.serves(service.fleet.live) for r in service.fleet.replicas))
+    yield listener.getsockname()
+    server.should_exit = True
+    server._leave.set()
+    await asyncio.wait_for(task, 20)
+
+
+@pytest.fixture(autouse=True)
+def same_signals():
+    """uvicorn takes over signals in the main thread; a test has its own."""
+    assert threading.current_thread() is threading.main_thread()
+    import signal
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+async def until_closed(reader, timeout_s=HEAD_S + SLACK_S):
+    """What came before the end, and after how long it came."""
+    clock = asyncio.get_running_loop().time
+    began, got = clock(), b""
+    with contextlib.suppress(ConnectionError):
+        got = await asyncio.wait_for(reader.read(), timeout_s)
+    return got, clock() - began
+
+
+async def dribble(writer, data, every_s=0.05):
+    with contextlib.suppress(ConnectionError):
+        for byte in data:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(every_s)
+
+
+def body_of(length, text=b"x"):
+    head = b"POST /v1/rollout/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % length
+    return head + text
+
+
+async def test_a_head_that_dribbles_is_cut_off(clients):
+    reader, writer = await clients.open()
+    dribbling = asyncio.create_task(dribble(writer, b"GET /live HTTP/1.1\r\nhost: " + b"a" * 100))
+    got, after_s = await until_closed(reader)
+    assert got.startswith(b"HTTP/1.1 408 ")
+    assert HEAD_S * 0.9 < after_s < HEAD_S + SLACK_S
+    dribbling.cancel()
+
+
+async def test_a_client_that_says_nothing_is_cut_off(clients):
+    reader, _ = await clients.open()
+    _, after_s = await until_closed(reader)
+    assert after_s > HEAD_S * 0.9
+
+
+async def test_a_second_head_that_dribbles_is_cut_off(clients):
+    status, reader, writer = await clients.answered()
+    assert status == 200
+    await asyncio.sleep(HEAD_S * 2)
+    assert not reader.at_eof(), "a connection that is kept open may be silent"
+    dribbling = asyncio.create_task(dribble(writer, GET + b"x" * 50, 0.2))
+    got, after_s = await until_closed(reader)
+    assert b"HTTP/1.1 408 " in got
+    assert after_s < HEAD_S + SLACK_S
+    dribbling.cancel()
+
+
+async def test_a_kept_connection_serves_many_requests(clients):
+    _, reader, writer = await clients.answered()
+    for _ in range(4):
+        await asyncio.sleep(HEAD_S / 2)
+        writer.write(GET)
+        while b"HTTP/1.1 200" not in await asyncio.wait_for(reader.readline(), 5):
+            pass
+
+
+async def test_requests_in_one_packet_are_all_answered(clients):
+    _, reader, writer = await clients.answered(GET * 3)
+    await asyncio.sleep(0.1)
+    writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+    assert (await asyncio.wait_for(reader.read(), 5)).count(b"HTTP/1.1 200") == 3
+
+
+async def test_a_body_that_dribbles_is_cut_off(clients):
+    reader, writer = await clients.open()
+    writer.write(body_of(1000))
+    dribbling = asyncio.create_task(dribble(writer, b"y" * 200))
+    got, after_s = await until_closed(reader, STALL_S * 2 + SLACK_S)
+    assert got.startswith(b"HTTP/1.1 408 ")
+    assert after_s < STALL_S * 2 + SLACK_S
+    dribbling.cancel()
+
+
+async def test_a_long_body_that_gets_on_is_taken(clients):
+    """Longer in all than any timeout."""
+    body = json.dumps({"prompt": "A", "max_tokens": 1, "session_id": ""}).encode().ljust(8000)
+    reader, writer = await clients.open()
+    writer.write(body_of(len(body), b""))
+    for start in range(0, len(body), 500):
+        writer.write(body[start : start + 500])
+        await asyncio.sleep(STALL_S / 4)
+    assert b" 408 " not in await asyncio.wait_for(reader.readline(), 5)
+
+
+async def test_an_answer_may_take_longer_than_any_client(clients, replicas):
+    """Held while paused: the client has sent all of its request and waits for us."""
+    await clients.answered(b"POST /pause HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
+    reader, writer = await clients.open()
+    writer.write(body_of(len(body), body))
+    await asyncio.sleep(max(HEAD_S, STALL_S) * 2.5)
+    assert not reader.at_eof()
+    await clients.answered(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+
+
+async def test_a_client_that_does_not_read_is_cut_off(clients):
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(raw, clients.address)
+    await loop.sock_sendall(raw, b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 8)
+    await asyncio.sleep(STALL_S * 4 + 0.5)
+    got = 0
+    with contextlib.suppress(ConnectionError):
+        while part := await asyncio.wait_for(loop.sock_recv(raw, 1 << 20), 5):
+            got += len(part)
+    assert 0 < got < 8 * 1_500_000, "it ends before all was sent"
+    raw.close()
+
+
+async def test_a_client_that_reads_slowly_gets_it_all(clients):
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(raw, clients.address)
+    await loop.sock_sendall(
+        raw, b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    )
+    got = b""
+    while part := await asyncio.wait_for(loop.sock_recv(raw, 64 << 10), 5):
+        got += part
+        await asyncio.sleep(0.002)
+    head, _, body = got.partition(b"\r\n\r\n")
+    length = next(int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+    assert len(body) == length
+    raw.close()
+
+
+async def test_slow_clients_do_not_keep_others_out(clients):
+    """As many as there are places, each with half a head: the oldest goes, for each that comes."""
+    for _, writer in [await clients.open() for _ in range(ROOM)]:
+        writer.write(b"GET /li")
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        assert await clients.status() == 200
+
+
+async def test_silent_kept_connections_make_room_too(clients):
+    kept = [await clients.answered() for _ in range(ROOM)]
+    assert await clients.status() == 200
+    assert (await until_closed(kept[0][1]))[1] < SLACK_S, "the one that rested longest"
+
+
+async def test_when_all_are_at_work_the_next_is_told_to_come_again(clients):
+    assert await clients.status(b"POST /pause HTTP/1.1\r\nhost: localhost\r\n\r\n") == 200
+    await asyncio.sleep(0.05)
+    body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
+    busy = [await clients.open() for _ in range(ROOM)]
+    for _, writer in busy:
+        writer.write(body_of(len(body), body))
+    await asyncio.sleep(0.2)
+    got, _ = await until_closed((await clients.open())[0])
+    assert got.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in got
+    busy[0][1].close()
+    await asyncio.sleep(0.1)
+    assert await clients.status(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n") == 200
+    for reader, _ in busy[1:]:
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+
+
+def test_room_is_what_the_system_gives(monkeypatch):
+    import resource
+
+    asked = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    assert places(100) == 100
+    assert places(2000) == 2000
+    assert places(8192) == 4096 - 512
+    assert asked == [(2512, 4096), (4096, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
+    assert places(8192) == 128
+
+
+def test_nothing_is_left_of_connections_that_are_gone():
+    room = Room(2, 1.0, 1.0)
+    gone = []
+
+    class One:
+        def give_way(self):
+            gone.append(self)
+
+    a, b, c = One(), One(), One()
+    assert room.enter(a)
+    assert room.enter(b)
+    room.works(a)
+    room.rests(a)
+    assert room.enter(c), "b has waited for a head, a rests"
+    assert gone == [b]
+    for one in (a, c):
+        room.leave(one)
+    assert not room.taken | set(room.waiting) | set(room.kept)
+    assert issubclass(Connection, asyncio.Protocol)
