@@ -247,7 +247,7 @@ class ScriptedStore:
 
     def commit(self, version: int, run_id: str = "run") -> None:
         epoch = self.live.epoch + 1 if self.live else 1
-        self.live, self.session = Live(run_id, version, epoch, epoch % 2, "e" * 16), None
+        self.live = Live(run_id, version, epoch, epoch % 2, "e" * 16)
         self.publish()
 
     def push(self, state: str = "staging", *, verified: int = 0, phase: str | None = None) -> None:
@@ -297,6 +297,7 @@ class ScriptedStore:
                     missing = [name for name in names if name not in self.arrived]
                     self._send(origin, Result(call, True, data={"missing": missing}))
                 case CommitSession(call=call):
+                    self.session = None
                     self.commit((self.live.version if self.live else 0) + 1)
                     self._send(origin, Result(call, True, data={"version": self.live.version}))
                 case RollbackWeights() | Checksums() | ReadTensor():

@@ -41,6 +41,7 @@ async def committed_by_its_trainer(store, version=1):
     store.arrived = {"a", "b"}
     store.push("committing", verified=ALL, phase="flip")
     await asyncio.sleep(0.03)
+    store.session = None
     store.commit(version)
 
 
