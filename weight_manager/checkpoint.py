@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -52,6 +53,9 @@ class TensorFile:
             raise CheckpointError(f"{path}: {error.strerror}") from error
         info = os.fstat(self._fd)
         self.size = info.st_size
+        if stat.S_ISREG(info.st_mode) and is_pointer(path):
+            self.close()
+            raise CheckpointError(f"{path} {POINTER}")
         if not stat.S_ISREG(info.st_mode) or self.size < 8:
             self.close()
             raise CheckpointError(f"{path} is no safetensors file: not a regular file, or too short")
@@ -99,6 +103,58 @@ class TensorFile:
         return bytes(buffer)
 
 
+class Checkpoint:
+    """The tensors of a directory, its files open until it is closed. Use as a context manager.
+
+    tensors: of the files that the index names, or of the single file. beside: of a single file that an index passes
+    over. Raises CheckpointError naming file and tensor, also for an index that its files do not bear out.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        paths, index = weight_files(directory), read_index(directory)
+        single = directory / SINGLE
+        self._files: list[TensorFile] = []
+        try:
+            self.tensors = [tensor for path in paths for tensor in self._open(path)]
+            self.beside = list(self._open(single)) if single not in paths and single.is_file() else []
+            held = {(tensor.file.path.name, tensor.part.name) for tensor in self.tensors}
+            wrong = sorted(name for name, file in index.items() if (file, name) not in held)
+            if wrong:
+                raise CheckpointError(
+                    f"{directory / INDEX} says that {index[wrong[0]]} holds {wrong[0]}, and it does not "
+                    f"({len(wrong)} such tensors)",
+                    wrong,
+                    code="missing_tensor",
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.pop().close()
+
+    def _open(self, path: Path) -> Iterator[Tensor]:
+        self._files.append(TensorFile(path))
+        return self._files[-1].tensors()
+
+
+POINTER = "is a Git LFS pointer, not the file that it stands for: run `git lfs pull` where it came from"
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is what Git has in place of a large one that was not fetched."""
+    with path.open("rb") as file:
+        return file.read(40).startswith(b"version https://git-lfs.github.com/")
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a checkpoint. Raises CheckpointError."""
     path = directory / "config.json"
@@ -107,6 +163,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except ValueError as error:
+        if is_pointer(path):
+            raise CheckpointError(f"{path} {POINTER}") from None
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -115,20 +173,30 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files that hold a checkpoint: of the index if there is one, else the single file."""
-    index = directory / INDEX
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
-        if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
-            raise CheckpointError(f"{index}: its files must lie beside it, it names {sorted(map(str, names))[:5]}")
-        return [directory / name for name in sorted(names)]
+    index = read_index(directory)
+    if index:
+        return [directory / name for name in sorted(set(index.values()))]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     found = sorted(p.name for p in directory.iterdir())[:8] if directory.is_dir() else []
     what = f"it holds {', '.join(found)}" if found else "it is empty or missing"
     raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}; {what}")
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Tensor -> the file that holds it, by the index; empty if there is none. Raises CheckpointError."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, str] = dict(json.loads(path.read_bytes())["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = POINTER if is_pointer(path) else f"is not an index of safetensors files: {error!r}"
+        raise CheckpointError(f"{path} {what}") from error
+    files = set(map(str, found.values()))
+    if not files or not all(isinstance(n, str) and n == Path(n).name for n in found.values()):
+        raise CheckpointError(f"{path}: its files must lie beside it, it names {sorted(files)[:5]}")
+    return found
 
 
 def below_roots(path: str, roots: tuple[Path, ...]) -> Path:
@@ -143,7 +211,7 @@ def below_roots(path: str, roots: tuple[Path, ...]) -> Path:
             f"({', '.join(map(str, roots)) or 'none is configured'}); add it to disk_roots",
             code="refused",
         )
-    for file in weight_files(real):
+    for file in {*weight_files(real), real / SINGLE}:
         if not any(file.resolve().is_relative_to(root) for root in allowed):
             raise CheckpointError(f"{file} points outside of the configured disk_roots", code="refused")
     return real

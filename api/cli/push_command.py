@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from api.cli.connect import address_of, explained, read_token
 from rollout_client.protocol import InFlight
 from rollout_client.publisher import WeightPublisher
 from rollout_client.push_report import PushReport
-from weight_manager.checkpoint import Tensor, TensorFile, weight_files
+from weight_manager.checkpoint import Checkpoint, Tensor, read_config
 from weight_manager.errors import CheckpointError
+from weight_manager.families import manifest_for
+from weight_manager.redundant import wanted
 
 console = Console(highlight=False)
 
@@ -35,16 +36,13 @@ def run(
     """Push; returns the exit status."""
     with explained():
         try:
-            files = [TensorFile(path) for path in weight_files(directory)]
+            with Checkpoint(directory) as checkpoint:
+                where = endpoint or address_of(name, "push_endpoint", "tcp://127.0.0.1:5600")
+                _must_listen(where)
+                tensors = {t.part.name: _array(t) for t in wanted(checkpoint, _owners(directory))}
+                report = _push(tensors, version, where, run_id, in_flight, force, token_file, keys)
         except CheckpointError as error:
             raise ValueError(error.message) from None
-        try:
-            where = endpoint or address_of(name, "push_endpoint", "tcp://127.0.0.1:5600")
-            _must_listen(where)
-            report = _push(dict(_tensors(files)), version, where, run_id, in_flight, force, token_file, keys)
-        finally:
-            for file in files:
-                file.close()
     took = f"{report.seconds['total']:.2f} s over {report.transport}"
     stall = max(report.stall_ms.values(), default=0.0)
     replicas = "1 replica" if report.replicas == 1 else f"{report.replicas} replicas"
@@ -87,10 +85,15 @@ def _must_listen(endpoint: str) -> None:
             ) from None
 
 
-def _tensors(files: list[TensorFile]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    for file in files:
-        for tensor in file.tensors():
-            yield tensor.part.name, _array(tensor)
+def _owners(directory: Path) -> dict[str, str]:
+    """Any name of a tensor -> its first one, by the directory's config.json; without one no names are tied."""
+    if not (directory / "config.json").is_file():
+        return {}
+    try:
+        manifest = manifest_for(read_config(directory), "float32")
+    except ValueError:  # of no family here: the service says what it misses
+        return {}
+    return {name: p.name for p in manifest.parameters for name in (p.name, *p.aliases)}
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:
