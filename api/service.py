@@ -21,6 +21,7 @@ from api.model import Model
 from api.rate_limit import RateLimit
 from api.replicas import Fleet
 from api.versions import VersionNames
+from api.weight_checks import WeightChecks
 from api.weights import Weights
 from rollout_client.curve import TrainerKeys
 
@@ -46,6 +47,7 @@ class Service:
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
+        self.weight_checks = WeightChecks(self.control)
         self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)

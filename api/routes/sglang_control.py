@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from api import disk, info, parameters
+from api import disk, info, parameters, weight_checks
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Forbidden, status_of
 from api.replica import Replica
@@ -23,6 +23,9 @@ admin = [Depends(require_admin)]
 NOT_LOADED: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": schema.DiskUpdated | ErrorBody, "description": "Nothing changed; success is false."},
     "5XX": {"model": schema.DiskUpdated | ErrorBody, "description": "Nothing changed; success is false."},
+}
+NOT_RIGHT: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": schema.WeightsChecked | ErrorBody, "description": "Tensors differ, or the request is wrong."}
 }
 MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 
@@ -150,17 +153,36 @@ async def resume_memory_occupation(service: Uses, body: schema.MemoryTags | None
     return schema.Said(message="memory is back")
 
 
-@router.post("/weights_checker", dependencies=admin)
-async def weights_checker(service: Uses, body: schema.WeightsChecker | None = None) -> schema.WeightsChecked:
-    """Checksum what every rank holds, or compare it to an earlier answer."""
+@router.post("/weights_checker", dependencies=admin, response_model=schema.WeightsChecked, responses=NOT_RIGHT)
+async def weights_checker(service: Uses, body: schema.WeightsChecker | None = None) -> Response:
+    """Checksum what every rank holds, or keep it as a snapshot to compare with later. What is served is never reset."""
     body = body or schema.WeightsChecker()
-    found = info.flat_checksums(await service.control.verify())
-    if body.action != "compare":
-        return schema.WeightsChecked(checksums=found)
-    if body.baseline is None:
-        raise BadInput("compare needs a baseline: the checksums of an earlier answer")
-    wrong = info.mismatches(found, body.baseline)
-    return schema.WeightsChecked(match=not wrong, mismatches=wrong)
+    checks, skip = service.weight_checks, body.skip_tensor_list or []
+    if body.selector == "draft":
+        raise BadInput("selector draft: a drafting layer is part of the model here; send all or target")
+    match body.action:
+        case "reset_tensors":
+            return Json({"success": False, "message": weight_checks.READ_ONLY}, 400)
+        case "snapshot":
+            version = service.versions.live
+            count = await checks.snapshot(version)
+            return Json({"success": True, "message": f"{count} digests of version {version} are kept"})
+        case "compare" if body.baseline is None:
+            wrong = await checks.compare(skip)
+            shown = ", ".join(wrong[: weight_checks.SHOWN])
+            text = f"{len(wrong)} tensors differ from the snapshot: {shown}" if wrong else "as in the snapshot"
+            reply = {"success": not wrong, "message": text, "match": not wrong, "mismatches": wrong}
+            return Json(reply, 400 if wrong else 200)
+    found = await checks.checksums(skip)
+    flat = info.flat_checksums(found)
+    if body.action == "compare":
+        wrong = info.mismatches(
+            flat, {k: v for k, v in (body.baseline or {}).items() if not weight_checks.skipped(k, skip)}
+        )
+        return Json({"success": True, "message": "", "match": not wrong, "mismatches": wrong})
+    ranks = weight_checks.per_rank(found, service.config.tp)
+    total = weight_checks.per_engine(ranks)
+    return Json({"success": True, "message": "", "ranks": ranks, "per_engine_checksum": total, "checksums": flat})
 
 
 @router.post("/get_weights_by_name", dependencies=admin)

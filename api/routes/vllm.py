@@ -12,6 +12,7 @@ from api.replies import Json
 from api.schemas import vllm as schema
 from api.schemas.base import ERRORS
 from api.service import Uses
+from api.weight_checks import READ_ONLY
 from worker.messages import PauseMode, Tag
 
 router = APIRouter(tags=["vllm"], responses=ERRORS)
@@ -118,6 +119,8 @@ async def weight_info(service: Uses) -> schema.WeightInfo:
 @router.post("/weight_checker", dependencies=admin, response_model_exclude_none=True)
 async def weight_checker(service: Uses, body: schema.WeightChecker) -> schema.WeightCheck:
     """Checksum what every rank holds, or compare it to an earlier answer."""
+    if body.action == "reset":
+        raise BadInput(READ_ONLY)
     if body.action == "compare" and body.baseline is None:
         raise BadInput("compare needs a baseline: the checksums of an earlier answer")
     found = info.flat_checksums(await service.control.verify())

@@ -14,6 +14,7 @@ from api.schemas.base import (
     Lenient,
     LogitBias,
     ManyIds,
+    Names,
     Priority,
     RepetitionPenalty,
     Rid,
@@ -262,17 +263,24 @@ class WeightsByName(Lenient):
 
 
 class WeightsChecker(Lenient):
-    """/weights_checker."""
+    """/weights_checker. Nothing is quantized here: allow_quant_error allows nothing that compare would meet."""
 
-    action: Literal["checksum", "compare", "snapshot"] = "checksum"
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    skip_tensor_list: Names | None = None
+    """Substrings of names that are left out."""
+    selector: Literal["target", "draft", "all"] | None = "all"
+    """A drafting layer is part of the model here: there is no other runner to select."""
     baseline: Digests | None = None
+    """Ours, for compare: the checksums of an earlier answer instead of the snapshot."""
 
 
 class WeightsChecked(Lenient):
-    """xxh3-64 per replica, rank and parameter, or how they compare to a baseline."""
+    """How it went; not a success: 400, and the message says what differs. ranks and checksums: of action checksum."""
 
     success: bool = True
     message: str = ""
+    ranks: list[dict[str, Any]] | None = None
+    per_engine_checksum: str | None = None
     checksums: dict[str, str] | None = None
     match: bool | None = None
     mismatches: list[str] | None = None

@@ -99,9 +99,9 @@ class WeightInfo(Lenient):
 
 
 class WeightChecker(Lenient):
-    """compare needs the baseline: checksums of an earlier answer."""
+    """compare needs the baseline: checksums of an earlier answer. reset is refused."""
 
-    action: Literal["checksum", "compare"]
+    action: Literal["checksum", "compare", "reset"]
     baseline: Digests | None = None
 
 

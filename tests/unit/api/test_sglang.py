@@ -187,12 +187,70 @@ async def test_info_routes(client, service):
     assert loads[0]["token_usage"] == pytest.approx(0.3)
 
 
-async def test_weights_checker(client):
-    found = (await post(client, "/weights_checker", {"action": "checksum"}))["checksums"]
-    assert found["dp1:tp0:model.norm.weight"] == "00000000000000ff"
-    body = await post(client, "/weights_checker", {"action": "compare", "baseline": found | {"x": "1"}})
+CHECK = "/weights_checker"
+
+
+async def test_checksums_of_every_rank(client):
+    for body in (None, {}, {"action": "checksum"}):
+        reply = await post(client, CHECK, body)
+        assert reply["success"] is True
+        assert reply["checksums"]["dp1:tp0:model.norm.weight"] == "00000000000000ff"
+        first, second = reply["ranks"]
+        assert first["checksums"] == {"model.norm.weight": "00000000000000ff"}
+        assert first["per_gpu_checksum"] == second["per_gpu_checksum"]
+        assert len(first["per_gpu_checksum"]) == len(reply["per_engine_checksum"]) == 64
+        (place,) = second["parallelism_info"]
+        assert (place["dp_rank"], place["dp_size"], place["tp_rank"], place["rank"]) == (1, 2, 0, 1)
+    assert (await post(client, CHECK, {"skip_tensor_list": ["norm"]}))["checksums"] == {}
+
+
+async def test_a_checksum_changes_with_the_weights(client, replicas):
+    before = (await post(client, CHECK))["per_engine_checksum"]
+    assert (await post(client, CHECK))["per_engine_checksum"] == before
+    replicas[1].checksum = "00000000000000fe"
+    assert (await post(client, CHECK))["per_engine_checksum"] != before
+
+
+async def test_a_snapshot_is_compared_with_what_is_served_later(client, replicas):
+    refused = await post(client, CHECK, {"action": "compare"}, status=400)
+    assert "snapshot first" in refused["error"]["message"]
+    assert (await post(client, CHECK, {"action": "snapshot"}))["success"] is True
+    for _ in range(2):
+        assert (await post(client, CHECK, {"action": "compare"}))["success"] is True
+    replicas[1].checksum = "00000000000000fe"
+    wrong = await post(client, CHECK, {"action": "compare"}, status=400)
+    assert wrong["success"] is False
+    assert wrong["mismatches"] == ["dp1:tp0:model.norm.weight"]
+    assert "dp1:tp0:model.norm.weight" in wrong["message"]
+    assert (await post(client, CHECK, {"action": "compare", "skip_tensor_list": ["norm"]}))["success"] is True
+    replicas[0].checksum = "00000000000000fe"
+    assert (await post(client, CHECK, {"action": "snapshot"}))["success"] is True, "a newer one replaces it"
+    assert (await post(client, CHECK, {"action": "compare"}))["success"] is True
+
+
+async def test_replicas_that_differ_are_no_snapshot(client, replicas):
+    replicas[1].checksum = "00000000000000fe"
+    reply = await post(client, CHECK, {"action": "snapshot"}, status=409)
+    assert "model.norm.weight" in reply["error"]["message"]
+    await post(client, CHECK, {"action": "compare"}, status=400)
+
+
+async def test_what_is_served_is_never_reset(client, replicas):
+    before = [len(r.received) for r in replicas]
+    reply = await post(client, CHECK, {"action": "reset_tensors"}, status=400)
+    assert reply["success"] is False
+    assert "read-only" in reply["message"]
+    reply = await post(client, "/weight_checker", {"action": "reset"}, status=400)
+    assert "read-only" in reply["error"]["message"]
+    assert [len(r.received) for r in replicas] == before
+    await post(client, CHECK, {"action": "other"}, status=400)
+    await post(client, CHECK, {"action": "snapshot", "selector": "draft"}, status=400)
+
+
+async def test_compare_with_the_checksums_of_an_earlier_answer(client):
+    found = (await post(client, CHECK, {"action": "checksum"}))["checksums"]
+    body = await post(client, CHECK, {"action": "compare", "baseline": found | {"x": "1"}})
     assert (body["match"], body["mismatches"]) == (False, ["x"])
-    assert (await client.post("/weights_checker", json={"action": "compare"})).status_code == 400
 
 
 async def test_duplicate_rid_joins(client, replicas, until):
