@@ -76,7 +76,9 @@ class VersionNames:
 
     def spans(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
         """`weight_versions`: half-open, over all output tokens, without gaps."""
-        return [{"version": self.name(s.version), "start": s.start, "end": s.end} for s in spans]
+        return [
+            {"version": self.name(s.version), "start": s.start, "end": s.end, "recomputed": s.recomputed} for s in spans
+        ]
 
     def newest(self, spans: Iterable[Span]) -> str:
         """`weight_version` of an output: that of its last token."""

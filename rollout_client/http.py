@@ -6,7 +6,8 @@
             output.token_ids, output.logprobs, output.spans
 
 Ids are exactly what was sampled, the stop token included; logprobs are of the distribution sampled from;
-spans say which weight version made which tokens.
+spans say which weight version made which tokens, and `output.computed_by(...)` which computed what they were sampled
+from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +28,15 @@ from rollout_client.http_calls import (
     Prompt,
     PromptIds,
     RequestFailed,
-    Span,
     Unreachable,
     Weights,
     timeout,
 )
+from rollout_client.spans import ForwardPass, Span
 
 __all__ = [
     "AsyncRolloutClient",
+    "ForwardPass",
     "Generation",
     "Loaded",
     "Output",

@@ -7,6 +7,7 @@ import httpx
 import msgspec
 
 from rollout_client.errors import RolloutError
+from rollout_client.spans import ForwardPass, Span, computed_by, forward_passes
 
 T = TypeVar("T")
 
@@ -35,14 +36,6 @@ class RequestFailed(RolloutError):  # the service answered
 
 class Unreachable(RolloutError):
     """No reply: nothing listens there, or it took too long."""
-
-
-class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled under this weight version."""
-
-    version: int
-    start: int
-    end: int
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -76,6 +69,17 @@ class Output(msgspec.Struct, frozen=True):
     sampling_masks: list[list[int]] = []
     cached_tokens: int = 0
     prompt_logprobs: list[list[PromptTokenLogprob]] | None = None
+
+    def computed_by(self, prompt_length: int, *, position: int, token: int) -> int:
+        """Which version computed position `position` of prompt and output when output token `token` was sampled.
+
+        Not of a stream's pieces. Raises IndexError when the token was not sampled from such a position.
+        """
+        return computed_by(self.spans, prompt_length, position=position, token=token)
+
+    def forward_passes(self, prompt_length: int) -> list[ForwardPass]:
+        """The forward passes that derive all of the output's logprobs again, and whose weights compute what in them."""
+        return forward_passes(self.spans, prompt_length)
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -33,7 +33,8 @@ class Batcher:
         """These weights are live. What has no token yet, or is being computed again from its tokens, begins anew: one
         version computes all of it.
 
-        It may be computed in part, or have been found in the cache by a step that was thrown away.
+        It may be computed in part; or whole but for its last token, by a chunk that ended there, by a step before a
+        draft, or as a step that was thrown away had found it in the cache.
         """
         if epoch != self._kv.epoch:
             for sequence in [sequence for sequence in self.running if sequence.partial]:
@@ -60,7 +61,8 @@ class Batcher:
         self._metrics.counters["wasted_tokens"] += sequence.kv.computed
         self.drop(sequence)
         sequence.draft = None
-        if sequence.request.scoring and sequence.request.prompt_logprobs:
+        sequence.renewing = True
+        if not sequence.request.forked and sequence.request.prompt_logprobs:  # they are to be of the first token's
             sequence.request.prompt_logprobs.clear()
         self.queue(sequence)
 

@@ -120,11 +120,18 @@ class Drain(Message, tag="drain", frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens [start, end) of a sequence were sampled under this version."""
+    """Output tokens [start, end) of a sequence were sampled under this version.
+
+    recomputed: the keys and values of all positions before them were computed again, under this version, before the
+    first of them was sampled. Without it each position keeps those of the version that computed it last: that of the
+    token sampled from it, or of the first token for the prompt, or of the last recomputed span before, whichever is
+    the newest.
+    """
 
     version: int
     start: int
     end: int
+    recomputed: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -134,7 +141,7 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int  # which of the n sequences
     token_ids: list[int]
     logprobs: list[float]  # finite; of the distribution sampled from
-    spans: list[Span]  # over the whole output so far, [0, n) without gaps; [v,0,0] when empty
+    spans: list[Span]  # over the whole output so far, [0, n) without gaps; one of [0, 0) when empty
     top: list[list[tuple[int, float]]] = []  # per token: (id, logprob), best first
     ranks: list[int] = []  # per token: rank of the sampled id, 1 = most likely (only with top)
     masks: list[list[int]] = []  # per token: ids left open (sampling_mask); [] = nothing was cut

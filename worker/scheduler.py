@@ -107,7 +107,7 @@ class Scheduler:
                 self._end_request(request, "length")
         # The last: what the step before it let in may have had everything in the cache.
         for draft in (True, False, True) if self._speculative else (False,):
-            step = Step(version, self._pace.budget(self._max_tokens), self._max_batch, self._pace, draft)
+            step = Step(version, epoch, self._pace.budget(self._max_tokens), self._max_batch, self._pace, draft)
             if draft:
                 self._batcher.fill_draft(step)
             else:
@@ -266,7 +266,7 @@ class Scheduler:
             sequence.request.at_fault = not draw.broken
             self._end_request(sequence.request, "error", self._not_finite(step) if draw.broken else draw.error)
             return
-        sequence.append(draw, step.version)
+        sequence.append(draw, step.version, step.epoch)
         self._metrics.token(sequence, now)
         ending = sequence.stop.after(draw.token, sequence.length)
         if ending is not None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from worker.kv_cache import KvState
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, SamplingParams, Span
@@ -57,8 +59,11 @@ class Sequence:
     begun: bool = False
     running: bool = False
     last_token_at: float | None = None
+    renewing: bool = False  # its KV was given back; no token has come since
     draft: Proposal | None = None  # of the next token
-    _spans: list[list[int]] = field(default_factory=list)  # [version, start, end]
+    _spans: list[Span] = field(default_factory=list)
+    _epoch: int = -1  # of the weights that made the newest token
+    _mixed: bool = False  # its KV, as far as it has been used, is of several epochs
     _fresh: list[Draw] = field(default_factory=list)  # drawn and not yet in a chunk
     _reported: bool = False
 
@@ -74,8 +79,8 @@ class Sequence:
 
     @property
     def partial(self) -> bool:
-        """Not all of it has been computed that was when its last token came; a draft that was taken may be missing."""
-        return not self.length or self.pending > 1 + self.request.speculative
+        """No token has come of what is computed, so none says under which weights that was."""
+        return not self.length or self.renewing
 
     @property
     def pending(self) -> int:
@@ -103,23 +108,19 @@ class Sequence:
     @property
     def first_version(self) -> int | None:
         """The version that made the oldest output token."""
-        return self._spans[0][0] if self._spans else None
+        return self._spans[0].version if self._spans else None
 
     def pick(self, row: int) -> Pick:
         """The draw of the next token from this row of the step's logits."""
         request = self.request
         return Pick(row, request.sampling, self.edits, request.seed, self.index, self.length)
 
-    def append(self, draw: Draw, version: int) -> None:
-        """Take a token sampled from logits that weights `version` made."""
-        at = self.length
+    def append(self, draw: Draw, version: int, epoch: int) -> None:
+        """Take a token sampled from logits that weights `version` made, live since commit `epoch`."""
+        self._stamp(version, epoch)
         self.tokens.append(draw.token)
         self.edits.record(draw.token)
         self._fresh.append(draw)
-        if self._spans and self._spans[-1][0] == version:
-            self._spans[-1][2] = at + 1
-        else:
-            self._spans.append([version, at, at + 1])
 
     def chunk(
         self,
@@ -137,7 +138,7 @@ class Sequence:
             index=self.index,
             token_ids=[draw.token for draw in draws],
             logprobs=[draw.logprob for draw in draws],
-            spans=[Span(*span) for span in self._spans] or [Span(live_version, 0, 0)],
+            spans=list(self._spans) or [Span(live_version, 0, 0)],
             top=[list(draw.top) for draw in draws] if sampling.logprobs else [],
             ranks=[draw.rank for draw in draws] if sampling.logprobs else [],
             masks=[list(draw.mask) for draw in draws] if sampling.sampling_mask else [],
@@ -148,3 +149,17 @@ class Sequence:
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs if first and self.index == 0 and not request.scoring else None,
         )
+
+    def _stamp(self, version: int, epoch: int) -> None:
+        """Extend the last span, or begin one: with other weights, and where all KV has become that of these.
+
+        Commits are compared and not versions, as a number can come again: forced, rolled back to, in another run.
+        """
+        at, other = self.length, epoch != self._epoch
+        recomputed = self.renewing and (self._mixed or other) and bool(self._spans)
+        if other or recomputed or not self._spans:
+            self._mixed = bool(self._spans) and not recomputed
+            self._spans.append(Span(version, at, at + 1, recomputed))
+        else:
+            self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=at + 1)
+        self._epoch, self.renewing = epoch, False

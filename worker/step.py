@@ -51,11 +51,12 @@ class StepRow:
 
 @dataclass
 class Step:
-    """A step being filled, then under way. budget: tokens it may still take; seats: sequences. pace: says how much of
-    a prompt fits into its time. draft: the drafting layer runs alone.
+    """A step being filled, then under way. version, epoch: of the weights it runs under. budget: tokens it may still
+    take; seats: sequences. pace: says how much of a prompt fits into its time. draft: the drafting layer runs alone.
     """
 
     version: int
+    epoch: int
     budget: int
     seats: int
     pace: Pace

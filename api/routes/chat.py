@@ -115,7 +115,7 @@ class _Writer:
                     version = self.service.versions.newest(chunk.spans)
                     role = {"role": "assistant", "content": ""}
                     opening = {"index": chunk.index, "delta": role, "finish_reason": None}
-                    nothing_yet = [{"version": version, "start": 0, "end": 0}]
+                    nothing_yet = [{"version": version, "start": 0, "end": 0, "recomputed": False}]
                     opening |= {"weight_version": version, "weight_versions": nothing_yet}
                     about = self.prompt(job.flights[0].samples[0])
                     yield event(self.envelope(job, kind, [opening]) | about)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
@@ -200,7 +201,7 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> dict[s
         "logprobs": part.logprobs,
         "finish_reason": part.finish,
         "stop_reason": part.stop_reason,
-        "spans": [{"version": s.version, "start": s.start, "end": s.end} for s in part.spans],
+        "spans": [msgspec.structs.asdict(span) for span in part.spans],
         "cached_tokens": part.cached_tokens,
     }
     if part.top:

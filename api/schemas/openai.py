@@ -123,11 +123,14 @@ class ChatRequest(Scheduling, VllmSampling, Template):
 
 
 class VersionSpan(Lenient):
-    """Output tokens [start, end) were sampled under this version."""
+    """Output tokens [start, end) were sampled under this version. recomputed: all positions before them, the prompt's
+    too, had been computed again under it.
+    """
 
     version: str
     start: int
     end: int
+    recomputed: bool
 
 
 class Usage(Lenient):

@@ -114,6 +114,9 @@ class VersionSpan(Strict):
     version: int
     start: int
     end: int
+    recomputed: bool
+    """Before the first of them was sampled, the keys and values of all earlier positions, the prompt's too, were
+    computed again under this version. False: each is still that of the version that computed it last."""
 
 
 class TokenLogprob(Strict):

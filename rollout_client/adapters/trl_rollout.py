@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
 from rollout_client.adapters.push import Pusher
 from rollout_client.http import RolloutClient
 from rollout_client.http_calls import DEFAULT_URL
@@ -37,7 +39,8 @@ def rollout_func(
 
 
 class RolloutFunc:
-    """See rollout_func. Answers prompt_ids, completion_ids, logprobs, and weight_spans for reward functions."""
+    """See rollout_func. Answers prompt_ids, completion_ids, logprobs, and weight_spans for reward functions: per sample
+    (version, start, end, recomputed), see rollout_client.spans."""
 
     def __init__(self, client: RolloutClient, push: Pusher | None, sampling: dict[str, Any]) -> None:
         self.push = push
@@ -58,7 +61,7 @@ class RolloutFunc:
             "prompt_ids": prompt_ids,
             "completion_ids": [output.token_ids for output in result.outputs],
             "logprobs": [output.logprobs for output in result.outputs],
-            "weight_spans": [[(s.version, s.start, s.end) for s in output.spans] for output in result.outputs],
+            "weight_spans": [[msgspec.structs.astuple(s) for s in output.spans] for output in result.outputs],
         }
 
     def close(self) -> None:

@@ -40,6 +40,19 @@ def fake_logits(weights: int, prefix: Sequence[int] | npt.NDArray[np.integer[Any
     return _logits(weights, cells, vocab_size)
 
 
+def mixed_logits(made_by: Sequence[int], prefix: Sequence[int], vocab_size: int) -> Float32:
+    """As `fake_logits` of an engine with `kv_weights`, where made_by[p] are the weights that wrote position p last.
+
+    The last of them make the logits.
+    """
+    own = [weights >> 1 for weights in made_by]
+    cells = np.zeros((len(prefix), 3), np.int64)
+    cells[:, 0] = prefix
+    cells[:, 1] = np.arange(len(prefix))
+    cells[:, 2] = [0 if one == own[-1] else one for one in own]
+    return _logits(made_by[-1], cells, vocab_size)
+
+
 def replay(weights: int, prompt: Sequence[int], tokens: Sequence[int], vocab_size: int) -> list[int]:
     """The greedy token at each output position, given the prompt and the tokens that came before it."""
     known = [*prompt, *tokens]
@@ -77,7 +90,7 @@ class FakeEngine:
         self._rank = rank
         self._step_s = step_s
         self._names = names
-        self._kv_weights = kv_weights
+        self.kv_weights = kv_weights
         self._weights: int | None = None
         self._kv: npt.NDArray[np.int64] | None = None  # [blocks * block_size, (token, position, weights)]
 
@@ -112,7 +125,7 @@ class FakeEngine:
         size = self.spec.block_size
         blocks = self._kv.reshape(-1, size, 3)
         blocks[batch.block_copies[:, 1]] = blocks[batch.block_copies[:, 0]]
-        own = (self._weights >> 1) if self._kv_weights else 0
+        own = (self._weights >> 1) if self.kv_weights else 0
         self._kv[batch.slots] = np.stack(
             [batch.token_ids, batch.positions, np.full_like(batch.slots, own, np.int64)], 1
         )

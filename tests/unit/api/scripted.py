@@ -64,6 +64,7 @@ class ScriptedReplica:
         self.script: list[int] | None = None
         self.finish: messages.FinishReason = "length"
         self.stop_reason: int | str | None = None
+        self.recomputed_after: int | None = None  # so many tokens
         self.gate: asyncio.Semaphore | None = None
         self.fail: dict[type, CallFailed] = {}
         self.waits: dict[type, asyncio.Event] = {}
@@ -180,6 +181,12 @@ class ScriptedReplica:
         finally:
             self.running.pop((origin, g.request_id), None)
 
+    def _spans(self, made: int) -> list[Span]:
+        after = self.recomputed_after
+        if after is None or made <= after:
+            return [Span(self.version, 0, made)]
+        return [Span(self.version, 0, after), Span(self.version, after, made, recomputed=True)]
+
     def _emit(self, origin: bytes, g: Generate, ids: list[int], made: int, finish: Any) -> None:
         chunks = [
             Chunk(
@@ -187,7 +194,7 @@ class ScriptedReplica:
                 index,
                 ids,
                 [-0.5] * len(ids),
-                [Span(self.version, 0, made)],
+                self._spans(made),
                 top=[[(i, -0.5), (0, -2.0)] for i in ids] if g.sampling.logprobs else [],
                 ranks=[1] * len(ids) if g.sampling.logprobs else [],
                 finish=finish,

@@ -102,10 +102,22 @@ async def test_versions_cover_every_token(client, store, replicas, service, unti
             assert part.get("weight_version", part.get("meta_info", {}).get("weight_version")) == "7"
 
 
+@NAMED
+@STREAM
+async def test_what_was_computed_again_is_said(client, replicas, route, stream):
+    for replica in replicas:
+        replica.recomputed_after = 1
+    _, parts = await ask(client, route, stream)
+    (spans,) = spans_of(parts[-1])
+    assert [(s["start"], s["end"], s["recomputed"]) for s in spans] == [(0, 1, False), (1, 3, True)]
+    for part in parts:
+        assert all(set(s) == {"version", "start", "end", "recomputed"} for spans in spans_of(part) for s in spans)
+
+
 async def test_versions_of_the_older_trl_form(client):
     reply, (body,) = await ask(client, LEGACY, stream=False)
     assert body["weight_version"] == "default"
-    assert body["weight_versions"] == [[{"version": "default", "start": 0, "end": 3}]]
+    assert body["weight_versions"] == [[{"version": "default", "start": 0, "end": 3, "recomputed": False}]]
     assert reply.headers["x-weight-version"] == "0"
 
 

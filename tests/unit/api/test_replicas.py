@@ -80,7 +80,7 @@ async def test_a_dead_replicas_seen_stream_ends_with_abort_and_partials(client, 
     assert '"token_ids":[66]' in text
     assert '"finish_reason":"abort"' in text
     assert text.endswith("data: [DONE]\n\n")
-    assert '"spans":[{"version":0,"start":0,"end":1}]' in text.split("\n\n")[-3]
+    assert '"spans":[{"version":0,"start":0,"end":1,"recomputed":false}]' in text.split("\n\n")[-3]
 
 
 async def test_a_silent_replica_is_given_up_by_deadline(client, replicas, until, service):
@@ -136,7 +136,7 @@ async def test_min_version_waits_and_then_says_409(client, replicas, store, unti
     for replica in replicas:
         replica.move("serving", 3)
     store.commit(3)
-    assert (await task).json()["outputs"][0]["spans"] == [{"version": 3, "start": 0, "end": 3}]
+    assert (await task).json()["outputs"][0]["spans"] == [{"version": 3, "start": 0, "end": 3, "recomputed": False}]
 
 
 async def test_a_request_gone_stale_is_aborted(client, replicas, store, until):
@@ -170,7 +170,7 @@ async def test_aborting_a_held_request_answers_it_with_no_tokens(client, until, 
     assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1}
     for output in (await task).json()["outputs"]:
         assert (output["token_ids"], output["finish_reason"]) == ([], "abort")
-        assert output["spans"] == [{"version": 0, "start": 0, "end": 0}]
+        assert output["spans"] == [{"version": 0, "start": 0, "end": 0, "recomputed": False}]
 
 
 async def test_a_sequence_that_dies_in_the_engine_is_an_error(client, replicas):

@@ -27,7 +27,7 @@ async def test_ids_in_ids_out(client, replicas):
         assert output["token_ids"] == [67, 68, 69]
         assert output["text"] == "CDE"
         assert output["finish_reason"] == "length"
-        assert output["spans"] == [{"version": 0, "start": 0, "end": 3}]
+        assert output["spans"] == [{"version": 0, "start": 0, "end": 3, "recomputed": False}]
         assert output["top_logprobs"][0][0] == {"token_id": 67, "logprob": -0.5}
     assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
     assert reply.headers["x-weight-version"] == "0"

@@ -15,7 +15,8 @@ from examples.grpo_paddle.model import EMBED, MixedVersions, OneVersion, Shape, 
 from examples.grpo_paddle.progress import sparkline
 from examples.grpo_paddle.report import Report
 from examples.grpo_paddle.rollouts import Rollouts, Samples, collate
-from rollout_client.http_calls import Output, Span
+from rollout_client.http_calls import Output
+from rollout_client.spans import Span
 from tests.reference.llama import Replay
 
 SHAPE = Shape(hidden=32, intermediate=48, layers=2, heads=2)

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from worker.engine.base import EngineSpec, ForwardBatch
-from worker.engine.fake_engine import FakeEngine, fake_logits
+from rollout_client.spans import Span as ReplySpan
+from rollout_client.spans import forward_passes
+from worker.engine.base import EngineSpec, Float32, ForwardBatch
+from worker.engine.fake_engine import FakeEngine, fake_logits, mixed_logits
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Generate, SamplingParams, Span
 from worker.sampler import Draw, Pick, Sampler
@@ -36,7 +39,7 @@ class Result:
 
 
 class Rig:
-    """One replica without a loop. Version v has epoch 100 + v unless told otherwise."""
+    """One replica without a loop. The first weights have epoch 100; binding others raises it by one."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Rig:
         self.sent: dict[str, Generate] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.batches: list[ForwardBatch] = []
-        self.version = 0
+        self.epoch = 99
         self.speculative = bool(options.get("speculative"))
         self.bind(0)
 
@@ -70,11 +73,12 @@ class Rig:
 
     def bind(self, version: int) -> None:
         self.version = version
+        self.epoch += 1
         self.engine.bind(self.weights(version))
 
     def update(self, policy: Any, version: int) -> None:
         self.bind(version)
-        self.scheduler.on_update(policy, version, 100 + version)
+        self.scheduler.on_update(policy, version, self.epoch)
         self.collect()
 
     def add(self, request_id: str, prompt: list[int], **fields: Any) -> None:
@@ -83,7 +87,7 @@ class Rig:
         self.scheduler.add(b"api", self.sent[request_id])
 
     def schedule(self, **options: Any) -> ForwardBatch | None:
-        return self.scheduler.schedule(self.version, 100 + self.version, **options)
+        return self.scheduler.schedule(self.version, self.epoch, **options)
 
     def step(self, **options: Any) -> bool:
         batch = self.schedule(**options)
@@ -122,34 +126,47 @@ class Rig:
         assert {b: pool.count(b) for b in range(pool.num_blocks) if pool.count(b)} == dict(holders)
         assert pool.available == pool.num_blocks - len(holders)
 
-    def expected(self, request_id: str, index: int, known: list[int], version: int) -> Draw:
-        """What must be drawn after `known` (prompt and output) under a version: computed alone, from nothing."""
+    def expected(self, request_id: str, index: int, known: list[int], logits: Float32) -> Draw:
+        """What must be drawn from these logits after `known` (prompt and output)."""
         g = self.sent[request_id]
         done = len(known) - len(g.prompt_ids)
         stops = frozenset(self.spec.eos_token_ids if not g.sampling.ignore_eos else ()) | set(g.sampling.stop_token_ids)
         edits = LogitEdits(g.sampling, g.prompt_ids, stops)
         for token in known[len(g.prompt_ids) :]:
             edits.record(token)
-        logits = fake_logits(self.weights(version), known, self.spec.vocab_size)[None]
         pick = Pick(0, g.sampling, edits, g.sampling.seed or 0, index, done)
-        return Sampler(self.spec.vocab_size).sample(logits, [pick])[0]
+        return Sampler(self.spec.vocab_size).sample(logits[None], [pick])[0]
 
     def check_replay(self, request_id: str, index: int = 0) -> None:
-        """Every token and logprob of a result follows from the version its span claims."""
-        result, prompt = self.results[request_id, index], self.sent[request_id].prompt_ids
+        """Every token, and every logprob of the prompt, follows from what the spans claim of each position."""
+        result, sent = self.results[request_id, index], self.sent[request_id]
+        prompt, sampling = sent.prompt_ids, sent.sampling
         assert self.covers(result)
-        for span in result.spans:
-            for at in range(span.start, span.end):
+        sampler = Sampler(self.spec.vocab_size)
+        for one in forward_passes([ReplySpan(*msgspec.structs.astuple(s)) for s in result.spans], len(prompt)):
+            for at in range(one.start, one.end):
                 known, token = prompt + result.tokens[:at], result.tokens[at]
-                draw = self.expected(request_id, index, known, span.version)
-                sampling = self.sent[request_id].sampling
+                logits = self.logits(known, one.versions[: len(known)])
                 if self.speculative and sampling.temperature > 0:  # which token depends on the drafts, too
-                    logits = fake_logits(self.weights(span.version), known, self.spec.vocab_size)[None]
-                    score = Sampler(self.spec.vocab_size).score(logits, [token], sampling)
+                    score = sampler.score(logits[None], [token], sampling)
                     assert score is not None
                     draw = Draw(token, score[0][0][1])
-                assert draw.token == token, f"{request_id}/{index} token {at}"
+                else:
+                    draw = self.expected(request_id, index, known, logits)
+                assert draw.token == token, f"{request_id}/{index} token {at} of {result.spans}"
                 assert abs(draw.logprob - result.logprobs[at]) < 1e-5
+        for chunk in result.chunks:
+            for at, said in enumerate(chunk.prompt_logprobs or (), start=1):
+                logits = self.logits(prompt[:at], [result.spans[0].version] * at)
+                score = sampler.score(logits[None], [prompt[at]], sampling)
+                assert score is not None
+                assert abs(score[0][0][1] - said[0][1]) < 1e-5, f"{request_id} prompt token {at} of {result.spans}"
+
+    def logits(self, known: list[int], versions: list[int]) -> Float32:
+        """Of the token after `known`, whose positions these versions computed."""
+        if not self.engine.kv_weights:
+            return fake_logits(self.weights(versions[-1]), known, self.spec.vocab_size)
+        return mixed_logits([self.weights(version) for version in versions], known, self.spec.vocab_size)
 
     def covers(self, result: Result) -> bool:
         """Spans are half-open, adjoining, and cover the tokens."""

@@ -98,7 +98,7 @@ def test_scoring_a_prompt_without_generating(rig: MakeRig) -> None:
         token, logprob, rank = entries[0]
         assert token == PROMPT[at]
         replica.sent["score"] = Generate("score", [1], SamplingParams(temperature=1.0, logprobs=2))
-        draw = replica.expected("score", 0, PROMPT[:at], 0)
+        draw = replica.expected("score", 0, PROMPT[:at], replica.logits(PROMPT[:at], [0] * at))
         assert [(i, pytest.approx(p, abs=1e-5)) for i, p in draw.top if i != token] == [
             (i, p) for i, p, _ in entries[1:]
         ]

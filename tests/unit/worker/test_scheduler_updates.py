@@ -23,7 +23,7 @@ def test_spans_name_the_version_of_each_token(rig: MakeRig, policy: str) -> None
     if policy == "abort":
         assert (result.finish, result.spans, len(result.tokens)) == ("abort", [Span(0, 0, 4)], 4)
     else:
-        assert result.spans == [Span(0, 0, 4), Span(1, 4, 9)]
+        assert result.spans == [Span(0, 0, 4), Span(1, 4, 9, policy == "recompute")]
     replica.check_replay("a")
     assert replica.scheduler.drain_samples()["staleness"] == [1.0 if policy != "abort" else 0.0]
 
@@ -56,7 +56,7 @@ def test_what_was_found_for_a_step_thrown_away_is_not_mixed_with_newer_weights(r
     assert sequence.pending > 1
     replica.update("keep", 1)
     replica.run()
-    assert replica.results["a", 0].spans == [Span(0, 0, 2), Span(1, 2, 9)]
+    assert replica.results["a", 0].spans == [Span(0, 0, 2), Span(1, 2, 9, recomputed=True)]
     replica.check_replay("a")
 
 

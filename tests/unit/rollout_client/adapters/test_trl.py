@@ -9,7 +9,8 @@ import pytest
 from rollout_client.adapters import trl_async, trl_server
 from rollout_client.adapters.trl_async import WeightTransfer
 from rollout_client.adapters.trl_rollout import RolloutFunc, named_parameters
-from rollout_client.http_calls import Generation, Output, Span
+from rollout_client.http_calls import Generation, Output
+from rollout_client.spans import Span
 
 MODULES = ["metrics", "push", "trl_async", "trl_rollout", "trl_server"]
 
@@ -73,7 +74,7 @@ def test_rollouts_of_repeated_prompts_are_asked_for_once():
     assert "min_p" not in sampler.asked
     assert found["prompt_ids"] == [[1], [1], [2], [2]]
     assert found["completion_ids"] == [[1, 0], [1, 1], [2, 0], [2, 1]]
-    assert found["weight_spans"][0] == [(4, 0, 1)]
+    assert found["weight_spans"][0] == [(4, 0, 1, False)]
 
 
 def test_uneven_repeats_are_asked_for_one_by_one():
