@@ -1,18 +1,17 @@
 """SGLang's control and info routes, and AReaL's accents of them."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
-from api import disk, info, parameters, weight_checks
+from api import disk, info, loads, parameters, weight_checks
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Forbidden, status_of
-from api.replica import Replica
 from api.replies import Json
 from api.schemas import sglang as schema
 from api.schemas.base import ERRORS, ErrorBody
-from api.service import Service, Uses
+from api.service import Uses
 from rollout_client.protocol import InFlight
 from worker.messages import PauseMode, Tag
 
@@ -192,40 +191,25 @@ async def get_weights_by_name(body: schema.WeightsByName, service: Uses) -> list
 
 
 @router.get("/v1/loads", dependencies=data)
-async def loads(service: Uses) -> schema.LoadsV1:
-    """Load per replica."""
-    return schema.LoadsV1(loads=_loads(service))
+async def v1_loads(
+    service: Uses,
+    dp_rank: Annotated[int | None, Query(ge=0)] = None,
+    form: Annotated[Literal["json"], Query(alias="format")] = "json",
+) -> schema.LoadsV1:
+    """Load per replica, now; or of one. As JSON only: /metrics has it for Prometheus."""
+    found = await loads.now(service.fleet)
+    if dp_rank is not None and not (found := [load for load in found if load.dp_rank == dp_rank]):
+        raise BadInput(f"dp_rank {dp_rank}: there is no such replica")
+    return schema.LoadsV1(loads=found)
 
 
 @router.get("/get_load", dependencies=data)
 async def get_load(service: Uses) -> list[schema.Loads]:
     """Load per replica, as a list."""
-    return _loads(service)
+    return await loads.now(service.fleet)
 
 
 def _tags(body: schema.MemoryTags | None) -> tuple[Tag, ...]:
     if body is None or not body.tags:
         return ("weights", "kv_cache")
     return tuple(tag for tag in dict.fromkeys(body.tags) if tag != "cuda_graph")
-
-
-def _loads(service: Service) -> list[schema.Loads]:
-    return [_load(replica) for replica in service.fleet.replicas]
-
-
-def _load(replica: Replica) -> schema.Loads:
-    stats = replica.stats
-    used = stats.kv_blocks_used * stats.block_size if stats else 0
-    total = stats.kv_blocks_total * stats.block_size if stats else 0
-    waiting = stats.waiting + stats.held if stats else 0
-    running = stats.running if stats else 0
-    return schema.Loads(
-        dp_rank=replica.index,
-        num_reqs=running + waiting,
-        num_waiting_reqs=waiting,
-        num_running_reqs=running,
-        num_tokens=used,
-        num_used_tokens=used,
-        max_total_num_tokens=total,
-        token_usage=used / total if total else 0.0,
-    )

@@ -287,7 +287,7 @@ class WeightsChecked(Lenient):
 
 
 class Loads(Lenient):
-    """Load of one replica."""
+    """Load of one replica, in sequences: a request for n counts n."""
 
     dp_rank: int
     num_reqs: int
