@@ -1,8 +1,8 @@
-"""What every request passes through first: the longest body there may be, and two habits of clients.
+"""What every request passes through first: the longest body there may be, and three habits of clients.
 
 A body whose JSON escapes half of a surrogate pair is refused whole: no field of it could be written into UTF-8.
-Bodies are JSON whatever Content-Type says (curl says form, some trainers say nothing), and a trailing slash
-is no other route.
+Bodies are JSON whatever Content-Type says (curl says form, some trainers say nothing), a trailing slash is no other
+route, and HEAD, which probes like to send, is answered like GET but for the body.
 """
 
 import re
@@ -10,11 +10,12 @@ import re
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import TooLarge
+from api.errors import TooLarge, WrongEncoding
 from api.replies import NotUnicode, error_response
 
 _TYPE = b"content-type"
 _JSON = b"application/json"
+_PLAIN = b"identity"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PAIRED = re.compile(
     rb"(?:[^\\]|\\(?:[^u]|u(?:[^dD]|[dD][0-7])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))*+", re.DOTALL
@@ -46,7 +47,13 @@ class Bodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", _PLAIN)
+        if encoding.strip().lower() not in (_PLAIN, b""):
+            words = f"the request body is compressed ({encoding.decode('latin-1')}); send it as it is"
+            await error_response(WrongEncoding(words))(scope, receive, send)
+            return
+        declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
             await error_response(self._error())(scope, receive, send)
             return
@@ -74,7 +81,18 @@ class Bodies:
 
         scope["headers"] = [(k, v) for k, v in scope["headers"] if k != _TYPE] + [(_TYPE, _JSON)]
         scope["path"] = scope["path"].rstrip("/") or "/"
-        await self._app(scope, checked, send)
+        if scope["method"] != "HEAD":
+            await self._app(scope, checked, send)
+            return
+
+        async def bodiless(message: Message) -> None:
+            scope["method"] = "HEAD"  # the server looks at it again
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        scope["method"] = "GET"
+        await self._app(scope, checked, bodiless)
 
     def _error(self) -> TooLarge:
         return TooLarge(f"the request body is over {self._max_bytes} bytes (max_body_bytes)")

@@ -58,6 +58,8 @@ class ApiConfig(BaseModel):
     """HF checkpoint directory: config.json and tokenizer files."""
     served_model_name: str = ""
     """What /v1/models calls it; empty = the directory's name."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names by which requests may call the model; its directory's name and path always may. Others get 404."""
     max_model_len: int | None = Field(default=None, ge=8)
     """Tokens of prompt and output together; None = what the model's config says."""
     dtype: Dtype = "float32"

@@ -7,6 +7,7 @@
     ├── NotFound            404
     ├── Conflict            409  the state does not allow it now; nothing happened
     ├── TooLarge            413
+    ├── WrongEncoding       415  the body is compressed; nothing here unpacks it
     ├── TooMany             429  over the limit of requests; retry after a moment
     ├── EngineFailed        500  a sequence died in the engine
     ├── Unavailable         503  nobody can serve it; the call had no effect, so retrying is safe
@@ -56,6 +57,10 @@ class TooLarge(ApiError):
     """Over a size limit."""
 
 
+class WrongEncoding(ApiError):
+    """A body in an encoding that is not read."""
+
+
 class TooMany(ApiError):
     """Over a rate or concurrency limit."""
 
@@ -79,6 +84,7 @@ STATUS: dict[type[ApiError], int] = {
     NotFound: 404,
     Conflict: 409,
     TooLarge: 413,
+    WrongEncoding: 415,
     TooMany: 429,
     EngineFailed: 500,
     Unavailable: 503,

@@ -14,7 +14,7 @@ import msgspec
 
 from api.errors import BadInput, Conflict, EngineFailed, TooMany
 from api.flight import Flight, Sample, Update
-from api.model import Model
+from api.model import TOO_LONG, Model
 from api.replicas import Fleet
 from api.schemas.base import MAX_SEQUENCES
 from worker.messages import Chunk, Generate, SamplingParams
@@ -37,6 +37,8 @@ class Ask:
     min_version: int | None = None
     version_timeout_s: float = 60.0
     max_staleness: int | None = None
+    may_cut: bool = True
+    """Whether max_tokens is cut to what the context leaves; otherwise more is refused, as other servers do."""
 
     def same_work(self, other: "Ask") -> bool:
         """Whether both would sample the same (how it is delivered does not matter)."""
@@ -183,6 +185,13 @@ class Generations:
             model.check_prompt(ids, what)
             if len(ids) > self._fleet.kv_tokens:
                 raise BadInput(f"{what} is too long: {len(ids)} tokens, the KV cache holds {self._fleet.kv_tokens:g}")
+            room = model.max_model_len - len(ids)
+            if not ask.may_cut and sampling.max_tokens is not None and sampling.max_tokens > room:
+                raise BadInput(
+                    f"{what} has {len(ids)} tokens and {sampling.max_tokens} more are asked for, but {model.limit}: "
+                    f"ask for at most {room}",
+                    code=TOO_LONG,
+                )
         model.check_ids(list(sampling.logit_bias), "logit_bias")
         if sampling.allowed_token_ids is not None:
             if not sampling.allowed_token_ids:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from api.config import ApiConfig
-from api.errors import BadInput
+from api.errors import BadInput, NotFound
 from api.schemas.base import MAX_SEQUENCES
 from api.template_process import TemplateProcess
 from worker import conversation
@@ -21,6 +21,8 @@ INLINE_MESSAGES = 64
 MIN_TOKEN_CHARS = 32
 """A token counts for at least so many characters of text: some tokenizers drop spaces before they look for tokens."""
 TOO_LONG = "context_length_exceeded"
+ANY = "default"
+"""What SGLang's clients call the model when they do not care."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Model:
     """What ends a generation, by the checkpoint's own word."""
     template_process: TemplateProcess | None = None
     """For chat templates of requests; None: they are refused."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the model, beside its path and SGLang's word for whatever is served."""
     _texts: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -66,6 +70,7 @@ class Model:
             tokenizer=tokenizer,
             ends=tuple(ends),
             template_process=process,
+            aliases=config.model_aliases,
         )
 
     @property
@@ -74,6 +79,21 @@ class Model:
         if self.tokenizer is None:
             raise BadInput("this checkpoint has no tokenizer: send token ids, and expect token ids")
         return self.tokenizer
+
+    @property
+    def limit(self) -> str:
+        """The context in the words that clients look for."""
+        return f"this model's maximum context length is {self.max_model_len} tokens"
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFound for the name of a model that is not served; a request may name none."""
+        known = (self.name, *self.aliases, str(self.path), self.path.name, ANY)
+        if name and name not in known and name.rstrip("/") != str(self.path):
+            raise NotFound(
+                f"the model {name[:256]!r} does not exist; served here: {', '.join(map(repr, known[:-2]))}",
+                code="model_not_found",
+                param="model",
+            )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises BadInput when it cannot be encoded."""
@@ -109,8 +129,7 @@ class Model:
         text = self.text
         if len(messages) >= self.max_model_len:
             raise BadInput(
-                f"the conversation is too long: {len(messages)} messages, and the model's context has "
-                f"{self.max_model_len} tokens",
+                f"the conversation is too long: {len(messages)} messages, and {self.limit}",
                 code=TOO_LONG,
             )
         own = options.get("chat_template")
@@ -139,8 +158,7 @@ class Model:
         most = _most_chars(self.text, self.max_model_len)
         if chars > most:
             raise BadInput(
-                f"{what} is too long: {chars} characters, and more than {most} cannot fit the model's context of "
-                f"{self.max_model_len} tokens",
+                f"{what} is too long: {chars} characters, more than {most} cannot fit, and {self.limit}",
                 code=TOO_LONG,
             )
 
@@ -156,7 +174,7 @@ class Model:
             raise BadInput(f"{what} is empty: send at least one token")
         if len(ids) >= self.max_model_len:
             raise BadInput(
-                f"{what} is too long: {len(ids)} tokens leave no room in the model's context of {self.max_model_len}",
+                f"{what} is too long: {len(ids)} tokens leave no room for output, and {self.limit}",
                 code=TOO_LONG,
             )
         self.check_ids(ids, what)

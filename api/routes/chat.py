@@ -32,6 +32,7 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
     """Answer a conversation. Token ids are exactly the sampled ones."""
+    service.model.check_name(body.model)
     text = await service.model.chat_text(body.messages, **body.template_options())
     ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
     ask = Ask(
@@ -47,6 +48,7 @@ async def chat_completions(
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
         max_staleness=body.max_staleness,
+        may_cut=body.max_tokens is None and body.max_completion_tokens is None,
     )
     writer = _Writer(body, service, ids, ask)
     if body.stream:

@@ -17,7 +17,7 @@ from api.logprobs import TokenNames
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.schemas.base import ERRORS
-from api.schemas.openai import CompletionRequest, CompletionResponse
+from api.schemas.openai import COMPLETION_TOKENS, CompletionRequest, CompletionResponse
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
@@ -33,12 +33,14 @@ async def completions(
     body: CompletionRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
     """Continue prompts; choices come prompt by prompt. Token ids are exactly the sampled ones."""
+    service.model.check_name(body.model)
     prompts = await prompt_ids(body.prompt, service.model, add_special_tokens=body.add_special_tokens)
     echo_logprobs = body.logprobs if body.echo else None
     ask = Ask(
         prompts=prompts,
         sampling=body.params(
             logprobs=body.logprobs or 0,
+            max_tokens=COMPLETION_TOKENS if body.max_tokens is None else None,
             prompt_logprobs=body.prompt_logprobs if body.prompt_logprobs is not None else echo_logprobs,
         ),
         request_id=body.request_id or body.rid or "",
@@ -49,6 +51,7 @@ async def completions(
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
         max_staleness=body.max_staleness,
+        may_cut=body.max_tokens is None,
     )
     writer = _Writer(body, service, prompts, ask)
     if body.stream:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 
 from api.answering import INLINE_TOKENS
 from api.auth import require_data
-from api.errors import BadInput, NotFound
+from api.errors import BadInput
 from api.schemas.base import ERRORS
 from api.schemas.openai import (
     DetokenizeRequest,
@@ -34,14 +34,14 @@ async def models(service: Uses) -> ModelList:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Uses) -> ModelCard:
     """The served model, by its name."""
-    if name != service.model.name:
-        raise NotFound(f"no model {name!r} here; there is {service.model.name!r}")
+    service.model.check_name(name)
     return _card(service)
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
     """Token ids of a text, or of a conversation as the chat template writes it."""
+    service.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadInput("send exactly one of prompt and messages")
     special = body.add_special_tokens
@@ -59,6 +59,7 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
     """Text of token ids."""
+    service.model.check_name(body.model)
     if len(body.tokens) > service.model.max_model_len:
         raise BadInput(f"{len(body.tokens)} tokens; at most the model's context of {service.model.max_model_len}")
     service.model.check_ids(body.tokens, "tokens")

@@ -19,6 +19,7 @@ from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import explain
 from api.schemas.base import ERRORS
+from api.schemas.openai import COMPLETION_TOKENS
 from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, SglangSampling
 from api.schemas.vllm_sampling import VllmSampling
 from api.service import Service, Uses
@@ -53,6 +54,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
             min_version=body.min_weight_version,
             version_timeout_s=body.version_timeout_s,
             max_staleness=body.max_staleness,
+            may_cut="max_new_tokens" not in w.sampling.model_fields_set,
         )
         for i, (ids, w) in enumerate(zip(prompts, wanted, strict=True))
     ]
@@ -144,12 +146,14 @@ async def _stream(
 async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) -> Response:
     fields = {name: getattr(body, name) for name in ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens")}
     fields |= {"repetition_penalty": body.repetition_penalty} | (body.generation_kwargs or {})
+    may_cut = fields["max_tokens"] is None
+    fields["max_tokens"] = COMPLETION_TOKENS if may_cut else fields["max_tokens"]
     prompts = await prompt_ids(body.prompts, service.model, add_special_tokens=True)
     try:
         sampling = VllmSampling.model_validate(fields).params(logprobs=0)
     except ValidationError as error:
         raise BadInput(f"generation_kwargs: {explain(error.errors())}") from None
-    ask = Ask(prompts=prompts, sampling=sampling)
+    ask = Ask(prompts=prompts, sampling=sampling, may_cut=may_cut)
     with service.generations.submit(ask) as job:
         samples = await while_connected(request.receive, job.samples())
     flat = [sample for of_prompt in samples for sample in of_prompt]

@@ -28,6 +28,7 @@ SessionHeader = Annotated[str, Header(max_length=256)]
 @router.post("/inference/v1/generate", response_model=TokenResponse, openapi_extra=IF_ASKED)
 async def generate(body: TokenRequest, request: Request, service: Uses, x_session_id: SessionHeader = "") -> Response:
     """Continue token ids exactly as they are."""
+    service.model.check_name(body.model)
     wanted = body.sampling_params
     top_n = MAX_TOP if wanted.logprobs == -1 else wanted.logprobs or 0
     params = wanted.params(
@@ -46,6 +47,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
         max_staleness=body.max_staleness,
+        may_cut=wanted.max_tokens is None,
     )
     if body.stream:
         return EventStream(_stream(ask, body, service, top_n), lambda: live_header(service))

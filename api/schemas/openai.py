@@ -80,6 +80,10 @@ class StreamOptions(Asked):
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
+COMPLETION_TOKENS = 16
+"""Of a completion that does not say how many, as OpenAI and everybody after them has it."""
+
+
 class CompletionRequest(Scheduling, VllmSampling):
     """/v1/completions."""
 
@@ -87,6 +91,8 @@ class CompletionRequest(Scheduling, VllmSampling):
     """SGLang's name for request_id."""
     no_stop_trim: bool | None = False
     """SGLang's name for include_stop_str_in_output."""
+    max_tokens: Count | None = None
+    """None: 16."""
     prompt: str | Texts | Ids | ManyIds
     """Text, texts, ids, or lists of ids; choices come prompt by prompt."""
     logprobs: TopN | None = None

@@ -36,7 +36,7 @@ class GenerateRequest(Strict):
     n: int = Field(default=1, ge=1, le=1024)
     """Samples per prompt; the prompt is computed once."""
     max_tokens: Count | None = None
-    """None: whatever fits the context."""
+    """None: whatever fits the context. More than fits is cut to it, and the sample ends with `length`."""
     min_tokens: Count = 0
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     """0 = greedy."""

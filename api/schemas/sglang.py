@@ -37,8 +37,8 @@ TopN = Annotated[int, Field(ge=0, le=64)]
 class SglangSampling(Asked):
     """sampling_params."""
 
-    max_new_tokens: Count | None = None
-    """None: whatever fits the context."""
+    max_new_tokens: Count | None = 128
+    """Null: whatever fits the context. More than fits is a 400."""
     min_new_tokens: Count | None = 0
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
@@ -112,6 +112,7 @@ class SglangGenerate(Asked):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: RepetitionPenalty | None = 1.0
     max_tokens: Count | None = None
+    """Null: 16."""
     generation_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

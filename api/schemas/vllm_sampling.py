@@ -50,7 +50,7 @@ class VllmSampling(Asked):
     frequency_penalty: Annotated[Finite, Field(ge=-100, le=100)] | None = 0.0
     seed: Seed | None = None
     max_tokens: Count | None = None
-    """None: whatever fits the context."""
+    """None: whatever fits the context, but 16 on /v1/completions. More than fits is a 400."""
     min_tokens: Count | None = 0
     stop: Stop = None
     stop_token_ids: Ids | None = None
@@ -101,7 +101,7 @@ class Scheduling(Asked):
     """How a request is run, on every data route of this dialect."""
 
     model: str | None = None
-    """Accepted as it comes: the service serves one model."""
+    """May be left out: the service serves one model, and knows it by the names in /v1/models and api.model_aliases."""
     stream: bool | None = False
     request_id: RequestId | None = None
     session_id: Session | None = None

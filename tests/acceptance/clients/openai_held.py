@@ -21,7 +21,7 @@ threading.Timer(held_s, post, ["/resume"]).start()
 began = time.monotonic()
 pieces = list(
     client.completions.create(
-        model="any",
+        model="default",
         prompt=[1, 2, 3],
         max_tokens=4,
         stream=True,

@@ -67,7 +67,16 @@ async def store(config: ApiConfig) -> AsyncIterator[ScriptedStore]:
 
 @pytest.fixture
 def model(config: ApiConfig) -> Model:
-    return Model(config.model_name, config.model, VOCAB, CONTEXT, "LlamaForCausalLM", ByteTokenizer(), (EOS, 7))  # type: ignore[arg-type]
+    return Model(
+        config.model_name,
+        config.model,
+        VOCAB,
+        CONTEXT,
+        "LlamaForCausalLM",
+        ByteTokenizer(),  # type: ignore[arg-type]
+        (EOS, 7),
+        aliases=config.model_aliases,
+    )
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Whatever a client sends, the answer is a 4xx that says what is wrong, and the service goes on."""
 
+import gzip
 import json
 from typing import Any
 
@@ -43,7 +44,12 @@ CASES: list[tuple[str, Any, int, str]] = [
     ("/weights_checker", {"action": "compare", "baseline": {"a": 1}}, 400, "baseline"),
     (NATIVE, {"prompt_ids": ["x"]}, 400, "prompt_ids"),
     (NATIVE, {"prompt_ids": [1, [2]]}, 400, "prompt_ids"),
-    (NATIVE, {"prompt": "A" * 64}, 400, "prompt is too long: 64 tokens leave no room in the model's context of 64"),
+    (
+        NATIVE,
+        {"prompt": "A" * 64},
+        400,
+        "64 tokens leave no room for output, and this model's maximum context length is 64 tokens",
+    ),
     (NATIVE, {"prompt": ["A", "A" * 80]}, 400, "prompt 1 is too long"),
     (NATIVE, {"prompt": "A", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
     (NATIVE, {"prompt": "A", "n": 10**9}, 400, "n: "),
@@ -145,6 +151,7 @@ async def test_what_cannot_fit_is_not_tokenised_to_find_out(client, model, path,
     assert reply.status_code == 400, reply.text[:300]
     error = reply.json()["error"]
     assert "is too long" in error["message"]
+    assert "maximum context length is 64 tokens" in error["message"]
     assert error["code"] == "context_length_exceeded"
 
 
@@ -237,6 +244,24 @@ async def test_a_prompt_larger_than_the_kv_cache(client, service, replicas, unti
     reply = await client.post(NATIVE, json={"prompt": "A" * 17})
     assert reply.status_code == 400
     assert "17 tokens, the KV cache holds 16" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["gzip", "br", "GZIP", "deflate, gzip"])
+async def test_a_compressed_body_is_refused_as_that(client, kind):
+    reply = await client.post(NATIVE, content=gzip.compress(b"{}"), headers={"content-encoding": kind})
+    assert reply.status_code == 415
+    assert "compressed" in reply.json()["error"]["message"]
+    plain = {"content-encoding": "identity"}
+    assert (await client.post(NATIVE, json={"prompt": "A", "max_tokens": 1}, headers=plain)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/v1/models", "/metrics"])
+async def test_head_is_get_without_the_body(client, path):
+    got, asked = await client.get(path), await client.head(path)
+    assert (asked.status_code, asked.content) == (200, b"")
+    assert asked.headers["content-type"] == got.headers["content-type"]
+    assert (await client.head("/nothing")).status_code == 404
+    assert (await client.head(NATIVE)).status_code == 405
 
 
 async def test_unknown_routes_and_methods(client):

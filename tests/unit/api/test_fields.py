@@ -163,11 +163,13 @@ async def test_usage_of_every_event(client, part):
 async def test_what_a_chat_template_is_given(client, model, monkeypatch):
     seen: list[dict[str, Any]] = []
 
-    def written(messages, **variables):
-        seen.append(variables)
-        return "A"
+    rendering = model.tokenizer.rendering
 
-    monkeypatch.setattr(model.tokenizer, "apply_chat_template", written)
+    def noted(messages, **variables):
+        seen.append(variables)
+        return rendering(messages, **variables)
+
+    monkeypatch.setattr(model.tokenizer, "rendering", noted)
     documents = [{"title": "t", "text": "words"}]
     body = {"messages": HI, "max_tokens": 1, "documents": documents, "reasoning_effort": "low"}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

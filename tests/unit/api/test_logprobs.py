@@ -45,7 +45,7 @@ async def test_an_sglang_stream_shows_no_half_characters_and_no_half_stops(clien
         replica.script = script[:-1] if stop else script
         replica.finish, replica.stop_reason = ("stop", stop) if stop else ("length", None)
         replica.gate = asyncio.Semaphore(0)
-    sampling = {"max_new_tokens": 64} | ({"stop": stop} if stop else {})
+    sampling = {"max_new_tokens": 32} | ({"stop": stop} if stop else {})
     asked = asyncio.create_task(
         client.post("/generate", json={"text": "p", "stream": True, "sampling_params": sampling})
     )

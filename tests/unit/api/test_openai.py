@@ -60,7 +60,7 @@ async def test_nulls_and_unknown_fields_mean_the_default(client, replicas):
     await complete(client, prompt="A", max_tokens=None, top_k=100_000_000, guided_json={}, **dict.fromkeys(fields))
     (message,) = [m for r in replicas for m in r.got(Generate)]
     assert message.sampling.top_k == 0
-    assert message.sampling.max_tokens is None
+    assert message.sampling.max_tokens == 16
     assert (message.sampling.n, message.sampling.temperature, message.sampling.stop) == (1, 1.0, [])
 
 
