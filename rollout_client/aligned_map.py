@@ -23,6 +23,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_aligned(fd: int, length: int, offset: int, *, write: bool) -> memoryview:
@@ -54,6 +55,16 @@ def collapse(view: memoryview) -> bool:
     """
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
     return bool(_libc.madvise(start, len(view) // HUGE * HUGE, _MADV_COLLAPSE) == 0)
+
+
+def protect(view: memoryview, *, write: bool) -> None:
+    """Whether the processor lets this process write into a mapping, which was made writable; pages stay as they are.
+
+    view: all of it. Raises OSError.
+    """
+    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+    if _libc.mprotect(start, len(view), mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)):
+        raise _last_error()
 
 
 def populate(address: int, length: int) -> None:

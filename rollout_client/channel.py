@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -43,18 +43,34 @@ class Channel:
             raise
 
     def send(self, message: Message, payload: Sequence[Any] = (), *, timeout_s: float) -> None:
-        """Queue a message; payload buffers are not copied and must stay as they are until the session is over."""
-        if not self.ready(timeout_s):
-            failed = self._keys is not None and self._link.failed
-            hint = ", and a handshake failed: is it this store's key?" if failed else ""
-            what = type(message).__name__
-            raise StoreUnavailable(
-                f"no store took a {what} at {self.endpoint} in {timeout_s:.1f} s{hint or ': does the service run?'}"
-            )
+        """Queue a message; payload buffers are not copied and must stay as they are until the session is over.
+
+        Raises StoreUnavailable when no store takes it in time, or it is gone before it has taken all of it.
+        """
+        end = time.monotonic() + timeout_s
         more = zmq.SNDMORE if payload else 0
-        self._socket.send(encode(message), zmq.DONTWAIT | more)
-        for i, buffer in enumerate(payload, 1):
-            self._socket.send(buffer, zmq.DONTWAIT | (zmq.SNDMORE if i < len(payload) else 0), copy=False)
+        while True:
+            if not self.ready(max(end - time.monotonic(), 0)):
+                self._refuse(message, timeout_s)
+            try:
+                self._socket.send(encode(message), zmq.DONTWAIT | more)
+                break
+            except zmq.Again:  # it had room, and the connection was gone before it was used
+                if time.monotonic() >= end:
+                    self._refuse(message, timeout_s)
+        try:
+            for i, buffer in enumerate(payload, 1):
+                self._socket.send(buffer, zmq.DONTWAIT | (zmq.SNDMORE if i < len(payload) else 0), copy=False)
+        except zmq.Again as error:
+            raise StoreUnavailable(f"the connection to the store at {self.endpoint} broke within a message") from error
+
+    def _refuse(self, message: Message, timeout_s: float) -> NoReturn:
+        failed = self._keys is not None and self._link.failed
+        hint = ", and a handshake failed: is it this store's key?" if failed else ""
+        what = type(message).__name__
+        raise StoreUnavailable(
+            f"no store took a {what} at {self.endpoint} in {timeout_s:.1f} s{hint or ': does the service run?'}"
+        )
 
     def ready(self, timeout_s: float) -> bool:
         """Whether a message can be queued; waits up to timeout_s for it. Raises Unauthorized if the key is refused."""
@@ -84,11 +100,10 @@ class Channel:
         """The next answer, or None when there is none in time. Answers that cannot be read are dropped."""
         end = time.monotonic() + timeout_s
         while self._socket.poll(max(int((end - time.monotonic()) * 1000), 0), zmq.POLLIN):
-            frames = self._socket.recv_multipart(zmq.DONTWAIT)
             try:
-                reply: Reply = decode_reply(frames[0])
+                reply: Reply = decode_reply(self._socket.recv_multipart(zmq.DONTWAIT)[0])
                 return reply
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, zmq.Again):
                 continue
         return None
 

@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar, get_args
@@ -93,9 +93,12 @@ class WeightPublisher:
         kernels.prepare()
 
     def connect(self) -> Welcome:
-        """Say hello and map the arena, so that the first push need not. Raises StoreUnavailable, Unauthorized."""
-        with self._lock:
-            return self._connect(self._connect_timeout_s)[0]
+        """Say hello and map the arena, so that the first push need not. Raises StoreUnavailable, Unauthorized, or
+        DeadlineExceeded when another thread pushes for all of connect_timeout_s.
+        """
+        deadline = time.monotonic() + self._connect_timeout_s
+        with self._alone(deadline):
+            return self._connect(_left(deadline))[0]
 
     def push(
         self,
@@ -119,7 +122,7 @@ class WeightPublisher:
         in_flight: what becomes of running sequences: keep their KV, recompute it, abort them, or wait for them.
         base_version: send only some tensors; the others are taken from this version, which must be live.
         rank, world: this trainer rank among those that push this version together, each with its slices.
-        timeout_s: for everything.
+        timeout_s: for everything, the end of another thread's push included.
 
         Raises PushError (nothing that is served has changed), StoreUnavailable, TypeError or ValueError for
         what is no tensor.
@@ -130,7 +133,7 @@ class WeightPublisher:
             raise ValueError(f"version {version} is out of range: 0 to {MAX_VERSION}")
         started = time.monotonic()
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
-        with self._lock:
+        with self._alone(started + timeout_s):
             try:
                 if self._shm is not None:
                     self._shm.wait_for_room(started + timeout_s)
@@ -154,6 +157,16 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _alone(self, deadline: float) -> Iterator[None]:
+        """One thread at a time. Raises DeadlineExceeded while another one is still at it."""
+        if not self._lock.acquire(timeout=_left(deadline)):
+            raise DeadlineExceeded("deadline", "another thread's push through this publisher did not end in time")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
         while True:

@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Event
 
 from rollout_client import slot_lock
-from rollout_client.arena_file import ArenaFile
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.errors import ArenaError, DeadlineExceeded, SessionLost
 from rollout_client.moving import Gathered, Moved, Unit, move_units, together, units
 from rollout_client.protocol import Copy, Placement, Welcome
+from rollout_client.staged_slot import TrainerArena
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
 from rollout_client.turns import Turns
@@ -33,26 +33,23 @@ Job = tuple[int, list[tuple[int, Copy]]]
 
 
 class ShmTransport(Transport):
-    """Writes through a mapping of the arena that is kept from push to push."""
+    """Writes through a mapping of the arena that is kept from push to push, writable while it does (staged_slot.py)."""
 
     name = "shm"
 
-    def __init__(self, arena: ArenaFile, threads: int | None = None) -> None:
+    def __init__(self, arena: TrainerArena, threads: int | None = None) -> None:
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
         self._cuda: CudaCopier | None = None
         self._threads = threads or moving_threads()
         self._turns = Turns(arena, self._threads)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="push")
-        for slot in range(arena.slots):
-            if arena.backed(slot):
-                arena.slot(slot)  # page tables now, not in the middle of the first push
 
     @classmethod
     def reach(cls, welcome: Welcome, threads: int | None = None) -> "ShmTransport | None":
         """The transport if the store's arena is on this host and may be written, else None."""
         try:
-            arena = ArenaFile(welcome.arena_path, write=True)
+            arena = TrainerArena(welcome.arena_path)
         except (ArenaError, OSError):
             return None
         if arena.nonce != welcome.arena_nonce:
@@ -69,7 +66,7 @@ class ShmTransport(Transport):
         number = self._arena.slot_at(placement.slot_offset)
         if placement.slot_bytes != self._arena.slot_bytes:
             raise ArenaError(f"a slot of {placement.slot_bytes} bytes is not one of {self._arena.path}")
-        slot = self._arena.slot(number)
+        self._arena.slot(number)  # mapped now, if it has got its memory since
         span = placement.slot_offset, placement.slot_bytes
         if not slot_lock.lock_shared(self._arena.fd, *span):
             raise SessionLost("unknown_session", "the store has taken the slot back", retryable=True)
@@ -84,10 +81,11 @@ class ShmTransport(Transport):
                     on_gpu.append((sources[part], copies))
                 else:
                     others.append((part, copies))
-            if on_gpu:
-                self._cuda = self._cuda or CudaCopier()
-                self._cuda.stage(number, slot, on_gpu, reporter)
-            self._move_all(others, slot, sources, reporter)
+            with self._arena.staging(number) as slot:
+                if on_gpu:
+                    self._cuda = self._cuda or CudaCopier()
+                    self._cuda.stage(number, slot, on_gpu, reporter)
+                self._move_all(others, slot, sources, reporter)
         finally:
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
@@ -153,7 +151,7 @@ class ShmTransport(Transport):
                     due = time.monotonic() + TURN_S
         finally:
             stop.set()
-            wait(futures)
+            _wait_for(futures)
 
     def _put_all(
         self,
@@ -179,3 +177,16 @@ class ShmTransport(Transport):
             finished.put(moved)
             if took > CROWDED * busy:
                 self._turns.held_up()
+
+
+def _wait_for(threads: "Sequence[Future[None]]") -> None:
+    """Until none can write any more, whoever interrupts: what they write into is let go of after this."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            wait(threads)
+            break
+        except BaseException as error:  # a batch takes milliseconds
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted

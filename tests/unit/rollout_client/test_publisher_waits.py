@@ -276,3 +276,22 @@ def test_waiting_for_a_gap_does_not_take_a_push_beyond_its_time(store, publisher
     with pytest.raises(errors.DeadlineExceeded):
         trainer.push({"a": A, "b": B}, 2, timeout_s=0.2)
     assert time.monotonic() - began < 5
+
+
+def test_another_threads_push_is_waited_for_no_longer_than_this_one_may_take(store, publisher):
+    store.place(TWO)
+    one, began = publisher(), threading.Event()
+
+    class Held(Slow):
+        def cpu(self):
+            began.set()
+            return super().cpu()
+
+    other = threading.Thread(target=lambda: one.push({"a": Held(2.0), "b": B}, 1))
+    other.start()
+    began.wait(5)
+    start = time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded, match="another thread"):
+        one.push({"a": A, "b": B}, 2, timeout_s=0.2)
+    assert time.monotonic() - start < 1.0
+    other.join()
