@@ -1,6 +1,5 @@
 """From a config file to a running loop: everything one rank is made of, in the order in which it is needed."""
 
-import json
 import logging
 import os
 import signal
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from weight_manager import logs
+from weight_manager.checkpoint import read_config
 from weight_manager.curve import StoreKeys
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
+from weight_manager.errors import CheckpointError
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
 from weight_manager.manifest import Layout
@@ -28,6 +29,7 @@ from worker.event_loop import EventLoop
 from worker.giving_way import SPIN_MS, GivingWay
 from worker.leader import Leader
 from worker.memory import give_back_to_system
+from worker.models import decoder_spec
 from worker.rendezvous import LISTEN
 from worker.sampler import TokenSampler
 from worker.scheduler import Scheduler
@@ -46,7 +48,9 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
     """Serve until told to stop; returns the exit status."""
     try:
         config = read_worker_config(config_path)
-    except (OSError, ValueError) as error:
+        if config.engine == "paddle":
+            decoder_spec(read_config(config.model_dir))  # what is wrong with it is said in words, and before Paddle
+    except (OSError, ValueError, CheckpointError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return EXIT_USAGE
     logs.setup(f"replica {replica} rank {rank}", config.log_level)
@@ -83,7 +87,7 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
     """The loop of one rank with everything it needs."""
     if config.engine == "paddle" and config.device == "cpu" and "paddle" not in sys.modules:  # a spare has done so
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
-    hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
+    hf_config = read_config(config.model_dir)
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
     device = None
     if config.engine == "paddle":

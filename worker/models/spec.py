@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from worker.models.config_values import number
 from worker.models.rope import RopeSpec, rope_spec
 
 Config = dict[str, Any]
@@ -71,16 +72,19 @@ def spec_from(
         raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not served, only silu is")
     if config.get("use_sliding_window"):
         raise ValueError("config.json: use_sliding_window is not served")
+    for kind in config.get("layer_types") or []:
+        if kind != "full_attention":
+            raise ValueError(f"config.json: layer_types has {kind!r}, which is not served")
     heads = int(config["num_attention_heads"])
     dim = int(config.get("head_dim") or head_dim or config["hidden_size"] // heads)
-    positions = int(config.get("max_position_embeddings", 2048))
+    positions = int(number(config, "max_position_embeddings", 2048))
     return DecoderSpec(
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=dim,
-        eps=float(config.get("rms_norm_eps", eps)),
+        eps=number(config, "rms_norm_eps", eps),
         tied=bool(config.get("tie_word_embeddings", tied)),
         qk_norm=qk_norm,
         rope=rope_spec(config, dim, theta=theta, positions=positions, interleaved=interleaved),
