@@ -13,6 +13,9 @@ VOCABULARY = 256
 LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 IDS = ("prompt", "prompts", "prompt_ids", "input_ids", "token_ids", "stop_token_ids", "allowed_token_ids", "tokens")
 TEXTS = ("prompt", "prompts", "text")
+OLDER_TRL = {
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "generation_kwargs")
+}
 
 
 def _is_int(value):
@@ -90,6 +93,14 @@ def _plausible(body, length):
         if "prompts" in body and len(str(body)) % 3:  # most are wrong in some element, and nothing else is looked at
             body.pop("prompts"), body.pop("input_ids", None)
             body["text"] = "a"
+        often = len(str(body)) % 3
+        if often and "prompts" not in body:  # what only `prompts` may have refuses all else
+            for name in OLDER_TRL & body.keys() if length == "max_new_tokens" else ():
+                body.pop(name)
+        if often and isinstance(body.get("model"), str):
+            body["model"] = "default"
+        if often and body.get("tools"):
+            body["tool_choice"] = "none"
         if body.get("stream") in (None, False, True):
             body["stream"] = len(str(body)) % 2 == 0
 
