@@ -106,7 +106,7 @@ REFUSED: dict[str, Refused] = {
         *("logprob_token_ids", "token_ids_logprob"),
     ),
     **_all("words cannot be banned; use logit_bias on their tokens", "bad_words"),
-    **_all("prompts are not cut; send as much as the context takes", "truncate_prompt_tokens"),
+    **_all("prompts are cut on /v1/completions and /v1/chat/completions only", "truncate_prompt_tokens"),
     **_all("hidden states are not reported", "return_hidden_states"),
     **_all("the experts' routing is not reported", "return_routed_experts", "return_indexer_topk"),
     **_all("entropy is not reported; use top logprobs", "return_entropy"),
@@ -176,7 +176,6 @@ HARMLESS: dict[str, str] = {
         ("return_token_offsets", "token_offsets"),
         "only on routes that write prompts without generating; its owner ignores it elsewhere",
     ),
-    **dict.fromkeys(("truncation_side",), "only with truncate_prompt_tokens"),
     **dict.fromkeys(
         ("spaces_between_special_tokens",),
         "the tokenizers of the families served here put no spaces between special tokens",

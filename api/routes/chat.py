@@ -15,6 +15,7 @@ from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
 from api.openapi import IF_ASKED
+from api.prompts import truncated
 from api.schemas.base import ERRORS
 from api.schemas.openai import ChatRequest, ChatResponse
 from api.service import Service, Uses
@@ -35,6 +36,13 @@ async def chat_completions(
     service.model.check_name(body.model)
     text = await service.model.chat_text(body.messages, **body.template_options())
     ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
+    (ids,) = await truncated(
+        [ids],
+        service.model,
+        body.truncate_prompt_tokens,
+        body.truncation_side,
+        special=body.add_special_tokens,
+    )
     ask = Ask(
         prompts=[ids],
         sampling=body.params(

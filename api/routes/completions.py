@@ -15,7 +15,7 @@ from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
 from api.openapi import IF_ASKED
-from api.prompts import prompt_ids
+from api.prompts import prompt_ids, truncated
 from api.schemas.base import ERRORS
 from api.schemas.openai import COMPLETION_TOKENS, CompletionRequest, CompletionResponse
 from api.service import Service, Uses
@@ -35,6 +35,13 @@ async def completions(
     """Continue prompts; choices come prompt by prompt. Token ids are exactly the sampled ones."""
     service.model.check_name(body.model)
     prompts = await prompt_ids(body.prompt, service.model, add_special_tokens=body.add_special_tokens)
+    prompts = await truncated(
+        prompts,
+        service.model,
+        body.truncate_prompt_tokens,
+        body.truncation_side,
+        special=body.add_special_tokens and _is_text(body.prompt),
+    )
     echo_logprobs = body.logprobs if body.echo else None
     ask = Ask(
         prompts=prompts,
@@ -63,6 +70,10 @@ async def completions(
         return writer.envelope(job, choices) | {"usage": usage(prompts, samples)}
 
     return await replied(samples, reply)
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or isinstance(prompt[0], str)
 
 
 @dataclass

@@ -66,6 +66,16 @@ class Template(Asked):
         return options
 
 
+class Truncation(Asked):
+    """Cuts prompts before they are continued."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    """At most so many tokens of a prompt; -1: as many as leave room for one more. Texts of more characters than can fit
+    are refused all the same."""
+    truncation_side: Literal["left", "right"] | None = None
+    """left keeps the last tokens, right the first; None: left, but special tokens in front of a text stay."""
+
+
 class StreamOptions(Asked):
     """What streams carry beside text."""
 
@@ -84,7 +94,7 @@ COMPLETION_TOKENS = 16
 """Of a completion that does not say how many, as OpenAI and everybody after them has it."""
 
 
-class CompletionRequest(Scheduling, VllmSampling):
+class CompletionRequest(Scheduling, VllmSampling, Truncation):
     """/v1/completions."""
 
     rid: Rid | None = None
@@ -103,7 +113,7 @@ class CompletionRequest(Scheduling, VllmSampling):
     stream_options: StreamOptions | None = None
 
 
-class ChatRequest(Scheduling, VllmSampling, Template):
+class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     """/v1/chat/completions."""
 
     rid: Rid | None = None

@@ -13,9 +13,7 @@ VOCABULARY = 256
 LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 IDS = ("prompt", "prompts", "prompt_ids", "input_ids", "token_ids", "stop_token_ids", "allowed_token_ids", "tokens")
 TEXTS = ("prompt", "prompts", "text")
-OLDER_TRL = {
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "generation_kwargs")
-}
+OLDER_TRL = {*("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "generation_kwargs")}
 
 
 def _is_int(value):
