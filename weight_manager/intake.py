@@ -55,8 +55,9 @@ class Intake(Receiver):
         if nbytes != target.nbytes:
             message = f"{target.name}: {nbytes} bytes were announced of a copy of {target.nbytes}"
             raise PushRefused("bad_message", message, [target.name])
-        (place,) = self._staging.destinations(self._first + copy, 0, [nbytes])
+        place = self._staging.expect(self._first + copy, 0, nbytes)
         streamed = self._receive(copy, place)
+        self._staging.arrived(self._first + copy, nbytes)
         (digest,) = DIGEST.unpack(self._from.exactly(DIGEST.size))
         target.streamed = streamed
         self._tell(Taken(copy, digest))

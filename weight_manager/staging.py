@@ -51,9 +51,22 @@ class Staging:
         return first
 
     def destinations(self, number: int, offset: int, sizes: Sequence[int], span: int = 0) -> list[memoryview]:
-        """Buffers for a chunk's payload frames; marks them as received. span: of a patch."""
+        """Buffers for a chunk's payload frames, which are filled before anything else happens. span: of a patch."""
         with self._receiving:
             return self._destinations(number, offset, sizes, span)
+
+    def expect(self, number: int, offset: int, size: int) -> memoryview:
+        """The buffer of bytes that a thread is about to receive; the copy is not complete before they have `arrived`."""
+        with self._receiving:
+            (place,) = self._destinations(number, offset, [size], 0)
+            self.targets[number].arriving += size
+            return place
+
+    def arrived(self, number: int, size: int) -> None:
+        """All of them are there."""
+        with self._receiving:
+            if number < len(self.targets):  # else the session is over
+                self.targets[number].arriving -= size
 
     def _destinations(self, number: int, offset: int, sizes: Sequence[int], span: int) -> list[memoryview]:
         if number >= len(self.targets):

@@ -28,7 +28,7 @@ class Target:
 
     __slots__ = (
         *("_base", "_patches", "_plain", "_scratch", "_view"),
-        *("by_sums", "digest", "name", "nbytes", "received", "start", "streamed", "written"),
+        *("arriving", "by_sums", "digest", "name", "nbytes", "received", "start", "streamed", "written"),
     )
 
     def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
@@ -44,6 +44,7 @@ class Target:
         self._plain = Intervals()  # of a target with a base: what came as it is
         self.nbytes = prod(copy.shape) * dtype.itemsize
         self.received = Intervals()
+        self.arriving = 0  # of those, bytes that are not there yet
         self.written = False
         self.by_sums = False  # its trainer sends a digest of page sums
         self.digest: int | None = None  # once it has been found to match
@@ -77,7 +78,7 @@ class Target:
     @property
     def complete(self) -> bool:
         """Nothing is missing."""
-        return self._base is not None or self.received.covers(self.nbytes)
+        return not self.arriving and (self._base is not None or self.received.covers(self.nbytes))
 
     def plain(self, offset: int, size: int) -> None:
         """These bytes come as they are."""

@@ -67,8 +67,9 @@ class Reception(Receiver):
             return True
         if not second:
             raise PushRefused("bad_message", f"a record of no bytes, of region {region}")
-        (place,) = self._staging.destinations(region, first, [second])
+        place = self._staging.expect(region, first, second)
         self._receive(incoming, region, first, place)
+        self._staging.arrived(region, second)
         self._tell(Arrived(region, first, second))
         return True
 

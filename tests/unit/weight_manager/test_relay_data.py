@@ -14,6 +14,7 @@ from rollout_client.data_socket import MAGIC, READY
 from rollout_client.digest import digest_of
 from rollout_client.protocol import Copy
 from tests.faults.small_model import LAYOUT
+from weight_manager.errors import PushRefused
 from weight_manager.receiver import Arrived, Ended, Finished, Taken, Unconnected
 from weight_manager.receiving import Receiving
 from weight_manager.relay.feed import CLAIM, END, RECORD, Feed
@@ -291,3 +292,18 @@ def tcp_pair():
 def read_all(far, size, got):
     while len(got) < size:
         got += far.recv(1 << 20)
+
+
+def test_a_record_that_has_begun_is_not_one_that_has_come(above):
+    above.peer.sendall(RECORD.pack(0, 0, SIZES[0]) + content(0)[:1])
+    deadline = time.monotonic() + 5
+    while not above.staging.received_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    with pytest.raises(PushRefused, match="bytes are missing"):
+        above.staging.written([(0, digest_of(in_slot(above, 0)))])
+    above.peer.sendall(content(0)[1:])
+    above.claim(0, digest_of(content(0)))
+    above.peer.sendall(RECORD.pack(END, 0, 0))
+    assert above.ended() is None
+    assert above.staging.written([(0, digest_of(content(0)))])

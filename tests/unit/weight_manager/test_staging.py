@@ -138,3 +138,17 @@ def test_page_sums_of_other_bytes_are_refused():
     receive(staging, 0, raw, 5)
     (check,) = staging.written([], [(0, xxhash.xxh3_64_intdigest(raw))])
     assert run_check(check) == ["a"]
+
+
+def test_bytes_that_are_announced_and_not_there_yet_cannot_be_reported_complete():
+    """What lies in the slot would be checked, found good, and be overwritten after that, live perhaps."""
+    staging, copies = staged()
+    raw = payload(copies[0])
+    place = staging.expect(0, 0, len(raw))
+    early = xxhash.xxh3_64_intdigest(bytes(len(raw)))
+    with pytest.raises(PushRefused, match="bytes are missing"):
+        staging.written([(0, early)])
+    place[:] = raw
+    staging.arrived(0, len(raw))
+    (check,) = staging.written([(0, xxhash.xxh3_64_intdigest(raw))])
+    assert run_check(check) == []
