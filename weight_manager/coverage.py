@@ -17,7 +17,6 @@ import numpy as np
 
 from rollout_client.boxes import Box, Shape, as_interval, flat_boxes, strides_of
 
-
 FEW = 200
 """Boxes that are swept: ten milliseconds at most."""
 

@@ -56,7 +56,7 @@ class Staging:
             return self._destinations(number, offset, sizes, span)
 
     def expect(self, number: int, offset: int, size: int) -> memoryview:
-        """The buffer of bytes that a thread is about to receive; the copy is not complete before they have `arrived`."""
+        """The buffer of bytes that a thread is going to receive; a copy is not complete before they have `arrived`."""
         with self._receiving:
             (place,) = self._destinations(number, offset, [size], 0)
             self.targets[number].arriving += size
