@@ -105,7 +105,7 @@ REFUSED: dict[str, Refused] = {
         "logprobs of chosen ids are not reported; use the most likely ones, or score with prompt logprobs",
         *("logprob_token_ids", "token_ids_logprob"),
     ),
-    **_all("words cannot be banned; use logit_bias on their tokens", "bad_words"),
+    **_all("words are banned on routes of vLLM only; use logit_bias on their tokens", "bad_words"),
     **_all("prompts are cut on /v1/completions and /v1/chat/completions only", "truncate_prompt_tokens"),
     **_all("hidden states are not reported", "return_hidden_states"),
     **_all("the experts' routing is not reported", "return_routed_experts", "return_indexer_topk"),

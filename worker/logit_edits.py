@@ -22,12 +22,16 @@ class LogitEdits:
         self._bias = np.clip(list(sampling.logit_bias.values()), -_MOST, _MOST).astype(np.float32)
         allowed = sampling.allowed_token_ids
         self._allowed: _Ids | None = None if allowed is None else np.array(allowed, np.int64)
+        self._banned: _Ids = np.array([word[0] for word in sampling.bad_words if len(word) == 1], np.int64)
+        self._bad_words = [word for word in sampling.bad_words if len(word) > 1]
+        self._kept = max(map(len, self._bad_words), default=1) - 1
+        self._last: list[int] = []  # output ids, as many as begin the longest of them
         self._counts: dict[int, int] | None = None
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
             self._counts = {}
         self._prompt = frozenset(prompt_ids) if sampling.repetition_penalty != 1.0 else frozenset()
         self._seen = sorted(self._prompt)  # prompt ids, then output ids that are not among them
-        self._fixed = bool(sampling.logit_bias) or allowed is not None or self._counts is not None
+        self._fixed = bool(sampling.logit_bias or sampling.bad_words or allowed is not None or self._counts is not None)
 
     @property
     def active(self) -> bool:
@@ -37,6 +41,8 @@ class LogitEdits:
     def record(self, token: int) -> None:
         """This token is part of the output now."""
         self._length += 1
+        if self._kept:
+            self._last = [*self._last, token][-self._kept :]
         if self._counts is not None:
             if token not in self._counts and token not in self._prompt:
                 self._seen.append(token)
@@ -50,6 +56,10 @@ class LogitEdits:
             row[self._allowed] = kept
         if self._masking:
             row[self._stop_ids] = -np.inf
+        row[self._banned] = -np.inf
+        for word in self._bad_words:
+            if self._last[1 - len(word) :] == word[:-1]:
+                row[word[-1]] = -np.inf
         if self._bias.size:
             row[self._bias_ids] += self._bias
         if self._counts is not None:

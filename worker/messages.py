@@ -33,6 +33,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
+    bad_words: list[
+        list[int]
+    ] = []  # ids that never come out in this order: the last of them is masked after the others
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
+from api.bad_words import banned
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
@@ -46,7 +47,9 @@ async def chat_completions(
     ask = Ask(
         prompts=[ids],
         sampling=body.params(
-            logprobs=(body.top_logprobs or 0) if body.logprobs else 0, max_tokens=body.max_completion_tokens
+            logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+            max_tokens=body.max_completion_tokens,
+            bad_words=await banned(body.bad_words, service.model),
         ),
         request_id=body.request_id or body.rid or "",
         stream=bool(body.stream),

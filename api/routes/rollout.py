@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_admin, require_data
+from api.bad_words import banned
 from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask
@@ -38,7 +39,7 @@ async def generate(
     service.model.check_ids(body.stop_token_ids, "stop_token_ids")
     ask = Ask(
         prompts=prompts,
-        sampling=body.sampling(),
+        sampling=body.sampling(await banned(body.bad_words, service.model)),
         request_id=body.request_id or "",
         stream=body.stream,
         priority=body.priority,

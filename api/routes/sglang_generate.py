@@ -12,6 +12,7 @@ from starlette.responses import Response
 from api import sglang_output
 from api.answering import live_header, replied
 from api.auth import require_data
+from api.bad_words import banned
 from api.errors import BadInput
 from api.flight import Sample, Update
 from api.generation import Ask, Job
@@ -150,9 +151,10 @@ async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) 
     fields["max_tokens"] = COMPLETION_TOKENS if may_cut else fields["max_tokens"]
     prompts = await prompt_ids(body.prompts, service.model, add_special_tokens=True)
     try:
-        sampling = VllmSampling.model_validate(fields).params(logprobs=0)
+        asked = VllmSampling.model_validate(fields)
     except ValidationError as error:
         raise BadInput(f"generation_kwargs: {explain(error.errors())}") from None
+    sampling = asked.params(logprobs=0, bad_words=await banned(asked.bad_words, service.model))
     ask = Ask(prompts=prompts, sampling=sampling, may_cut=may_cut)
     with service.generations.submit(ask) as job:
         samples = await while_connected(request.receive, job.samples())

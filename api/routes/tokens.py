@@ -9,6 +9,7 @@ from starlette.responses import Response
 from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
+from api.bad_words import banned
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.openapi import IF_ASKED
@@ -35,6 +36,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         # Ranks come with alternatives only, and an entry has its rank.
         logprobs=max(1, top_n) if wanted.logprobs is not None else 0,
         sampling_mask=bool(wanted.sampling_mask),
+        bad_words=await banned(wanted.bad_words, service.model),
     )
     ask = Ask(
         prompts=[body.token_ids],

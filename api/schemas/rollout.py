@@ -49,6 +49,8 @@ class GenerateRequest(Strict):
     frequency_penalty: Finite = Field(default=0.0, ge=-100, le=100)
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: Ids | None = None
+    bad_words: Texts = Field(default_factory=list)
+    """Words that do not come out in the tokens that the tokenizer spells them with."""
     seed: Seed | None = None
     """The n samples of one prompt use streams derived from it."""
     stop: Texts | str = Field(default_factory=list)
@@ -83,8 +85,8 @@ class GenerateRequest(Strict):
             raise ValueError("send exactly one of prompt (text) and prompt_ids (token ids)")
         return self
 
-    def sampling(self) -> SamplingParams:
-        """As the worker wants it."""
+    def sampling(self, bad_words: list[list[int]]) -> SamplingParams:
+        """As the worker wants it. bad_words: theirs as ids."""
         return SamplingParams(
             n=self.n,
             max_tokens=self.max_tokens,
@@ -98,6 +100,7 @@ class GenerateRequest(Strict):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids,
+            bad_words=bad_words,
             seed=self.seed,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             stop_token_ids=self.stop_token_ids,

@@ -59,6 +59,8 @@ class VllmSampling(Asked):
     skip_special_tokens: bool | None = True
     logit_bias: LogitBias | None = None
     allowed_token_ids: Ids | None = None
+    bad_words: Texts | None = None
+    """Words that do not come out in the tokens that the tokenizer spells them with."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
 
     def params(
@@ -68,8 +70,9 @@ class VllmSampling(Asked):
         max_tokens: int | None = None,
         prompt_logprobs: int | None = None,
         sampling_mask: bool = False,
+        bad_words: list[list[int]] | None = None,
     ) -> SamplingParams:
-        """As the worker wants it."""
+        """As the worker wants it. bad_words: theirs as ids."""
 
         def given(value: T | None, default: T) -> T:
             return default if value is None else value
@@ -87,6 +90,7 @@ class VllmSampling(Asked):
             frequency_penalty=given(self.frequency_penalty, 0.0),
             logit_bias=self.logit_bias or {},
             allowed_token_ids=self.allowed_token_ids,
+            bad_words=bad_words or [],
             seed=self.seed,
             stop=stops_of(self.stop),
             stop_token_ids=self.stop_token_ids or [],

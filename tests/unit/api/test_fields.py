@@ -187,7 +187,7 @@ async def test_what_a_chat_template_is_given(client, model, monkeypatch):
         ({"input_ids": [65], "max_tokens": 1}, "max_tokens: it belongs into sampling_params"),
         ({"prompts": ["A"], "max_tokens": 1, "stream": True}, "stream: with prompts it is not read"),
         ({"prompts": ["A"], "max_tokens": 1, "sampling_params": {"n": 2}}, "sampling_params: with prompts"),
-        ({"prompts": ["A"], "generation_kwargs": {"bad_words": ["x"]}}, "bad_words: "),
+        ({"prompts": ["A"], "generation_kwargs": {"suffix": "x"}}, "suffix: "),
         ({"prompts": ["A"], "images": ["x"]}, "images: "),
     ],
 )

@@ -52,3 +52,24 @@ def test_stop_ids_are_masked_until_min_tokens(output: list[int], masked: bool) -
 
 def test_a_huge_bias_stays_finite() -> None:
     assert np.isfinite(_edited(SamplingParams(logit_bias={0: 1e300, 1: -1e300}), [], [])).all()
+
+
+def test_the_last_token_of_a_bad_word_is_masked_after_the_others() -> None:
+    words = [[4], [1, 2], [3, 1, 2], [0, 0, 5]]
+    masked = {
+        (): {4},
+        (1,): {4, 2},
+        (3, 1): {4, 2},
+        (1, 3): {4},
+        (0,): {4},
+        (0, 0): {4, 5},
+        (0, 0, 1): {4, 2},
+        (2, 0, 0): {4, 5},
+    }
+    for output, ids in masked.items():
+        row = _edited(SamplingParams(bad_words=words), [1, 0, 0], list(output))
+        assert set(np.flatnonzero(np.isneginf(row)).tolist()) == ids, output
+
+
+def test_a_longer_bad_word_than_the_output_masks_nothing() -> None:
+    assert np.isfinite(_edited(SamplingParams(bad_words=[[0, 1, 2]]), [0], [1])).all()
