@@ -1,10 +1,11 @@
 // Paged attention for a CPU: KV blocks are read where they lie, once per group of query heads.
 //
 // A job is one KV head of one tile: a few consecutive tokens of one sequence (one when decoding). Its rows are
-// the tile's tokens times the query heads of the group. Memory decides the speed: while a block is worked on,
-// the next one is prefetched, across blocks, from keys to values, and from one job to the next.
+// the tile's tokens times the query heads of the group. A job of few rows is as fast as memory: while a block is worked
+// on, the next one is prefetched, across blocks, from keys to values, and from one job to the next. One of many rows
+// (prompts.h) is as fast as it computes.
 
-#include "attention.h"
+#include "prompts.h"
 
 #define FEW 4
 
@@ -12,12 +13,6 @@
 static inline INLINE void prefetch_cell(const void *base, int64_t at, int dim, int narrow) {
     const char *p = (const char *)base + at * (narrow ? 2 : 4);
     for (int i = 0; i < dim * (narrow ? 2 : 4); i += 64) __builtin_prefetch(p + i);
-}
-
-// Element where a block of a KV head begins.
-static inline int64_t block_at(const Step *s, int64_t sequence, int64_t column, int64_t kv_head, int dim) {
-    int64_t block = s->tables[sequence * s->table_width + column];
-    return (block * s->kv_heads + kv_head) * s->block_size * dim;
 }
 
 // Scores of `cells` cells for a few rows: one dot product each.
@@ -55,28 +50,6 @@ static inline INLINE void weigh_few(const Step *s, float *out[], const int rows,
     }
 }
 
-// Scores for many rows: 16 cells are turned over once, then every row runs along them without a sum across lanes.
-static inline void score_many(const Step *s, const float *q[], int rows, int64_t block, int cells, float *scores,
-                              int64_t stride, float *turned, int dim, int narrow) {
-    for (int t = 0; t < cells; t += 16) {
-        int n = cells - t < 16 ? cells - t : 16;
-        for (int i = 0; i < n; i++)
-            for (int c = 0; c < dim; c += 16) {
-                f32x16 k = load_any(s->keys, block + (t + i) * dim + c, narrow);
-                for (int lane = 0; lane < 16; lane++) turned[(c + lane) * 16 + i] = k[lane];
-            }
-        for (int r = 0; r < rows; r++) {
-            f32x16 a = splat(0), b = splat(0);
-            for (int d = 0; d < dim; d += 2) {
-                a += q[r][d] * load(turned + d * 16);
-                b += q[r][d + 1] * load(turned + d * 16 + 16);
-            }
-            a = (a + b) * s->scale;
-            for (int i = 0; i < n; i++) scores[r * stride + t + i] = a[i];
-        }
-    }
-}
-
 // In place; cells from `limit` to `cells` get weight 0. The row's memory goes on for 15 floats. A score that is no
 // number, and infinity, makes all weights no numbers: the largest may miss it, its exponential does not.
 static inline void softmax(float *row, int limit, int cells) {
@@ -107,14 +80,14 @@ static inline void softmax(float *row, int limit, int cells) {
         default: { enum { R = 4 }; call; } \
     }
 
-static inline INLINE void job(Step *s, int64_t index, float *scratch, const int dim, const int narrow) {
+static inline INLINE void few_rows(Step *s, int64_t index, float *scratch, const int dim, const int narrow) {
     int64_t tile = index / s->kv_heads, kv_head = index % s->kv_heads;
     int64_t sequence = s->tile_sequence[tile], first = s->tile_first[tile];
     int group = s->heads / s->kv_heads, tokens = s->tile_tokens[tile], rows = tokens * group;
     int size = s->block_size, cells = s->positions[first + tokens - 1] + 1, columns = (cells + size - 1) / size;
     int64_t stride = columns * size + 16, next = index + 1 < s->tiles * s->kv_heads ? index + 1 : index;
     int64_t ahead = block_at(s, s->tile_sequence[next / s->kv_heads], 0, next % s->kv_heads, dim);
-    float *turned = scratch, *sums = turned + dim * 16, *scores = sums + rows * dim;
+    float *sums = scratch, *scores = sums + rows * dim;
     const float *q[rows];
     float *out[rows];
     for (int r = 0; r < rows; r++) {
@@ -128,11 +101,8 @@ static inline INLINE void job(Step *s, int64_t index, float *scratch, const int 
         int64_t block = block_at(s, sequence, j, kv_head, dim);
         int64_t following = j + 1 < columns ? block_at(s, sequence, j + 1, kv_head, dim) : block;
         float *row = scores + j * size;
-        if (rows > 2 * FEW)
-            score_many(s, q, rows, block, n, row, stride, turned, dim, narrow);
-        else
-            for (int r = 0; r < rows; r += FEW)
-                WITH_ROWS(rows - r, score_few(s, q + r, R, block, following, n, row + r * stride, stride, dim, narrow))
+        for (int r = 0; r < rows; r += FEW)
+            WITH_ROWS(rows - r, score_few(s, q + r, R, block, following, n, row + r * stride, stride, dim, narrow))
     }
     for (int r = 0; r < rows; r++) {
         int limit = s->positions[first + r / group] + 1;
@@ -156,7 +126,9 @@ static inline INLINE void job(Step *s, int64_t index, float *scratch, const int 
 static inline INLINE void jobs(Step *s, const int dim, const int narrow) {
     float *scratch = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * s->scratch_stride;
     int64_t count = s->tiles * s->kv_heads, index;
-    while ((index = __atomic_fetch_add(&s->next_job, 1, __ATOMIC_RELAXED)) < count) job(s, index, scratch, dim, narrow);
+    while ((index = __atomic_fetch_add(&s->next_job, 1, __ATOMIC_RELAXED)) < count)
+        if (s->tile_tokens[index / s->kv_heads] * (s->heads / s->kv_heads) > 2 * FEW) many_rows(s, index, scratch, dim);
+        else few_rows(s, index, scratch, dim, narrow);
 }
 
 // Run on every thread of a team, after `place`: attention of one layer.
@@ -166,3 +138,5 @@ void attend(void *step) {
     else if (s->dim == 128) s->narrow ? jobs(s, 128, 1) : jobs(s, 128, 0);
     else s->narrow ? jobs(s, s->dim, 1) : jobs(s, s->dim, 0);
 }
+
+int64_t panel_cells(void) { return PANEL; }

@@ -26,3 +26,9 @@ typedef struct {
     int64_t scratch_stride;
     int64_t next_job, next_thread;  // counters, zero before a run
 } Step;
+
+// Element where a block of a KV head begins.
+static inline int64_t block_at(const Step *s, int64_t sequence, int64_t column, int64_t kv_head, int dim) {
+    int64_t block = s->tables[sequence * s->table_width + column];
+    return (block * s->kv_heads + kv_head) * s->block_size * dim;
+}

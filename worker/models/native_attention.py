@@ -13,8 +13,12 @@ from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
 from worker.models.spec import DecoderSpec
 
-_TILE_ROWS = 64
-"""Query rows (tokens times query heads of a group) that run along one read of a prefill chunk's context."""
+_TILE_ROWS = 192
+"""Query rows (tokens times query heads of a group) that run along one read of a prefill chunk's context: reading, and
+turning keys over, is to be little beside computing, and all that a core works on is to stay in its cache."""
+_TILE_TOKENS = 64
+_FEW_ROWS, _SPARE_ROWS = 8, 8
+"""Rows of a job whose scores are kept whole, at most; rows that other jobs are rounded up by, at most."""
 
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -42,6 +46,7 @@ class NativeAttention:
     def __init__(self, native: Native, spec: DecoderSpec, shard: Shard) -> None:
         assert native.number("step_bytes") == ctypes.sizeof(_Step)
         self._native = native
+        self._panel = native.number("panel_cells")
         self._step = _Step(
             heads=shard.heads,
             kv_heads=shard.kv_heads,
@@ -71,7 +76,7 @@ class NativeAttention:
         token of a sequence sees its cell.
         """
         step, group = self._step, self._step.heads // self._step.kv_heads
-        tiles = _tiles(batch.query_lens, max(1, min(16, _TILE_ROWS // group)))
+        tiles = _tiles(batch.query_lens, max(1, min(_TILE_TOKENS, _TILE_ROWS // group)))
         self._layers = list(zip(_addresses(kv.keys), _addresses(kv.values), strict=True))
         step.block_size, step.narrow = kv.block_size, kv.keys.dtype == np.uint16
         step.hide_first = hide_first
@@ -82,9 +87,12 @@ class NativeAttention:
         step.positions, step.slots = batch.positions.ctypes.data, batch.slots.ctypes.data
         step.tokens, step.tiles = len(batch.token_ids), len(tiles[0])
         step.tile_sequence, step.tile_first, step.tile_tokens = (array.ctypes.data for array in tiles)
-        # Per row: its sums, and its scores, which a vector may run past.
-        width = (int(batch.context_lens.max()) // kv.block_size + 1) * kv.block_size + 16
-        step.scratch_stride = int(tiles[2].max()) * group * (width + step.dim) + step.dim * 16
+        # Few rows: each one's sums and all its scores, which a vector may run past. Many: see prompts.h.
+        width, panel = (int(batch.context_lens.max()) // kv.block_size + 1) * kv.block_size + 16, self._panel
+        rows = int(tiles[2].max()) * group
+        few = min(rows, _FEW_ROWS) * (width + step.dim)
+        many = 2 * panel * step.dim + (rows + _SPARE_ROWS) * (panel + step.dim + 2) if rows > _FEW_ROWS else 0
+        step.scratch_stride = max(few, many)
         if self._scratch.size < step.scratch_stride * self._native.threads:
             self._scratch = np.empty(step.scratch_stride * self._native.threads, np.float32)
         step.scratch = self._scratch.ctypes.data
