@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut
+from api.errors import ApiError, BadInput, Conflict, EngineFailed, TimedOut, Unavailable
 from api.intents import PauseIntent
 from api.link import LinkDown
 from api.replicas import Fleet
@@ -18,6 +18,7 @@ from worker.messages import (
     CallFailed,
     Clear,
     Done,
+    GetStats,
     Pause,
     PauseMode,
     Reload,
@@ -118,6 +119,17 @@ class Control:
         """xxh3-64 of every parameter as each rank holds it: replica -> rank -> name -> 16 hex digits."""
         replies = await self._ask_all(Verify, deadline_s=deadline_s)
         return {index: reply.data for index, reply in replies.items()}
+
+    async def verify_loops(self, *, deadline_s: float = 10.0) -> None:
+        """Return if the loop of every replica turns. Raises Unavailable, TimedOut naming those that do not."""
+        if silent := [str(r.index) for r in self._fleet.replicas if not r.link.up]:
+            raise Unavailable(f"replica {', '.join(silent)} is not there")
+        calls = {r.index: r.link.start_call(GetStats) for r in self._fleet.replicas}
+        _, late = await asyncio.wait(calls.values(), timeout=deadline_s)
+        for call in late:
+            call.cancel()
+        if silent := [str(index) for index, call in calls.items() if call in late or call.exception() is not None]:
+            raise TimedOut(f"no answer from replica {', '.join(silent)} within {deadline_s:.0f} s")
 
     @contextlib.contextmanager
     def _moving(self, transition: Literal["clear", "reload"]) -> Iterator[None]:

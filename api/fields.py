@@ -162,6 +162,12 @@ HARMLESS: dict[str, str] = {
         ("include_reasoning", "separate_reasoning", "stream_reasoning", "reasoning_ended", "reasoning_parser_kwargs"),
         "only where a parser takes the reasoning out of the text or a grammar is in force; all text is content here",
     ),
+    **dict.fromkeys(
+        ("torch_empty_cache", "recapture_cuda_graph", "token_step", "is_async", "keep_pause"),
+        "how the update of its owner's engine goes about; here it stops nothing, and a pause stays in force",
+    ),
+    **dict.fromkeys(("rid",), "on control routes, a name of the request that nothing refers to"),
+    **dict.fromkeys(("allow_quant_error",), "only where weights are quantized"),
     **dict.fromkeys(("parallel_tool_calls",), "only where calls of tools are read out of the text"),
     **dict.fromkeys(("length_penalty",), "only with beam search, which is refused itself"),
     **dict.fromkeys(
@@ -184,7 +190,7 @@ HARMLESS: dict[str, str] = {
         (
             *("detokenize", "flat_logprobs", "output_kind", "skip_clone", "output_text_buffer_length"),
             *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
-            *("return_bytes",),
+            *("return_bytes", "finished_reason", "abort_message", "weight_versions", "manifest"),
         ),
         "inner state of its owner's engine that a request does not set",
     ),

@@ -96,6 +96,16 @@ class Fleet:
 
     # Requests
 
+    @property
+    def running(self) -> int:
+        """Requests that a replica has got."""
+        return sum(1 for flight in self.flights if not flight.held_since)
+
+    async def nothing_runs(self) -> None:
+        """Return when no replica has a request any more, if only for a moment."""
+        while running := [flight.done.wait() for flight in self.flights if not flight.held_since]:
+            await asyncio.gather(*running)
+
     def submit(self, flight: Flight) -> None:
         """Take a flight; it runs now or is held. Raises Unavailable while the service leaves."""
         if self.closing:

@@ -40,6 +40,15 @@ BODIES: dict[str, dict[str, list[tuple[str, str]]]] = {
         "/generate sampling_params": [("sglang/srt/sampling/sampling_params.py", "SamplingParams")],
         "/tokenize": [("sglang/srt/entrypoints/openai/protocol.py", "TokenizeRequest")],
         "/detokenize": [("sglang/srt/entrypoints/openai/protocol.py", "DetokenizeRequest")],
+        "/pause_generation": [("sglang/srt/managers/io_struct.py", "PauseGenerationReqInput")],
+        "/continue_generation": [("sglang/srt/managers/io_struct.py", "ContinueGenerationReqInput")],
+        "/update_weights_from_disk": [("sglang/srt/managers/io_struct.py", "UpdateWeightFromDiskReqInput")],
+        "/update_weight_version": [("sglang/srt/managers/io_struct.py", "UpdateWeightVersionReqInput")],
+        "/abort_request": [("sglang/srt/managers/io_struct.py", "AbortReq")],
+        "/release_memory_occupation": [("sglang/srt/managers/io_struct.py", "ReleaseMemoryOccupationReqInput")],
+        "/resume_memory_occupation": [("sglang/srt/managers/io_struct.py", "ResumeMemoryOccupationReqInput")],
+        "/weights_checker": [("sglang/srt/managers/io_struct.py", "CheckWeightsReqInput")],
+        "/get_weights_by_name": [("sglang/srt/managers/io_struct.py", "GetWeightsByNameReqInput")],
     },
     "openai": {
         "/v1/completions": [

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from api.app import ROUTERS
 from api.fields import HARMLESS, REFUSED
+from api.schemas import sglang
 from api.schemas.openai import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
 from api.schemas.sglang import SglangGenerate, SglangSampling
 from api.schemas.tokens import TokenRequest, TokenSampling
@@ -34,6 +35,15 @@ BODIES: dict[str, type[BaseModel]] = {
     "/generate sampling_params": SglangSampling,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/pause_generation": sglang.SglangPause,
+    "/continue_generation": sglang.SglangContinue,
+    "/update_weights_from_disk": sglang.DiskUpdate,
+    "/update_weight_version": sglang.NewVersion,
+    "/abort_request": sglang.AbortRid,
+    "/release_memory_occupation": sglang.MemoryTags,
+    "/resume_memory_occupation": sglang.MemoryTags,
+    "/weights_checker": sglang.WeightsChecker,
+    "/get_weights_by_name": sglang.WeightsByName,
 }
 """Route, or part of its body -> what takes it."""
 

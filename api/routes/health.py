@@ -35,6 +35,8 @@ async def live(service: Uses) -> Alive:
 
 
 @router.get("/health", response_model=Health)
+@router.get("/ping", response_model=Health)
+@router.post("/ping", response_model=Health)
 async def health(service: Uses) -> Response:
     """200 while some replica holds, or can bring back, its weights."""
     state = describe(service)

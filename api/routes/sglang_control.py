@@ -1,5 +1,7 @@
 """SGLang's control and info routes, and AReaL's accents of them."""
 
+import asyncio
+import contextlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
@@ -26,6 +28,7 @@ NOT_LOADED: dict[int | str, dict[str, Any]] = {
 NOT_RIGHT: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": schema.WeightsChecked | ErrorBody, "description": "Tensors differ, or the request is wrong."}
 }
+FlushTimeout = Annotated[float, Query(alias="timeout", ge=0, le=3600)]
 MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 
 
@@ -38,7 +41,7 @@ async def pause_generation(service: Uses, body: schema.SglangPause | None = None
 
 
 @router.post("/continue_generation", dependencies=admin)
-async def continue_generation(service: Uses) -> schema.Said:
+async def continue_generation(service: Uses, body: schema.SglangContinue | None = None) -> schema.Said:
     """Go on. Idempotent."""
     await service.control.resume()
     return schema.Said(message="generation goes on")
@@ -98,20 +101,22 @@ async def get_weight_version(service: Uses) -> schema.WeightVersion:
 
 
 @router.post("/flush_cache", dependencies=admin, response_model=schema.Said)
-async def flush_cache(service: Uses) -> Response:
-    """Forget cached prefixes: 200 when done, 400 while requests run."""
-    running = sum(1 for flight in service.fleet.flights if not flight.held_since)
+async def flush_cache(service: Uses, patience_s: FlushTimeout = 0.0) -> Response:
+    """Forget cached prefixes: 200 when done, 400 while requests run, after waiting for them for `timeout` seconds."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(service.fleet.nothing_runs(), patience_s)
+    running = service.fleet.running
     if running or not await service.control.reset_prefix_cache():
         return Json({"success": False, "status": "busy", "message": f"not flushed: {running} requests run"}, 400)
     return Json({"success": True, "status": "ok", "message": "cache flushed"})
 
 
 @router.get("/flush_cache", dependencies=admin, response_model=schema.Said)
-async def flush_cache_by_get(service: Uses) -> Response:
+async def flush_cache_by_get(service: Uses, patience_s: FlushTimeout = 0.0) -> Response:
     """The same, as older clients ask for it."""
     if not service.config.legacy_get:
         raise Forbidden("GET is switched off for routes that change something (legacy_get): use POST")
-    return await flush_cache(service)
+    return await flush_cache(service, patience_s)
 
 
 @router.post("/abort_request", dependencies=admin)
@@ -193,7 +198,7 @@ async def get_weights_by_name(body: schema.WeightsByName, service: Uses) -> list
 @router.get("/v1/loads", dependencies=data)
 async def v1_loads(
     service: Uses,
-    dp_rank: Annotated[int | None, Query(ge=0)] = None,
+    dp_rank: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
     form: Annotated[Literal["json"], Query(alias="format")] = "json",
 ) -> schema.LoadsV1:
     """Load per replica, now; or of one. As JSON only: /metrics has it for Prometheus."""

@@ -23,6 +23,7 @@ UPDATE_S = 300.0
 """How long a bucket may take to arrive, and a commit to go through."""
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 Mode = Literal["abort", "wait", "keep"]
+WakeTag = Literal["weights", "kv_cache", "scheduling"]
 
 
 async def _push(service: Uses) -> HttpPush:
@@ -58,6 +59,12 @@ async def abort_requests(service: Uses, body: schema.AbortRequests | None = None
     """End requests by exact id; none named = all."""
     ids = body.request_ids if body and body.request_ids else None
     return schema.AbortedRequests(status="aborted", aborted=await service.generations.abort(ids))
+
+
+@router.post("/inference/v1/abort_requests", dependencies=data)
+async def abort_own_requests(service: Uses, body: schema.AbortNamed) -> schema.AbortedRequests:
+    """End requests by the exact ids that their client gave them. All of them: /abort_requests, for operators."""
+    return schema.AbortedRequests(status="aborted", aborted=await service.generations.abort(body.request_ids))
 
 
 @router.post("/init_weight_transfer_engine", dependencies=admin)
@@ -146,9 +153,14 @@ async def sleep(service: Uses, level: Annotated[int, Query(ge=0, le=2)] = 1, mod
 
 
 @router.post("/wake_up", dependencies=admin)
-async def wake_up(service: Uses, tags: Annotated[list[Tag] | None, Query(max_length=16)] = None) -> schema.Awake:
-    """Bring back what the tags name, or everything; generation goes on once nothing is missing."""
-    await service.control.reload(tuple(tags) if tags else ALL_TAGS)
+async def wake_up(service: Uses, tags: Annotated[list[WakeTag] | None, Query(max_length=16)] = None) -> schema.Awake:
+    """Bring back what the tags name, or everything; generation goes on once nothing is missing.
+
+    The tag scheduling names no memory: it is all that there is to bring back after level 0.
+    """
+    memory: tuple[Tag, ...] = tuple(tag for tag in tags if tag != "scheduling") if tags else ALL_TAGS
+    if memory:
+        await service.control.reload(memory)
     if service.fleet.cleared:
         return schema.Awake(status="sleeping", tags=list(tags) if tags else None)
     await service.control.resume()
@@ -162,9 +174,54 @@ async def is_sleeping(service: Uses) -> schema.IsSleeping:
 
 
 @router.post("/reset_prefix_cache", dependencies=admin)
-async def reset_prefix_cache(service: Uses) -> schema.Success:
-    """Forget cached prefixes; success false while running sequences hold some."""
+async def reset_prefix_cache(
+    service: Uses, reset_running_requests: bool = False, reset_external: bool = False
+) -> schema.Success:
+    """Forget cached prefixes; success false while running sequences hold some. There is no external cache to reset."""
+    if reset_running_requests:
+        raise BadInput(
+            "reset_running_requests: running sequences keep their KV; POST /pause?mode=keep&clear_cache=true, then "
+            "/resume, have it computed again"
+        )
     return schema.Success(success=await service.control.reset_prefix_cache())
+
+
+@router.post("/release_kv_cache_memory", dependencies=admin)
+async def release_kv_cache_memory(service: Uses) -> schema.Status:
+    """Release the KV cache on every rank; /wake_up?tags=kv_cache brings it back. Requests are held meanwhile."""
+    await service.control.clear(("kv_cache",))
+    return schema.Status(status="kv_cache_released")
+
+
+@router.post("/collective_rpc", dependencies=admin)
+async def collective_rpc(service: Uses, body: schema.CollectiveRpc) -> schema.RpcResults:
+    """What every rank answers to one of two methods. Workers run no other code of a caller's choice."""
+    match body.method:
+        case "check_health":
+            await service.control.verify_loops()
+            return schema.RpcResults(results=[None] * info.world_size(service))
+        case "compute_weight_checksums":
+            found = (await service.control.verify()).items()
+            ranks = [{replica: {rank: names}} for replica, held in found for rank, names in held.items()]
+            return schema.RpcResults(results=[info.flat_checksums(rank) for rank in ranks])
+    raise BadInput(
+        f"method {body.method[:80]!r} is not offered: workers run check_health and compute_weight_checksums only, and "
+        "no code of a client's. Weights arrive over ZMQ: push with rollout_client.WeightPublisher"
+        f"({service.push_endpoint!r}, run_id=...), or load a directory with /update_weights. For the rest there are "
+        "/pause, /resume, /sleep, /wake_up, /reset_prefix_cache and /abort_requests"
+    )
+
+
+@router.get("/version", dependencies=data)
+async def version() -> schema.Release:
+    """Of this service: vLLM's clients ask for its own."""
+    return schema.Release(version=info.SERVER_VERSION)
+
+
+@router.get("/load", dependencies=data)
+async def load(service: Uses) -> schema.ServerLoad:
+    """Requests that run or are held."""
+    return schema.ServerLoad(server_load=service.generations.open)
 
 
 @router.get("/server_info", dependencies=data, response_model=schema.ServerInfo)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from api.schemas.base import (
     MAX_SEQUENCES,
@@ -169,10 +169,14 @@ class LegacyTrlOutput(Lenient):
     weight_versions: list[list[VersionSpan]]
 
 
-class SglangPause(Lenient):
+class SglangPause(Asked):
     """/pause_generation."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class SglangContinue(Asked):
+    """/continue_generation. Says nothing that matters here."""
 
 
 class Said(Lenient):
@@ -183,15 +187,26 @@ class Said(Lenient):
     success: bool = True
 
 
-class DiskUpdate(Lenient):
-    """/update_weights_from_disk."""
+SAFETENSORS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats of SGLang that read the same files as are read here."""
+
+
+class DiskUpdate(Asked):
+    """/update_weights_from_disk. A pause in force stays in force; generation goes on beside the update otherwise."""
 
     model_path: str = Field(min_length=1, max_length=4096)
-    load_format: str | None = None
+    load_format: Annotated[str, Field(max_length=64)] | None = None
     abort_all_requests: bool | None = False
-    weight_version: str | None = None
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     flush_cache: bool | None = True
-    keep_pause: bool | None = None
+    """False: running sequences keep their KV. The cache of prefixes never outlives a version."""
+
+    @field_validator("load_format")
+    @classmethod
+    def _is_read_here(cls, value: str | None) -> str | None:
+        if value is not None and value not in SAFETENSORS:
+            raise ValueError(f"{value!r} is not read here: directories hold safetensors; leave it out, or send auto")
+        return value
 
 
 class DiskUpdated(Lenient):
@@ -202,7 +217,7 @@ class DiskUpdated(Lenient):
     num_paused_requests: int
 
 
-class NewVersion(Lenient):
+class NewVersion(Asked):
     """/update_weight_version. new_version names what is live."""
 
     new_version: str = Field(min_length=1, max_length=256)
@@ -223,7 +238,7 @@ class WeightVersion(Lenient):
     weight_version: str
 
 
-class AbortRid(Lenient):
+class AbortRid(Asked):
     """/abort_request: one by its exact id, or all."""
 
     rid: str | None = None
@@ -248,7 +263,7 @@ class ModelInfo(Lenient):
     architectures: list[str] = Field(default_factory=list)
 
 
-class MemoryTags(Lenient):
+class MemoryTags(Asked):
     """Which memory; none or null = all of it. There are no CUDA graphs: that tag names nothing."""
 
     tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(max_length=16, fail_fast=True)] | None = (
@@ -256,14 +271,14 @@ class MemoryTags(Lenient):
     )
 
 
-class WeightsByName(Lenient):
+class WeightsByName(Asked):
     """/get_weights_by_name: the first truncate_size rows."""
 
     name: str = Field(min_length=1, max_length=1024)
     truncate_size: Annotated[int, Field(ge=1, le=1000)] = 100
 
 
-class WeightsChecker(Lenient):
+class WeightsChecker(Asked):
     """/weights_checker. Nothing is quantized here: allow_quant_error allows nothing that compare would meet."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"

@@ -25,6 +25,12 @@ class AbortRequests(Lenient):
     request_ids: Names | None = None
 
 
+class AbortNamed(Lenient):
+    """By name only."""
+
+    request_ids: Names
+
+
 class AbortedRequests(Status):
     """How many were open."""
 
@@ -141,6 +147,34 @@ class Success(Lenient):
     """Of /reset_prefix_cache: false while running sequences hold blocks."""
 
     success: bool
+
+
+class CollectiveRpc(Lenient):
+    """/collective_rpc. The methods that are offered take no arguments."""
+
+    method: str = Field(max_length=1 << 20)
+    args: Annotated[list[Any], Field(max_length=0)] | None = None
+    kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Control verbs keep deadlines of their own."""
+
+
+class RpcResults(Lenient):
+    """One per rank."""
+
+    results: list[dict[str, str] | None]
+
+
+class Release(Lenient):
+    """Of /version."""
+
+    version: str
+
+
+class ServerLoad(Lenient):
+    """Of /load."""
+
+    server_load: int
 
 
 class VllmConfig(Lenient):

@@ -264,3 +264,30 @@ async def test_duplicate_rid_joins(client, replicas, until):
     first, second = [reply.json() for reply in await asyncio.gather(*tasks)]
     assert first["output_ids"] == second["output_ids"]
     assert sum(len(r.got(Generate)) for r in replicas) == 1
+
+
+async def test_flush_cache_waits_as_long_as_it_is_told(client, replicas, until):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    task = asyncio.create_task(client.post("/generate", json=SHORT | {"text": "A"}))
+    await until(lambda: any(r.running for r in replicas))
+    assert (await client.post("/flush_cache", params={"timeout": 0.1})).status_code == 400
+    flushing = asyncio.create_task(client.post("/flush_cache", params={"timeout": 5}))
+    await asyncio.sleep(0.1)
+    assert not flushing.done()
+    for replica in replicas:
+        for _ in range(3):
+            replica.gate.release()
+    assert (await flushing).status_code == 200
+    assert (await task).status_code == 200
+
+
+@pytest.mark.parametrize("form", ["dummy", "flash_rl", "sharded_state", "gguf", "pt"])
+async def test_a_load_format_that_would_read_something_else_is_refused(client, store, form):
+    reply = await client.post("/update_weights_from_disk", json={"model_path": "/ckpt", "load_format": form})
+    assert reply.status_code == 400
+    assert "load_format" in reply.text
+    assert not [m for m in store.received if isinstance(m, LoadDisk)]
+    body = {"model_path": "/ckpt", "load_format": "auto", "flush_cache": False}
+    assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
+    assert [m for m in store.received if isinstance(m, LoadDisk)][-1].in_flight == "keep"

@@ -33,7 +33,7 @@ async def test_tokens_in_tokens_out(client, replicas):
         "rank": 1,
         "top_logprobs": [{"token": "token_id:67", "token_id": 67, "logprob": -0.5}],
     }
-    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
+    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 3, "recomputed": False}]
     assert body["prompt_logprobs"] == [None, {"66": {"logprob": -1.0, "rank": 1, "decoded_token": "B"}}]
     assert body["usage"]["completion_tokens"] == 3
     (message,) = [m for r in replicas for m in r.got(Generate)]
@@ -186,3 +186,67 @@ async def test_sleep_and_wake(client, replicas):
 
 async def test_reset_prefix_cache(client):
     assert await post(client, "/reset_prefix_cache") == {"success": True}
+
+
+async def test_what_prefixes_of_running_requests_are_is_not_reset(client):
+    reply = await client.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+    assert reply.status_code == 400
+    assert "reset_running_requests" in reply.text
+    assert (await client.post("/reset_prefix_cache", params={"reset_external": "true"})).json() == {"success": True}
+
+
+async def test_scheduling_alone_is_woken_after_level_0(client, replicas):
+    await post(client, "/sleep", level=0)
+    assert await post(client, "/wake_up", tags=["scheduling"]) == {"status": "awake", "tags": ["scheduling"]}
+    assert not replicas[0].got(Reload)
+    assert (await client.get("/is_paused")).json() == {"is_paused": False}
+    await post(client, "/sleep", level=1)
+    assert (await post(client, "/wake_up", tags=["scheduling"]))["status"] == "sleeping"
+    assert (await post(client, "/wake_up", tags=["scheduling", "weights", "kv_cache"]))["status"] == "awake"
+    await post(client, "/wake_up", status=400, tags=["other"])
+
+
+async def test_a_client_ends_its_own_requests_by_their_ids(client, replicas, until):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    task = asyncio.create_task(client.post(URL, json={"token_ids": [65], "request_id": "mine"}))
+    await until(lambda: any(r.running for r in replicas))
+    path = "/inference/v1/abort_requests"
+    await post(client, path, {}, status=400)
+    assert await post(client, path, {"request_ids": []}) == {"status": "aborted", "aborted": 0}
+    assert await post(client, path, {"request_ids": ["min"]}) == {"status": "aborted", "aborted": 0}
+    assert (await client.get("/load")).json() == {"server_load": 1}
+    assert await post(client, path, {"request_ids": ["mine"]}) == {"status": "aborted", "aborted": 1}
+    assert (await task).json()["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_the_kv_cache_alone_is_released(client, replicas):
+    assert await post(client, "/release_kv_cache_memory") == {"status": "kv_cache_released"}
+    assert replicas[0].got(Clear)[0].tags == ("kv_cache",)
+    assert (await post(client, "/wake_up", tags=["kv_cache"]))["status"] == "awake"
+
+
+async def test_collective_rpc_runs_two_methods_and_no_code(client, replicas):
+    assert await post(client, "/collective_rpc", {"method": "check_health"}) == {"results": [None, None]}
+    results = (await post(client, "/collective_rpc", {"method": "compute_weight_checksums", "args": []}))["results"]
+    assert [list(r) for r in results] == [["dp0:tp0:model.norm.weight"], ["dp1:tp0:model.norm.weight"]]
+    for method in ("update_weights", "__reduce__", "gASV"):
+        said = (await post(client, "/collective_rpc", {"method": method}, status=400))["error"]["message"]
+        assert method in said
+        assert "WeightPublisher" in said
+    await post(client, "/collective_rpc", {}, status=400)
+    await post(client, "/collective_rpc", {"method": "check_health", "args": ["x"]}, status=400)
+
+
+async def test_check_health_names_a_replica_that_is_gone(client, service, replicas, until):
+    await replicas[1].die()
+    await until(lambda: not service.fleet.replicas[1].link.up)
+    body = await post(client, "/collective_rpc", {"method": "check_health"}, status=503)
+    assert "replica 1" in body["error"]["message"]
+
+
+async def test_small_questions(client):
+    assert (await client.get("/version")).json() == {"version": "0.1.0"}
+    for method in ("GET", "POST"):
+        reply = await client.request(method, "/ping")
+        assert (reply.status_code, reply.json()["ready"]) == (200, True)
