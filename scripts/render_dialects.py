@@ -17,8 +17,16 @@ from pydantic import BaseModel
 
 from api.app import ROUTERS
 from api.fields import HARMLESS, REFUSED
+from api.model import ANY
 from api.schemas import sglang
-from api.schemas.openai import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
+from api.schemas.openai import (
+    COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from api.schemas.sglang import SglangGenerate, SglangSampling
 from api.schemas.tokens import TokenRequest, TokenSampling
 from scripts.peer_fields import FACTS
@@ -53,6 +61,25 @@ INTRODUCTION = """\
 Written by `python -m scripts.render_dialects` from the routes, the request schemas and `api/fields.py`; edit those, not
 this page. What other servers have was read from the sources of {versions} by `scripts/peer_fields.py`."""
 
+LENGTHS = """\
+## Lengths and names
+
+| route | tokens when nobody says | more than the context leaves |
+| --- | --- | --- |
+| `/v1/completions` | {completion} | 400 |
+| `/v1/chat/completions`, `/inference/v1/generate` | what fits | 400 |
+| `/generate` of SGLang; null: what fits | {sglang} | 400 |
+| `/generate` of older TRL (`prompts`) | {completion} | 400 |
+| `/v1/rollout/generate` | what fits | cut to what fits; `finish_reason` is `length` |
+
+A prompt or a length that does not fit is a 400 with the code `context_length_exceeded` and the words "maximum context
+length is N tokens". A default is cut to what fits.
+
+`model` may be left out. Where it is given it is the name in `/v1/models`, one of `api.model_aliases`, the checkpoint's
+directory or its name, or `{any}`; any other name, that of an adapter too, is a 404 with the code `model_not_found`.
+
+With `tools`, `tool_choice` must be `"none"`: they are in the prompt then, and calls stay in the text."""
+
 FIELDS = """\
 ## Fields
 
@@ -70,7 +97,9 @@ def render() -> str:
     """The whole page."""
     facts: dict[str, Any] = json.loads(FACTS.read_text())
     versions = ", ".join(f"{NAMES[project]} {of['version']}" for project, of in facts.items())
-    parts = [INTRODUCTION.format(versions=versions), FIELDS]
+    default = SglangSampling.model_fields["max_new_tokens"].default
+    lengths = LENGTHS.format(completion=COMPLETION_TOKENS, sglang=default, any=ANY)
+    parts = [INTRODUCTION.format(versions=versions), lengths, FIELDS]
     parts += [_body(part, facts) for part in BODIES]
     parts += [_reasons(), _routes(facts)]
     return "\n\n".join(parts) + "\n"

@@ -66,6 +66,20 @@ def test_the_capital_of_france_is_paris(smollm2: LiveService) -> None:
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
 
 
+def test_a_bad_word_does_not_come_out(smollm2: LiveService) -> None:
+    """Nor does anything else change before its place."""
+
+    def said(**fields: Any) -> str:
+        body = {"prompt": "Hi", "max_tokens": 3, "temperature": 0} | fields
+        text: str = httpx.post(f"{smollm2.url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+        return text
+
+    assert said() == "-and-"
+    without = said(bad_words=["and"])
+    assert without.startswith("-")
+    assert "and" not in without
+
+
 def test_tied_embeddings_stay_tied(smollm2: LiveService, cases: list[dict[str, Any]]) -> None:
     """Renaming every token by permuting the one matrix renames prompt and answer alike, if both ends follow it."""
     weights = load_file(MODEL / "model.safetensors")
