@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weight_manager import logs
 from weight_manager.checkpoint import read_config
@@ -90,10 +90,10 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
     hf_config = read_config(config.model_dir)
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
     device = None
-    if config.engine == "paddle":
+    if config.engine == "paddle" and config.device == "cpu":
         device = device_for(config.device)
         device.select(rank)
-    world = _join(config, rank, device)
+    world = _join(config, rank)
     engine = _engine(config, hf_config, layout, world.tp_group, rank, device)
     engine.allocate_kv()
     actions = Actions(
@@ -164,14 +164,13 @@ class _NoGroups:
         pass
 
 
-def _join(config: WorkerConfig, rank: int, device: Device | None) -> _World:
+def _join(config: WorkerConfig, rank: int) -> _World:
     if config.tp == 1:
         return _World(LocalSignals(), _NoGroups(), None, [os.getpid()])
     from worker.gloo_signals import GlooSignals  # noqa: PLC0415  loads Paddle
     from worker.process_groups import join  # noqa: PLC0415
 
-    backend = device.tp_backend if device else "gloo"
-    joined = join(rank, config.tp, tp_backend=backend, deadline_s=config.connect_s)
+    joined = join(rank, config.tp, tp_backend="gloo", deadline_s=config.connect_s)
     signals = GlooSignals(joined.signal, rank, config.tp)
     return _World(signals, joined.groups, joined.tp, signals.pids)
 
@@ -189,6 +188,10 @@ def _engine(
         from worker.engine.stand_in_engine import StandInEngine  # noqa: PLC0415  benchmarks only
 
         return StandInEngine(fake_spec(config, hf_config))
+    if config.device == "gpu":
+        from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
+
+        return cast(Engine, GpuEngine(config, layout, rank))
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
     return PaddleEngine(config, layout.manifest, tp_group, rank, device)

@@ -29,14 +29,19 @@ def wait(config_path: Path) -> list[str] | None:
 
 
 def _load(device: str, threads: int | None, ranks_on_host: int) -> None:
-    from worker.cpu.tuning import tune  # noqa: PLC0415  the fake engine needs none of this
-
-    if device == "cpu":
-        tune(threads, ranks_on_host)
-    import paddle.distributed  # noqa: PLC0415, F401
-    import tokenizers  # noqa: PLC0415, F401
+    import tokenizers  # noqa: PLC0415, F401  the fake engine needs none of this
 
     import worker.boot  # noqa: PLC0415
+
+    if device == "gpu":
+        import worker.gpu.engine  # noqa: PLC0415  the device itself is entered by whoever computes on it
+
+        return
+    from worker.cpu.tuning import tune  # noqa: PLC0415
+
+    tune(threads, ranks_on_host)
+    import paddle.distributed  # noqa: PLC0415, F401
+
     import worker.engine.paddle_engine  # noqa: PLC0415
     import worker.gloo_signals  # noqa: PLC0415
     import worker.process_groups  # noqa: F401, PLC0415

@@ -13,7 +13,8 @@ import xxhash
 from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.config import WorkerConfig
 from worker.device import Device, device_for
-from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, Float32, ForwardBatch, Kernels, never
+from worker.engine.sizes import engine_spec
 from worker.memory import memory_of_machine
 from worker.models import collectives, decoder_spec
 from worker.models.decoder import Backend
@@ -50,7 +51,7 @@ class PaddleEngine:
         self._bound, self._replicated = False, 0
         self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
         self._backend: Backend
-        reason = "the device is a GPU" if config.device == "gpu" else why_not(manifest.dtype)
+        reason = why_not(manifest.dtype)
         if reason is None:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
@@ -60,12 +61,12 @@ class PaddleEngine:
         else:
             place = device or device_for(config.device)
             self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, place, drafts=drafts)
-            kernels = Kernels("paddle", "" if config.device == "gpu" else reason)
+            kernels = Kernels("paddle", reason)
             if manifest.dtype != "float32":
                 log.warning("weights are cast to float32: %s", reason)
         log.log(logging.WARNING if kernels.why else logging.INFO, "kernels: %s", kernels)
         self.spec = replace(self.spec, kernels=kernels)
-        if config.num_blocks is None and config.device == "cpu":
+        if config.num_blocks is None:
             hidden = 4 * model.hidden_size if drafts else 0
             heads = -(-model.kv_heads // config.tp)  # the most that any rank has: all must come to the same number
             cells = 2 * (model.layers + drafts) * heads * model.head_dim
@@ -123,17 +124,3 @@ class PaddleEngine:
             state = np.ascontiguousarray(self._backend.residual).tobytes()
             collectives.require_same(xxhash.xxh3_64_intdigest(state, seed=self._replicated), self._group)
         return logits
-
-
-def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: int) -> EngineSpec:
-    """Sizes for the scheduler: what was configured, else what the checkpoint says."""
-    length = config.max_model_len or max_positions
-    blocks = config.num_blocks or max(
-        config.max_batch * -(-min(length, PLAIN_TOKENS) // config.block_size), -(-length // config.block_size)
-    )
-    return EngineSpec(
-        vocab_size=int(hf_config["vocab_size"]),
-        max_model_len=length,
-        block_size=config.block_size,
-        num_blocks=blocks,
-    )

@@ -1,0 +1,59 @@
+"""Tokens drawn on the device are those the host draws from the same logits and numbers."""
+
+import numpy as np
+import pytest
+
+from worker.gpu.compiler import compiled, source
+from worker.gpu.drawing import Drawing
+from worker.gpu.driver import CudaError, Driver, Module
+from worker.inverse_cdf import RowSampler
+
+MACROS = {"HEAD_DIM": 64, "HEADS": 1, "KV_HEADS": 1, "GROUP": 1, "HEADS_AT_ONCE": 1, "BLOCK": 16, "FP32": 1, "INTERLEAVED": 0}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def driver():
+    try:
+        return Driver()
+    except CudaError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(96, 3), (1000, 7), (49152, 64), (151936, 1), (151936, 33)])
+def test_the_same_tokens_as_on_the_host(driver, vocab, rows):
+    rng = np.random.default_rng(vocab + rows)
+    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 3
+    logits[:, vocab // 3] = logits.max(axis=1)  # equals: the lower id is first
+    stream = driver.stream()
+    address = driver.allocate(logits.nbytes, "test")
+    driver.to_device(address, logits, stream)
+    driver.wait(stream)
+    module = Module(driver, compiled(source(), MACROS, driver.capability))
+    drawing = Drawing(driver, module, stream, address, vocab, rows)
+    picks = rng.integers(0, rows, 500)
+    inverse = rng.choice([1.0, 0.5, 2.0, 1 / 0.7], 500).astype(np.float32)
+    greedy = rng.random(500) < 0.2
+    numbers = rng.random(500)
+    numbers[:2] = 0.0, np.nextafter(1.0, 0.0)
+    found = drawing.logits(rows).draw(picks, inverse, greedy, numbers)
+    expected = RowSampler(vocab).draw(logits, picks, inverse, greedy, numbers)
+    assert found.finite.all()
+    np.testing.assert_array_equal(found.tokens[greedy], expected.tokens[greedy])
+    same = found.tokens == expected.tokens
+    assert same.mean() > 0.99  # the sums are rounded differently: a number on the edge of a token may fall off it
+    np.testing.assert_allclose(found.logprobs[same], expected.logprobs[same], atol=2e-5)
+    np.testing.assert_array_equal(drawing.logits(rows)[:], logits)
+    np.testing.assert_array_equal(drawing.logits(rows)[rows - 1], logits[-1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_said(driver, bad):
+    logits = np.zeros((2, 1000), np.float32)
+    logits[1, 777] = bad
+    stream = driver.stream()
+    address = driver.allocate(logits.nbytes, "test")
+    driver.to_device(address, logits, stream)
+    module = Module(driver, compiled(source(), MACROS, driver.capability))
+    drawing = Drawing(driver, module, stream, address, 1000, 2)
+    found = drawing.draw(np.array([0, 1]), np.ones(2, np.float32), np.array([False, False]), np.array([0.5, 0.5]))
+    assert found.finite.tolist() == [True, False]

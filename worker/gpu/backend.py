@@ -1,0 +1,300 @@
+"""A decoder on one device: its buffers, its steps, and a captured graph for every size of decode step and weight slot.
+
+A decode step (one token for each of up to N sequences) is one graph launch. Every other step (prompts, chunks of them,
+and whatever decodes beside them) is launched kernel by kernel, which costs the host about as long as the device needs.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from worker.engine.base import Float32, ForwardBatch
+from worker.gpu.compiler import compiled, source
+from worker.gpu.cublaslt import CublasLt
+from worker.gpu.drawing import Drawing, HostLogits, Logits
+from worker.gpu.driver import Driver, Handle, Module, Timer
+from worker.gpu.inputs import Inputs, StepInputs
+from worker.gpu.memory import Region
+from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Rows
+from worker.gpu.products import Choices, Shape, instances, tokens_padded
+from worker.gpu.weights import DeviceSlots, Tensor
+from worker.models.decoder import hidden
+from worker.models.rope import rope_table
+from worker.models.spec import DecoderSpec
+from worker.models.weights import Experts, Mlp, Weights, collect
+
+log = logging.getLogger(__name__)
+
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_ROW_PADDING = 64
+
+
+class GpuDecoder:
+    """Steps of one rank's decoder. Raises ValueError for sizes that the kernels do not take, CudaError for the rest."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        spec: DecoderSpec,
+        heads: Heads,
+        slots: DeviceSlots,
+        *,
+        fp32: bool,
+        max_tokens: int,
+        max_batch: int,
+        max_len: int,
+        block_size: int,
+        num_blocks: int,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        _require_sizes(spec, heads, slots.tensors(0))
+        self._driver, self._spec, self._heads, self._slots, self._fp32 = driver, spec, heads, slots, fp32
+        self._weights = [collect(spec, slots.tensors(slot)) for slot in (0, 1)]
+        self._stream, self._element = driver.stream(urgent=True), 4 if fp32 else 2
+        self._vocab = self._weights[0].head.shape[0]
+        self._most_logits = -(-max(max_batch, _ROW_PADDING) // _ROW_PADDING) * _ROW_PADDING
+        multiprocessors = driver.attribute(16)
+        library = CublasLt(driver, fp32=fp32)
+        text, macros = kernels_for(spec, heads, self._weights[0], block_size, fp32=fp32)
+        module = Module(driver, compiled(text, macros, driver.capability))
+        choices = Choices(driver, library, "float32" if fp32 else "bfloat16", multiprocessors, text)
+        self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
+        block_bytes = heads.kv * block_size * heads.dim * self._element
+        self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
+        self._inputs = Inputs(driver, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
+        self._buffers = self._allocate(tokens_padded(max_tokens), multiprocessors)
+        cache = Cache(self._kv.address, num_blocks * block_bytes, block_bytes, 2 * spec.layers)
+        self.operations = Operations(self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32)
+        self.drawing = Drawing(driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits)
+        self._sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
+        self._graphs: list[dict[int, Handle]] = [{}, {}]
+
+    def prepare_graphs(self) -> None:
+        """Find the fastest ways and capture every graph of both slots. Slot 0 has memory, with anything in it."""
+        for size in self._sizes:
+            self._choose(size)
+        self._machine.choices.save()
+        for slot in (0, 1):
+            for size in self._sizes:
+                self._graph(slot, size)
+
+    def allocate_kv(self) -> None:
+        """Memory behind the cache; idempotent."""
+        self._driver.enter()
+        self._kv.fill()
+
+    def release_kv(self) -> int:
+        """Give the cache's memory back to the device; bytes."""
+        self._driver.enter()
+        self._driver.wait(self._stream)
+        return self._kv.empty()
+
+    def forward(self, batch: ForwardBatch) -> Logits:
+        """Launch a step; the logits [L, vocab] stay on the device until somebody asks for rows. One step at a time."""
+        count = len(batch.logits_rows)
+        if self.is_decode(batch):
+            self.decode(batch)
+        elif count > self._most_logits:
+            return HostLogits(self._in_parts(self.ragged(batch), count))
+        else:
+            x = self.ragged(batch)
+            if count:
+                self._head(x, 0, count)
+        return self.drawing.logits(count)
+
+    def is_decode(self, batch: ForwardBatch) -> bool:
+        """One token for each of not too many sequences, and the logits of all."""
+        count = len(batch.token_ids)
+        return count == len(batch.query_lens) == len(batch.logits_rows) and count <= self._sizes[-1]
+
+    def decode(self, batch: ForwardBatch) -> StepInputs:
+        """Launch one graph; logits are in the buffer when the stream is through."""
+        slot = self._slots.bound
+        assert slot is not None, "no weights are bound"
+        size = next(size for size in self._sizes if size >= len(batch.token_ids))
+        graph = self._graph(slot, size)
+        step = self._inputs.decode(batch, size, self._stream)
+        if step.copies:
+            self.operations.copy_blocks(step.copies)
+        self._driver.launch(graph, self._stream)
+        return step
+
+    def ragged(self, batch: ForwardBatch) -> Rows:
+        """Launch any step up to the last layer's residual stream."""
+        slot = self._slots.bound
+        assert slot is not None, "no weights are bound"
+        tile = 0 if self._fp32 else self._heads.tile_tokens
+        step = self._inputs.ragged(batch, tokens_padded(len(batch.token_ids)), tile, self._stream)
+        if step.copies:
+            self.operations.copy_blocks(step.copies)
+        self.operations.begin(step)
+        return hidden(self.operations, self._spec, self._weights[slot])
+
+    def _in_parts(self, x: Rows, count: int) -> Float32:
+        """More rows than the logits' buffer has: many prompts being scored."""
+        found = np.empty((count, self._vocab), np.float32)
+        for start in range(0, count, self._most_logits):
+            part = min(self._most_logits, count - start)
+            self._head(x, start, part)
+            found[start : start + part] = self.drawing.logits(part)[:]
+        return found
+
+    def _head(self, x: Rows, start: int, count: int) -> None:
+        slot, wanted = self._slots.bound, self.operations.step.wanted
+        assert slot is not None
+        assert wanted is not None
+        weights = self._weights[slot]
+        self.operations.logits(x, weights.norm, weights.head, (wanted[0] + 4 * start, count))
+
+    def _graph(self, slot: int, size: int) -> Handle:
+        graphs = self._graphs[slot]
+        if size not in graphs:
+            graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size))
+        return graphs[size]
+
+    def _record(self, slot: int, size: int) -> None:
+        weights = self._weights[slot]
+        self.operations.begin(self._inputs.fixed(size))
+        x = hidden(self.operations, self._spec, weights)
+        self.operations.logits(x, weights.norm, weights.head)
+
+    def _choose(self, tokens: int) -> None:
+        """Time the ways of every product of a decode step, over all layers' weights, so that no cache has them."""
+        operations, buffers, timer = self.operations, self._buffers, Timer(self._driver, self._stream)
+        operations.begin(self._inputs.fixed(tokens))
+        targets = {"STORE": buffers.qkv, "ADD": buffers.residual, "GATE": buffers.activated, "WIDE": buffers.logits}
+        for shape, (weights, norm) in _groups(self._weights[0]).items():
+            source_ = Rows(buffers.residual if shape.normed else buffers.attended, shape.k, norm)
+            target = targets[shape.kind]
+
+            def all_layers(
+                shape: Shape = shape, weights: list[Tensor] = weights, x: Rows = source_, y: int = target
+            ) -> None:
+                for weight in weights:
+                    operations.product(shape.kind, weight, x, y)
+
+            times = self._machine.choices.choose(shape, tokens, timer, self._imposed(all_layers), own=not self._fp32)
+            if times:
+                log.debug("%d rows, %s: %s", tokens, shape, {way: round(ms, 4) for way, ms in times.items()})
+
+    def _imposed(self, launches: Callable[[], None]) -> Callable[[str], None]:
+        """`launches` as a graph of one way's, so that the host's part is not timed."""
+        graphs: dict[str, Handle] = {}
+
+        def run(way: str) -> None:
+            if way not in graphs:
+                self.operations.impose(way)
+                try:
+                    launches()
+                    self._driver.wait(self._stream)
+                    graphs[way] = self._driver.captured(self._stream, launches)
+                finally:
+                    self.operations.impose("")
+            self._driver.launch(graphs[way], self._stream)
+
+        return run
+
+    def _allocate(self, tokens: int, multiprocessors: int) -> Buffers:
+        weights, heads, element = self._weights[0], self._heads, self._element
+        width = self._spec.hidden_size
+        inner = max((_inner(layer.mlp) for layer in weights.layers), default=0)
+        rows = -(-tokens // _ROW_PADDING) * _ROW_PADDING
+
+        def room(columns: int, size: int, what: str, count: int = rows) -> int:
+            if not count * columns:
+                return 0
+            address = self._driver.allocate(count * columns * size, what)
+            self._driver.fill(address, count * columns * size, 0, self._stream)
+            return address
+
+        moe = next((moe for moe in self._spec.moe if moe is not None), None)
+        pairs, experts = (rows * moe.top_k, moe.experts) if moe else (0, 0)
+        expert_inner = max((_expert_inner(layer.mlp, experts) for layer in weights.layers), default=0)
+        return Buffers(
+            residual=room(width, 4, "hidden states"),
+            normed=room(max(width, heads.query * heads.dim), element, "hidden states"),
+            qkv=room(heads.qkv, element, "projections"),
+            attended=room(max(heads.query * heads.dim, inner), element, "projections"),
+            gate_up=room(2 * inner, element, "projections"),
+            activated=room(inner, element, "projections"),
+            logits=room(self._vocab, 4, "logits", self._most_logits),
+            shares=room(heads.at_once * (heads.dim + 2), 4, "attention", 8 * multiprocessors),
+            counts=room(1, 4, "attention", 8 * multiprocessors),
+            scores=room(experts, 4, "experts"),
+            expert_ids=room(1, 4, "experts", pairs),
+            expert_weights=room(1, 4, "experts", pairs),
+            expert_order=room(1, 4, "experts", pairs),
+            expert_tiles=room(3, 4, "experts", pairs // 16 + experts),
+            expert_rows=room(expert_inner, element, "experts", pairs),
+            expert_out=room(width, element, "experts", pairs),
+        )
+
+    def _angles(self, length: int) -> int:
+        cos, sin = rope_table(self._spec.rope, length)
+        table = np.ascontiguousarray(np.stack((cos, sin), axis=-1), np.float32)
+        address = self._driver.allocate(table.nbytes, "rotary angles")
+        self._driver.to_device(address, table, self._stream)
+        self._driver.wait(self._stream)
+        return address
+
+
+def kernels_for(
+    spec: DecoderSpec, heads: Heads, weights: Weights[Tensor], block_size: int, *, fp32: bool
+) -> tuple[str, dict[str, int]]:
+    """Source and macros of a model's kernels."""
+    macros = {
+        "HEAD_DIM": heads.dim,
+        "HEADS": heads.query,
+        "KV_HEADS": heads.kv,
+        "GROUP": heads.group,
+        "HEADS_AT_ONCE": heads.at_once,
+        "BLOCK": block_size,
+        "FP32": int(fp32),
+        "INTERLEAVED": int(spec.rope.interleaved),
+    }
+    return source("" if fp32 else instances(list(_groups(weights)))), macros
+
+
+def _groups(weights: Weights[Tensor]) -> dict[Shape, tuple[list[Tensor], Tensor | None]]:
+    """Every product of a decode step: all weights of one shape, and a norm that goes before it."""
+    found: dict[Shape, tuple[list[Tensor], Tensor | None]] = {}
+
+    def add(kind: str, weight: Tensor, norm: Tensor | None) -> None:
+        n, k = weight.shape
+        shape = Shape(kind, n // 2 if kind == "GATE" else n, k, norm is not None)
+        found.setdefault(shape, ([], norm))[0].append(weight)
+
+    for layer in weights.layers:
+        add("STORE", layer.qkv.weight, layer.input_norm)
+        add("ADD", layer.out.weight, None)
+        if isinstance(layer.mlp, Mlp):
+            if layer.mlp.gate_up.bias is None:
+                add("GATE", layer.mlp.gate_up.weight, layer.post_norm)
+            add("ADD", layer.mlp.down.weight, None)
+        elif layer.mlp.shared is not None:
+            if layer.mlp.shared.gate_up.bias is None:
+                add("GATE", layer.mlp.shared.gate_up.weight, None)
+            add("ADD", layer.mlp.shared.down.weight, None)
+    add("WIDE", weights.head, weights.norm)
+    return found
+
+
+def _inner(mlp: Mlp[Tensor] | Experts[Tensor]) -> int:
+    dense = mlp if isinstance(mlp, Mlp) else mlp.shared
+    return dense.gate_up.weight.shape[0] // 2 if dense is not None else 0
+
+
+def _expert_inner(mlp: Mlp[Tensor] | Experts[Tensor], count: int) -> int:
+    return mlp.gate_up.weight.shape[0] // count // 2 if isinstance(mlp, Experts) else 0
+
+
+def _require_sizes(spec: DecoderSpec, heads: Heads, tensors: dict[str, Tensor]) -> None:
+    """The kernels read eight elements at a time."""
+    if heads.dim % 8 or heads.dim > 256:
+        raise ValueError(f"device gpu: heads of {heads.dim} are not served, only multiples of 8 up to 256 are")
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and tensor.shape[1] % 8 and not name.endswith("correction_bias"):
+            raise ValueError(f"device gpu: {name} has {tensor.shape[1]} columns, only multiples of 8 are served")
+    if spec.mtp:
+        log.info("the checkpoint's drafting layer is not used on a GPU")

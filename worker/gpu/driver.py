@@ -1,0 +1,357 @@
+"""NVIDIA's driver API through ctypes: one device's context, memory, streams, events, modules and graphs.
+
+ctypes and not NVIDIA's Python bindings: some forty functions are called, their signatures have been stable since CUDA
+12, and a rank needs no further package. Every call's status is checked.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = ctypes.c_uint64
+Pointer = ctypes.c_void_p
+Int = ctypes.c_int
+UInt = ctypes.c_uint
+Float = ctypes.c_float
+Size = ctypes.c_size_t
+Array = npt.NDArray[Any]
+Handle = ctypes.c_void_p
+"""Of a stream, an event, a graph."""
+
+_OUT_OF_MEMORY = 2
+_SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CudaError(RuntimeError):
+    """A call failed. code: the driver's CUresult."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeviceMemoryError(CudaError):
+    """The device has no room; the message says how much was asked for and what to change."""
+
+
+class Driver:
+    """One CUDA device. Calls may come from any thread that has entered the context (`enter`)."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaError(f"device gpu needs NVIDIA's driver on this host: {error}") from error
+        self.call("cuInit", 0)
+        count = Int()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        if ordinal >= count.value:
+            raise CudaError(
+                f"this rank needs GPU {ordinal}, {count.value} are visible: see CUDA_VISIBLE_DEVICES, or serve fewer"
+                " ranks"
+            )
+        self._device, self._context = Int(), Pointer()
+        self.call("cuDeviceGet", ctypes.byref(self._device), ordinal)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+        self.enter()
+
+    def enter(self) -> None:
+        """Make this thread one that may call."""
+        self.call("cuCtxSetCurrent", self._context)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Raises CudaError with the driver's name for what went wrong."""
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(code, ctypes.byref(text))
+            kind = DeviceMemoryError if code == _OUT_OF_MEMORY else CudaError
+            raise kind(f"{name}: {(text.value or b'unknown error').decode()}", code)
+
+    @property
+    def name(self) -> str:
+        """Of the device, as NVIDIA spells it."""
+        text = ctypes.create_string_buffer(128)
+        self.call("cuDeviceGetName", text, 128, self._device)
+        return text.value.decode()
+
+    @property
+    def version(self) -> int:
+        """Of CUDA, as the driver knows it: 13000 is 13.0."""
+        value = Int()
+        self.call("cuDriverGetVersion", ctypes.byref(value))
+        return value.value
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability; (9, 0) is Hopper."""
+        return self.attribute(75), self.attribute(76)
+
+    @property
+    def ordinal(self) -> int:
+        """Among those this process may see."""
+        return self._device.value
+
+    def attribute(self, which: int) -> int:
+        """CUdevice_attribute by number; 16 is the number of multiprocessors."""
+        value = Int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), which, self._device)
+        return value.value
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes (free, in all) of the device, other processes' use counted."""
+        free, total = Size(), Size()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def allocate(self, nbytes: int, what: str) -> int:
+        """Device memory that lives as long as the process; its address. what: for the error."""
+        address = U64()
+        try:
+            self.call("cuMemAlloc_v2", ctypes.byref(address), Size(nbytes))
+        except DeviceMemoryError:
+            raise self.no_room(nbytes, what) from None
+        return address.value
+
+    def no_room(self, nbytes: int, what: str) -> DeviceMemoryError:
+        """The error that says so in words."""
+        free, total = self.memory()
+        return DeviceMemoryError(
+            f"no room on {self.name} for {nbytes / 2**30:.2f} GiB of {what}: {free / 2**30:.2f} of {total / 2**30:.2f} "
+            "GiB are free. Other processes (a trainer) may hold the rest; else fewer worker.num_blocks (KV cache), a "
+            "smaller worker.max_batch or worker.max_tokens_per_step (buffers), or dtype bfloat16 need less",
+            _OUT_OF_MEMORY,
+        )
+
+    def pinned(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """A host array that copies at the bus's speed; it lives as long as the process."""
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        address = Pointer()
+        self.call("cuMemHostAlloc", ctypes.byref(address), Size(max(count, 1)), UInt(1))
+        buffer: Any = (ctypes.c_ubyte * max(count, 1)).from_address(address.value or 0)
+        array: Array = np.frombuffer(buffer, np.uint8, count).view(dtype).reshape(shape)
+        return array
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        """Pin pages of a mapping, so that copies from them run at the bus's speed and beside the host's work."""
+        self.call("cuMemHostRegister_v2", Pointer(address), Size(nbytes), UInt(1 | 8 * read_only))
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`, before the mapping goes."""
+        self.call("cuMemHostUnregister", Pointer(address))
+
+    def stream(self, *, urgent: bool = False) -> Handle:
+        """A stream of its own, that waits for no other."""
+        low, high, stream = Int(), Int(), Pointer()
+        self.call("cuCtxGetStreamPriorityRange", ctypes.byref(low), ctypes.byref(high))
+        self.call("cuStreamCreateWithPriority", ctypes.byref(stream), 1, high if urgent else low)
+        return stream
+
+    def event(self, *, timing: bool = False) -> Handle:
+        """An event; only a timing one can be asked for milliseconds."""
+        event = Pointer()
+        self.call("cuEventCreate", ctypes.byref(event), 0 if timing else 2)
+        return event
+
+    def record(self, event: Handle, stream: Handle) -> None:
+        """The event has happened once all that the stream was given so far is done."""
+        self.call("cuEventRecord", event, stream)
+
+    def wait_event(self, stream: Handle, event: Handle) -> None:
+        """What the stream is given from now on waits for the event."""
+        self.call("cuStreamWaitEvent", stream, event, UInt(0))
+
+    def wait(self, event_or_stream: Handle, *, event: bool = False) -> None:
+        """The host waits."""
+        self.call("cuEventSynchronize" if event else "cuStreamSynchronize", event_or_stream)
+
+    def milliseconds(self, start: Handle, end: Handle) -> float:
+        """Between two timing events, once the second has happened."""
+        self.call("cuEventSynchronize", end)
+        value = Float()
+        self.call("cuEventElapsedTime", ctypes.byref(value), start, end)
+        return value.value
+
+    def to_device(self, address: int, source: Array, stream: Handle, nbytes: int | None = None) -> None:
+        """Copy from a contiguous host array; done when the stream says so."""
+        size = source.nbytes if nbytes is None else nbytes
+        if size:
+            self.call("cuMemcpyHtoDAsync_v2", U64(address), Pointer(source.ctypes.data), Size(size), stream)
+
+    def from_address(self, address: int, source: int, nbytes: int, stream: Handle) -> None:
+        """Copy from host memory at an address."""
+        self.call("cuMemcpyHtoDAsync_v2", U64(address), Pointer(source), Size(nbytes), stream)
+
+    def to_host(self, target: Array, address: int, stream: Handle) -> None:
+        """Copy into a contiguous host array; done when the stream says so."""
+        if target.nbytes:
+            self.call("cuMemcpyDtoHAsync_v2", Pointer(target.ctypes.data), U64(address), Size(target.nbytes), stream)
+
+    def on_device(self, target: int, source: int, nbytes: int, stream: Handle) -> None:
+        """Copy within the device, or from another device's memory that is mapped here."""
+        self.call("cuMemcpyDtoDAsync_v2", U64(target), U64(source), Size(nbytes), stream)
+
+    def fill(self, address: int, nbytes: int, byte: int, stream: Handle) -> None:
+        """Set every byte."""
+        self.call("cuMemsetD8Async", U64(address), ctypes.c_ubyte(byte), Size(nbytes), stream)
+
+    def captured(self, stream: Handle, launches: Callable[[], None]) -> Handle:
+        """What `launches` gives the stream, as a graph that `launch` runs; nothing runs now."""
+        graph, executable = Pointer(), Pointer()
+        self.call("cuStreamBeginCapture_v2", stream, 1)  # this thread only: another may be copying weights
+        try:
+            launches()
+        finally:
+            self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        self.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        self.call("cuGraphDestroy", graph)
+        return executable
+
+    def launch(self, graph: Handle, stream: Handle) -> None:
+        """Run a captured graph."""
+        self.call("cuGraphLaunch", graph, stream)
+
+    def drop(self, graph: Handle) -> None:
+        """A captured graph is not needed any more."""
+        self.call("cuGraphExecDestroy", graph)
+
+    # Memory behind addresses that stay (memory.py).
+
+    @property
+    def page(self) -> int:
+        """Bytes of which mapped memory comes in multiples."""
+        size, where = Size(), _Placement.on(self.ordinal)
+        self.call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(where), 0)
+        return size.value
+
+    def reserve(self, nbytes: int) -> int:
+        """A range of addresses without memory."""
+        address = U64()
+        self.call("cuMemAddressReserve", ctypes.byref(address), Size(nbytes), Size(0), U64(0), U64(0))
+        return address.value
+
+    def create(self, nbytes: int) -> int:
+        """Memory without an address; its handle."""
+        handle, where = U64(), _Placement.on(self.ordinal)
+        self.call("cuMemCreate", ctypes.byref(handle), Size(nbytes), ctypes.byref(where), U64(0))
+        return handle.value
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Put memory behind a reserved range, readable and writable."""
+        self.call("cuMemMap", U64(address), Size(nbytes), Size(0), U64(handle), U64(0))
+        access = _Access(1, self.ordinal, 3)
+        self.call("cuMemSetAccess", U64(address), Size(nbytes), ctypes.byref(access), Size(1))
+
+    def unmap(self, address: int, nbytes: int, handle: int) -> None:
+        """Take the memory away and give it back to the device."""
+        self.call("cuMemUnmap", U64(address), Size(nbytes))
+        self.call("cuMemRelease", U64(handle))
+
+
+class Module:
+    """Compiled kernels, by name."""
+
+    def __init__(self, driver: Driver, image: bytes) -> None:
+        self._driver = driver
+        self._module = Pointer()
+        driver.call("cuModuleLoadData", ctypes.byref(self._module), image)
+        self._functions: dict[str, Handle] = {}
+        self._serialized = _Attribute(_SERIALIZED, 0, 1)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a kernel."""
+        try:
+            self._function(name)
+        except CudaError:
+            return False
+        return True
+
+    def launch(
+        self, name: str, grid: tuple[int, ...], threads: int, stream: Handle, arguments: Sequence[Any], shared: int = 0
+    ) -> None:
+        """arguments: ctypes values in the kernel's order. shared: bytes beyond what the kernel declares itself.
+
+        The kernel may begin while the one before it ends: it waits itself (`follow` in kernels/base.cu).
+        """
+        function = self._function(name)
+        if shared > 48 << 10:
+            self._driver.call("cuFuncSetAttribute", function, _SHARED_BYTES, shared)
+        values = (Pointer * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        x, y, z = (*grid, 1, 1)[:3]
+        config = _Config(x, y, z, threads, 1, 1, shared, stream, ctypes.pointer(self._serialized), 1)
+        self._driver.call("cuLaunchKernelEx", ctypes.byref(config), function, values, None)
+
+    def _function(self, name: str) -> Handle:
+        function = self._functions.get(name)
+        if function is None:
+            function = Pointer()
+            self._driver.call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+            self._functions[name] = function
+        return function
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Milliseconds of device time that what a stream is given takes."""
+
+    driver: Driver
+    stream: Handle
+
+    def best_of(self, rounds: int, launches: Callable[[], None]) -> float:
+        """The shortest of so many."""
+        start, end = self.driver.event(timing=True), self.driver.event(timing=True)
+        best = float("inf")
+        for _ in range(rounds):
+            self.driver.record(start, self.stream)
+            launches()
+            self.driver.record(end, self.stream)
+            best = min(best, self.driver.milliseconds(start, end))
+        return best
+
+
+class _Placement(ctypes.Structure):
+    """CUmemAllocationProp: pinned memory of one device."""
+
+    _fields_ = (
+        ("type", Int),
+        ("handles", Int),
+        ("location_type", Int),
+        ("location", Int),
+        ("win32", Pointer),
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+    @staticmethod
+    def on(device: int) -> "_Placement":
+        return _Placement(1, 0, 1, device, None, 0, 0, 0)
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location_type", Int), ("location", Int), ("flags", Int))
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with an int value."""
+
+    _fields_ = (("id", Int), ("pad", Int), ("value", Int), ("rest", ctypes.c_ubyte * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, UInt) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", Pointer),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", UInt),
+    )

@@ -1,0 +1,109 @@
+"""`worker.engine.base.Engine` on a CUDA device. No Paddle: a rank of its own starts without it."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy.typing as npt
+
+from weight_manager.manifest import ITEMSIZE, Layout
+from worker.config import WorkerConfig
+from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, never
+from worker.engine.sizes import engine_spec
+from worker.gpu.backend import GpuDecoder
+from worker.gpu.drawing import Logits
+from worker.gpu.driver import Driver
+from worker.gpu.operations import Heads
+from worker.gpu.weights import DeviceSlots, placement
+from worker.models import decoder_spec
+from worker.models.shard import shard_of
+
+log = logging.getLogger(__name__)
+
+_KV_SHARE = 0.9
+"""Of the device memory that is free once both weight slots have theirs, at most, for the KV cache."""
+
+
+class GpuEngine:
+    """One rank's model on the device numbered `rank` of those this process sees.
+
+    Raises ValueError when the checkpoint or the configuration asks for something that is not served here, CudaError
+    when the device cannot.
+    """
+
+    def __init__(self, config: WorkerConfig, layout: Layout, rank: int) -> None:
+        hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
+        model = decoder_spec(hf_config)
+        if config.tp > 1:
+            raise ValueError("device gpu: tensor parallelism is not served yet; use replicas")
+        if config.speculative != "off":
+            raise ValueError("device gpu: speculative decoding is not served")
+        self._shard = shard_of(model, layout.manifest, rank, config.tp)
+        self._dtype = layout.manifest.dtype
+        self.asked: Callable[[], bool] = never
+        self._driver = Driver(rank)
+        self._slots = DeviceSlots(self._driver, placement(layout, rank))
+        heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
+        spec = engine_spec(config, hf_config, model.max_positions)
+        self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need
+        self._slots.regions[1].fill()
+        if config.num_blocks is None:
+            block = 2 * model.layers * heads.kv * heads.dim * config.block_size * ITEMSIZE[self._dtype]
+            spec = replace(spec, num_blocks=self._that_fit(spec, block))
+        self.spec: EngineSpec = spec
+        self._decoder = GpuDecoder(
+            self._driver,
+            model,
+            heads,
+            self._slots,
+            fp32=self._dtype == "float32",
+            max_tokens=max(config.max_tokens_per_step, config.max_batch),
+            max_batch=config.max_batch,
+            max_len=spec.max_model_len,
+            block_size=spec.block_size,
+            num_blocks=spec.num_blocks,
+        )
+        self._decoder.allocate_kv()
+        self._decoder.prepare_graphs()
+        log.info("computing on %s in %s", self._driver.name, self._dtype)
+
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """Copy these weights into the slot that is not bound. Raises ValueError naming what does not fit."""
+        for name in self._shard.shapes:
+            if name not in views:
+                raise ValueError(f"{name}: missing")
+            self._shard.check(name, views[name], self._dtype)
+        return self._slots.stage(views)
+
+    def bind(self, prepared: object | None) -> None:
+        """Compute with these weights from the next step on; None gives both slots' memory back."""
+        if prepared is None:
+            self._slots.release()
+            return
+        assert isinstance(prepared, int)
+        self._slots.bound = prepared
+
+    def allocate_kv(self) -> None:
+        """Make the KV cache; idempotent."""
+        self._decoder.allocate_kv()
+
+    def release_kv(self) -> int:
+        """Free the KV cache; bytes freed."""
+        return self._decoder.release_kv()
+
+    def forward(self, batch: ForwardBatch) -> Logits:
+        """Logits [L, vocab], on the device until rows are asked for; the next call reuses their memory."""
+        return self._decoder.forward(batch)
+
+    def _that_fit(self, spec: EngineSpec, block: int) -> int:
+        wanted, (free, _) = spec.num_blocks, self._driver.memory()
+        least = -(-min(spec.max_model_len, PLAIN_TOKENS) // spec.block_size)
+        blocks = max(least, min(wanted, int(_KV_SHARE * free) // block))
+        if blocks < wanted:
+            log.warning(
+                "a KV cache of %d tokens (%.1f GiB), not %d: %s has no room for more; worker.num_blocks sets it",
+                *(blocks * spec.block_size, blocks * block / 2**30, wanted * spec.block_size, self._driver.name),
+            )
+        return blocks

@@ -1,0 +1,146 @@
+"""A step's numbers on the device: packed into one pinned buffer and copied at once.
+
+    decode steps   [stride, 0, 0, 0 | tokens N | positions N | tables N * stride | copies]       N: the graph's rows
+    other steps    the same, then slots, sequences, starts, contexts, single rows, tiles and logits' rows
+
+A decode step's addresses depend on N alone, so a captured graph can hold them. Rows beyond the batch have position -1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from worker.engine.base import ForwardBatch, Int32
+from worker.gpu.driver import Driver, Handle
+
+_HEAD = 4
+_ALIGN = 4  # int32 words: 16 bytes
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Addresses of int32 arrays on the device, 0 = not there. rows: of the step, padding included.
+
+    singles: rows that attend alone (None = every row). tiles: of `prefill`, [count][2]. wanted: rows whose logits are
+    wanted, None = all.
+    """
+
+    rows: int
+    stride: int
+    tokens: int
+    positions: int
+    tables: int
+    fused: bool  # one token a sequence: keys and values are written by the attention itself
+    slots: int = 0
+    sequences: int = 0
+    starts: int = 0
+    contexts: int = 0
+    singles: tuple[int, int] | None = None  # address, count
+    tiles: tuple[int, int] | None = None
+    wanted: tuple[int, int] | None = None
+    copies: tuple[int, int] | None = None
+
+
+class Inputs:
+    """Two pinned buffers in turn, so that one may be filled while the other is still being copied."""
+
+    def __init__(self, driver: Driver, tokens: int, sequences: int, blocks: int) -> None:
+        """Room for steps of so many tokens over so many sequences of so many KV blocks each."""
+        words = _HEAD + 16 * _ALIGN + 6 * tokens + 6 * sequences + sequences * blocks + 2 * tokens
+        self._driver = driver
+        self._device = driver.allocate(4 * words, "step inputs")
+        self._buffers = [driver.pinned(words, np.int32) for _ in range(2)]
+        self._copied = [driver.event() for _ in range(2)]
+        self._turn = 0
+
+    def fixed(self, rows: int) -> StepInputs:
+        """Addresses of a decode step of so many rows."""
+        tokens = self._device + 4 * _HEAD
+        positions = tokens + 4 * _whole(rows)
+        return StepInputs(rows, self._device, tokens, positions, positions + 4 * _whole(rows), fused=True)
+
+    def decode(self, batch: ForwardBatch, rows: int, stream: Handle) -> StepInputs:
+        """Copy a batch of one token a sequence, as a step of `rows` rows; its addresses are `fixed(rows)`'s."""
+        buffer, count = self._buffer(), len(batch.token_ids)
+        width, padded = batch.block_tables.shape[1], _whole(rows)
+        buffer[0] = width
+        tokens, positions = buffer[_HEAD : _HEAD + rows], buffer[_HEAD + padded : _HEAD + padded + rows]
+        tokens[:count], tokens[count:] = batch.token_ids, 0
+        positions[:count], positions[count:] = batch.positions, -1
+        end = _HEAD + 2 * padded
+        tables = buffer[end : end + count * width].reshape(count, width)
+        tables[:] = batch.block_tables
+        end = _whole(end + rows * width)
+        copies = None
+        if len(batch.block_copies):
+            buffer[end : end + batch.block_copies.size] = batch.block_copies.reshape(-1)
+            copies = (self._device + 4 * end, len(batch.block_copies))
+            end += batch.block_copies.size
+        self._send(buffer, end, stream)
+        there = self.fixed(rows)
+        return there if copies is None else StepInputs(**{**vars(there), "copies": copies})
+
+    def ragged(self, batch: ForwardBatch, rows: int, tile_tokens: int, stream: Handle) -> StepInputs:
+        """Copy any batch, as a step of `rows` rows. tile_tokens: that `prefill` takes at once; 0 = every row alone."""
+        buffer, end = self._buffer(), _HEAD
+        count, sequences = len(batch.token_ids), len(batch.query_lens)
+        buffer[0] = batch.block_tables.shape[1]
+
+        def put(values: Int32, length: int, beyond: int = 0) -> int:
+            nonlocal end
+            start = end
+            buffer[start : start + values.size] = values.reshape(-1)
+            buffer[start + values.size : start + length] = beyond
+            end = _whole(start + length)
+            return self._device + 4 * start
+
+        starts = np.zeros(sequences + 1, np.int32)
+        np.cumsum(batch.query_lens, out=starts[1:])
+        long = batch.query_lens > 1 if tile_tokens else np.zeros(sequences, np.bool_)
+        singles = starts[:-1][~long] if tile_tokens else np.arange(count, dtype=np.int32)
+        tiles = tiles_of(batch.query_lens, batch.context_lens, long, tile_tokens)
+        there = StepInputs(
+            rows=rows,
+            stride=self._device,
+            fused=False,
+            tokens=put(batch.token_ids, rows),
+            positions=put(batch.positions, rows, -1),
+            slots=put(batch.slots, rows, -1),
+            sequences=put(np.repeat(np.arange(sequences, dtype=np.int32), batch.query_lens), rows),
+            starts=put(starts, sequences + 1),
+            contexts=put(batch.context_lens, sequences),
+            tables=put(batch.block_tables, batch.block_tables.size),
+            singles=(put(singles, singles.size), singles.size),
+            tiles=(put(tiles, tiles.size), len(tiles)),
+            wanted=(put(batch.logits_rows, batch.logits_rows.size), batch.logits_rows.size),
+            copies=(put(batch.block_copies, batch.block_copies.size), len(batch.block_copies)),
+        )
+        self._send(buffer, end, stream)
+        return there
+
+    def _buffer(self) -> Int32:
+        self._turn ^= 1
+        self._driver.wait(self._copied[self._turn], event=True)
+        buffer: Int32 = self._buffers[self._turn]
+        return buffer
+
+    def _send(self, buffer: Int32, words: int, stream: Handle) -> None:
+        self._driver.to_device(self._device, buffer, stream, 4 * words)
+        self._driver.record(self._copied[self._turn], stream)
+
+
+def tiles_of(query_lens: Int32, context_lens: Int32, long: "np.typing.NDArray[np.bool_]", tile_tokens: int) -> Int32:
+    """[count, 2] of (sequence, first of its new tokens) over the long sequences; those with the most to read first."""
+    chosen = np.flatnonzero(long)
+    if not len(chosen):
+        return np.zeros((0, 2), np.int32)
+    counts = -(-query_lens[chosen] // tile_tokens)
+    sequence = np.repeat(chosen, counts)
+    first = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_tokens
+    reads = context_lens[sequence] - query_lens[sequence] + first
+    order = np.argsort(-reads, kind="stable")
+    return np.stack((sequence[order], first[order]), axis=1).astype(np.int32)
+
+
+def _whole(words: int) -> int:
+    return -(-words // _ALIGN) * _ALIGN

@@ -1,0 +1,84 @@
+// What every kernel here stands on. No includes: NVRTC needs no header path. Compiled for one model, whose sizes are
+// macros (compiler.py): HEAD_DIM, GROUP (query heads a KV head), KV_HEADS, HEADS, BLOCK (tokens a KV block), FP32, INTERLEAVED.
+// An `elt` is what weights, activations and KV are kept in: float, or bfloat16 as its bits. Sums are always float.
+typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+#define INF __int_as_float(0x7f800000)
+#define LOG2E 1.4426950408889634f
+#define KERNEL extern "C" __global__ void
+
+__device__ __forceinline__ float low_half(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high_half(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float a, float b) {  // a in the low half
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+  return r;
+}
+
+// Programmatic dependent launch: a kernel begins while the one before it ends. Everything that an earlier kernel wrote
+// may be read after `follow`, weights before it too: no kernel writes them.
+__device__ __forceinline__ void follow() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ uint4 stream16(const void *p) {  // 16 bytes that are read once: kept out of L1
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+// Sum over the block; every thread gets it. part: [32] of shared memory that nobody reads meanwhile.
+__device__ __forceinline__ float block_sum(float v, float *part) {
+  v = warp_sum(v);
+  if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = v;
+  __syncthreads();
+  float s = 0;
+  for (int w = 0; w < (blockDim.x + 31) / 32; w++) s += part[w];
+  return s;
+}
+__device__ __forceinline__ float silu(float g) { return g / (1.f + __expf(-g)); }
+
+__device__ __forceinline__ void unpack8(uint4 v, float *f) {
+  f[0] = low_half(v.x); f[1] = high_half(v.x); f[2] = low_half(v.y); f[3] = high_half(v.y);
+  f[4] = low_half(v.z); f[5] = high_half(v.z); f[6] = low_half(v.w); f[7] = high_half(v.w);
+}
+__device__ __forceinline__ void load8(const float *p, float *f) {
+  float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
+  f[0] = a.x; f[1] = a.y; f[2] = a.z; f[3] = a.w; f[4] = b.x; f[5] = b.y; f[6] = b.z; f[7] = b.w;
+}
+__device__ __forceinline__ void store8(float *p, const float *f) {
+  *(float4 *)p = make_float4(f[0], f[1], f[2], f[3]);
+  *(float4 *)(p + 4) = make_float4(f[4], f[5], f[6], f[7]);
+}
+__device__ __forceinline__ void load8(const u16 *p, float *f) { unpack8(*(const uint4 *)p, f); }
+__device__ __forceinline__ void store8(u16 *p, const float *f) {
+  *(uint4 *)p = make_uint4(pack(f[0], f[1]), pack(f[2], f[3]), pack(f[4], f[5]), pack(f[6], f[7]));
+}
+__device__ __forceinline__ float value(float v) { return v; }
+__device__ __forceinline__ float value(u16 v) { return __uint_as_float((u32)v << 16); }
+#if FP32
+typedef float elt;
+struct raw8 { uint4 a, b; };  // eight elements, not yet widened
+__device__ __forceinline__ elt narrow(float v) { return v; }
+__device__ __forceinline__ raw8 fetch8(const elt *p) { return {*(const uint4 *)p, *(const uint4 *)(p + 4)}; }
+__device__ __forceinline__ void widen8(raw8 r, float *f) {
+  f[0] = __uint_as_float(r.a.x); f[1] = __uint_as_float(r.a.y); f[2] = __uint_as_float(r.a.z); f[3] = __uint_as_float(r.a.w);
+  f[4] = __uint_as_float(r.b.x); f[5] = __uint_as_float(r.b.y); f[6] = __uint_as_float(r.b.z); f[7] = __uint_as_float(r.b.w);
+}
+#else
+typedef u16 elt;
+typedef uint4 raw8;
+__device__ __forceinline__ elt narrow(float v) { return (u16)(pack(v, 0.f) & 0xffff); }
+__device__ __forceinline__ raw8 fetch8(const elt *p) { return *(const uint4 *)p; }
+__device__ __forceinline__ void widen8(raw8 r, float *f) { unpack8(r, f); }
+#endif

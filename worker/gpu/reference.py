@@ -1,0 +1,140 @@
+"""The decoder's operations in numpy, float32: what a device is compared with before it serves (self_test.py)."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.base import Float32, ForwardBatch
+from worker.models.rope import rope_table
+from worker.models.spec import DecoderSpec, MoeSpec
+from worker.models.weights import Experts, Linear, Mlp
+
+Array = npt.NDArray[Any]
+
+
+class ReferenceOps:
+    """`decoder.Ops[Float32, Float32]` over a cache of its own. heads, kv_heads: of this rank."""
+
+    def __init__(
+        self, spec: DecoderSpec, heads: int, kv_heads: int, max_len: int, num_blocks: int, block_size: int
+    ) -> None:
+        self._spec, self._heads, self._kv_heads, self._block_size = spec, heads, kv_heads, block_size
+        self._cos, self._sin = rope_table(spec.rope, max_len)
+        self._cache = np.zeros((2, spec.layers, num_blocks * block_size, kv_heads, spec.head_dim), np.float32)
+        self._batch: ForwardBatch
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """The step that follows."""
+        self._batch, size = batch, self._block_size
+        blocks = self._cache.reshape(2, self._spec.layers, -1, size, self._kv_heads, self._spec.head_dim)
+        for source, target in batch.block_copies:
+            blocks[:, :, target] = blocks[:, :, source]
+
+    def embed(self, weight: Float32) -> Float32:
+        """Looked-up rows."""
+        return weight[self._batch.token_ids]
+
+    def norm(self, x: Float32, weight: Float32) -> Float32:
+        """RMS norm over the last axis."""
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(self._spec.eps))
+        return np.asarray(x * scale * weight, np.float32)
+
+    def attention(
+        self, layer: int, h: Float32, qkv: Linear[Float32], q_norm: Float32 | None, k_norm: Float32 | None
+    ) -> Float32:
+        """Sequence by sequence, over all its positions."""
+        spec, batch, dim = self._spec, self._batch, self._spec.head_dim
+        rows = _linear(h, qkv).reshape(len(h), -1, dim)
+        q, k, v = np.split(rows, [self._heads, self._heads + self._kv_heads], axis=1)
+        if q_norm is not None and k_norm is not None:
+            q, k = self.norm(q, q_norm), self.norm(k, k_norm)
+        q, k = self._rotated(q), self._rotated(k)
+        keys, values = self._cache[0, layer], self._cache[1, layer]
+        keys[batch.slots], values[batch.slots] = k, v
+        out = np.empty((len(h), self._heads, dim), np.float32)
+        start = 0
+        for table, fresh, context in zip(batch.block_tables, batch.query_lens, batch.context_lens, strict=True):
+            at = np.arange(context)
+            slots = table[at // self._block_size] * self._block_size + at % self._block_size
+            group = self._heads // self._kv_heads
+            k_, v_ = (np.repeat(cache[slots], group, axis=1) for cache in (keys, values))
+            scores = np.einsum("qhd,khd->hqk", q[start : start + fresh], k_) * np.float32(dim**-0.5)
+            hidden = at[None, :] > np.arange(context - fresh, context)[:, None]
+            scores = np.where(hidden[None], -np.inf, scores)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            out[start : start + fresh] = np.einsum("hqk,khd->qhd", weights, v_)
+            start += fresh
+        assert spec.layers > layer
+        return out.reshape(len(h), -1)
+
+    def gated(self, h: Float32, gate_up: Linear[Float32]) -> Float32:
+        """silu(gate) * up."""
+        gate, up = np.split(_linear(h, gate_up), 2, axis=-1)
+        return np.asarray(gate / (1 + np.exp(-gate)) * up, np.float32)
+
+    def add_projected(self, x: Float32, y: Float32, linear: Linear[Float32]) -> Float32:
+        """x + linear(y)."""
+        return x + _linear(y, linear)
+
+    def add_experts(self, x: Float32, h: Float32, experts: Experts[Float32], moe: MoeSpec) -> Float32:
+        """x + experts(h), expert by expert."""
+        scores = h @ experts.router.T
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+        choice = scores if experts.correction is None else scores + experts.correction
+        ids = np.argsort(-choice, axis=-1, kind="stable")[:, : moe.top_k]
+        weights = np.take_along_axis(scores, ids, axis=-1)
+        if moe.normalise:
+            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), np.float32(moe.norm_min))
+        inner, width = len(experts.gate_up.weight) // moe.experts, h.shape[1]
+        out = np.zeros_like(h)
+        for expert in np.unique(ids):
+            tokens, place = np.nonzero(ids == expert)
+            mlp = Mlp(_rows(experts.gate_up, expert * inner, inner), _rows(experts.down, expert * width, width))
+            out[tokens] += self._mlp(h[tokens], mlp) * weights[tokens, place][:, None]
+        if experts.shared is not None:
+            out += self._mlp(h, experts.shared)
+        return x + out
+
+    def joined(self, x: Float32, norm: Float32, previous_norm: Float32) -> Float32:
+        """Drafting layers are not served on a GPU."""
+        raise NotImplementedError
+
+    def projected(self, y: Float32, linear: Linear[Float32]) -> Float32:
+        """linear(y)."""
+        return _linear(y, linear)
+
+    def _mlp(self, h: Float32, mlp: Mlp[Float32]) -> Float32:
+        return _linear(self.gated(h, mlp.gate_up), mlp.down)
+
+    def _rotated(self, x: Float32) -> Float32:
+        """x [T, heads, dim] turned by its tokens' positions."""
+        at = self._batch.positions
+        cos, sin = self._cos[at][:, None], self._sin[at][:, None]
+        turned = np.empty_like(x)
+        half = self._spec.head_dim // 2
+        first, second = (
+            (slice(0, None, 2), slice(1, None, 2)) if self._spec.rope.interleaved else (slice(half), slice(half, None))
+        )
+        turned[..., first] = x[..., first] * cos - x[..., second] * sin
+        turned[..., second] = x[..., second] * cos + x[..., first] * sin
+        return turned
+
+
+def widened(view: Array) -> Float32:
+    """float32 of a weight's view (uint16 = bits of bfloat16)."""
+    if view.dtype == np.uint16:
+        return (view.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(view, np.float32)
+
+
+def _linear(x: Float32, linear: Linear[Float32]) -> Float32:
+    y = x @ linear.weight.T
+    return y if linear.bias is None else y + linear.bias
+
+
+def _rows(linear: Linear[Float32], start: int, count: int) -> Linear[Float32]:
+    bias = None if linear.bias is None else linear.bias[start : start + count]
+    return Linear(linear.weight[start : start + count], bias)

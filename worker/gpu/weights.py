@@ -1,0 +1,110 @@
+"""Two weight slots in device memory: one is computed with while the other is filled.
+
+A slot holds what this rank reads, at the distances it has in the store's arena, so that a version arrives in few large
+copies and stays in HF layout. Both slots keep their addresses for as long as the process lives (memory.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_manager.layout import rank_views
+from weight_manager.manifest import ITEMSIZE, Layout
+from worker.gpu.driver import Driver
+from worker.gpu.memory import Region
+
+Array = npt.NDArray[Any]
+_GAP = 4096
+"""Views further apart than this are copied one by one: what lies between them is another rank's."""
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A weight on the device: where, and its shape. In the served dtype."""
+
+    address: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes that are copied at once: from `source` of a slot of the arena to `target` of a slot here."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's tensors lie. places: byte offset in a device slot and shape, by name (fused groups too)."""
+
+    places: dict[str, tuple[int, tuple[int, ...]]]
+    runs: tuple[Run, ...]
+    nbytes: int
+
+    def tensors(self, base: int) -> dict[str, Tensor]:
+        """All of them in the slot that begins at an address."""
+        return {name: Tensor(base + offset, shape) for name, (offset, shape) in self.places.items()}
+
+
+def placement(layout: Layout, rank: int) -> Placement:
+    """What `rank` reads of the arena's layout, without what other ranks read."""
+    slot = np.empty(layout.slot_bytes, np.uint8)  # never touched, so never in memory
+    base = slot.ctypes.data
+    size = ITEMSIZE[layout.manifest.dtype]
+    spans = {
+        name: (view.ctypes.data - base, view.size * size, view.shape)
+        for name, view in rank_views(layout, rank, slot).items()
+    }
+    runs: list[Run] = []
+    for start, nbytes, _ in sorted(spans.values(), key=lambda span: (span[0], -span[1])):
+        end = start + nbytes
+        last = runs[-1] if runs else None
+        if last is not None and start <= last.source + last.nbytes + _GAP:
+            runs[-1] = Run(last.source, last.target, max(last.nbytes, end - last.source))
+        else:
+            runs.append(Run(start, -(-(last.target + last.nbytes) // _ALIGN) * _ALIGN if last else 0, nbytes))
+    places = {}
+    for name, (start, _, shape) in spans.items():
+        run = next(run for run in reversed(runs) if run.source <= start)
+        places[name] = (run.target + start - run.source, shape)
+    return Placement(places, tuple(runs), runs[-1].target + runs[-1].nbytes)
+
+
+class DeviceSlots:
+    """The two slots. `stage` fills the one that is not bound; calls come from one thread at a time."""
+
+    def __init__(self, driver: Driver, where: Placement) -> None:
+        self._driver, self._where = driver, where
+        self._stream = driver.stream()
+        self.regions = [Region(driver, where.nbytes, "weights (one of two slots)") for _ in range(2)]
+        self.bound: int | None = None
+
+    def tensors(self, slot: int) -> dict[str, Tensor]:
+        """By name, in this slot."""
+        return self._where.tensors(self.regions[slot].address)
+
+    def stage(self, views: Mapping[str, Array]) -> int:
+        """Copy a version into the slot that is not bound, and wait until it is there; the slot's number.
+
+        views: of one slot of the arena, as `rank_views` makes them. Steps go on meanwhile.
+        """
+        self._driver.enter()
+        slot = 0 if self.bound is None else 1 - self.bound
+        region = self.regions[slot]
+        region.fill()
+        base = min(view.ctypes.data for view in views.values()) - self._where.runs[0].source
+        for run in self._where.runs:
+            self._driver.from_address(region.address + run.target, base + run.source, run.nbytes, self._stream)
+        self._driver.wait(self._stream)
+        return slot
+
+    def release(self) -> int:
+        """Give both slots' memory back to the device; bytes given back."""
+        self.bound = None
+        return sum(region.empty() for region in self.regions)
