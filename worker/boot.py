@@ -94,7 +94,7 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
         device = device_for(config.device)
         device.select(rank)
     world = _join(config, rank)
-    engine = _engine(config, hf_config, layout, world.tp_group, rank, device)
+    engine = _engine(config, hf_config, layout, world.tp_group, replica, rank, device)
     engine.allocate_kv()
     actions = Actions(
         engine,
@@ -176,7 +176,13 @@ def _join(config: WorkerConfig, rank: int) -> _World:
 
 
 def _engine(
-    config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, tp_group: Any, rank: int, device: Device | None
+    config: WorkerConfig,
+    hf_config: dict[str, Any],
+    layout: Layout,
+    tp_group: Any,
+    replica: int,
+    rank: int,
+    device: Device | None,
 ) -> Engine:
     if config.engine == "fake":
         from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
@@ -191,7 +197,7 @@ def _engine(
     if config.device == "gpu":
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 
-        return cast(Engine, GpuEngine(config, layout, rank))
+        return cast(Engine, GpuEngine(config, layout, replica, rank))
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
     return PaddleEngine(config, layout.manifest, tp_group, rank, device)

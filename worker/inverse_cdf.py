@@ -5,7 +5,7 @@ The uniform number is then looked up among the blocks of all rows together, and 
 weights are computed again because keeping every row's would cost more than they are worth.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,19 @@ class Drawn(NamedTuple):
     tokens: Int64
     logprobs: Float64
     finite: npt.NDArray[np.bool_]
+
+
+class Logits(Protocol):
+    """Rows of logits [L, vocab] of one step, wherever they are; rows that are asked for come as arrays."""
+
+    @overload
+    def __getitem__(self, rows: int) -> Float32: ...
+    @overload
+    def __getitem__(self, rows: slice) -> Float32: ...
+
+    def draw(self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64) -> Drawn:
+        """As `RowSampler.draw` does from an array."""
+        ...
 
 
 class RowSampler:

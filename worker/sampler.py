@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from worker.engine.base import Float32
-from worker.inverse_cdf import Float64, RowSampler, locate
+from worker.inverse_cdf import Float64, Logits, RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
@@ -83,8 +83,8 @@ class Sampler:
         self._scaled: Float32 = np.empty(vocab_size, np.float32)
         self._weights: Float32 = np.zeros((-(-vocab_size // _BLOCK), _BLOCK), np.float32)  # the padding stays 0
 
-    def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
-        """Draw a token for every pick from logits [L, vocab], which stay as they are."""
+    def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
+        """Draw a token for every pick from logits [L, vocab], which stay as they are; where they are, if that can be."""
         numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
         plain = [i for i, pick in enumerate(picks) if self._is_plain(pick)]
@@ -153,14 +153,14 @@ class Sampler:
             return False
         return not sampling.sampling_mask if greedy else not truncates(sampling, self._vocab)
 
-    def _sample_plain(self, logits: Float32, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
-        drawn = self._whole.draw(
-            logits,
+    def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
+        asked = (
             np.array([pick.row for pick in picks], np.int64),
             np.array([_inverse_temperature(pick.sampling) for pick in picks], np.float32),
             np.array([pick.sampling.temperature < _COLD for pick in picks], np.bool_),
             numbers,
         )
+        drawn = self._whole.draw(logits, *asked) if isinstance(logits, np.ndarray) else logits.draw(*asked)
         return [
             Draw(token, logprob) if finite else _BROKEN
             for token, logprob, finite in zip(

@@ -8,7 +8,16 @@ from worker.gpu.drawing import Drawing
 from worker.gpu.driver import CudaError, Driver, Module
 from worker.inverse_cdf import RowSampler
 
-MACROS = {"HEAD_DIM": 64, "HEADS": 1, "KV_HEADS": 1, "GROUP": 1, "HEADS_AT_ONCE": 1, "BLOCK": 16, "FP32": 1, "INTERLEAVED": 0}  # fmt: skip
+MACROS = {
+    "HEAD_DIM": 64,
+    "HEADS": 1,
+    "KV_HEADS": 1,
+    "GROUP": 1,
+    "HEADS_AT_ONCE": 1,
+    "BLOCK": 16,
+    "FP32": 1,
+    "INTERLEAVED": 0,
+}
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ import numpy as np
 from worker.engine.base import Float32, ForwardBatch
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
-from worker.gpu.drawing import Drawing, HostLogits, Logits
+from worker.gpu.drawing import Drawing, HostLogits
 from worker.gpu.driver import Driver, Handle, Module, Timer
 from worker.gpu.inputs import Inputs, StepInputs
 from worker.gpu.memory import Region
 from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Rows
 from worker.gpu.products import Choices, Shape, instances, tokens_padded
 from worker.gpu.weights import DeviceSlots, Tensor
+from worker.inverse_cdf import Logits
 from worker.models.decoder import hidden
 from worker.models.rope import rope_table
 from worker.models.spec import DecoderSpec
@@ -58,7 +59,7 @@ class GpuDecoder:
         library = CublasLt(driver, fp32=fp32)
         text, macros = kernels_for(spec, heads, self._weights[0], block_size, fp32=fp32)
         module = Module(driver, compiled(text, macros, driver.capability))
-        choices = Choices(driver, library, "float32" if fp32 else "bfloat16", multiprocessors, text)
+        choices = Choices(driver, library, multiprocessors, (text, fp32, spec.layers))
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
         block_bytes = heads.kv * block_size * heads.dim * self._element
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")

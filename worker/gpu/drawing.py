@@ -3,7 +3,7 @@
 The random numbers are the host's (random_streams.py), so a seed means the same as on a CPU.
 """
 
-from typing import Protocol, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,25 +14,6 @@ from worker.inverse_cdf import Drawn, Float64, Int64, RowSampler
 
 _PIECE = 256
 _DRAWN = np.dtype([("token", np.int32), ("logprob", np.float32), ("finite", np.int32), ("unused", np.int32)])
-
-
-class Logits(Protocol):
-    """Rows of logits [L, vocab] of one step."""
-
-    @overload
-    def __getitem__(self, rows: int) -> Float32: ...
-    @overload
-    def __getitem__(self, rows: slice) -> Float32: ...
-
-    def draw(
-        self,
-        rows: Int64,
-        inverse_temperature: Float32,
-        greedy: npt.NDArray[np.bool_],
-        numbers: Float64,
-    ) -> Drawn:
-        """As `RowSampler.draw` would from all of them."""
-        ...
 
 
 class HostLogits:

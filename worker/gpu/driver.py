@@ -40,7 +40,10 @@ class DeviceMemoryError(CudaError):
 
 
 class Driver:
-    """One CUDA device. Calls may come from any thread that has entered the context (`enter`)."""
+    """One CUDA device: number `ordinal` of those this process sees, counted round and round.
+
+    Calls may come from any thread that has entered the context (`enter`).
+    """
 
     def __init__(self, ordinal: int = 0) -> None:
         try:
@@ -50,13 +53,10 @@ class Driver:
         self.call("cuInit", 0)
         count = Int()
         self.call("cuDeviceGetCount", ctypes.byref(count))
-        if ordinal >= count.value:
-            raise CudaError(
-                f"this rank needs GPU {ordinal}, {count.value} are visible: see CUDA_VISIBLE_DEVICES, or serve fewer"
-                " ranks"
-            )
+        if not count.value:
+            raise CudaError("device gpu: no GPU is visible here; see nvidia-smi and CUDA_VISIBLE_DEVICES")
         self._device, self._context = Int(), Pointer()
-        self.call("cuDeviceGet", ctypes.byref(self._device), ordinal)
+        self.call("cuDeviceGet", ctypes.byref(self._device), ordinal % count.value)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
         self.enter()
 

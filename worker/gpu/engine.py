@@ -13,10 +13,10 @@ from worker.config import WorkerConfig
 from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, never
 from worker.engine.sizes import engine_spec
 from worker.gpu.backend import GpuDecoder
-from worker.gpu.drawing import Logits
 from worker.gpu.driver import Driver
 from worker.gpu.operations import Heads
 from worker.gpu.weights import DeviceSlots, placement
+from worker.inverse_cdf import Logits
 from worker.models import decoder_spec
 from worker.models.shard import shard_of
 
@@ -27,13 +27,13 @@ _KV_SHARE = 0.9
 
 
 class GpuEngine:
-    """One rank's model on the device numbered `rank` of those this process sees.
+    """One rank's model. Ranks take the devices they see in turn, replica by replica; more ranks than devices share.
 
     Raises ValueError when the checkpoint or the configuration asks for something that is not served here, CudaError
     when the device cannot.
     """
 
-    def __init__(self, config: WorkerConfig, layout: Layout, rank: int) -> None:
+    def __init__(self, config: WorkerConfig, layout: Layout, replica: int, rank: int) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
         if config.tp > 1:
@@ -43,7 +43,7 @@ class GpuEngine:
         self._shard = shard_of(model, layout.manifest, rank, config.tp)
         self._dtype = layout.manifest.dtype
         self.asked: Callable[[], bool] = never
-        self._driver = Driver(rank)
+        self._driver = Driver(replica * config.tp + rank)
         self._slots = DeviceSlots(self._driver, placement(layout, rank))
         heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
         spec = engine_spec(config, hf_config, model.max_positions)

@@ -59,26 +59,27 @@ def one_row_threads(shape: Shape, multiprocessors: int) -> list[int]:
 
 
 class Choices:
-    """Ways by (shape, rows), timed once for a device, its driver and its library."""
+    """Ways by (shape, rows), timed once for a device, its driver, its library and a model.
 
-    def __init__(self, driver: Driver, library: CublasLt, dtype: str, multiprocessors: int, kernels: str) -> None:
+    model: what else matters; of few layers, caches hold all weights, and what is fastest then is not with many.
+    """
+
+    def __init__(self, driver: Driver, library: CublasLt, multiprocessors: int, model: object) -> None:
         self._library, self._multiprocessors = library, multiprocessors
-        made_of = repr(
-            (driver.name, driver.version, library.version, dtype, xxhash.xxh3_64_hexdigest(kernels.encode()))
-        )
+        made_of = repr((driver.name, driver.version, library.version, model))
         self._path = cache_folder() / f"products-{xxhash.xxh3_64_hexdigest(made_of.encode())}.json"
         self._ways: dict[str, str] = self._read()
         self._fresh = False
 
     def way(self, shape: Shape, tokens: int) -> str:
         """The way chosen, or the library's first proposal where nothing was timed."""
-        return self._ways.get(_key(shape, tokens), "lt:0")
+        return self._ways.get(self._key(shape, tokens), "lt:0")
 
     def choose(
         self, shape: Shape, tokens: int, timer: Timer, run: Callable[[str], None], *, own: bool
     ) -> dict[str, float]:
         """Time every way (`run` launches all of one) unless it is known; milliseconds by way. own: own kernels too."""
-        key = _key(shape, tokens)
+        key = self._key(shape, tokens)
         if key in self._ways:
             return {}
         times: dict[str, float] = {}
@@ -99,6 +100,9 @@ class Choices:
         if self._fresh:
             keep(self._path, json.dumps({**self._read(), **self._ways}, indent=1).encode())
             self._fresh = False
+
+    def _key(self, shape: Shape, tokens: int) -> str:
+        return f"{shape.kind} {shape.n} {shape.k} {int(shape.normed)} {tokens}"
 
     def _candidates(self, shape: Shape, tokens: int, *, own: bool) -> list[str]:
         add, wide = shape.kind == "ADD", shape.kind in {"ADD", "WIDE"}
@@ -158,7 +162,3 @@ def _one(shape: Shape) -> str:
 
 def _few(shape: Shape, across: int, tiles: int) -> str:
     return f"few_{shape.kind}_{shape.k}_{across}_{tiles}"
-
-
-def _key(shape: Shape, tokens: int) -> str:
-    return f"{shape.kind} {shape.n} {shape.k} {int(shape.normed)} {tokens}"

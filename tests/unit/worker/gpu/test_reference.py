@@ -1,4 +1,4 @@
-"""The numpy operations that a device is compared with, against HF's logits; and the numbers a step sends to a device."""
+"""The numpy operations that a device is compared with, against HF's logits."""
 
 import numpy as np
 import pytest
