@@ -22,7 +22,7 @@ from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
 from worker.cpu import openmp
 from worker.cpu.tuning import tune
-from worker.device import Device, device_for
+from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
 from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
@@ -89,18 +89,16 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
     hf_config = read_config(config.model_dir)
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
-    device = None
     if config.engine == "paddle" and config.device == "cpu":
-        device = device_for(config.device)
-        device.select(rank)
+        select_cpu()
     world = _join(config, rank)
-    engine = _engine(config, hf_config, layout, world.tp_group, replica, rank, device)
+    engine = _engine(config, hf_config, layout, world.tp_group, replica, rank)
     engine.allocate_kv()
     actions = Actions(
         engine,
         lambda path: DynamicWeightManager(path, layout, rank, engine),
         world.groups,
-        device.release_cached if device else give_back_to_system,
+        give_back_to_system,
     )
     leader = None
     if rank:
@@ -182,7 +180,6 @@ def _engine(
     tp_group: Any,
     replica: int,
     rank: int,
-    device: Device | None,
 ) -> Engine:
     if config.engine == "fake":
         from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
@@ -200,7 +197,7 @@ def _engine(
         return cast(Engine, GpuEngine(config, layout, replica, rank))
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
-    return PaddleEngine(config, layout.manifest, tp_group, rank, device)
+    return PaddleEngine(config, layout.manifest, tp_group, rank)
 
 
 def _sampler(config: WorkerConfig, spec: EngineSpec) -> TokenSampler | None:

@@ -32,7 +32,7 @@ class WorkerConfig(BaseModel):
     tp: int = Field(default=1, ge=1, le=64)
     """Ranks that share one replica's matrices (tensor parallelism)."""
     device: Literal["cpu", "gpu"] = "cpu"
-    """gpu needs a CUDA build of Paddle 3.x."""
+    """gpu: NVIDIA's, with a driver of 580 or later and the `gpu` extra."""
     engine: Literal["paddle", "fake", "stand-in"] = "paddle"
     """fake serves no model; see `fake`. stand-in answers at once, for measuring what everything else costs."""
     fake: FakeEngineConfig = FakeEngineConfig()

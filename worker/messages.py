@@ -208,7 +208,7 @@ class Stats(Message, tag="stats", frozen=True):
     ranks: list[dict[str, Any]] = []  # pid, rss_bytes, private_bytes (without shared slots) per rank
     draining: bool = False  # admits nothing more and will exit
     released: tuple[Tag, ...] = ()  # what a `Clear` released and no `Reload` brought back
-    kernels: str = ""  # what computes the steps: "compiled", "onednn", "paddle"; "" = no model
+    kernels: str = ""  # what computes the steps: "compiled", "onednn", "paddle", "cuda"; "" = no model
     kernels_why: str = ""  # why not the fastest that a CPU has
 
 

@@ -84,7 +84,7 @@ class Sampler:
         self._weights: Float32 = np.zeros((-(-vocab_size // _BLOCK), _BLOCK), np.float32)  # the padding stays 0
 
     def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
-        """Draw a token for every pick from logits [L, vocab], which stay as they are; where they are, if that can be."""
+        """Draw a token for every pick from logits [L, vocab], which stay as they are."""
         numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
         plain = [i for i, pick in enumerate(picks) if self._is_plain(pick)]

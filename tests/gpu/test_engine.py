@@ -1,4 +1,4 @@
-"""The engine on a device: against HF's logits in float32, against the numpy reference in bfloat16, in every kind of step."""
+"""The engine on a device: HF's logits in float32, the numpy reference's in bfloat16, in every kind of step."""
 
 import numpy as np
 import pytest

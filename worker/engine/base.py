@@ -75,8 +75,8 @@ PLAIN_TOKENS = 1024
 @dataclass(frozen=True)
 class Kernels:
     """What computes the steps. name: "compiled" (oneDNN, and between its products C compiled for this machine: full
-    speed), "onednn" (without a C compiler: half of it), "paddle" (Paddle's own, float32), "" (nothing of a model).
-    why: what keeps a CPU from the first.
+    speed), "onednn" (without a C compiler: half of it), "paddle" (Paddle's own, float32), "cuda" (a GPU's own), ""
+    (nothing of a model). why: what keeps a CPU from the first.
     """
 
     name: str = ""

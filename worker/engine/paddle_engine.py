@@ -12,7 +12,6 @@ import xxhash
 
 from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.config import WorkerConfig
-from worker.device import Device, device_for
 from worker.engine.base import PLAIN_TOKENS, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.memory import memory_of_machine
@@ -34,9 +33,7 @@ class PaddleEngine:
     Raises ValueError when the checkpoint's config asks for something that is not served.
     """
 
-    def __init__(
-        self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int, device: Device | None = None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
         drafts = config.speculative == "mtp"
@@ -59,8 +56,7 @@ class PaddleEngine:
             self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
             kernels = self._backend.kernels
         else:
-            place = device or device_for(config.device)
-            self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, place, drafts=drafts)
+            self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, drafts=drafts)
             kernels = Kernels("paddle", reason)
             if manifest.dtype != "float32":
                 log.warning("weights are cast to float32: %s", reason)

@@ -6,8 +6,10 @@ and whatever decodes beside them) is launched kernel by kernel, which costs the 
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from worker.engine.base import Float32, ForwardBatch
 from worker.gpu.compiler import compiled, source
@@ -50,9 +52,10 @@ class GpuDecoder:
         sizes: Sequence[int] | None = None,
     ) -> None:
         _require_sizes(spec, heads, slots.tensors(0))
-        self._driver, self._spec, self._heads, self._slots, self._fp32 = driver, spec, heads, slots, fp32
+        self._driver, self.spec, self.heads, self._slots, self._fp32 = driver, spec, heads, slots, fp32
+        self.max_len, self.block_size, self.num_blocks = max_len, block_size, num_blocks
         self._weights = [collect(spec, slots.tensors(slot)) for slot in (0, 1)]
-        self._stream, self._element = driver.stream(urgent=True), 4 if fp32 else 2
+        self._stream, self.element = driver.stream(urgent=True), 4 if fp32 else 2
         self._vocab = self._weights[0].head.shape[0]
         self._most_logits = -(-max(max_batch, _ROW_PADDING) // _ROW_PADDING) * _ROW_PADDING
         multiprocessors = driver.attribute(16)
@@ -61,7 +64,7 @@ class GpuDecoder:
         module = Module(driver, compiled(text, macros, driver.capability))
         choices = Choices(driver, library, multiprocessors, (text, fp32, spec.layers))
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
-        block_bytes = heads.kv * block_size * heads.dim * self._element
+        block_bytes = heads.kv * block_size * heads.dim * self.element
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
         self._inputs = Inputs(driver, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
         self._buffers = self._allocate(tokens_padded(max_tokens), multiprocessors)
@@ -69,6 +72,7 @@ class GpuDecoder:
         self.operations = Operations(self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32)
         self.drawing = Drawing(driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits)
         self._sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
+        self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
 
     def prepare_graphs(self) -> None:
@@ -92,7 +96,7 @@ class GpuDecoder:
         return self._kv.empty()
 
     def forward(self, batch: ForwardBatch) -> Logits:
-        """Launch a step; the logits [L, vocab] stay on the device until somebody asks for rows. One step at a time."""
+        """One step. Logits [L, vocab] stay on the device until somebody asks for rows; the next step reuses them."""
         count = len(batch.logits_rows)
         if self.is_decode(batch):
             self.decode(batch)
@@ -102,7 +106,36 @@ class GpuDecoder:
             x = self.ragged(batch)
             if count:
                 self._head(x, 0, count)
+        self._driver.wait(self._stream)
         return self.drawing.logits(count)
+
+    @property
+    def device_name(self) -> str:
+        """As NVIDIA spells it."""
+        return self._driver.name
+
+    def tensors(self, slot: int) -> dict[str, Tensor]:
+        """Weights by name, in this slot."""
+        return self._slots.tensors(slot)
+
+    def put(self, address: int, values: npt.NDArray[Any]) -> None:
+        """Write to the device's memory, before it serves."""
+        self._driver.to_device(address, np.ascontiguousarray(values), self._stream)
+        self._driver.wait(self._stream)
+
+    def trial(self, batch: ForwardBatch, spec: DecoderSpec, weights: Weights[Tensor]) -> Float32:
+        """Logits [L, rows of the head] of other weights than those that are bound, before it serves."""
+        count = len(batch.token_ids)
+        if (batch.query_lens == 1).all():
+            step = self._inputs.decode(batch, self._size(count), self._stream)
+        else:
+            step = self._inputs.ragged(batch, tokens_padded(count), self._tile, self._stream)
+        self.operations.begin(step)
+        self.operations.logits(hidden(self.operations, spec, weights), weights.norm, weights.head, step.wanted)
+        found = np.empty((len(batch.logits_rows), weights.head.shape[0]), np.float32)
+        self._driver.to_host(found, self._buffers.logits, self._stream)
+        self._driver.wait(self._stream)
+        return found
 
     def is_decode(self, batch: ForwardBatch) -> bool:
         """One token for each of not too many sequences, and the logits of all."""
@@ -113,7 +146,7 @@ class GpuDecoder:
         """Launch one graph; logits are in the buffer when the stream is through."""
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
-        size = next(size for size in self._sizes if size >= len(batch.token_ids))
+        size = self._size(len(batch.token_ids))
         graph = self._graph(slot, size)
         step = self._inputs.decode(batch, size, self._stream)
         if step.copies:
@@ -125,12 +158,14 @@ class GpuDecoder:
         """Launch any step up to the last layer's residual stream."""
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
-        tile = 0 if self._fp32 else self._heads.tile_tokens
-        step = self._inputs.ragged(batch, tokens_padded(len(batch.token_ids)), tile, self._stream)
+        step = self._inputs.ragged(batch, tokens_padded(len(batch.token_ids)), self._tile, self._stream)
         if step.copies:
             self.operations.copy_blocks(step.copies)
         self.operations.begin(step)
-        return hidden(self.operations, self._spec, self._weights[slot])
+        return hidden(self.operations, self.spec, self._weights[slot])
+
+    def _size(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
 
     def _in_parts(self, x: Rows, count: int) -> Float32:
         """More rows than the logits' buffer has: many prompts being scored."""
@@ -157,7 +192,7 @@ class GpuDecoder:
     def _record(self, slot: int, size: int) -> None:
         weights = self._weights[slot]
         self.operations.begin(self._inputs.fixed(size))
-        x = hidden(self.operations, self._spec, weights)
+        x = hidden(self.operations, self.spec, weights)
         self.operations.logits(x, weights.norm, weights.head)
 
     def _choose(self, tokens: int) -> None:
@@ -197,8 +232,8 @@ class GpuDecoder:
         return run
 
     def _allocate(self, tokens: int, multiprocessors: int) -> Buffers:
-        weights, heads, element = self._weights[0], self._heads, self._element
-        width = self._spec.hidden_size
+        weights, heads, element = self._weights[0], self.heads, self.element
+        width = self.spec.hidden_size
         inner = max((_inner(layer.mlp) for layer in weights.layers), default=0)
         rows = -(-tokens // _ROW_PADDING) * _ROW_PADDING
 
@@ -209,7 +244,7 @@ class GpuDecoder:
             self._driver.fill(address, count * columns * size, 0, self._stream)
             return address
 
-        moe = next((moe for moe in self._spec.moe if moe is not None), None)
+        moe = next((moe for moe in self.spec.moe if moe is not None), None)
         pairs, experts = (rows * moe.top_k, moe.experts) if moe else (0, 0)
         expert_inner = max((_expert_inner(layer.mlp, experts) for layer in weights.layers), default=0)
         return Buffers(
@@ -232,7 +267,7 @@ class GpuDecoder:
         )
 
     def _angles(self, length: int) -> int:
-        cos, sin = rope_table(self._spec.rope, length)
+        cos, sin = rope_table(self.spec.rope, length)
         table = np.ascontiguousarray(np.stack((cos, sin), axis=-1), np.float32)
         address = self._driver.allocate(table.nbytes, "rotary angles")
         self._driver.to_device(address, table, self._stream)

@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from weight_manager.manifest import ITEMSIZE, Layout
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, never
+from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import Driver
 from worker.gpu.operations import Heads
+from worker.gpu.self_test import require_right
 from worker.gpu.weights import DeviceSlots, placement
 from worker.inverse_cdf import Logits
 from worker.models import decoder_spec
@@ -52,7 +53,7 @@ class GpuEngine:
         if config.num_blocks is None:
             block = 2 * model.layers * heads.kv * heads.dim * config.block_size * ITEMSIZE[self._dtype]
             spec = replace(spec, num_blocks=self._that_fit(spec, block))
-        self.spec: EngineSpec = spec
+        self.spec: EngineSpec = replace(spec, kernels=Kernels("cuda"))
         self._decoder = GpuDecoder(
             self._driver,
             model,
@@ -67,6 +68,7 @@ class GpuEngine:
         )
         self._decoder.allocate_kv()
         self._decoder.prepare_graphs()
+        require_right(self._decoder)
         log.info("computing on %s in %s", self._driver.name, self._dtype)
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:

@@ -1,14 +1,13 @@
 """A decoder on Paddle tensors: the form that runs everywhere, and the one the others are checked against."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 
-from worker.device import Device
+from worker.device import tensors_over
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import draft_hidden, hidden
 from worker.models.kv_blocks import slots_before
@@ -18,42 +17,26 @@ from worker.models.spec import DecoderSpec
 from worker.models.weights import Weights, collect
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Weights that may still be on their way to the device."""
-
-    weights: Weights[Any]
-    wait: Callable[[], None]
-
-
 class PaddleBackend:
     """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1. drafts: whether
     the drafting layer is used.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, device: Device, *, drafts: bool = False
-    ) -> None:
-        self._spec, self._shard, self._group, self._device = spec, shard, group, device
+    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, *, drafts: bool = False) -> None:
+        self._spec, self._shard, self._group = spec, shard, group
         self._drafts = drafts
         self._states: Any = None  # [num_blocks, block_size * hidden], the hidden state after each token
         self._ops = PaddleOps(spec, shard, group, max_len)
         self._x: Any = None
         self._weights: Weights[Any] | None = None
 
-    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Prepared:
-        """Tensors over the views, without a copy in float32 on a CPU."""
-        upload = self._device.upload(views)
-        return Prepared(collect(self._spec, upload.tensors), upload.wait)
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Weights[Any]:
+        """Tensors over the views, without a copy in float32."""
+        return collect(self._spec, tensors_over(views))
 
-    def bind(self, prepared: Prepared | None) -> None:
+    def bind(self, prepared: Weights[Any] | None) -> None:
         """One reference changes hands."""
-        if prepared is None:
-            self._device.forget()
-            self._weights = None
-        else:
-            prepared.wait()
-            self._weights = prepared.weights
+        self._weights = prepared
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""
