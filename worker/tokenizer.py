@@ -7,6 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from weight_manager.checkpoint import POINTER, is_pointer
 from worker import conversation
 from worker.chat_template import Rendering
 from worker.detokenizer import Detokenizer, TextStream
@@ -47,7 +48,7 @@ class Tokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path} {POINTER}" if is_pointer(path) else f"{path}: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
         config = read_object(model_dir / "tokenizer_config.json")

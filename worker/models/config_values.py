@@ -7,7 +7,7 @@ from typing import Any
 
 
 def number(values: Mapping[str, Any], key: str, default: float, *, where: str = "") -> float:
-    """A finite number; one that was written as a string has one meaning too. where: in which object of config.json it is.
+    """A finite number; one that was written as a string has one meaning too. where: the object of config.json it is in.
 
     Raises ValueError for null: that the key is there says that the default is not meant.
     """

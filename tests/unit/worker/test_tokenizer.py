@@ -158,6 +158,14 @@ def test_bad_files_say_which(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str) -> None:
+    _save(tmp_path, _byte_level())
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
+        Tokenizer.load(tmp_path)
+
+
 def test_lone_surrogates_are_an_error_of_the_text(tmp_path: Path) -> None:
     with pytest.raises(UnicodeError):
         Tokenizer.load(_save(tmp_path, _byte_level())).encode("\ud800")
