@@ -101,10 +101,6 @@ REFUSED: dict[str, Refused] = {
     ),
     **_all("prompts of several items are not scored; send one prompt each", "multi_item_delimiter_indices"),
     **_all("nothing is read out at positions of the prompt; use logprob_start_len", "token_indices_to_pool"),
-    **_all(
-        "logprobs of chosen ids are not reported; use the most likely ones, or score with prompt logprobs",
-        *("logprob_token_ids", "token_ids_logprob"),
-    ),
     **_all("words are banned on routes of vLLM only; use logit_bias on their tokens", "bad_words"),
     **_all("prompts are cut on /v1/completions and /v1/chat/completions only", "truncate_prompt_tokens"),
     **_all("hidden states are not reported", "return_hidden_states"),

@@ -193,6 +193,7 @@ class Generations:
                     code=TOO_LONG,
                 )
         model.check_ids(list(sampling.logit_bias), "logit_bias")
+        model.check_ids(sampling.logprob_token_ids, "logprob_token_ids")
         if sampling.allowed_token_ids is not None:
             if not sampling.allowed_token_ids:
                 raise BadInput("allowed_token_ids is empty: nothing could be sampled")

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Job
 from api.model import Model
@@ -24,6 +25,7 @@ class Wanted:
     top_n: int
     texts: bool
     cache_salt: str = ""
+    ids: tuple[int, ...] = ()
 
     @property
     def text_options(self) -> TextOptions:
@@ -36,7 +38,13 @@ class Wanted:
         """As the worker wants it."""
         of_prompt = self.logprobs and 0 <= self.logprobs_from < prompt_tokens
         top_n = self.top_n if self.logprobs else 0
-        return self.sampling.params(top_n=top_n, prompt_logprobs=top_n if of_prompt else None)
+        ids = list(self.ids) if self.logprobs else []
+        if ids and (top_n or of_prompt):
+            raise BadInput(
+                "token_ids_logprob: of output tokens only, and not with top_logprobs_num; ask for one of them",
+                param="token_ids_logprob",
+            )
+        return self.sampling.params(top_n=top_n, prompt_logprobs=top_n if of_prompt else None, ids=ids)
 
 
 class TextSoFar:
@@ -104,6 +112,9 @@ def _logprobs(wanted: Wanted, sample: Sample, first: Sample, prompt: list[int], 
         "output_token_logprobs": [entry(p, i) for p, i in zip(sample.logprobs, sample.token_ids, strict=True)],
         "input_token_logprobs": [],
     }
+    if wanted.ids:
+        asked = [dict(top) for top in sample.top]
+        made["output_token_ids_logprobs"] = [[entry(of[i], i) for i in wanted.ids] for of in asked]
     if wanted.top_n:
         made["output_top_logprobs"] = [[entry(p, i) for i, p in top] for top in sample.top]
         made["input_top_logprobs"] = []

@@ -33,7 +33,7 @@ def refusal(g: Generate, spec: EngineSpec, context: int, *, has_text: bool) -> s
     """Why this request cannot run at all, or "". context: most tokens a sequence may have. has_text: a tokenizer."""
     sampling = g.sampling
     ids = [*g.prompt_ids, *sampling.logit_bias, *(sampling.allowed_token_ids or [])]
-    ids += [i for word in sampling.bad_words for i in word]
+    ids += [*sampling.logprob_token_ids, *(i for word in sampling.bad_words for i in word)]
     if not all(sampling.bad_words):
         return "a bad word has no tokens"
     if not g.prompt_ids:

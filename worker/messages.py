@@ -41,8 +41,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int = 0  # how many top alternatives beside the sampled token's own logprob
+    logprob_token_ids: list[int] = []  # report these instead of the top ones, after the sampled token itself
     prompt_logprobs: int | None = None  # None = none; N = each prompt token's own and top N
     sampling_mask: bool = False  # report the ids that top-k/top-p/min-p left open, per token
+
+    @property
+    def reports_others(self) -> bool:
+        """Whether logprobs of other ids than the sampled one are wanted."""
+        return bool(self.logprobs or self.logprob_token_ids)
 
 
 class Generate(Message, tag="generate", frozen=True):
@@ -145,7 +151,7 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int]
     logprobs: list[float]  # finite; of the distribution sampled from
     spans: list[Span]  # over the whole output so far, [0, n) without gaps; one of [0, 0) when empty
-    top: list[list[tuple[int, float]]] = []  # per token: (id, logprob), best first
+    top: list[list[tuple[int, float]]] = []  # per token: (id, logprob), best first, or as logprob_token_ids says
     ranks: list[int] = []  # per token: rank of the sampled id, 1 = most likely (only with top)
     masks: list[list[int]] = []  # per token: ids left open (sampling_mask); [] = nothing was cut
     finish: FinishReason | None = None

@@ -22,6 +22,8 @@ LogprobsMode = Literal["processed", "raw"]
 
 _COLD = 1e-5
 """A temperature below this is greedy; dividing by it would leave float32."""
+_MASKED = -9999.0
+"""Logprob of an id that was asked for and cannot be sampled: JSON has no infinity, and vLLM's clients know this one."""
 _BLOCK = 256
 
 
@@ -149,7 +151,7 @@ class Sampler:
         """Nothing but a temperature: the row needs no pass of its own."""
         sampling = pick.sampling
         greedy = sampling.temperature < _COLD
-        if sampling.logprobs or pick.edits.active or (self._raw and not greedy and sampling.temperature != 1.0):
+        if sampling.reports_others or pick.edits.active or (self._raw and not greedy and sampling.temperature != 1.0):
             return False
         return not sampling.sampling_mask if greedy else not truncates(sampling, self._vocab)
 
@@ -226,7 +228,11 @@ class Sampler:
         shown, norm = (row, _log_sum(row)) if self._raw else (scaled, float(np.log(spread.total)))
         mask = spread.ids.tolist() if sampling.sampling_mask and spread.ids is not None else []
         draw = Draw(token, _logprob(shown, token, norm), mask=mask)
-        if sampling.logprobs:
+        if sampling.logprob_token_ids:
+            ids = dict.fromkeys((token, *sampling.logprob_token_ids))
+            top = [(i, max(_MASKED, _logprob(shown, i, norm))) for i in ids]
+            draw = draw._replace(top=top, rank=_rank(shown, token))
+        elif sampling.logprobs:
             top = [(int(i), _logprob(shown, int(i), norm)) for i in largest(shown, sampling.logprobs)]
             draw = draw._replace(top=top, rank=_rank(shown, token))
         return draw

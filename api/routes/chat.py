@@ -153,7 +153,9 @@ class _Writer:
             "weight_versions": self.service.versions.spans(part.spans),
         }
         if self.body.logprobs:
-            choice["logprobs"] = shapes.chat(part, self.names, self.body.top_logprobs or 0)
+            asked = self.body.logprob_token_ids
+            top_n = len(asked) + 1 if asked else self.body.top_logprobs or 0
+            choice["logprobs"] = shapes.chat(part, self.names, top_n)
         if self.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice

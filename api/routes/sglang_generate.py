@@ -98,6 +98,7 @@ def _wanted(body: SglangGenerate, i: int, count: int) -> Wanted:
         top_n=pick(body.top_logprobs_num, 0),
         texts=bool(body.return_text_in_logprobs),
         cache_salt=pick(body.cache_salt, ""),
+        ids=tuple(body.token_ids_logprob or ()),
     )
 
 

@@ -32,9 +32,11 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
     service.model.check_name(body.model)
     wanted = body.sampling_params
     top_n = MAX_TOP if wanted.logprobs == -1 else wanted.logprobs or 0
+    if wanted.logprob_token_ids:
+        top_n = len(wanted.logprob_token_ids) + 1
     params = wanted.params(
         # Ranks come with alternatives only, and an entry has its rank.
-        logprobs=max(1, top_n) if wanted.logprobs is not None else 0,
+        logprobs=max(1, top_n) if wanted.logprobs is not None and not wanted.logprob_token_ids else 0,
         sampling_mask=bool(wanted.sampling_mask),
         bad_words=await banned(wanted.bad_words, service.model),
     )
@@ -81,7 +83,7 @@ def _choice(part: Sample | Chunk, body: TokenRequest, service: Service, top_n: i
         "token_ids": part.token_ids,
         "finish_reason": part.finish,
         "stop_reason": part.stop_reason,
-        "logprobs": shapes.by_id(part, top_n) if wanted.logprobs is not None else None,
+        "logprobs": shapes.by_id(part, top_n) if wanted.logprobs is not None or wanted.logprob_token_ids else None,
         "sampling_mask": part.masks if wanted.sampling_mask else None,
         "weight_version": service.versions.newest(part.spans),
         "weight_versions": service.versions.spans(part.spans),

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's routes, with vLLM's extras."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
@@ -112,6 +112,12 @@ class CompletionRequest(Scheduling, VllmSampling, Truncation):
     return_tokens_as_token_ids: bool | None = False
     stream_options: StreamOptions | None = None
 
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> Self:
+        if self.logprob_token_ids and self.logprobs is None:
+            raise ValueError("logprob_token_ids: logprobs must be a number with them")
+        return self
+
 
 class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     """/v1/chat/completions."""
@@ -128,6 +134,12 @@ class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> Self:
+        if self.logprob_token_ids and not self.logprobs:
+            raise ValueError("logprob_token_ids: logprobs must be true with them")
+        return self
 
     @model_validator(mode="before")
     @classmethod

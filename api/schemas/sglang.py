@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from api.schemas.base import (
+    MAX_BIASED,
     MAX_SEQUENCES,
     Asked,
     Count,
@@ -56,7 +57,7 @@ class SglangSampling(Asked):
     logit_bias: LogitBias | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
 
-    def params(self, *, top_n: int, prompt_logprobs: int | None) -> SamplingParams:
+    def params(self, *, top_n: int, prompt_logprobs: int | None, ids: list[int]) -> SamplingParams:
         """As the worker wants it."""
         return SamplingParams(
             n=self.n or 1,
@@ -75,6 +76,7 @@ class SglangSampling(Asked):
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=bool(self.ignore_eos),
             logprobs=top_n,
+            logprob_token_ids=ids,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -89,6 +91,8 @@ class SglangGenerate(Asked):
     logprob_start_len: From | Annotated[list[From], PerPrompt] | None = -1
     """From which prompt token on logprobs are wanted; -1 = only those of the output."""
     top_logprobs_num: TopN | Annotated[list[TopN], PerPrompt] | None = 0
+    token_ids_logprob: Annotated[Ids, Field(max_length=MAX_BIASED)] | None = None
+    """Ids whose logprobs are reported for every output token; not with top_logprobs_num, nor of prompts."""
     return_text_in_logprobs: bool | None = False
     stream: bool | None = False
     rid: Rid | Annotated[list[Rid], PerPrompt] | None = None
@@ -144,6 +148,7 @@ class MetaInfo(Lenient):
     weight_versions: list[VersionSpan]
     e2e_latency: float
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+    output_token_ids_logprobs: list[list[tuple[float, int, str | None]]] | None = None
     output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
     input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     input_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None

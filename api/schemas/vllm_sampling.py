@@ -5,6 +5,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from api.schemas.base import (
+    MAX_BIASED,
     Asked,
     Count,
     Finite,
@@ -61,6 +62,8 @@ class VllmSampling(Asked):
     allowed_token_ids: Ids | None = None
     bad_words: Texts | None = None
     """Words that do not come out in the tokens that the tokenizer spells them with."""
+    logprob_token_ids: Annotated[Ids, Field(max_length=MAX_BIASED)] | None = None
+    """With logprobs: report these ids instead of the most likely ones."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
 
     def params(
@@ -96,6 +99,7 @@ class VllmSampling(Asked):
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            logprob_token_ids=self.logprob_token_ids or [],
             prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
             sampling_mask=sampling_mask,
         )

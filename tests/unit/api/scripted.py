@@ -195,8 +195,8 @@ class ScriptedReplica:
                 ids,
                 [-0.5] * len(ids),
                 self._spans(made),
-                top=[[(i, -0.5), (0, -2.0)] for i in ids] if g.sampling.logprobs else [],
-                ranks=[1] * len(ids) if g.sampling.logprobs else [],
+                top=[_top(i, g) for i in ids] if g.sampling.reports_others else [],
+                ranks=[1] * len(ids) if g.sampling.reports_others else [],
                 finish=finish,
                 stop_reason=self.stop_reason if finish == "stop" else None,
                 prompt_logprobs=[[(i, -1.0, 1)] for i in g.prompt_ids[1:]]
@@ -228,6 +228,10 @@ class ScriptedReplica:
             kernels="onednn",
             kernels_why="no C compiler",
         )
+
+
+def _top(token: int, g: Generate) -> list[tuple[int, float]]:
+    return [(token, -0.5), *((i, -2.0) for i in g.sampling.logprob_token_ids or [0] if i != token)]
 
 
 class ScriptedStore:

@@ -265,3 +265,17 @@ def profile() -> Callable[[int], float]:
 def test_a_large_vocabulary_costs_little_per_row(profile: Callable[[int], float]) -> None:
     """About 0.1 ms of one core for a row of 49152; a sort or a second copy of the batch would be several times that."""
     assert profile(64) < 0.030
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 3}], ids=str)
+def test_logprobs_of_chosen_ids_come_after_the_sampled_one(fields: dict[str, Any]) -> None:
+    logits = _logits(1)
+    plain = Sampler(VOCAB).sample(logits, [_pick(0, **fields)])[0]
+    pick = _pick(0, logprob_token_ids=[9, 4, 9, 7], allowed_token_ids=[*range(5), *range(8, VOCAB)], **fields)
+    draw = Sampler(VOCAB).sample(logits, [pick])[0]
+    expected = _processed(logits[0], pick)
+    assert [i for i, _ in draw.top] == list(dict.fromkeys([draw.token, 9, 4, 7]))
+    for token_id, logprob in draw.top:
+        assert logprob == pytest.approx(-9999.0 if token_id == 7 else expected[token_id], abs=1e-5)
+    assert draw.rank >= 1
+    assert not plain.top
