@@ -42,8 +42,9 @@ async def test_requests_count_from_their_start_to_their_end(client, replicas, un
     assert await asked(client, path) == [(0, 0, 0), (0, 0, 0)]
 
 
-async def test_a_replica_in_a_long_step_is_not_waited_for(client, service, replicas, until):
+async def test_a_replica_in_a_long_step_is_not_waited_for(client, service, replicas, until, monkeypatch):
     """What was sent to it since it spoke last counts as waiting."""
+    monkeypatch.setattr(loads, "LIVE_S", 1.0)
     silence = asyncio.Event()
     replicas[0].waits[GetStats] = silence
     clock = asyncio.get_running_loop().time
@@ -52,7 +53,7 @@ async def test_a_replica_in_a_long_step_is_not_waited_for(client, service, repli
     tasks = [generated(client) for _ in range(2)]
     await until(lambda: len(service.fleet.flights) == 2)
     assert (await first)[0] == (0, 1, 1)
-    assert clock() - began < loads.LIVE_S + 0.5
+    assert clock() - began < loads.LIVE_S + 4
     silence.set()
     for replica in replicas:
         for _ in range(6):
