@@ -34,33 +34,8 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
     """Answer a conversation. Token ids are exactly the sampled ones."""
-    service.model.check_name(body.model)
-    text = await service.model.chat_text(body.messages, **body.template_options())
-    ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
-    (ids,) = await truncated(
-        [ids],
-        service.model,
-        body.truncate_prompt_tokens,
-        body.truncation_side,
-        special=body.add_special_tokens,
-    )
-    ask = Ask(
-        prompts=[ids],
-        sampling=body.params(
-            logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
-            max_tokens=body.max_completion_tokens,
-            bad_words=await banned(body.bad_words, service.model),
-        ),
-        request_id=body.request_id or body.rid or "",
-        stream=bool(body.stream),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        session=body.session_id or x_session_id,
-        min_version=body.min_weight_version,
-        version_timeout_s=body.version_timeout_s,
-        max_staleness=body.max_staleness,
-        may_cut=body.max_tokens is None and body.max_completion_tokens is None,
-    )
+    ask = await asked(body, service, session=body.session_id or x_session_id)
+    (ids,) = ask.prompts
     writer = _Writer(body, service, ids, ask)
     if body.stream:
         return EventStream(writer.stream(), lambda: live_header(service))
@@ -71,6 +46,37 @@ async def chat_completions(
         return whole_reply | {"usage": usage([ids], samples)} | writer.prompt(samples[0][0])
 
     return await replied(samples, reply)
+
+
+async def asked(body: ChatRequest, service: Service, *, session: str = "") -> Ask:
+    """What a body asks for: one prompt, as the template writes the conversation. Raises BadInput, NotFound."""
+    service.model.check_name(body.model)
+    text = await service.model.chat_text(body.messages, **body.template_options())
+    ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
+    (ids,) = await truncated(
+        [ids],
+        service.model,
+        body.truncate_prompt_tokens,
+        body.truncation_side,
+        special=body.add_special_tokens,
+    )
+    return Ask(
+        prompts=[ids],
+        sampling=body.params(
+            logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+            max_tokens=body.max_completion_tokens,
+            bad_words=await banned(body.bad_words, service.model),
+        ),
+        request_id=body.request_id or body.rid or "",
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        session=session,
+        min_version=body.min_weight_version,
+        version_timeout_s=body.version_timeout_s,
+        max_staleness=body.max_staleness,
+        may_cut=body.max_tokens is None and body.max_completion_tokens is None,
+    )
 
 
 @dataclass

@@ -34,34 +34,8 @@ async def completions(
     body: CompletionRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
     """Continue prompts; choices come prompt by prompt. Token ids are exactly the sampled ones."""
-    service.model.check_name(body.model)
-    prompts = await prompt_ids(body.prompt, service.model, add_special_tokens=body.add_special_tokens)
-    prompts = await truncated(
-        prompts,
-        service.model,
-        body.truncate_prompt_tokens,
-        body.truncation_side,
-        special=body.add_special_tokens and _is_text(body.prompt),
-    )
-    echo_logprobs = body.logprobs if body.echo else None
-    ask = Ask(
-        prompts=prompts,
-        sampling=body.params(
-            logprobs=body.logprobs or 0,
-            bad_words=await banned(body.bad_words, service.model),
-            max_tokens=COMPLETION_TOKENS if body.max_tokens is None else None,
-            prompt_logprobs=body.prompt_logprobs if body.prompt_logprobs is not None else echo_logprobs,
-        ),
-        request_id=body.request_id or body.rid or "",
-        stream=bool(body.stream),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        session=body.session_id or x_session_id,
-        min_version=body.min_weight_version,
-        version_timeout_s=body.version_timeout_s,
-        max_staleness=body.max_staleness,
-        may_cut=body.max_tokens is None,
-    )
+    ask = await asked(body, service, session=body.session_id or x_session_id)
+    prompts = ask.prompts
     writer = _Writer(body, service, prompts, ask)
     if body.stream:
         return EventStream(writer.stream(), lambda: live_header(service))
@@ -76,6 +50,38 @@ async def completions(
 
 def _is_text(prompt: Any) -> bool:
     return isinstance(prompt, str) or isinstance(prompt[0], str)
+
+
+async def asked(body: CompletionRequest, service: Service, *, session: str = "") -> Ask:
+    """What a body asks for: as many prompts as it has. Raises BadInput, NotFound."""
+    service.model.check_name(body.model)
+    prompts = await prompt_ids(body.prompt, service.model, add_special_tokens=body.add_special_tokens)
+    prompts = await truncated(
+        prompts,
+        service.model,
+        body.truncate_prompt_tokens,
+        body.truncation_side,
+        special=body.add_special_tokens and _is_text(body.prompt),
+    )
+    echo_logprobs = body.logprobs if body.echo else None
+    return Ask(
+        prompts=prompts,
+        sampling=body.params(
+            logprobs=body.logprobs or 0,
+            bad_words=await banned(body.bad_words, service.model),
+            max_tokens=COMPLETION_TOKENS if body.max_tokens is None else None,
+            prompt_logprobs=body.prompt_logprobs if body.prompt_logprobs is not None else echo_logprobs,
+        ),
+        request_id=body.request_id or body.rid or "",
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        session=session,
+        min_version=body.min_weight_version,
+        version_timeout_s=body.version_timeout_s,
+        max_staleness=body.max_staleness,
+        may_cut=body.max_tokens is None,
+    )
 
 
 @dataclass
