@@ -1,6 +1,8 @@
-"""No torn weights: every token of every response is derived again from the version its span claims.
+"""No torn weights: every token of every response is derived again from what its spans claim, and from nothing else.
 
-Under all four policies, on one rank and on two. `REPLAY_PUSHES=200` makes it the long proof.
+Under all four policies, on one rank and on two; and with everything at once that makes a sequence begin anew. The KV
+cache is small, so that sequences are preempted, and steps are, so that an update finds them computed again in part.
+`REPLAY_PUSHES=200` makes it the long proof.
 
 Two very different checkpoints take turns under load. The derivation is an independent forward in numpy. A greedy
 token must be the most likely one under the claimed weights, and every logprob must be theirs; under the other
@@ -9,24 +11,33 @@ checkpoint nearly all of them would be far off, which the test checks too.
 
 import itertools
 import os
+import re
+import signal
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import httpx
+import msgspec
 import numpy as np
 import pytest
 
-from rollout_client.http import Output, RolloutClient
+from rollout_client.http import Generation, Output, RolloutClient
 from rollout_client.protocol import InFlight
 from tests.integration.conftest import running
-from tests.integration.live import LiveService
+from tests.integration.live import READY_S, LiveService
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.llama import Replay
 
 PUSHES = int(os.environ.get("REPLAY_PUSHES", "12"))
 LONGEST_S = 60 + 2.5 * PUSHES
 LENGTH = 40
+SMALL = ("worker.block_size=4", "worker.num_blocks=64", "worker.max_tokens_per_step=24", "worker.max_batch=12")
+"""A sequence needs up to 21 of these blocks. Eight run at a time."""
 # Few and long, so that the prefix cache is hit, also right after a push.
 PROMPTS = [np.random.default_rng(n).integers(1, 128, 4 + 8 * n).tolist() for n in range(6)]
 TOLERANCE = 1e-3
@@ -39,6 +50,7 @@ class Load:
 
     url: str
     clients: int = 4
+    streams: bool = False  # half of the requests
     answers: list[tuple[list[int], float, Output]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
 
@@ -61,23 +73,46 @@ class Load:
                 while not self._stop.is_set():
                     prompt = PROMPTS[rng.integers(len(PROMPTS))]
                     temperature = float(rng.choice([0.0, 1.0]))
-                    reply = client.generate(
-                        prompt_ids=prompt, n=2, max_tokens=LENGTH, temperature=temperature, ignore_eos=True
-                    )
-                    self.answers += [(prompt, temperature, output) for output in reply.outputs]
+                    options = {"n": 2, "max_tokens": LENGTH, "temperature": temperature, "ignore_eos": True}
+                    if self.streams and rng.random() < 0.5:
+                        outputs = joined(client.stream(prompt_ids=prompt, **options))
+                    else:
+                        outputs = client.generate(prompt_ids=prompt, **options).outputs
+                    self.answers += [(prompt, temperature, output) for output in outputs]
         except BaseException as error:  # shown by the test, which runs in another thread
             self.failures.append(error)
 
 
+def joined(pieces: Iterable[Generation]) -> list[Output]:
+    """The outputs of a stream that has ended."""
+    outputs: dict[int, Output] = {}
+    for new in itertools.chain.from_iterable(piece.outputs for piece in pieces):
+        old = outputs.get(new.index)
+        before: tuple[list[int], list[float]] = (old.token_ids, old.logprobs) if old else ([], [])
+        ids, logprobs = before[0] + new.token_ids, before[1] + new.logprobs
+        outputs[new.index] = msgspec.structs.replace(new, token_ids=ids, logprobs=logprobs)
+    return list(outputs.values())
+
+
 @pytest.fixture(scope="module")
-def split(tiny: Checkpoint) -> Iterator[LiveService]:
+def one_rank(tiny: Checkpoint) -> Iterator[LiveService]:
+    """Two replicas of one rank."""
+    yield from running(tiny.directory, "--replicas", "2", *small())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
     """One replica of two ranks."""
-    yield from running(tiny.directory, "--tp", "2")
+    yield from running(tiny.directory, "--tp", "2", *small())
+
+
+def small() -> list[str]:
+    return [word for setting in SMALL for word in ("--set", setting)]
 
 
 @pytest.mark.timeout(2 * LONGEST_S)
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort", "wait"])
-@pytest.mark.parametrize("ranks", ["service", "split"])
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 def test_every_token_comes_from_the_version_its_span_claims(
     ranks: str, tiny: Checkpoint, in_flight: InFlight, request: pytest.FixtureRequest
 ) -> None:
@@ -106,7 +141,7 @@ def test_every_token_comes_from_the_version_its_span_claims(
         assert all(len(output.spans) == 1 for output in outputs)
     replay = Replay(tiny.config, sets)
     misfits = [
-        check(replay, in_flight, *answer, cut=in_flight == "abort" and answer[2].finish_reason == "abort")
+        check(replay, *answer, cut=in_flight == "abort" and answer[2].finish_reason == "abort")
         for answer in load.answers
         if answer[2].token_ids
     ]
@@ -124,9 +159,7 @@ def wait_for(load: Load, answers: int) -> None:
     raise AssertionError(f"only {len(load.answers)} answers")
 
 
-def check(
-    replay: Replay, in_flight: InFlight, prompt: list[int], temperature: float, output: Output, *, cut: bool = False
-) -> float:
+def check(replay: Replay, prompt: list[int], temperature: float, output: Output, *, cut: bool = False) -> float:
     """Derive one response again; returns the share of its tokens that the other checkpoint cannot have made.
 
     cut: it may have ended early, with its replica, but not before its first token.
@@ -140,18 +173,7 @@ def check(
     assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     numbers = [span.version for span in output.spans]
     assert numbers == sorted(numbers)
-    made_by = np.concatenate([np.full(span.end - span.start, span.version % 2) for span in output.spans])
-    ids = np.array(prompt + output.token_ids)
-    rows = np.arange(len(prompt) - 1, len(ids) - 1)
-    # Position p was computed by whoever sampled the token after it; the prompt, by whoever sampled the first.
-    owner = np.concatenate([np.full(len(prompt) - 1, made_by[0]), made_by])
-    if in_flight == "keep":
-        ours = replay.logprobs(ids[:-1], owner)[rows]
-        theirs = replay.logprobs(ids[:-1], 1 - owner)[rows]
-    else:
-        both = [replay.logprobs(ids[:-1], np.full(len(ids) - 1, which))[rows] for which in (0, 1)]
-        ours = np.where(made_by[:, None] == 0, both[0], both[1])
-        theirs = np.where(made_by[:, None] == 0, both[1], both[0])
+    ours, theirs = (derived(replay, prompt, output, shift) for shift in (0, 1))
     tokens = np.array(output.token_ids)
     if temperature == 0.0:
         behind = ours.max(-1) - np.take_along_axis(ours, tokens[:, None], 1)[:, 0]
@@ -160,3 +182,110 @@ def check(
     other = np.take_along_axis(theirs, tokens[:, None], 1)[:, 0]
     np.testing.assert_allclose(output.logprobs, mine, atol=TOLERANCE, err_msg=str(output.spans))
     return float((np.abs(other - output.logprobs) > 10 * TOLERANCE).mean())
+
+
+def derived(replay: Replay, prompt: list[int], output: Output, shift: int = 0) -> np.ndarray:
+    """[tokens, vocab] log-probabilities, as the spans claim. shift: as if each version had been the one after it."""
+    ids, first = np.array(prompt + output.token_ids), len(prompt) - 1
+    rows = []
+    for one in output.forward_passes(len(prompt)):
+        owner = (np.array(one.versions) + shift) % 2
+        rows.append(replay.logprobs(ids[: len(owner)], owner)[first + one.start :])
+    return np.concatenate(rows)
+
+
+def unmarked(output: Output) -> Output:
+    """What a reply would be that does not say when positions were computed again."""
+    spans = [msgspec.structs.replace(span, recomputed=False) for span in output.spans]
+    return msgspec.structs.replace(output, spans=spans)
+
+
+class Upsets:
+    """Everything that makes sequences begin anew, one after the other, on a service under load."""
+
+    def __init__(self, service: LiveService) -> None:
+        self.done: Counter[str] = Counter()
+        self._service = service
+        self._kinds = itertools.cycle(["pause", "none", "pause", "release", "none", "pause", "kill", "none"])
+        self._modes = itertools.cycle(["recompute", "keep", "abort", "wait"])
+
+    def next(self, client: RolloutClient) -> None:
+        kind = next(self._kinds)
+        self.done[kind] += 1
+        if kind == "pause":
+            mode = next(self._modes)
+            client.pause(mode, lease_s=20.0)
+            self.done[mode] += 1
+            client.resume()
+        elif kind == "release":
+            post(self._service, "memory/release", {"tags": ["kv_cache"]})
+            post(self._service, "memory/resume", {"tags": ["kv_cache"]})
+        elif kind == "kill":
+            os.kill(self._service.rank_zeros()[-1], signal.SIGKILL)
+            self._wait_until_back()
+
+    def _wait_until_back(self) -> None:
+        time.sleep(0.2)  # until the API has noticed
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            weights = httpx.get(f"{self._service.url}/v1/rollout/weights").json()
+            if all(replica["ready"] for replica in weights["replicas"]):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"a killed replica is not back: {self._service.tail()}")
+
+
+def post(service: LiveService, verb: str, body: dict[str, Any]) -> None:
+    httpx.post(f"{service.url}/v1/rollout/{verb}", json=body, timeout=30.0).raise_for_status()
+
+
+def preemptions(service: LiveService) -> float:
+    text = httpx.get(f"{service.url}/metrics").text
+    found = re.findall(r"^rollout_preempted_sequences_total\S* (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+@pytest.mark.timeout(4 * LONGEST_S)
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_whatever_makes_a_sequence_begin_anew_its_spans_say_so(
+    ranks: str, tiny: Checkpoint, request: pytest.FixtureRequest
+) -> None:
+    """Preemptions, pauses of every mode, released memory and killed replicas, between pushes of every policy."""
+    service: LiveService = request.getfixturevalue(ranks)
+    sets = [random_weights(tiny.config, seed) for seed in (201, 202)]
+    run = f"upsets-{uuid.uuid4().hex[:8]}"
+    policies: Iterator[InFlight] = itertools.cycle(["keep", "keep", "recompute", "keep", "abort", "wait"])
+    before = preemptions(service)
+    upsets = Upsets(service)
+    with service.publisher(run) as publisher, service.client() as client:
+        publisher.push(sets[0], 0)
+        with Load(service.url, streams=True) as load:
+            for version in range(1, PUSHES + 1):
+                wait_for(load, len(load.answers) + 3)
+                publisher.push(sets[version % 2], version, in_flight=next(policies))
+                time.sleep(0.05)  # tokens of the new version on top of what was kept
+                upsets.next(client)
+    assert not load.failures
+    assert preemptions(service) > before
+    assert {"recompute", "keep", "abort", "wait", "release", "kill"} <= set(upsets.done)
+    answers = [answer for answer in load.answers if answer[2].token_ids]
+    assert {answer[2].finish_reason for answer in answers} <= {"length", "abort"}
+    replay = Replay(tiny.config, sets)
+    misfits = [check(replay, *answer, cut=answer[2].finish_reason == "abort") for answer in answers]
+    assert np.mean(misfits) > 0.9, "the two checkpoints are too alike for this test to mean anything"
+    told = [answer for answer in answers if any(span.recomputed for span in answer[2].spans)]
+    hidden = [answer for answer in told if not fits(replay, *answer)]
+    assert len(hidden) >= PUSHES / 4, "no sequence with older keys began anew: the test does not ask its question"
+    tokens = sum(len(output.token_ids) for _, _, output in answers)
+    print(
+        f"{ranks}: {PUSHES} updates, {tokens} tokens of {len(answers)} samples replayed; {len(told)} were recomputed, "
+        f"{len(hidden)} of which fit nothing without the word; {preemptions(service) - before:g} preemptions, "
+        f"{dict(upsets.done)}"
+    )
+
+
+def fits(replay: Replay, prompt: list[int], temperature: float, output: Output) -> bool:
+    """Whether it could be derived without knowing what was computed again."""
+    rows = derived(replay, prompt, unmarked(output))
+    mine = np.take_along_axis(rows, np.array(output.token_ids)[:, None], 1)[:, 0]
+    return bool((np.abs(mine - output.logprobs) < TOLERANCE).all())

@@ -168,7 +168,7 @@ def _push_all(
 def _judge(done: list[dict[str, Any]], answers: list[Answer], model: Checkpoint) -> dict[str, Any]:
     replay = Replay(model.config, [random_weights(model.config, seed) for seed in SEEDS])
     made = [answer for answer in answers if answer.output.token_ids]
-    misfits = [check(replay, "keep", a.prompt, 1.0, a.output, cut=True) for a in made]  # raises for a torn token
+    misfits = [check(replay, a.prompt, 1.0, a.output, cut=True) for a in made]  # raises for a torn token
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike"
     copies = [push["sent"] / push["bytes"] for push in done if not push["failed"]]  # one made again sent more
     seconds = sorted(push["told"] - push["began"] for push in done)

@@ -77,7 +77,7 @@ def test_a_push_reaches_every_node_and_scaling_loses_nothing(serve, tiny, cluste
         wait_for(load, len(load.answers) + 4)
     assert not load.failures
     replay = Replay(tiny.config, sets)
-    misfits = [check(replay, "keep", *answer) for answer in load.answers]
+    misfits = [check(replay, *answer) for answer in load.answers]
     assert np.mean(misfits) > 0.9
     assert {span.version for _, _, output in load.answers for span in output.spans} >= {0, 2, 4}
 
@@ -142,7 +142,7 @@ def check_with_cuts(load, tiny, sets):
     whole = [answer for answer in load.answers if answer[2].finish_reason == "length"]
     assert len(whole) > len(load.answers) / 2
     for answer in whole:
-        check(replay, "keep", *answer)
+        check(replay, *answer)
 
 
 @pytest.mark.parametrize("what", ["rank", "ReplicaHost", "NodeStore"])
