@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rollout_client.http_async import AsyncRolloutClient
 from rollout_client.http_calls import RequestFailed, Unreachable
+from rollout_client.spans import Span
 from tests.reference.checkpoint import CONFIG
 
 HANG_S = 60.0
@@ -22,7 +23,7 @@ class Sample:
     greedy: bool
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     finish: str = ""
 
 
@@ -114,7 +115,7 @@ def take(samples: list[Sample], outputs: list) -> None:
         sample = samples[output.index]
         sample.tokens += output.token_ids
         sample.logprobs += output.logprobs
-        sample.spans = [(span.version, span.start, span.end) for span in output.spans]
+        sample.spans = output.spans
         sample.finish = output.finish_reason or ""
 
 

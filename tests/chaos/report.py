@@ -103,6 +103,7 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
         "final_push_s": round(run.final_s, 2),
         "samples": len(run.clients.samples),
         "samples_of_several_versions": sum(len(sample.spans) > 1 for sample in run.clients.samples),
+        "samples_recomputed": sum(any(span.recomputed for span in sample.spans) for sample in run.clients.samples),
         "hung": run.clients.hung,
         "before": {name: asdict(held) for name, held in run.before.items()},
         "after": {name: asdict(held) for name, held in run.after.items()},

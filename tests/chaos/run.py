@@ -194,7 +194,7 @@ class Run:
         self.final_s = self.clock() - began
         asked = self.clock()
         await asyncio.sleep(3.0)
-        made = [sample for sample in self.clients.samples if sample.spans and sample.spans[-1][0] == version]
+        made = [sample for sample in self.clients.samples if sample.spans and sample.spans[-1].version == version]
         if not made:
             self.violations.append(f"no token of the last version {version} within {self.clock() - asked:.1f} s")
 

@@ -27,8 +27,10 @@ class Held:
 def serve(model: Path, replicas: int, tp: int) -> LiveService:
     """Not started yet. Its ports are fixed, so that what is restarted is found where it was."""
     http, push = free_ports(2)
-    # A prompt, or all that was made so far, is computed within one step: else a flip may fall between two parts of it.
-    options = ("--replicas", str(replicas), "--tp", str(tp), "--set", "worker.max_tokens_per_step=16384")
+    # Few blocks, so that sequences are preempted, and short steps, so that a flip falls between two parts of a prompt
+    # or of what is computed again.
+    small = ("worker.block_size=4", "worker.num_blocks=160", "worker.max_tokens_per_step=72")
+    options = ("--replicas", str(replicas), "--tp", str(tp), *(word for one in small for word in ("--set", one)))
     return LiveService(model, *options, "--port", str(http), "--push-endpoint", f"tcp://127.0.0.1:{push}")
 
 

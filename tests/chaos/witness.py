@@ -1,9 +1,7 @@
-"""Every token of a chaos run, derived again from the version its span names, by the numpy reference.
+"""Every token of a chaos run, derived again from what its spans claim, by the numpy reference.
 
-Keys and values of earlier positions may be those of the versions that sampled them (an update kept the cache), or
-may have been computed again at some point under the version of that point (a pause, a clear, a preemption). So each
-token is compared with every history that is possible: all positions up to the end of span s computed under span s's
-version, s rising along the sequence. The forward pass of a token's own position is always that of its own version.
+The spans alone say which version computed each position: no history is tried beside the one that they tell. A
+preemption, a pause or a clear that had positions computed again without a word makes a token that cannot be derived.
 """
 
 import functools
@@ -11,9 +9,11 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 
+from rollout_client.spans import forward_passes
 from tests.chaos.clients import Sample
 from tests.chaos.trainer import weights_of
 from tests.reference.checkpoint import CONFIG
@@ -59,7 +59,7 @@ def _judge_some(seed: int, samples: Sequence[Sample]) -> Verdict:
         if problem:
             verdict.torn.append(f"{problem}; prompt of {len(sample.prompt)}, spans {sample.spans}, {sample.finish}")
         elif number == 0:  # is the question hard enough?
-            likely = rows_of(seed, sample, 0, shift=1)
+            likely = rows_of(seed, sample, shift=1)
             own = likely[np.arange(len(sample.tokens)), sample.tokens]
             verdict.telling += int((np.abs(own - sample.logprobs) > 10 * TOLERANCE).sum())
             verdict.asked += len(sample.tokens)
@@ -71,33 +71,32 @@ def replay(seed: int, sample: Sample) -> str:
     count = len(sample.tokens)
     if len(sample.logprobs) != count:
         return f"{count} tokens with {len(sample.logprobs)} logprobs"
-    ends = [0, *(end for _, _, end in sample.spans)]
-    starts = [start for _, start, _ in sample.spans]
-    if starts != ends[:-1] or ends[-1] != count:
+    spans = sample.spans
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != count:
         return "spans do not cover the tokens"
-    versions = [version for version, _, _ in sample.spans]
-    if versions != sorted(set(versions)):
+    if any(after.version < before.version for before, after in pairwise(spans)):
         return "versions go back"
-    span_of = np.concatenate([np.full(end - start, at) for at, (_, start, end) in enumerate(sample.spans)])
-    rows = functools.cache(lambda history: rows_of(seed, sample, history))
-    history = 0
-    for at, (token, said) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
-        possible = range(history, span_of[at] + 1)
-        fitting = next((s for s in possible if _fits(rows(s)[at], token, said, sample.greedy)), None)
-        if fitting is None:
-            off = min(abs(float(rows(s)[at][token]) - said) for s in possible)
-            return f"token {at} of {count} is not version {versions[span_of[at]]}'s: its logprob is {off:.4f} off"
-        history = fitting
+    if any(after.version == before.version and not after.recomputed for before, after in pairwise(spans)):
+        return "a span begins for nothing"
+    for at, row in enumerate(rows_of(seed, sample)):
+        token, said = sample.tokens[at], sample.logprobs[at]
+        if not _fits(row, token, said, sample.greedy):
+            version = next(span.version for span in spans if at < span.end)
+            return f"token {at} of {count} is not version {version}'s: its logprob is {abs(row[token] - said):.4f} off"
     return ""
 
 
-def rows_of(seed: int, sample: Sample, history: int, shift: int = 0) -> np.ndarray:
-    """[tokens, vocab] log-probabilities in a history; shift: as if made by that many versions later."""
-    sets = [_weights(seed, version + shift) for version, _, _ in sample.spans]
-    made_by = np.concatenate([np.full(end - start, at) for at, (_, start, end) in enumerate(sample.spans)])
-    ids = np.array(sample.prompt + sample.tokens)[:-1]
-    own = np.concatenate([np.full(len(sample.prompt) - 1, made_by[0]), made_by])
-    return Replay(CONFIG, sets).logprobs(ids, np.maximum(own, history))[len(sample.prompt) - 1 :]
+def rows_of(seed: int, sample: Sample, shift: int = 0) -> np.ndarray:
+    """[tokens, vocab] log-probabilities, as the spans claim; shift: as if made by that many versions later."""
+    versions = sorted({span.version for span in sample.spans})
+    model = Replay(CONFIG, [_weights(seed, version + shift) for version in versions])
+    ids, first = np.array(sample.prompt + sample.tokens), len(sample.prompt) - 1
+    rows = []
+    for one in forward_passes(sample.spans, len(sample.prompt)):
+        owner = np.searchsorted(versions, one.versions)
+        rows.append(model.logprobs(ids[: len(owner)], owner)[first + one.start :])
+    return np.concatenate(rows)
 
 
 def _fits(row: np.ndarray, token: int, said: float, greedy: bool) -> bool:

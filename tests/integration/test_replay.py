@@ -28,6 +28,7 @@ import pytest
 
 from rollout_client.http import Generation, Output, RolloutClient
 from rollout_client.protocol import InFlight
+from tests.chaos.service import by_name
 from tests.integration.conftest import running
 from tests.integration.live import READY_S, LiveService
 from tests.reference.checkpoint import Checkpoint, random_weights
@@ -221,7 +222,8 @@ class Upsets:
             post(self._service, "memory/release", {"tags": ["kv_cache"]})
             post(self._service, "memory/resume", {"tags": ["kv_cache"]})
         elif kind == "kill":
-            os.kill(self._service.rank_zeros()[-1], signal.SIGKILL)
+            ranks = {name: pids for name, pids in by_name(self._service).items() if name.startswith("replica-")}
+            os.kill(ranks[sorted(ranks)[self.done["kill"] % len(ranks)]][0], signal.SIGKILL)
             self._wait_until_back()
 
     def _wait_until_back(self) -> None:

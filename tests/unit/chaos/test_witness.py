@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from rollout_client.spans import Span
 from tests.chaos import plan, witness
 from tests.chaos.clients import Sample
 from tests.chaos.trainer import weights_of
@@ -14,16 +15,21 @@ from tests.reference.llama import Replay
 
 SEED = 3
 PROMPT = [5, 17, 99, 3]
-SPANS = [(4, 0, 6), (5, 6, 15)]
+SPANS = [Span(4, 0, 6), Span(5, 6, 15)]
+TOLD = {
+    None: SPANS,
+    6: [Span(4, 0, 6), Span(5, 6, 15, recomputed=True)],
+    9: [Span(4, 0, 6), Span(5, 6, 9), Span(5, 9, 15, recomputed=True)],
+}
 
 
 def made(recomputed_at: int | None = None) -> Sample:
     """Greedy tokens of two versions; the cache was kept, or computed again before token `recomputed_at`."""
-    model = Replay(CONFIG, [weights_of(SEED, version) for version, _, _ in SPANS])
-    sample = Sample(list(PROMPT), True, spans=list(SPANS), finish="length")
+    model = Replay(CONFIG, [weights_of(SEED, span.version) for span in SPANS])
+    sample = Sample(list(PROMPT), True, spans=list(TOLD[recomputed_at]), finish="length")
     owner = [0] * len(PROMPT)
-    for at in range(SPANS[-1][2]):
-        mine = 0 if at < SPANS[0][2] else 1
+    for at in range(SPANS[-1].end):
+        mine = 0 if at < SPANS[0].end else 1
         if at == recomputed_at:
             owner = [mine] * len(owner)
         owner[-1] = mine
@@ -34,16 +40,21 @@ def made(recomputed_at: int | None = None) -> Sample:
     return sample
 
 
-@pytest.mark.parametrize("recomputed_at", [None, 3, 6, 9])
+@pytest.mark.parametrize("recomputed_at", TOLD)
 def test_a_true_sample_is_derived_whatever_became_of_the_cache(recomputed_at):
     assert witness.replay(SEED, made(recomputed_at)) == ""
 
 
+@pytest.mark.parametrize(("recomputed_at", "said"), [(6, None), (9, None), (None, 6), (None, 9), (9, 6)])
+def test_another_history_than_the_spans_tell_is_found(recomputed_at, said):
+    assert "is not version 5's" in witness.replay(SEED, replace(made(recomputed_at), spans=TOLD[said]))
+
+
 def test_tokens_under_the_wrong_version_are_found():
     true = made()
-    late = replace(true, spans=[(4, 0, 7), (5, 7, 15)])
+    late = replace(true, spans=[Span(4, 0, 7), Span(5, 7, 15)])
     assert "token 6 of 15 is not version 4's" in witness.replay(SEED, late)
-    swapped = replace(true, spans=[(4, 0, 6), (6, 6, 15)])
+    swapped = replace(true, spans=[Span(4, 0, 6), Span(6, 6, 15)])
     assert "token 6 of 15 is not version 6's" in witness.replay(SEED, swapped)
 
 
@@ -71,10 +82,10 @@ def test_another_token_or_logprob_is_found():
 @pytest.mark.parametrize(
     ("spans", "problem"),
     [
-        ([(4, 0, 6)], "do not cover"),
-        ([(4, 0, 5), (5, 6, 15)], "do not cover"),
-        ([(5, 0, 6), (4, 6, 15)], "go back"),
-        ([(4, 0, 6), (4, 6, 15)], "go back"),
+        ([Span(4, 0, 6)], "do not cover"),
+        ([Span(4, 0, 5), Span(5, 6, 15)], "do not cover"),
+        ([Span(5, 0, 6), Span(4, 6, 15)], "go back"),
+        ([Span(4, 0, 6), Span(4, 6, 15)], "begins for nothing"),
     ],
 )
 def test_spans_that_cannot_be_are_found(spans, problem):
