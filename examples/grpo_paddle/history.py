@@ -2,7 +2,8 @@
 
 A worker that keeps its KV cache over an update leaves the keys and values of earlier positions to the older
 weights. So position p is recomputed with the weights that made it: those of the token sampled from it, or of
-the first answer token for the prompt.
+the first answer token for the prompt. Where a span says that the worker computed everything again, for it had lost
+its cache, all that comes before the span is of its version, and what follows takes a forward pass of its own.
 """
 
 from collections import OrderedDict
@@ -39,20 +40,31 @@ class History:
 
         Raises KeyError for a version that was never pushed or is no longer kept.
         """
-        batch = rollouts.batch
         made_by = np.where(rollouts.versions < 0, rollouts.versions[:, :1], rollouts.versions)
+        gap = 0.0
+        for begin in np.unique(rollouts.renewed):
+            tokens = (rollouts.renewed == begin) * rollouts.batch.mask
+            rows = tokens.any(axis=1)
+            owner = np.concatenate([np.repeat(made_by[:, begin, None], begin, axis=1), made_by[:, begin:]], axis=1)
+            expected = self._expected(rollouts.batch.ids[rows], rollouts.batch.first, owner[rows])
+            gap = max(gap, float(np.abs((expected - rollouts.batch.logprobs[rows]) * tokens[rows]).max()))
+        return gap
+
+    def _expected(self, ids: Ids, first: int, made_by: Ids) -> Float32:
+        """Logprobs [B, answer] of the answers in ids [B, T], where made_by [B, answer] computed what each token is
+        sampled from, and the first of a row its whole prompt."""
         mixed = made_by.min(axis=1) != made_by.max(axis=1)
-        expected = np.zeros_like(batch.logprobs)
+        expected = np.zeros(made_by.shape, np.float32)
         for version in np.unique(made_by[~mixed]):
             rows = ~mixed & (made_by[:, 0] == version)
-            expected[rows] = self._logprobs(OneVersion(self._versions[int(version)]), batch.ids[rows], batch.first)
+            expected[rows] = self._logprobs(OneVersion(self._versions[int(version)]), ids[rows], first)
         if mixed.any():
             present = np.unique(made_by[mixed])
-            prompt = np.repeat(made_by[mixed, :1], batch.first - 1, axis=1)
+            prompt = np.repeat(made_by[mixed, :1], first - 1, axis=1)
             owner = np.searchsorted(present, np.concatenate([prompt, made_by[mixed]], axis=1))
             ops = MixedVersions([self._versions[int(version)] for version in present], owner)
-            expected[mixed] = self._logprobs(ops, batch.ids[mixed], batch.first)
-        return float(np.abs((expected - batch.logprobs) * batch.mask).max())
+            expected[mixed] = self._logprobs(ops, ids[mixed], first)
+        return expected
 
     def _logprobs(self, ops: Operators, ids: Ids, first: int) -> Float32:
         with paddle.no_grad():

@@ -25,10 +25,14 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch to learn from; versions [B, ANSWER_LEN]: the weight version of each answer token, -1 = no token."""
+    """A batch to learn from; versions [B, ANSWER_LEN]: the weight version of each answer token, -1 = no token.
+
+    renewed [B, ANSWER_LEN]: the answer token at which everything before it was last computed again; 0 = never.
+    """
 
     batch: Batch
     versions: Ids
+    renewed: Ids
     tokens: int
 
 
@@ -114,12 +118,15 @@ def collate(parts: list[Samples]) -> Rollouts:
     answers = np.concatenate([part.answers for part in parts])
     logprobs = np.zeros((rows, ANSWER_LEN), np.float32)
     versions = np.full((rows, ANSWER_LEN), -1, np.int64)
+    renewed = np.zeros((rows, ANSWER_LEN), np.int64)
     for row, output in enumerate(outputs):
         length = len(output.token_ids)
         ids[row, PROMPT_LEN : PROMPT_LEN + length] = output.token_ids
         logprobs[row, :length] = output.logprobs
         for span in output.spans:
             versions[row, span.start : span.end] = span.version
+            if span.recomputed:
+                renewed[row, span.start :] = span.start
     mask = (versions >= 0).astype(np.float32)
     scored = rewards([output.token_ids for output in outputs], answers)
-    return Rollouts(Batch(ids, PROMPT_LEN, logprobs, mask, scored), versions, int(mask.sum()))
+    return Rollouts(Batch(ids, PROMPT_LEN, logprobs, mask, scored), versions, renewed, int(mask.sum()))

@@ -69,7 +69,8 @@ def _copy(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gaps(learner: Learner, versions: dict[int, dict[str, Any]], rollouts: Rollouts, newest: Any) -> list[float]:
-    """Of the answers that one version made whole. grpo_paddle/history.py also recomputes the mixed ones."""
+    """Of the answers that one version made whole: nothing that was computed again can be of another. The mixed ones,
+    with what their spans say of them, are recomputed in grpo_paddle/history.py."""
     whole = newest == rollouts.versions[:, 0]
     made_by = np.unique(newest[whole]).tolist()
     return [learner.logprob_gap(versions[v], rollouts.batch, whole & (newest == v)) for v in made_by] or [0.0]

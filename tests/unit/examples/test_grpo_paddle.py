@@ -95,11 +95,12 @@ def test_collate_pads_and_keeps_the_version_of_every_token() -> None:
     prompts, answers = task.problems(np.random.default_rng(0), 1)
     right = answers[0].tolist()
     outputs = [
-        Output(0, 0, right, [-0.5] * 6, [Span(3, 0, 2), Span(4, 2, 6)]),
+        Output(0, 0, right, [-0.5] * 6, [Span(3, 0, 2), Span(4, 2, 4), Span(4, 4, 6, recomputed=True)]),
         Output(0, 1, [1, task.EOS], [-1.0, -2.0], [Span(4, 0, 2)]),
     ]
     found = collate([Samples(prompts.repeat(2, 0), answers.repeat(2, 0), outputs)])
     assert found.versions.tolist() == [[3, 3, 4, 4, 4, 4], [4, 4, -1, -1, -1, -1]]
+    assert found.renewed.tolist() == [[0, 0, 0, 0, 4, 4], [0] * 6]
     assert found.batch.mask.sum(axis=1).tolist() == [6, 2]
     assert found.batch.rewards.tolist() == [1.0, 0.0]
     assert found.tokens == 8
@@ -115,10 +116,30 @@ def test_the_gap_is_small_only_under_the_claimed_versions(versions: list[dict[st
     owner = np.concatenate([np.repeat(claimed[:, :1], FIRST - 1, axis=1), claimed], axis=1)
     reported = logprobs(MixedVersions(versions, owner), ids)
     batch = Batch(ids, FIRST, reported, np.ones_like(reported), np.zeros(len(ids), np.float32))
-    assert history.logprob_gap(Rollouts(batch, claimed, 36)) < 1e-5
-    assert history.logprob_gap(Rollouts(batch, 1 - claimed, 36)) > 1e-2
+    never = np.zeros_like(claimed)
+    assert history.logprob_gap(Rollouts(batch, claimed, never, 36)) < 1e-5
+    assert history.logprob_gap(Rollouts(batch, 1 - claimed, never, 36)) > 1e-2
     with pytest.raises(KeyError):
-        history.logprob_gap(Rollouts(batch, claimed + 5, 36))
+        history.logprob_gap(Rollouts(batch, claimed + 5, never, 36))
+
+
+def test_the_gap_follows_what_was_computed_again(versions: list[dict[str, Any]], ids: task.Ids) -> None:
+    """One answer lost its cache under the newer version: its last tokens are of that version through and through."""
+    history = History(SHAPE, keep=2)
+    for version, weights in enumerate(versions):
+        history.add(version, weights)
+    claimed = np.ones((len(ids), task.ANSWER_LEN), np.int64)
+    claimed[:3, :2] = 0
+    kept = np.concatenate([np.repeat(claimed[:, :1], FIRST - 1, axis=1), claimed], axis=1)
+    reported = logprobs(MixedVersions(versions, kept), ids)
+    reported[0, 4:] = logprobs(OneVersion(versions[1]), ids)[0, 4:]
+    renewed = np.zeros_like(claimed)
+    renewed[0, 4:] = 4
+    batch = Batch(ids, FIRST, reported, np.ones_like(reported), np.zeros(len(ids), np.float32))
+    assert history.logprob_gap(Rollouts(batch, claimed, renewed, 36)) < 1e-5
+    assert history.logprob_gap(Rollouts(batch, claimed, np.zeros_like(renewed), 36)) > 1e-3
+    renewed[1, 4:] = 4
+    assert history.logprob_gap(Rollouts(batch, claimed, renewed, 36)) > 1e-3
 
 
 def test_the_checkpoint_is_a_tied_llama(versions: list[dict[str, Any]], tmp_path: Any) -> None:
