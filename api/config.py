@@ -98,7 +98,10 @@ class ApiConfig(BaseModel):
     """Also export the vllm: names of our metrics."""
 
     silence_s: float = Field(default=20.0, gt=0, le=600)
-    """A replica unheard for this long is taken for dead."""
+    """A replica whose process does not answer for this long is taken for dead. One in a long step answers."""
+    stuck_s: float = Field(default=180.0, gt=0, le=86400)
+    """A replica that answers but does not get on for this long is taken for dead; longer than `worker.hang_s`, after
+    which it ends itself."""
     unready_hold_s: float = Field(default=120.0, gt=0)
     """How long a request waits for a replica that is ready; then 503."""
     paused_hold_s: float = Field(default=3600.0, gt=0)

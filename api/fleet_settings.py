@@ -11,6 +11,7 @@ class FleetSettings:
 
     quiet_s: float = 6.0
     silence_s: float = 20.0
+    stuck_s: float = 180.0
     unready_hold_s: float = 120.0
     paused_hold_s: float = 3600.0
     request_timeout_s: float = 3600.0

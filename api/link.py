@@ -1,8 +1,15 @@
 """One DEALER that stays connected to one process of this service: a replica's rank 0, or the store.
 
-A link is up between a completed ZMQ handshake and the first sign of death: the socket closing (seen at
-once through the socket monitor) or silence past a deadline (a stopped or wedged process). Each connection
-uses a fresh socket, so nothing from before a death is delivered after it.
+A link is up between a completed ZMQ handshake and the first sign of death:
+
+| seen | means | the link |
+|---|---|---|
+| the socket closes (at once, through the socket monitor) | the process is gone, or hung and ended itself | is lost |
+| ZMQ's own heartbeats are not answered for `silence_s` | the process is stopped, or its host is gone | is lost |
+| they are, by ZMQ's thread in the process, but it says nothing | it is in a long step | stays |
+| the same for `stuck_s` | it hangs, and did not notice | is lost |
+
+Each connection uses a fresh socket, so nothing from before a death is delivered after it.
 """
 
 import asyncio
@@ -58,15 +65,17 @@ class Link(Generic[T]):
         decode: Callable[[bytes], T],
         quiet_s: float,
         silence_s: float,
+        stuck_s: float,
         keys: TrainerKeys | None = None,
     ) -> None:
-        """keys: who we are, where the other side asks for that."""
+        """quiet_s: after how long the other side is asked for a word. keys: who we are, where it asks for that."""
         self.endpoint = endpoint
         self._listener = listener
         self._encode = encode
         self._decode = decode
         self._quiet_s = quiet_s
         self._silence_s = silence_s
+        self._stuck_s = stuck_s
         self._keys = keys
         self._socket: zmq.asyncio.Socket | None = None
         self._calls: dict[str, asyncio.Future[T]] = {}
@@ -112,6 +121,8 @@ class Link(Generic[T]):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._silence_s * 250))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._silence_s * 750))
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             if self.endpoint.startswith("tcp://"):
@@ -190,8 +201,8 @@ class Link(Generic[T]):
         clock = asyncio.get_running_loop().time
         while True:
             silent = clock() - self._heard
-            if silent >= self._silence_s:
+            if silent >= self._stuck_s:
                 return f"silent for {silent:.0f} s"
             if silent >= self._quiet_s:
                 self._listener.on_quiet()
-            await asyncio.sleep(min(self._quiet_s, self._silence_s - silent) / 2 + 0.01)
+            await asyncio.sleep(min(self._quiet_s, self._stuck_s - silent) / 2 + 0.01)

@@ -48,6 +48,7 @@ class Replica:
         *,
         quiet_s: float,
         silence_s: float,
+        stuck_s: float,
         keys: TrainerKeys | None = None,
     ) -> None:
         self.index = index
@@ -61,6 +62,7 @@ class Replica:
         self.lost = 0  # times it went away
         self.down_reason = "not there yet"
         self._full_until = 0.0
+        self._quiet_s = quiet_s
         self.link: Link[ToApi] = Link(
             endpoint,
             self,
@@ -68,8 +70,21 @@ class Replica:
             decode=messages.decode_to_api,
             quiet_s=quiet_s,
             silence_s=silence_s,
+            stuck_s=stuck_s,
             keys=keys if endpoint.startswith("tcp://") else None,
         )
+
+    @property
+    def in_long_step(self) -> bool:
+        """Its process is there, and its loop has not been heard for longer than a step should take."""
+        return self.link.up and self.link.silent_s >= self._quiet_s * 2
+
+    @property
+    def reason(self) -> str:
+        """Why it is not there, or does not answer; empty when all is well."""
+        if self.state == UNREACHABLE:
+            return self.down_reason
+        return f"in a long step: not heard for {self.link.silent_s:.0f} s" if self.in_long_step else ""
 
     def serves(self, live: Live | None) -> bool:
         """Ready: serving, and what it serves is what the store says is live (when the store has said so)."""

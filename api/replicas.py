@@ -73,7 +73,8 @@ class Fleet:
 
     def _replica(self, index: int, endpoint: str) -> Replica:
         kept = self.settings
-        return Replica(index, endpoint, self, quiet_s=kept.quiet_s, silence_s=kept.silence_s, keys=kept.keys)
+        waits = {"quiet_s": kept.quiet_s, "silence_s": kept.silence_s, "stuck_s": kept.stuck_s}
+        return Replica(index, endpoint, self, **waits, keys=kept.keys)
 
     async def _keep_time(self) -> None:
         while True:
@@ -213,7 +214,7 @@ class Fleet:
                 if replica.index == home:
                     self._sessions.move_to_end(flight.session)
                     return replica
-        best = min(ready, key=lambda r: r.load)
+        best = min(ready, key=lambda r: (r.in_long_step, r.load))
         if flight.session:
             self._sessions[flight.session] = best.index
             if len(self._sessions) > STICKY_SESSIONS:

@@ -38,6 +38,7 @@ class Service:
             FleetSettings(
                 quiet_s=min(6.0, config.silence_s / 3),
                 silence_s=config.silence_s,
+                stuck_s=max(config.stuck_s, config.silence_s),
                 unready_hold_s=config.unready_hold_s,
                 paused_hold_s=config.paused_hold_s,
                 request_timeout_s=config.request_timeout_s,

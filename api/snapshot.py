@@ -5,7 +5,7 @@ import dataclasses
 import time
 
 from api.metrics import alive, skew
-from api.replica import UNREACHABLE, Replica
+from api.replica import Replica
 from api.schemas.rollout import LiveVersion
 from api.schemas.ui import PauseView, PlotView, RankView, ReplicaView, Snapshot, TroubleView
 from api.service import Service
@@ -71,7 +71,7 @@ def _replica(service: Service, r: Replica) -> ReplicaView:
     return ReplicaView(
         replica=r.index,
         state=r.state,
-        reason=r.down_reason if r.state == UNREACHABLE else "",
+        reason=r.reason,
         version=r.version,
         ready=r.serves(live) or (r.state == "paused" and (live is None or r.version == live.version)),
         running=said.running if said else 0,

@@ -47,6 +47,7 @@ class Weights:
             decode=messages.decode_for_api,
             quiet_s=quiet_s,
             silence_s=silence_s,
+            stuck_s=silence_s,
         )
 
     @property

@@ -35,6 +35,7 @@ from worker.sampler import TokenSampler
 from worker.scheduler import Scheduler
 from worker.signals import GroupDead, LocalSignals, Signals
 from worker.tokenizer import Tokenizer
+from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,9 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             layout_digest=layout.digest,
             giving_way=GivingWay(replica, _threads(config), config.push_gap, time.monotonic),
         )
-    return EventLoop(world.signals, actions, leader)
+    watchdog = Watchdog(config.hang_s)
+    watchdog.start()
+    return EventLoop(world.signals, actions, leader, watchdog.moved)
 
 
 def _threads(config: WorkerConfig) -> int:

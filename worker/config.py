@@ -93,6 +93,9 @@ class WorkerConfig(BaseModel):
     """After a flip: how long to wait for the store's word before asking a (new) store what is live."""
     unknown_s: float = Field(default=60.0, gt=0, le=3600)
     """After a flip: how long to stand still without any store before going back to the version before it."""
+    hang_s: float = Field(default=120.0, gt=0, le=86400)
+    """A rank that has done nothing for so long, neither a turn of its loop nor an operation of a step, ends itself and
+    is started again; its stacks are in the log. Also one that a debugger held for so long."""
     drain_s: float = Field(default=10.0, ge=0, le=600)
     """SIGTERM: how long running requests may take to finish before they are aborted."""
     connect_s: float = Field(default=60.0, gt=0, le=600)

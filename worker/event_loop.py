@@ -7,9 +7,10 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from worker.actions import DONE, FAILED, Actions
-from worker.engine.base import ForwardBatch, Interrupted
+from worker.engine.base import ForwardBatch, Interrupted, never
 from worker.leader import Leader
 from worker.lifecycle import Event
 from worker.signals import Order, Signal, Signals
@@ -27,7 +28,10 @@ _ALONE_AFTER_OVERRUN_S = 0.5
 class EventLoop:
     """One rank: what it was told, what it does, and how its last step went."""
 
-    def __init__(self, signals: Signals, actions: Actions, leader: Leader | None) -> None:
+    def __init__(
+        self, signals: Signals, actions: Actions, leader: Leader | None, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """moved: told of every turn, and of every operation of a step (see worker/watchdog.py)."""
         assert (leader is not None) == (signals.rank == 0)
         self.stopped = False
         self._signals = signals
@@ -35,8 +39,9 @@ class EventLoop:
         self._leader = leader
         self._step_error = ""
         self._alone: threading.Timer | None = None
-        if leader is not None and signals.size == 1:
-            actions.engine.asked = leader.stepping.interrupting.asked
+        self._moved = moved
+        self._given_up = leader.stepping.interrupting.asked if leader is not None and signals.size == 1 else never
+        actions.engine.asked = self._between_operations
 
     def run(self) -> None:
         """Until STOP. Raises GroupDead when the ranks lost each other."""
@@ -50,6 +55,7 @@ class EventLoop:
 
     def tick(self) -> None:
         """One turn."""
+        self._moved()
         self.receive()
         order = self.agree()
         if order is None:
@@ -118,6 +124,10 @@ class EventLoop:
         """Rank 0: tokens, answers, statistics."""
         if self._leader:
             self._leader.reply()
+
+    def _between_operations(self) -> bool:
+        self._moved()
+        return self._given_up()
 
     def _judge(self) -> None:
         """All ranks tell how their last step and their work stand, and draw the same conclusions."""

@@ -11,7 +11,6 @@ from starlette.responses import PlainTextResponse, Response
 from api.errors import Unavailable
 from api.generation import Ask
 from api.link import LinkDown
-from api.replica import UNREACHABLE
 from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.health import Alive, GenerateHealth, Health, ReplicaHealth
@@ -81,7 +80,7 @@ def describe(service: Service) -> Health:
             version=r.version,
             ready=r.serves(live_version)
             or (r.state == "paused" and (live_version is None or r.version == live_version.version)),
-            reason=r.down_reason if r.state == UNREACHABLE else "",
+            reason=r.reason,
             kernels=r.stats.kernels if r.stats else "",
             kernels_why=r.stats.kernels_why if r.stats else "",
         )

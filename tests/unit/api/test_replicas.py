@@ -13,7 +13,7 @@ BODY = {"prompt": "A", "max_tokens": 3}
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"unready_hold_s": 0.5, "silence_s": 1.5}
+    return {"unready_hold_s": 0.5, "silence_s": 0.6, "stuck_s": 3.0}
 
 
 def busy(replicas):
@@ -81,6 +81,28 @@ async def test_a_dead_replicas_seen_stream_ends_with_abort_and_partials(client, 
     assert '"finish_reason":"abort"' in text
     assert text.endswith("data: [DONE]\n\n")
     assert '"spans":[{"version":0,"start":0,"end":1,"recomputed":false}]' in text.split("\n\n")[-3]
+
+
+async def test_a_replica_in_a_long_step_is_kept(client, replicas, until, service):
+    """Its loop says nothing for longer than a dead process may, while ZMQ's thread in it answers."""
+    gate(replicas)
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await until(lambda: busy(replicas))
+    (stepping,) = busy(replicas)
+    stepping.mute = True
+    await asyncio.sleep(1.5)
+    body = (await client.get("/health")).json()
+    assert "in a long step" in body["replicas"][stepping.index]["reason"]
+    open_gate([replicas[1 - stepping.index]])
+    others = [asyncio.create_task(client.post(URL, json=BODY)) for _ in range(3)]  # they go where there is an answer
+    assert {reply.status_code for reply in await asyncio.gather(*others)} == {200}
+    stepping.mute = False
+    open_gate(replicas)
+    reply = await task
+    assert (reply.status_code, reply.json()["outputs"][0]["finish_reason"]) == (200, "length")
+    assert service.fleet.replicas[stepping.index].lost == 0
+    assert service.fleet.retried == 0
+    assert (await client.get("/health")).json()["replicas"][stepping.index]["reason"] == ""
 
 
 async def test_a_silent_replica_is_given_up_by_deadline(client, replicas, until, service):

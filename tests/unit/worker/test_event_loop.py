@@ -175,6 +175,18 @@ def test_a_rank_whose_step_failed_waits_for_the_others_word_but_not_for_one_that
     assert loop._alone.interval == leaves_within_s
 
 
+def test_every_turn_and_every_operation_of_a_step_is_motion():
+    """Of a rank that is not the first too: its watchdog has only that."""
+    moves: list[int] = []
+    actions = Actions(Engine(), lambda path: None, NoGroups(), lambda: None)
+    loop = EventLoop(ThreadSignals(1, {}), actions, None, lambda: moves.append(1))
+    assert [actions.engine.asked() for _ in range(3)] == [False] * 3
+    assert len(moves) == 3
+    loop.agree = lambda: None
+    loop.tick()
+    assert len(moves) == 4
+
+
 def test_a_flip_that_fails_on_one_rank_is_undone_on_both(run):
     weights = [Weights(), Weights(refuses=("flip",))]
     leader, _ = run([Order(Signal.UPDATE, Phase.FLIP, session="s")], [Engine(), Engine()], weights)

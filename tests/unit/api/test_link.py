@@ -1,0 +1,95 @@
+"""Which silence is a death: that of a process, not that of a loop."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from api.link import Link
+
+PROCESS = """
+import sys, time, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+print("bound", flush=True)
+time.sleep(60)
+"""
+"""Its loop never says a word."""
+
+
+class Heard:
+    """A listener that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.down: list[str] = []
+        self.gone = asyncio.Event()
+
+    def on_up(self) -> None:
+        self.up.set()
+
+    def on_message(self, message: bytes) -> None: ...
+
+    def on_quiet(self) -> None: ...
+
+    def on_down(self, reason: str) -> None:
+        self.down.append(reason)
+        self.gone.set()
+
+
+@pytest.fixture
+def endpoint(run_dir: Path) -> str:
+    return f"ipc://{run_dir}/x.sock"
+
+
+@pytest.fixture
+def process(endpoint: str):
+    with subprocess.Popen([sys.executable, "-c", PROCESS, endpoint], stdout=subprocess.PIPE) as made:
+        assert made.stdout is not None
+        made.stdout.readline()
+        yield made
+        made.kill()
+
+
+@contextlib.asynccontextmanager
+async def linked(endpoint: str, **waits: float) -> AsyncIterator[Heard]:
+    heard = Heard()
+    link = Link(endpoint, heard, encode=bytes, decode=bytes, quiet_s=0.2, **waits)
+    task = asyncio.create_task(link.run())
+    try:
+        await asyncio.wait_for(heard.up.wait(), 10)
+        yield heard
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_process_that_says_nothing_is_kept(endpoint, process):
+    async with linked(endpoint, silence_s=0.8, stuck_s=60) as heard:
+        await asyncio.sleep(3)
+        assert heard.down == []
+
+
+async def test_a_stopped_process_is_lost(endpoint, process):
+    async with linked(endpoint, silence_s=0.8, stuck_s=60) as heard:
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.wait_for(heard.gone.wait(), 10)
+        os.kill(process.pid, signal.SIGCONT)
+
+
+async def test_a_killed_process_is_lost_at_once(endpoint, process):
+    async with linked(endpoint, silence_s=30, stuck_s=60) as heard:
+        process.kill()
+        await asyncio.wait_for(heard.gone.wait(), 5)
+
+
+async def test_a_process_that_never_gets_on_is_lost(endpoint, process):
+    async with linked(endpoint, silence_s=0.8, stuck_s=2) as heard:
+        await asyncio.wait_for(heard.gone.wait(), 10)
+        assert heard.down[0].startswith("silent for 2 s")
