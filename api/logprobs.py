@@ -40,13 +40,28 @@ def _by_number(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def completion(part: Part, names: TokenNames, offset: int) -> dict[str, Any]:
-    """OpenAI's completion logprobs. offset: characters of text before this part."""
+class TextOffsets:
+    """Where tokens begin in the text of a reply: a token that completes a character, where that one begins.
+
+    start: characters before the first token. Without a tokenizer there is no text, and every offset is the start.
+    """
+
+    def __init__(self, model: Model, *, skip_special: bool, start: int = 0) -> None:
+        self._stream = None if model.tokenizer is None else model.tokenizer.stream(skip_special=skip_special)
+        self._at = start
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """Of the tokens that follow those of the calls before."""
+        offsets = []
+        for token_id in ids:
+            offsets.append(self._at)
+            self._at += len(self._stream.push(token_id)) if self._stream is not None else 0
+        return offsets
+
+
+def completion(part: Part, names: TokenNames, offsets: TextOffsets) -> dict[str, Any]:
+    """OpenAI's completion logprobs. offsets: after those of the parts before this one."""
     tokens = [names(i) for i in part.token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     tops = part.top or [[] for _ in tokens]
     return {
         "tokens": tokens,
@@ -55,22 +70,19 @@ def completion(part: Part, names: TokenNames, offset: int) -> dict[str, Any]:
             names.keyed([(token_id, logprob), *((i, p) for i, p in top if i != token_id)])
             for token_id, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": offsets.of(part.token_ids),
     }
 
 
-def completion_prompt(ids: list[int], prompt: PromptLogprobs, names: TokenNames) -> dict[str, Any]:
+def completion_prompt(
+    ids: list[int], prompt: PromptLogprobs, names: TokenNames, offsets: TextOffsets
+) -> dict[str, Any]:
     """The same of an echoed prompt; its first token has no logprob."""
-    tokens = [names(i) for i in ids]
-    offsets, offset = [], 0
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [names(i) for i in ids],
         "token_logprobs": [None, *(candidates[0][1] for candidates in prompt)],
         "top_logprobs": [None, *(names.keyed((i, p) for i, p, _ in candidates) for candidates in prompt)],
-        "text_offset": offsets,
+        "text_offset": offsets.of(ids),
     }
 
 

@@ -14,7 +14,7 @@ from api.auth import require_data
 from api.bad_words import banned
 from api.flight import Sample
 from api.generation import Ask, Job
-from api.logprobs import TokenNames
+from api.logprobs import TextOffsets, TokenNames
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids, truncated
 from api.schemas.base import ERRORS
@@ -119,25 +119,28 @@ class _Writer:
         text = ""
         if self.model.tokenizer is not None:
             text = final_text(self.model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, self.options)
-        return self._part(prompt_index, sample, text, "", first, begins=True)
+        prompt_text = self._echoed(prompt_index)
+        return self._part(prompt_index, sample, prompt_text + text, self._offsets(prompt_text), first, begins=True)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events, one per chunk, then usage if wanted, then [DONE]."""
         texts: dict[int, StreamedText] = {}
-        before: dict[int, str] = {}
+        offsets: dict[int, TextOffsets] = {}
         made, running = 0, self.body.stream_options is not None and self.body.stream_options.running
         with self.service.generations.submit(self.ask) as job:
             async for i, chunk in job.chunks():
                 key = i * self.ask.sampling.n + chunk.index
-                begins = key not in before
+                begins = key not in offsets
                 text = ""
+                if begins:
+                    text = self._echoed(i)
+                    offsets[key] = self._offsets(text)
                 if self.model.tokenizer is not None:
                     if begins:
                         texts[key] = StreamedText(self.model.tokenizer, self.options)
-                    text = texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+                    text += texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
                 first = job.flights[i].samples[0]
-                part = self._part(i, chunk, text, before.get(key, ""), first, begins=begins)
-                before[key] = before.get(key, "") + text
+                part = self._part(i, chunk, text, offsets[key], first, begins=begins)
                 made += len(chunk.token_ids)
                 counted = self._usage(job, made) if running else {}
                 yield event(self.envelope(job, [part]) | counted)
@@ -148,16 +151,22 @@ class _Writer:
     def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
         return {"usage": usage(self.prompts, [flight.samples for flight in job.flights], made)}
 
+    def _echoed(self, prompt_index: int) -> str:
+        """The prompt's text, if it is wanted before the sample's."""
+        if not self.body.echo or self.model.tokenizer is None:
+            return ""
+        return self.model.tokenizer.decode(self.prompts[prompt_index], self.options.skip_special_tokens)
+
+    def _offsets(self, before: str) -> TextOffsets:
+        return TextOffsets(self.model, skip_special=self.options.skip_special_tokens, start=len(before))
+
     def _part(
-        self, prompt_index: int, part: Sample | Chunk, text: str, before: str, first: Sample, *, begins: bool
+        self, prompt_index: int, part: Sample | Chunk, text: str, offsets: TextOffsets, first: Sample, *, begins: bool
     ) -> dict[str, Any]:
         body, ids = self.body, self.prompts[prompt_index]
-        prompt_text = ""
-        if body.echo and self.model.tokenizer is not None:
-            prompt_text = self.model.tokenizer.decode(ids, self.options.skip_special_tokens)
         choice: dict[str, Any] = {
             "index": prompt_index * self.ask.sampling.n + part.index,
-            "text": prompt_text + text if begins else text,
+            "text": text,
             "finish_reason": part.finish,
             "stop_reason": part.stop_reason,
             "logprobs": None,
@@ -165,9 +174,11 @@ class _Writer:
             "weight_versions": self.service.versions.spans(part.spans),
         }
         if body.logprobs is not None:
-            made = shapes.completion(part, self.names, len(prompt_text) + len(before))
+            made = shapes.completion(part, self.names, offsets)
             if body.echo and begins and first.prompt_logprobs is not None:
-                made = shapes.joined(shapes.completion_prompt(ids, first.prompt_logprobs, self.names), made)
+                made = shapes.joined(
+                    shapes.completion_prompt(ids, first.prompt_logprobs, self.names, self._offsets("")), made
+                )
             choice["logprobs"] = made
         if body.return_token_ids:
             choice["token_ids"] = part.token_ids

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from api import logprobs
-from api.logprobs import TokenNames
+from api.logprobs import TextOffsets, TokenNames
 from worker.messages import Chunk, Span
 
 UNICORN = list("🦄".encode())
@@ -18,13 +18,31 @@ def test_two_tokens_of_the_same_text_have_an_entry_each(model) -> None:
     sampled, other, third = 0x9F, 0xA6, 0x84
     top = [(other, -0.3), (sampled, -1.36), (third, -2.08)]
     chunk = Chunk("r", 0, [sampled], [-1.36], [Span(0, 0, 1)], top=[top])
-    made = logprobs.completion(chunk, TokenNames(model, as_ids=False), 0)
+    made = logprobs.completion(chunk, TokenNames(model, as_ids=False), TextOffsets(model, skip_special=True))
     assert made["tokens"] == ["\ufffd"]
     assert made["top_logprobs"] == [{"\ufffd": -1.36, f"token_id:{other}": -0.3, f"token_id:{third}": -2.08}]
     prompt = [[(sampled, -1.5, 2), (other, -0.5, 1)]]
-    made = logprobs.completion_prompt([65, sampled], prompt, TokenNames(model, as_ids=False))
+    made = logprobs.completion_prompt(
+        [65, sampled], prompt, TokenNames(model, as_ids=False), TextOffsets(model, skip_special=True)
+    )
     assert made["top_logprobs"] == [None, {"\ufffd": -1.5, f"token_id:{other}": -0.5}]
     assert made["token_logprobs"] == [None, -1.5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_offsets_are_places_in_the_text(client, replicas, stream, echo) -> None:
+    """Parts of a character begin where it begins; a special token takes no room in a text without them."""
+    for replica in replicas:
+        replica.script = [*"aé".encode(), 256, *"🦄b".encode()]
+    body = {"prompt": "é:", "max_tokens": 9, "logprobs": 0, "echo": echo, "stream": stream, "ignore_eos": True}
+    reply = await client.post("/v1/completions", json=body)
+    events = re.findall(r"^data: (\{.*\})$", reply.text, re.MULTILINE) if stream else [reply.text]
+    choices = [json.loads(event)["choices"][0] for event in events]
+    text = "".join(choice["text"] for choice in choices)
+    offsets = [at for choice in choices for at in choice["logprobs"]["text_offset"]]
+    own = [0, 1, 1, 2, 2, 2, 2, 2, 3]
+    assert (text, offsets) == (("é:aé🦄b", [0, 0, 1, *(2 + at for at in own)]) if echo else ("aé🦄b", own))
 
 
 def test_chat_entries_have_the_bytes_of_their_tokens(model) -> None:
