@@ -194,7 +194,8 @@ class Coordinator:
             if self._round is not round_:
                 continue  # dropping a silent replica has settled it
             asking = round_.phase in (Phase.PREPARE, Phase.READY)
-            if self.machine.state is State.SEALED and round_.refusal is None and not asking:
+            mine = session is self.session  # else the machine is at a later session, which waits for nobody yet
+            if mine and self.machine.state is State.SEALED and round_.refusal is None and not asking:
                 self.machine.fire(Event.ALL_PREPARED, session.id)
                 session.lap("prepare", now)
                 self.changes += 1

@@ -197,9 +197,8 @@ class Fleet:
         log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
 
     def _adopt(self, replica: Replica, live: Live) -> None:
-        if replica.adopting != live.epoch:
-            replica.adopting = live.epoch
-            self._send(replica.identity, Adopt(live))
+        if replica.adopting != live.epoch and self._send(replica.identity, Adopt(live)):
+            replica.adopting = live.epoch  # else it is told at its next beat
 
     def _died(self, replica: Replica, rank: int) -> None:
         self._counters.add("replicas_died")

@@ -260,6 +260,8 @@ class Membership:
             )
 
     def _on_prepare(self, message: store.Prepare) -> None:
+        if self.session and self.session.id == message.session:
+            return  # said twice
         text = ""
         if self.session:
             text = f"session {self.session.id} is not over"
@@ -281,6 +283,8 @@ class Membership:
         if session is None or session.id != message.session or not session.prepared:
             self._send(store.Flipped(message.session, False, 0, "nothing is prepared for this session"))
             return
+        if session.flipped:
+            return  # said twice
         session.flipped = True
         session.held_since = self._clock()
         self._orders.append(Order(Signal.UPDATE, Phase.FLIP, session=session.id, live=session.live))

@@ -195,7 +195,9 @@ class Downstreams(Electorate):
     def tick(self, now: float) -> None:
         """Silence, patience, and who waited for a commit to be settled."""
         for link in self.links.all():
-            if now >= link.seen + self._config.relay_lease_s:
+            if link.deaf:
+                self._remove(link, "takes no more messages")
+            elif now >= link.seen + self._config.relay_lease_s:
                 self._remove(link, f"was silent for {self._config.relay_lease_s:g} s")
         self.links.absent = {name: until for name, until in self.links.absent.items() if until > now}
         if now >= self._patience:
@@ -211,7 +213,7 @@ class Downstreams(Electorate):
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [link.seen + self._config.relay_lease_s for link in self.links.all()]
+        times = [0.0 if link.deaf else link.seen + self._config.relay_lease_s for link in self.links.all()]
         return min([*times, self._patience], default=None) if times else None
 
     def status(self, now: float) -> dict[str, Any]:

@@ -31,9 +31,18 @@ class Electorate:
         return {link.name: part.required for link, part in self.links.taking_part() if part.staged and not part.out}
 
     def outsiders(self, now: float) -> dict[str, str]:
-        """Stores that do not vote but may be serving -> why they do not."""
-        out = {link.name: part.out for link, part in self.links.taking_part() if part.out and link.serves_until > now}
+        """Stores that do not vote but may be serving -> why they do not. One may have joined since the seal."""
+        voters = self.voters()
+        out = {
+            link.name: (link.part and link.part.out) or "is not staged"
+            for link in self.links.all()
+            if link.name not in voters and link.serves_until > now
+        }
         return out | {name: "is away" for name, until in self.links.absent.items() if until > now}
+
+    def serving(self, now: float) -> bool:
+        """Whether a store below may be."""
+        return any(until > now for until in (*(k.serves_until for k in self.links.all()), *self.links.absent.values()))
 
     def serves_until(self, name: str) -> float:
         """Until when a store may serve if it hears nothing more."""

@@ -45,6 +45,7 @@ class Link:
     seen: float
     serves_until: float = 0.0  # the lease it was given last
     fenced: bool = False  # left behind by the running commit: no lease until that is over
+    deaf: bool = False  # a message to it could not be queued
     stores: int = 1  # of its subtree, itself included
     part: Part | None = None
 

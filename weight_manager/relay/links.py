@@ -80,14 +80,14 @@ class Links:
         """Everybody who may have a lease."""
         return [*(link.name for link in self._links.values()), *self.absent]
 
-    def answer(self, peer: bytes, message: wire.Message) -> None:
-        """To somebody who need not have joined."""
-        if self.router is not None:
-            self.router.send(peer, wire.encode(message))
+    def answer(self, peer: bytes, message: wire.Message) -> bool:
+        """To somebody who need not have joined; whether it could be queued."""
+        return self.router is not None and self.router.send(peer, wire.encode(message))
 
     def send(self, link: Link, message: wire.Message) -> None:
-        """One message."""
-        self.answer(link.identity, message)
+        """One message. A store that misses one no longer knows what it is asked: it is `deaf`, and must join again."""
+        if not self.answer(link.identity, message):
+            link.deaf = True
 
     def give(self, link: Link, part: Part) -> tuple[int, bytes]:
         """Its part in a session, instead of what it had. Port and key of a data connection for it; 0 = none."""
@@ -179,3 +179,5 @@ class Links:
         head = wire.Chunk(part.session, span.region, span.offset, [len(f) for f in frames])
         if self.router.send_payload(link.identity, wire.encode(head), frames):
             self.sent_bytes += span.size
+        else:
+            link.deaf = True

@@ -181,6 +181,8 @@ class Relayed:
             case wire.Seal() if running and not session.sealing:
                 session.expected = order.digest
                 coordinator.seal(session, now + self._config.max_deadline_s, now)
+            case wire.Prepare() if running and coordinator.committing(session):
+                pass  # said twice
             case wire.Prepare() if running:
                 self._asked = order
                 if session.digest:

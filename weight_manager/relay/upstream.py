@@ -63,7 +63,7 @@ class Upstream:
         self._watching = watching
         self._store = coordinator.history.saved.id
         self._name = own_name(config, self._store)
-        self._joined = False
+        self._joined = self._deaf = False
         self._next_join = self._next_beat = self._heard = 0.0
         self._doubt_since = 0.0
         self.lease = Lease(arena, config.relay_lease_s)
@@ -124,7 +124,9 @@ class Upstream:
     def tick(self, now: float) -> bool:
         """Say what has become true, keep the membership up. Returns whether serving has just become allowed."""
         coordinator = self._coordinator
-        if self._joined and now >= self._heard + self._config.relay_lease_s * 0.6:
+        if self._deaf:
+            self._lost("takes no more messages", now, JOIN_AGAIN_S)
+        elif self._joined and now >= self._heard + self._config.relay_lease_s * 0.6:
             self._lost("is silent", now)
         if not self._joined and now >= self._next_join:
             self._join(now)
@@ -166,11 +168,11 @@ class Upstream:
         self.socket.close(linger=500)
 
     def send(self, message: wire.FromBelow) -> None:
-        """To the store above; lost if it is not there, it will be joined anew."""
+        """To the store above. If it takes no message, one is missing from what it knows of us: we join again."""
         try:
             self.socket.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:
-            log.warning("the store above does not take messages")
+            self._deaf = True
 
     def failed_to_catch_up(self, now: float) -> None:
         """Try again from the start, a little later."""
@@ -184,7 +186,7 @@ class Upstream:
     def _lost(self, why: str, now: float, pause_s: float = 0.0) -> None:
         """Begin again on a new connection, after so long."""
         log.warning("the store above %s; joining again", why)
-        self._joined = False
+        self._joined = self._deaf = False
         self._coordinator.changes += 1
         self._forget(f"the store above {why}", now)
         old, self.socket = self.socket, self._connect()
@@ -270,7 +272,7 @@ class Upstream:
 
     def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
         """A finalize or rollback is carried out."""
-        fenced = self.lease.closed and not self._below.links.all()
+        fenced = self.lease.closed and not self._below.serving(time.monotonic())
         self.send(wire.Over(session, fenced, stall_ms or {}))
 
     def _begin(self, stage: wire.Stage, now: float) -> None:

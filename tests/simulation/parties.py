@@ -1,0 +1,373 @@
+"""Those at the hub's edge: replicas (rank 0 is the real worker/membership.py), trainers, and operators."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from rollout_client import protocol as wire
+from rollout_client.copying import source_view
+from rollout_client.digest import digest_of
+from rollout_client.protocol import Part
+from tests.simulation.host import LAYOUT, Host, Memory, bytes_of
+from tests.simulation.network import Connection, Frames
+from tests.simulation.world import World
+from weight_manager import messages
+from weight_manager.messages import Live
+from worker.lifecycle import Lifecycle, WorkerState
+from worker.membership import Membership
+from worker.signals import Order, Phase, Signal
+from worker.verdict import Verdict
+
+HOLD_S, UNKNOWN_S = 4.0, 12.0
+STEP_S = 0.1
+
+
+@dataclass
+class Held:
+    """A version as ranks hold it: views of a slot of a mapped arena."""
+
+    live: Live
+    memory: Memory
+
+
+class Ranks:
+    """Stands for the ranks of a replica and their weights (worker/actions.py, dynamic_weight_manager.py)."""
+
+    def __init__(self) -> None:
+        self.released: frozenset[str] = frozenset()
+        self.bound: Held | None = None
+        self._staged: Held | None = None
+        self._previous: Held | None = None
+        self._flipped = False
+
+    @property
+    def live(self) -> Live | None:
+        return self.bound.live if self.bound else None
+
+    def act(self, order: Order, memory: Memory | None) -> Verdict:
+        match order.phase:
+            case Phase.MAP:
+                return self._map(order.live, memory)
+            case Phase.PREPARE:
+                assert order.live is not None
+                if self.bound is None:
+                    return Verdict(False, 0, "no arena is mapped yet")
+                if self.bound.memory.write_epoch(order.live.slot) != order.live.write_epoch:
+                    return Verdict(False, 0, "the slot was given away")
+                self._staged = Held(order.live, self.bound.memory)
+            case Phase.FLIP:
+                if self._staged is None:
+                    return Verdict(False, 0, "nothing is prepared")
+                self._previous, self.bound, self._staged, self._flipped = self.bound, self._staged, None, True
+            case Phase.FINALIZE:
+                self._previous, self._flipped = None, False
+            case Phase.ROLLBACK:
+                self.back()
+        return Verdict(True)
+
+    def back(self) -> None:
+        self._staged = None
+        if self._flipped:
+            self.bound, self._previous, self._flipped = self._previous, None, False
+
+    def _map(self, live: Live | None, memory: Memory | None) -> Verdict:
+        assert live is not None
+        if memory is None or not memory.backed(live.slot) or memory.holds(live.slot) != live.digest:
+            return Verdict(False, 0, "the slot does not hold the version")
+        if live.write_epoch and memory.write_epoch(live.slot) != live.write_epoch:
+            return Verdict(False, 0, "the slot was given away")
+        self.bound, self._staged, self._previous, self._flipped = Held(live, memory), None, None, False
+        return Verdict(True)
+
+
+class Replica:
+    """One replica of a host. served: called with what a step was computed with."""
+
+    def __init__(self, host: Host, number: int, served: Callable[["Replica", Live], None]) -> None:
+        self.host, self.world, self.number = host, host.world, number
+        self._served = served
+        self.refuses = 0.0  # how likely a prepare or a flip fails
+        self.stopped_until = 0.0
+        self.pid = 0
+        self.alive = False
+        self.start()
+        self.world.after(self.world.rng.uniform(0, STEP_S), self._step)
+
+    @property
+    def who(self) -> str:
+        return f"{self.host.name}.{self.number}"
+
+    def start(self) -> None:
+        """A new life."""
+        world = self.world
+        self.pid, self.alive = world.number(), True
+        world.pids.add(self.pid)
+        self.ranks = Ranks()
+        self.work: Order | None = None
+        self.lifecycle = Lifecycle(lambda state, reason: None)
+        self.membership = Membership(
+            *(self.number, [self.pid], LAYOUT.digest),
+            actions=self.ranks,  # type: ignore[arg-type]
+            lifecycle=self.lifecycle,
+            scheduler=SimpleNamespace(running=0, on_update=lambda *_: None),  # type: ignore[arg-type]
+            send=self._send,
+            hold_s=HOLD_S,
+            unknown_s=UNKNOWN_S,
+            clock=lambda: world.now,
+        )
+        self._woken = float("inf")
+        self.connection = Connection(
+            *(self.host.net, self.host.name, f"{self.host.name}/store.sock", self._hear),
+            up=lambda: self._soon(self.membership.register),
+            down=lambda: self._soon(self.membership.store_down),
+        )
+
+    def kill(self) -> None:
+        if self.alive:
+            self.world.say(self.who, "is killed")
+            self.alive = False
+            self.world.pids.discard(self.pid)
+            self.connection.close()
+            self.host.process_ended(self.pid)
+            self.world.after(self.world.rng.uniform(0.5, 3), self.start)
+
+    @property
+    def serves(self) -> Live | None:
+        """What a step would be computed with now."""
+        open_ = self.alive and self.lifecycle.state is WorkerState.SERVING and not self.membership.holding
+        return self.ranks.live if open_ and self.work is None else None
+
+    @property
+    def void(self) -> bool:
+        """Whether what a step computes now is thrown away."""
+        held = self.ranks.bound
+        if held is None:
+            return True
+        expired = held.memory.lease_ns != 0 and self.world.now * 1e9 > held.memory.lease_ns
+        live = held.live
+        return expired or (live.write_epoch != 0 and held.memory.write_epoch(live.slot) != live.write_epoch)
+
+    def _soon(self, act: Callable[[], None]) -> None:
+        """In the loop of this life, once it turns."""
+        life = self.pid
+
+        def turn() -> None:
+            if self.alive and self.pid == life:
+                if self.stopped_until > self.world.now:
+                    self.world.at(self.stopped_until, turn)
+                    return
+                act()
+                self._turn()
+
+        self.world.after(0.0, turn)
+
+    def _send(self, message: messages.FromReplica) -> bool:
+        if not isinstance(message, messages.Beat):
+            self.world.say(self.who, f"says {type(message).__name__} {getattr(message, 'session', '')}")
+        self.connection.send([messages.encode(message)])
+        return True
+
+    def _hear(self, frames: Frames) -> None:
+        message = messages.decode_for_replica(frames[0])
+        self.world.say(self.who, f"hears {type(message).__name__} {getattr(message, 'session', '')}")
+        self._soon(lambda: self.membership.take(message))
+
+    def _turn(self) -> None:
+        """advance -> next order, as worker/leader.py decides it."""
+        self.membership.advance()
+        while self.work is None and (order := self.membership.next_order()) is not None:
+            if order.signal is Signal.UPDATE and order.phase in (Phase.FINALIZE, Phase.ROLLBACK):
+                self.ranks.act(order, None)
+                continue
+            self.work = order
+            self.world.after(self.world.rng.choice([0.001, 0.005, 0.05]), lambda life=self.pid: self._work_ends(life))  # type: ignore[misc]
+        due = self.membership.next_deadline
+        if due is not None and due < self._woken:
+            self._woken = due
+            self.world.at(due, lambda: self._soon(self._awake))
+
+    def _awake(self) -> None:
+        self._woken = float("inf")
+
+    def _work_ends(self, life: int) -> None:
+        def settle() -> None:
+            order, self.work = self.work, None
+            assert order is not None
+            if order.phase in (Phase.PREPARE, Phase.FLIP) and self.world.rng.random() < self.refuses:
+                verdict = Verdict(False, 0, "out of memory, says the simulation")
+            else:
+                memory = Memory.made.get(order.arena_path) if order.phase is Phase.MAP else None
+                verdict = self.ranks.act(order, memory)
+            if not verdict.ok and order.signal is Signal.UPDATE:
+                self.ranks.back()
+            self.membership.settled(order, verdict)
+            if verdict.ok and order.phase is Phase.MAP:
+                self.membership.beat()
+
+        if self.alive and self.pid == life:
+            self._soon(settle)
+
+    def _step(self) -> None:
+        self.world.after(STEP_S, self._step)
+        if self.stopped_until > self.world.now:
+            return
+        live = self.serves
+        if live is None:
+            return
+        held = self.ranks.bound
+        assert held is not None
+        if self.void:
+            self._soon(self.membership.lost_slot)  # the step is thrown away
+            return
+        if held.memory.holds(live.slot) != live.digest:
+            raise self.world.violated(f"torn: {self.who} computes version {live.version} with other bytes")
+        self._served(self, live)
+
+
+class Asking:
+    """A connection on which one question is answered at a time."""
+
+    def __init__(self, world: World, host: Host, door: str, decode: Callable[[bytes], Any]) -> None:
+        self.world, self._host, self._door, self._decode = world, host, door, decode
+        self._script: Generator[Any, Any, None] | None = None
+        self._waits = 0
+        self.connection: Connection | None = None
+
+    def connect(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = Connection(self._host.net, "outside", f"{self._host.name}/{self._door}", self._hear)
+
+    def run(self, script: Generator[Any, Any, None]) -> None:
+        """The script yields (seconds) to sleep, or (message, frames, seconds) to ask; it gets the answer, or None."""
+        self._script = script
+        self._go_on(None)
+
+    def say(self, content: bytes, *frames: bytes) -> None:
+        assert self.connection is not None
+        self.connection.send([content, *frames])
+
+    def _hear(self, frames: Frames) -> None:
+        answer = self._decode(frames[0])
+        self.world.after(0.0, lambda: self._go_on(answer))
+
+    def _go_on(self, value: Any) -> None:
+        assert self._script is not None
+        self._waits += 1
+        try:
+            wanted = self._script.send(value)
+        except StopIteration:
+            return
+        self.world.after(wanted, lambda turn=self._waits: turn == self._waits and self._go_on(None))  # type: ignore[misc]
+
+
+class Trainer(Asking):
+    """Pushes version after version, as rollout_client/publisher.py would. acknowledged: told what was committed."""
+
+    TIMEOUT_S = 12.0
+
+    def __init__(
+        self, world: World, root: Host, shade: int, counter: list[int], acknowledged: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(world, root, "push", wire.decode_reply)
+        self._shade, self._counter, self._acknowledged = shade, counter, acknowledged
+        self.dead = False
+        self.stall_s = 0.0
+        self.done = 0
+        self.last = ""
+
+    def train(self, versions: int, pause_s: float) -> Generator[Any, Any, None]:
+        for _ in range(versions):
+            self._counter[0] += 1
+            version, shade = self._counter[0], self._shade
+            for _ in range(30):
+                outcome = yield from self._push(version, bytes_of(version, shade))
+                self.last = outcome
+                self.world.say(f"trainer{self._shade}", f"version {version}: {outcome}")
+                if outcome in ("committed", "already"):
+                    self.done += 1
+                    break
+                if outcome == "stale_version":
+                    break
+                yield self.world.rng.uniform(0.1, 0.8)
+            yield self.world.rng.uniform(0, pause_s)
+
+    def _ask(self, message: Any, kinds: tuple[type, ...]) -> Generator[Any, Any, Any]:
+        """The answer; None when none came."""
+        self.say(wire.encode(message))
+        end = self.world.now + self.TIMEOUT_S
+        while self.world.now < end - 1e-6:
+            answer = yield end - self.world.now
+            session = getattr(message, "session", None)
+            if isinstance(answer, wire.Error) and answer.session in ("", session):
+                return answer
+            if (isinstance(answer, kinds) and getattr(answer, "session", session) == session) or isinstance(
+                answer, wire.Placement
+            ):
+                return answer
+        return None
+
+    def _push(self, version: int, tensors: dict[str, Any]) -> Generator[Any, Any, str]:
+        if self.connection is None or self.world.rng.random() < 0.3:
+            self.connect()
+        welcome = yield from self._ask(wire.Hello("run"), (wire.Welcome,))
+        if not isinstance(welcome, wire.Welcome):
+            self.connect()
+            return "no welcome"
+        parts = [Part(name, "float32", t.shape) for name, t in tensors.items()]
+        placement = yield from self._ask(
+            wire.Begin(version, parts, transport="zmq", in_flight=self.world.rng.choice(["keep", "wait"])),
+            (wire.Placement, wire.Committed),
+        )
+        if isinstance(placement, wire.Committed):
+            return "already"
+        if not isinstance(placement, wire.Placement):
+            return self._failed(placement)
+        for number, copy in enumerate(placement.copies):
+            raw = source_view(list(tensors.values())[copy.part].reshape(-1), copy).tobytes()
+            half = len(raw) // 8 * 4
+            self.say(wire.encode(wire.Chunk(placement.session, number, 0, [half])), raw[:half])
+            self.say(wire.encode(wire.Chunk(placement.session, number, half, [len(raw) - half])), raw[half:])
+            self.say(wire.encode(wire.Written(placement.session, [(number, digest_of(raw))])))
+            if self.stall_s:
+                stall, self.stall_s = self.stall_s, 0.0
+                yield stall
+        sealed = yield from self._ask(wire.Seal(placement.session, 6.0), (wire.Sealed,))
+        if not isinstance(sealed, wire.Sealed):
+            return self._failed(sealed)
+        if self.world.rng.random() < 0.03:
+            yield 0.1
+            aborted = yield from self._ask(wire.Abort(placement.session, "changed its mind"), (wire.Aborted,))
+            return self._failed(aborted)
+        done = yield from self._ask(wire.Commit(placement.session, 6.0), (wire.Committed,))
+        if not isinstance(done, wire.Committed):
+            return self._failed(done)
+        self._acknowledged(done.version, done.digest)
+        return "committed"
+
+    def _failed(self, answer: Any) -> str:
+        if isinstance(answer, wire.Error):
+            self.world.say(f"trainer{self._shade}", f"is refused: {answer.message}")
+            return answer.code
+        self.connect()
+        return "silence"
+
+
+class Operator(Asking):
+    """Asks a store one thing and waits for the answer."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        super().__init__(world, host, "store.sock", messages.decode_for_api)
+        self.connect()
+
+    def ask(self, request: Any, answered: Callable[[Any], None]) -> None:
+        self.run(self._ask(request, answered))
+
+    def _ask(self, request: Any, answered: Callable[[Any], None]) -> Generator[Any, Any, None]:
+        yield 0.3
+        self.say(messages.encode(request))
+        answer = yield 40.0
+        assert self.connection is not None
+        self.connection.close()
+        answered(answer)

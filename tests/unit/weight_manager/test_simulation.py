@@ -1,0 +1,86 @@
+"""The hub under a simulated clock, network, disk and death; and proof that the simulation would see it break.
+
+A failure names its seed: `python -m tests.simulation --seeds 1 --from SEED` plays it again.
+"""
+
+import msgspec
+import pytest
+
+from tests.simulation.run import SHAPES, play
+from tests.simulation.world import Violation
+from weight_manager import messages
+from weight_manager.commit import Round
+from weight_manager.coordinator import Coordinator
+from weight_manager.history import History
+
+SEEDS, EACH = 200, 10
+ENOUGH = 120
+"""Seeds within which a fault that was put back must be found."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, EACH))
+def test_nothing_is_torn_lost_or_stuck(first):
+    for seed in range(first, first + EACH):
+        play(seed)
+
+
+def test_a_seed_is_the_same_run_every_time():
+    def trace():
+        run = play(7)
+        return run.counts, run.world.steps, list(run.world.trace)
+
+    assert trace() == trace()
+
+
+def found(kind, **limits):
+    """The first violation of seeds under these faults."""
+    seen = next((str(v) for v in (broken(seed, **limits) for seed in range(ENOUGH)) if v), "")
+    assert f": {kind}" in seen.partition("\n")[0], seen[:300] or f"{ENOUGH} seeds did not find it"
+
+
+def broken(seed, **limits):
+    """What a run breaks."""
+    try:
+        play(seed, **limits)
+    except Violation as violation:
+        return violation
+    return None
+
+
+BELOW = SHAPES[1:]
+
+
+def test_it_finds_a_commit_that_an_operator_starts_below_the_root(monkeypatch):
+    monkeypatch.setattr(Coordinator, "check_root", lambda self: None)
+    found("torn", faults=["operator", "stop_store"], shapes=BELOW, requests=[messages.CommitSession])
+
+
+def test_it_finds_a_store_in_doubt_that_is_undone_by_an_operator(monkeypatch):
+    monkeypatch.setattr(Round, "in_doubt", False)
+    found("", faults=["operator", "stop_store", "slow", "cut"], shapes=BELOW, requests=[messages.AbortSession])
+
+
+def test_it_finds_a_record_that_does_not_wait_for_the_lease_of_a_store_left_behind(monkeypatch):
+    def leave_behind(self, store, why, now):
+        self.behind[store] = why
+
+    monkeypatch.setattr(Round, "leave_behind", leave_behind)
+    found("torn", faults=["cut", "stop_store", "refuse"], shapes=BELOW)
+
+
+def test_it_finds_votes_that_come_late_and_count_for_the_next_question(monkeypatch):
+    vote_of = Round._vote
+
+    def vote(self, phase, voter, vote, where, now):
+        vote_of(self, self.phase, voter, msgspec.structs.replace(vote, session=self.session), where, now)
+
+    monkeypatch.setattr(Round, "_vote", vote)
+    found("torn", faults=["twice", "slow"], shapes=SHAPES[:1])
+
+
+def test_it_finds_a_record_that_does_not_reach_the_disk(monkeypatch):
+    def write(self, saved):
+        self.saved = saved
+
+    monkeypatch.setattr(History, "_write", write)
+    found("", faults=["kill_store"])
