@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from api import absent
 from api.errors import ApiError, BadInput, TooMany, Unauthorized, status_of
 from api.fields import REFUSAL
 from api.link import LinkDown
@@ -98,7 +99,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        body = error_body(describe(error), "HTTPException", str(error.status_code))
+        why = absent.reason(request.url.path) if error.status_code == 404 else None
+        text = f"{request.url.path} is not offered: {why}" if why else describe(error)
+        body = error_body(text, "HTTPException", str(error.status_code))
         return Json(body, error.status_code, dict(error.headers or {}))
 
     @app.exception_handler(LinkDown)

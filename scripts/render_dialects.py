@@ -15,6 +15,7 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from api.absent import ABSENT
 from api.app import ROUTERS
 from api.fields import HARMLESS, REFUSED
 from api.model import ANY
@@ -162,8 +163,15 @@ def _routes(facts: dict[str, Any]) -> str:
         return f"| `{path}` | " + " | ".join(cells) + " |"
 
     offered = ["## Routes that are offered", *head, *(row(path) for path in sorted(ours))]
-    absent = ["", "## Routes that are absent", "", "They are answered with 404.", *head]
-    absent += [row(path) for path in sorted(theirs.keys() - ours.keys())]
+    why: dict[str, list[str]] = defaultdict(list)
+    for path, reason in ABSENT.items():
+        why[reason].append(path)
+    absent = ["", "## Routes that are absent", "", "They are answered with a 404 that says:", ""]
+    absent += [
+        "| routes | why |",
+        "| --- | --- |",
+        *(f"| {_names(paths)} | {reason} |" for reason, paths in why.items()),
+    ]
     return "\n".join(offered + absent)
 
 

@@ -39,6 +39,7 @@ async def model(name: str, service: Uses) -> ModelCard:
 
 
 @router.post("/tokenize")
+@router.post("/v1/tokenize")
 async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     service.model.check_name(body.model)
@@ -57,6 +58,7 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
 
 
 @router.post("/detokenize")
+@router.post("/v1/detokenize")
 async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
     """Text of token ids."""
     service.model.check_name(body.model)
