@@ -103,7 +103,15 @@ class Arena(ArenaFile):
     @classmethod
     def adopt(cls, path: Path) -> "Arena":
         """Take over the arena of a store that died. Raises ArenaError if it is none, or still owned."""
-        return cls(path)
+        arena = cls(path)
+        try:
+            for slot in range(arena.slots):
+                if arena.backed(slot):
+                    arena.slot(slot)  # mapped now, and not when a push begins and others wait for the loop
+        except BaseException:
+            arena.close()
+            raise
+        return arena
 
     def bump(self, slot: int) -> int:
         """Move the write epoch: call before anybody may write into the slot. Returns the new epoch."""

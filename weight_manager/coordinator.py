@@ -99,8 +99,7 @@ class Coordinator:
         if reuse is not None:
             slot, write_epoch = reuse.slot, reuse.write_epoch
         else:
-            slot, write_epoch = self.slots.take(live.slot if live else None)
-            self.history.forget_slot(slot)
+            slot, write_epoch = self.slots.take(live.slot if live else None, self.history.forget_slot)
         staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport in ("zmq", "relay"))
         session = PushSession(intent, owner, slot, write_epoch, staging, now)
         self.machine.fire(Event.BEGIN, session.id)

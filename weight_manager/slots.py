@@ -1,18 +1,32 @@
-"""Which slot the next session may fill: never the live one, never one that somebody may still be writing."""
+"""Which slot the next session may fill: never the live one, never one that somebody may still be writing.
 
+Making memory for a slot, and giving it back, takes a second for a few gigabytes. Both are done in a thread, and the
+slot counts as being written meanwhile: the loop has leases to give.
+"""
+
+import logging
 from collections import Counter
+from collections.abc import Callable
 
-from rollout_client.errors import ArenaError
 from weight_manager.arena import Arena
+from weight_manager.background import Background
 from weight_manager.errors import PushRefused
+
+log = logging.getLogger(__name__)
+
+KEPT = 2
+"""Slots that keep their memory."""
 
 
 class Slots:
     """Gives slots away. Writers of our own (scatter and disk threads) are counted; trainers hold file locks."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, background: Background) -> None:
         self.arena = arena
+        self._background = background
         self._writers: Counter[int] = Counter()
+        self._making = False  # memory for the spare
+        self._failure: PushRefused | None = None  # there was none
 
     def enter(self, slot: int) -> None:
         """A thread of ours is about to write into the slot."""
@@ -22,32 +36,78 @@ class Slots:
         """It has stopped."""
         self._writers[slot] -= 1
 
-    def take(self, live: int | None) -> tuple[int, int]:
+    def prepare(self, live: int | None) -> bool:
+        """Whether `take` has a slot, or none for a reason that time does not change. If the spare has to get memory
+        first, that begins; the loop turns once it is done.
+        """
+        if self._making:
+            return False
+        free = self._free(live)
+        if self._failure is not None or not free or any(self.arena.backed(slot) for slot in free):
+            return True
+        spare = free[0]
+        self._making = True
+
+        def done(_: None) -> None:
+            self._making = False
+
+        def failed(error: BaseException) -> None:
+            self._making = False
+            self._failure = PushRefused("io", str(error), retryable=True)
+
+        self._do(spare, lambda: self.arena.back(spare), done, failed)
+        return False
+
+    def take(self, live: int | None, forget: Callable[[int], None]) -> tuple[int, int]:
         """(slot, write epoch): a slot to stage into, with memory behind it and its write epoch moved on.
 
-        Slots that have memory come first; the spare stands in while a stopped trainer holds its old one, and
-        gives its memory back once it is idle again. Raises PushRefused busy when every slot is held, io when
-        there is no memory for the spare.
+        forget: called for each slot whose bytes are given up, before they are. The spare stands in while a stopped
+        trainer holds its old slot, and gives its memory back once one is idle again. Raises PushRefused busy when every
+        slot is held or memory is being made, io when there is none for the spare.
         """
-        others = [slot for slot in range(self.arena.slots) if slot != live]
-        free = [slot for slot in others if not self._writers[slot] and self.arena.writers_gone(slot)]
-        if not free:
+        if not self.prepare(live):
+            raise PushRefused("busy", "another slot of weights is getting its memory; try again", retryable=True)
+        failure, self._failure = self._failure, None
+        free = self._free(live)
+        ready = [slot for slot in free if self.arena.backed(slot)]
+        if not ready and failure is not None:
+            raise failure
+        if not ready:
             raise PushRefused(
                 "busy",
                 "every slot but the live one may still be written by a trainer that lost its lease; "
                 "try again when it has gone on or exited",
                 retryable=True,
             )
-        chosen = min(free, key=lambda slot: (not self.arena.backed(slot), slot))
-        try:
-            self.arena.back(chosen)
-        except ArenaError as error:
-            raise PushRefused("io", str(error), retryable=True) from error
-        backed = [slot for slot in range(self.arena.slots) if self.arena.backed(slot)]
-        for slot in backed:
-            if len(backed) > 2 and slot in free and slot != chosen:
-                self.arena.bump(slot)  # a replica that slept through two commits may still read it
-                self.arena.release(slot)
-                backed.remove(slot)
-                break
+        chosen, *idle = ready
+        if idle and sum(self.arena.backed(slot) for slot in range(self.arena.slots)) > KEPT:
+            self._release(idle[0], forget)
+        forget(chosen)
         return chosen, self.arena.bump(chosen)
+
+    def _free(self, live: int | None) -> list[int]:
+        others = [slot for slot in range(self.arena.slots) if slot != live]
+        return [slot for slot in others if not self._writers[slot] and self.arena.writers_gone(slot)]
+
+    def _release(self, slot: int, forget: Callable[[int], None]) -> None:
+        forget(slot)
+        self.arena.bump(slot)  # a replica that slept through two commits may still read it
+
+        def failed(error: BaseException) -> None:
+            log.error("slot %d keeps its memory: %s", slot, error)
+
+        self._do(slot, lambda: self.arena.release(slot), lambda _: None, failed)
+
+    def _do(
+        self,
+        slot: int,
+        work: Callable[[], None],
+        done: Callable[[None], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        def over(then: Callable[[], None]) -> None:
+            self.leave(slot)
+            then()
+
+        self.enter(slot)
+        self._background.submit(work, lambda _: over(lambda: done(None)), lambda error: over(lambda: failed(error)))

@@ -92,7 +92,7 @@ class Store:
         push_file, relay_file = config.run_dir / "push_endpoint", config.run_dir / "relay_endpoint"
         self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys, push_file)
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
-        slots = Slots(self._arena)
+        slots = Slots(self._arena, self._background)
         self._fleet = Fleet(
             *(config, self.layout.digest, str(self._arena.path)),
             send=self.send,

@@ -242,8 +242,8 @@ class Relayed:
         saved = self._coordinator.history.saved
         if not self._stage.digest:
             return None
-        candidates = (saved.live, saved.previous, saved.doubt)
-        return next((v for v in candidates if v and v.digest == self._stage.digest), None)
+        candidates, arena = (saved.live, saved.previous, saved.doubt), self._coordinator.slots.arena
+        return next((v for v in candidates if v and v.digest == self._stage.digest and arena.backed(v.slot)), None)
 
     def _claims(self, session: PushSession, digests: Sequence[tuple[int, int]], now: float) -> None:
         try:

@@ -132,7 +132,9 @@ class Upstream:
             self._join(now)
         if self._joined and now >= self._next_beat:
             self._beat(now)
-        if self._next is not None and coordinator.session is None and coordinator.settled:
+        live = coordinator.history.live
+        free = self._next is not None and coordinator.session is None and coordinator.settled
+        if self._next is not None and free and coordinator.slots.prepare(live.slot if live else None):
             stage, self._next = self._next, None
             self._begin(stage, now)
         relayed, round_ = self.relayed, coordinator.round
