@@ -91,9 +91,21 @@ class Control:
         self._fleet.pump()
 
     async def clear(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> int:
-        """Release parameters and/or KV on every rank; returns bytes released. Idempotent."""
+        """Release parameters and/or KV on every rank; returns bytes released. Idempotent.
+
+        Where some have done it, or may still, and others cannot, it stays what is wanted: the others do it as soon as
+        they serve, and `reload` brings all of them back.
+        """
         with self._moving("clear"):
-            replies = await self._ask_all(lambda call: Clear(call, tags), deadline_s=deadline_s)
+            replies: dict[int, Done] = {}
+            try:
+                await self._ask_all(lambda call: Clear(call, tags), deadline_s=deadline_s, answers=replies)
+            except TimedOut:
+                self._fleet.cleared |= set(tags)
+                raise
+            except ApiError:
+                self._fleet.cleared |= set(tags) if replies else set()
+                raise
             self._fleet.cleared |= set(tags)
         freed = [rank for reply in replies.values() for rank in reply.data.get("released", [])]
         return sum(int(nbytes) for rank in freed for nbytes in rank.values())
@@ -142,12 +154,15 @@ class Control:
         finally:
             self.transition = None
 
-    async def _ask_all(self, build: Callable[[str], Any], *, deadline_s: float) -> dict[int, Done]:
+    async def _ask_all(
+        self, build: Callable[[str], Any], *, deadline_s: float, answers: dict[int, Done] | None = None
+    ) -> dict[int, Done]:
+        """answers: filled in as they come, for whoever wants them though others have failed."""
         calls = {r.index: r.link.start_call(build) for r in self._fleet.replicas if r.link.up}
         if not calls:
             return {}
         _, late = await asyncio.wait(calls.values(), timeout=deadline_s)
-        answers: dict[int, Done] = {}
+        answers = {} if answers is None else answers
         failed: list[tuple[int, CallFailed]] = []
         for index, call in calls.items():
             if call in late:

@@ -90,6 +90,21 @@ async def test_cleared_replicas_are_kept_cleared(client, replicas, service, unti
     assert (await client.post(URL, json=BODY)).status_code == 200
 
 
+@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["one cannot", "none can"])
+async def test_a_clear_that_some_have_done_stays_what_is_wanted(client, replicas, service, until, who):
+    for index in who:
+        replicas[index].fail[Clear] = CallFailed("", "conflict", "its version is not mapped yet")
+    assert (await client.post("/v1/rollout/memory/release")).status_code == 409
+    assert service.fleet.cleared == (set() if len(who) == 2 else {"kv_cache", "weights"})
+    if len(who) == 1:
+        replicas[1].fail.clear()
+        replicas[1].move("starting")
+        replicas[1].move("serving")
+        await until(lambda: replicas[1].state == "cleared")
+    assert (await client.post("/v1/rollout/memory/resume")).json()["cleared"] == []
+    await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
+
+
 async def away(replica, service, until):
     await replica.die()
     await until(lambda: not service.fleet.replicas[replica.index].link.up)
