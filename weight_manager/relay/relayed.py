@@ -12,7 +12,7 @@ from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
-from weight_manager.push_session import Intent, PushSession
+from weight_manager.push_session import MAX_VERSION, Intent, PushSession
 from weight_manager.receiver import Arrived, Ended, Finished, Hear, News, Taken, Unconnected
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
@@ -80,6 +80,9 @@ class Relayed:
     def start(self, now: float) -> None:
         """Take a slot, or the one that holds these bytes already, and say how much may come."""
         stage = self._stage
+        if not 0 <= stage.version <= MAX_VERSION:
+            self._failed(PushRefused("bad_message", f"version {stage.version} is out of range"))
+            return
         intent = Intent(*(stage.run_id, stage.version, "relay", stage.client, stage.in_flight, "relay"), force=True)
         held = self._held()
         try:

@@ -136,7 +136,13 @@ class Upstream:
         free = self._next is not None and coordinator.session is None and coordinator.settled
         if self._next is not None and free and coordinator.slots.prepare(live.slot if live else None):
             stage, self._next = self._next, None
-            self._begin(stage, now)
+            try:
+                self._begin(stage, now)
+            except IllegalTransition:
+                raise
+            except Exception:
+                log.exception("the session of the store above could not be begun")
+                self._lost("began what could not be begun", now, JOIN_AGAIN_S)
         relayed, round_ = self.relayed, coordinator.round
         if relayed is not None:
             relayed.tick(now)
