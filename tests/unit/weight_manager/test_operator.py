@@ -1,0 +1,49 @@
+"""Calls of the API: each gets its one answer, whatever becomes of it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from weight_manager.errors import IllegalTransition
+from weight_manager.messages import AbortSession, RollbackWeights
+from weight_manager.operator import Operator
+
+
+class Coordinator:
+    """Fails with this, whatever is asked."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __getattr__(self, name):
+        raise self._error
+
+
+@pytest.fixture
+def ask():
+    def ask(error, call):
+        said = []
+        operator = Operator(
+            *(SimpleNamespace(), Coordinator(error)),
+            fleet=None,
+            files=None,
+            counters=None,
+            relay=lambda now: None,
+            send=lambda peer, message: said.append(message) or True,
+        )
+        operator.request(b"api", call)
+        return said
+
+    return ask
+
+
+@pytest.mark.parametrize("call", [RollbackWeights("x"), AbortSession("x")])
+def test_a_call_that_fails_is_answered_and_not_left_to_its_deadline(ask, call):
+    (answer,) = ask(ZeroDivisionError(), call)
+    assert (answer.call, answer.ok, answer.code) == ("x", False, "internal")
+    assert "ZeroDivisionError" in answer.message
+
+
+def test_when_nobody_knows_what_is_live_the_store_ends(ask):
+    with pytest.raises(IllegalTransition):
+        ask(IllegalTransition("twice"), RollbackWeights("x"))
