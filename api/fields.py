@@ -117,7 +117,7 @@ REFUSED: dict[str, Refused] = {
     **_all(
         "it is reported elsewhere: token ids by return_token_ids, counts in usage, versions in weight_versions",
         *("return_prompt_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_meta_info"),
-        *("return_cached_tokens_details", "return_spec_tokens_details", "return_prompt_text"),
+        *("return_cached_tokens_details", "return_spec_tokens_details"),
     ),
     **_all("only token ids are answered here; for text use /v1/completions", "output_mode", unless=("tokens",)),
 }

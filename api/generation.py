@@ -37,6 +37,8 @@ class Ask:
     min_version: int | None = None
     version_timeout_s: float = 60.0
     max_staleness: int | None = None
+    prompt_text: str = ""
+    """Of a conversation, as the template wrote it."""
     may_cut: bool = True
     """Whether max_tokens is cut to what the context leaves; otherwise more is refused, as other servers do."""
 

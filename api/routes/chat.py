@@ -62,6 +62,7 @@ async def asked(body: ChatRequest, service: Service, *, session: str = "") -> As
     )
     return Ask(
         prompts=[ids],
+        prompt_text=text,
         sampling=body.params(
             logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
             max_tokens=body.max_completion_tokens,
@@ -112,6 +113,8 @@ class _Writer:
         about: dict[str, Any] = {}
         if self.body.return_token_ids:
             about["prompt_token_ids"] = self.ids
+        if self.body.return_prompt_text:
+            about["prompt_text"] = self.ask.prompt_text
         if self.body.prompt_logprobs is not None:
             about["prompt_logprobs"] = shapes.prompt_by_id(first.prompt_logprobs, self.service.model)
         return about

@@ -10,6 +10,7 @@ from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
+from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.openapi import IF_ASKED
@@ -31,7 +32,9 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
     """Continue token ids exactly as they are."""
     service.model.check_name(body.model)
     wanted = body.sampling_params
-    top_n = MAX_TOP if wanted.logprobs == -1 else wanted.logprobs or 0
+    top_n = service.model.vocab_size if wanted.logprobs == -1 else wanted.logprobs or 0
+    if top_n > MAX_TOP and not wanted.logprob_token_ids:
+        raise BadInput(f"logprobs: -1 is {top_n}, the whole vocabulary; at most {MAX_TOP}", param="logprobs")
     if wanted.logprob_token_ids:
         top_n = len(wanted.logprob_token_ids) + 1
     params = wanted.params(

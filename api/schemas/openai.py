@@ -131,14 +131,17 @@ class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     logprobs: bool | None = False
     top_logprobs: TopN | None = 0
     add_special_tokens: bool = False
+    return_prompt_text: bool | None = False
+    """Answer with prompt_text: what the chat template wrote."""
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _with_logprobs(self) -> Self:
-        if self.logprob_token_ids and not self.logprobs:
-            raise ValueError("logprob_token_ids: logprobs must be true with them")
+        if not self.logprobs and (self.top_logprobs or self.logprob_token_ids):
+            name = "top_logprobs" if self.top_logprobs else "logprob_token_ids"
+            raise ValueError(f"{name}: logprobs must be true with it")
         return self
 
     @model_validator(mode="before")
@@ -261,6 +264,7 @@ class ChatResponse(Lenient):
     choices: list[ChatChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     weight_version: str
 

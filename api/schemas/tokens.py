@@ -14,7 +14,7 @@ class TokenSampling(VllmSampling):
     """sampling_params."""
 
     logprobs: Annotated[int, Field(ge=-1, le=64)] | None = None
-    """Top alternatives per token; None = no logprobs at all, -1 = as many as there may be."""
+    """Top alternatives per token; None = no logprobs at all, -1 = the whole vocabulary, where that is 64 at most."""
     sampling_mask: bool | None = False
     """Ours: also report the ids that top-k, top-p and min-p left open."""
 

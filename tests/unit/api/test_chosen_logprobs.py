@@ -59,6 +59,12 @@ async def test_of_sglang(client, replicas):
             {"messages": [{"role": "user", "content": "A"}], "logprob_token_ids": [1]},
             "logprobs must be true",
         ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "A"}], "top_logprobs": 2},
+            "top_logprobs: logprobs must be true",
+        ),
+        ("/inference/v1/generate", {"token_ids": [65], "sampling_params": {"logprobs": -1}}, "-1 is 300"),
         ("/generate", {"text": "A", "return_logprob": True, "token_ids_logprob": [1], "top_logprobs_num": 1}, "one of"),
         (
             "/generate",

@@ -245,3 +245,13 @@ async def test_min_p_may_be_one(client, part):
 async def test_what_is_wrong_with_a_field_names_it(client):
     reply = await client.post("/v1/completions", json={"prompt": "A", "temperature": -1})
     assert reply.json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_that_the_chat_template_wrote(client, stream):
+    body = {"messages": HI, "max_tokens": 1, "return_prompt_text": True, "stream": stream}
+    text = (await client.post("/v1/chat/completions", json=body)).text
+    first = json.loads(text.split("\n\n")[0].removeprefix("data: "))
+    assert first["prompt_text"] == "u:A;a:"
+    del body["return_prompt_text"]
+    assert "prompt_text" not in (await client.post("/v1/chat/completions", json=body)).text
