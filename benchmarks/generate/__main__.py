@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16")
 PIECES: list[tuple[str, str, list[str]]] = [
     *((f"throughput/{dtype}/vllm", "throughput", ["--dtype", dtype, "--peer", "vllm"]) for dtype in DTYPES),
     *((f"throughput/{dtype}/hf", "throughput", ["--dtype", dtype, "--peer", "hf"]) for dtype in DTYPES),
+    *((f"prefill/{dtype}", "prefill", ["--dtype", dtype]) for dtype in DTYPES),
     *((f"overhead/{dtype}", "overhead", ["--dtype", dtype]) for dtype in DTYPES),
     *((f"updates/{dtype}", "updates", ["--dtype", dtype]) for dtype in DTYPES),
     ("signals/float32", "signals", []),

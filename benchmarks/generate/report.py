@@ -36,6 +36,16 @@ def _throughput(what: list[str], rounds: list[Round]) -> list[tuple[str, str, st
     return lines
 
 
+def _prefill(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    lines = []
+    for length in [key for key in rounds[0] if key != "load"]:
+        ours, theirs = (median(taken[length][name] for taken in rounds) for name in (OURS, "vllm"))
+        ratio = median(taken[length][OURS] / taken[length]["vllm"] for taken in rounds)
+        said = f"{ratio:.2f}x: {ours:.2f} against {theirs:.2f} s"
+        lines.append((f"first token of {length}, {what[0]}, 2 layers, time over vllm's", said, "<= 1.5"))
+    return lines
+
+
 def _overhead(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
     said = f"{_of(rounds, 'over_bare'):.1%} (over forward passes alone {_of(rounds, 'over_forward'):.1%})"
     return [(f"HTTP and scheduler over the bare engine at 16, {what[0]}", said, "<= 5 %")]
@@ -67,6 +77,7 @@ def _gap(_: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
 
 _ROWS: dict[str, Callable[[list[str], list[Round]], list[tuple[str, str, str]]]] = {
     "throughput": _throughput,
+    "prefill": _prefill,
     "overhead": _overhead,
     "signals": _signals,
     "start": _start,

@@ -90,7 +90,8 @@ class Service:
 class VllmServer:
     """`vllm serve` on vLLM's CPU build with its token-in-token-out route, which spares it all text."""
 
-    def __init__(self, python: Path, model: Path, dtype: str, log: Path) -> None:
+    def __init__(self, python: Path, model: Path, dtype: str, log: Path, max_len: int = 512) -> None:
+        """max_len: tokens of a prompt and its output."""
         self.name = "vllm"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -98,7 +99,7 @@ class VllmServer:
         self._url = f"http://127.0.0.1:{port}"
         command = [
             *(str(python), str(PEERS / "vllm_serve.py"), "serve", str(model), "--dtype", dtype, "--tokens-only"),
-            *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "64"),
+            *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_len), "--max-num-seqs", "64"),
             *("--enforce-eager", "--skip-tokenizer-init", "--disable-log-stats"),
         ]
         cores = sorted(os.sched_getaffinity(0))
