@@ -146,8 +146,8 @@ class StoreConfig(BaseModel):
 
     refuse_non_finite: bool = False
     """Refuse versions with weights that are NaN or infinite, and name the tensors. Every byte is then read once more
-    before the seal is answered: 0.1 to 0.3 s for a GiB, up to a third of a push. False: a warning and a metric, from
-    the ends of each tensor only, where a training that has diverged shows."""
+    before the seal is answered: on two busy cores 538 MB were pushed in 130 ms instead of 90. False: a warning and a
+    metric, from the ends of each tensor only, where a training that has diverged shows."""
 
     disk_roots: tuple[Path, ...] = ()
     """Checkpoints may be loaded by request from below these directories only (and from `model`)."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rollout_client.native import compiler, kernels
-from weight_manager import reading
+from weight_manager import finite, reading
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 
@@ -60,5 +60,6 @@ if __name__ == "__main__":
         print(compiled())
         print(compiler.compiled("weights", kernels.SOURCES))
         print(compiler.compiled("reading", reading.SOURCES))
+        print(compiler.compiled("finite", finite.SOURCES))
     except OSError as problem:
         print(f"no compiled kernels, everything works at half speed: {problem}", file=sys.stderr)

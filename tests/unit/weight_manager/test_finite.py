@@ -1,9 +1,18 @@
 import numpy as np
 import pytest
 
+from weight_manager import finite
 from weight_manager.finite import BLOCK_BYTES, ENDS, all_finite, ends_finite
 
 SIZE = 3 * (BLOCK_BYTES // 2) + 5
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def loop(request, monkeypatch):
+    if request.param == "numpy":
+        monkeypatch.setattr(finite, "_loop", lambda: None)
+    elif finite._loop() is None:
+        pytest.skip("no C compiler here")
 
 
 def make(dtype, at=None, value=0.0):
