@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.generate import install
 from benchmarks.generate.contenders import Contender, Job
-from benchmarks.generate.rounds import Round, Section, arguments
+from benchmarks.generate.rounds import Round, Section, arguments, machine
 from benchmarks.generate.servers import Service, VllmServer
 from weight_manager.families import manifest_for
 
@@ -45,6 +45,7 @@ def main() -> None:
             contenders.append(Service(OURS, model, args.dtype, logs / "service.log").settle())
             random = np.random.default_rng()
             one_round(contenders, random, 0, LENGTHS[:1])
+            section.note(machine=machine())
             section.collect(lambda number: one_round(contenders, random, number, LENGTHS))
         except Exception:
             print(f"logs: {logs}", file=sys.stderr)
