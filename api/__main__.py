@@ -1,15 +1,17 @@
 """``python -m api --config run_dir/config.json``: the HTTP process."""
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
+
+import uvloop
 
 from api.config import ApiConfig
 from api.model import Model
 from api.process import listen
 from api.server import Server
 from api.service import Service
+from weight_manager.garbage import collect_rarely
 from weight_manager.logs import setup
 
 
@@ -26,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"api: {error}", file=sys.stderr)
         return 2
-    asyncio.run(Server(service).serve(sockets=[listener]))
+    collect_rarely()
+    uvloop.run(Server(service).serve(sockets=[listener]))
     return 0
 
 

@@ -17,10 +17,12 @@ from api.flight import Flight, Sample, Update
 from api.model import TOO_LONG, Model
 from api.replicas import Fleet
 from api.schemas.base import MAX_SEQUENCES
-from worker.messages import Chunk, Generate, SamplingParams
+from worker.messages import Chunk, Generate, SamplingParams, joined
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+_LANDED = -1
+"""In place of a sequence's index: the flight has ended."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,50 @@ class Job:
         return chunk
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """(prompt index, chunk) as they come, interleaved. Raises as `samples`."""
-        queue: asyncio.Queue[Update] = asyncio.Queue()
+        """(prompt index, chunk) as they come, interleaved. Raises as `samples`.
+
+        What a sequence made while the reader was busy comes as one chunk, so that a reader who cannot keep up with the
+        model gets fewer and larger ones, and costs less (vLLM merges its outputs in the same way).
+        """
+        arrivals = Arrivals()
         index = {flight: i for i, flight in enumerate(self.flights)}
-        self.watch(queue.put_nowait)
+        self.watch(arrivals.put)
         flying = len(self.flights)
         while flying:
-            update = await queue.get()
-            chunk = self.check(update)
-            if chunk is None:
-                flying -= 1
-            else:
-                yield index[update[0]], chunk
+            for update in await arrivals.take():
+                chunk = self.check(update)
+                if chunk is None:
+                    flying -= 1
+                else:
+                    yield index[update[0]], chunk
+
+
+class Arrivals:
+    """Updates that one reader has not taken yet. The chunks of a sequence that wait here together are one."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Flight, int], list[Chunk] | None] = {}
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, update: Update) -> None:
+        """An update came."""
+        flight, chunk = update
+        if chunk is None:
+            self._waiting[flight, _LANDED] = None
+        elif (before := self._waiting.get((flight, chunk.index))) is not None:
+            before.append(chunk)
+        else:
+            self._waiting[flight, chunk.index] = [chunk]
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[Update]:
+        """All that came, in the order in which their sequences had something new; waits for the first."""
+        if not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        taken, self._waiting = self._waiting, {}
+        return [(flight, None if chunks is None else joined(chunks)) for (flight, _), chunks in taken.items()]
 
 
 class Generations:

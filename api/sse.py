@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, status_of
+from api.reply_counts import OUTER_SEND
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class EventStream(Response):
         self._events = events
         self._late_headers = late_headers
         self._lock = asyncio.Lock()  # the status goes out once, and before any event
+        self._outer: Send | None = None
         self._begun = False
         self._sent = 0.0  # loop time of the last bytes
         self.status_code = 200
@@ -55,6 +57,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
+        self._outer = scope.get(OUTER_SEND)
         try:
             await while_connected(receive, self._pump(send))
         except ClientDisconnect:
@@ -91,14 +94,18 @@ class EventStream(Response):
                 await self._send(send, KEEP_ALIVE)
 
     async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
-        async with self._lock:
-            if not self._begun:
-                headers = [(k.encode(), v.encode()) for k, v in self._late_headers().items()]
-                headers += self.raw_headers
-                await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-                self._begun = True
-            await send({"type": "http.response.body", "body": data, "more_body": not last})
-            self._sent = asyncio.get_running_loop().time()
+        if not self._begun:
+            async with self._lock:
+                await self._begin(send)
+        await (self._outer or send)({"type": "http.response.body", "body": data, "more_body": not last})
+        self._sent = asyncio.get_running_loop().time()
+
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            headers = [(k.encode(), v.encode()) for k, v in self._late_headers().items()]
+            headers += self.raw_headers
+            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+            self._begun = True
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -15,6 +15,7 @@ from weight_manager.curve import StoreKeys
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
 from weight_manager.errors import CheckpointError
 from weight_manager.families import manifest_for
+from weight_manager.garbage import collect_rarely
 from weight_manager.layout import make_layout
 from weight_manager.manifest import Layout
 from worker.actions import Actions, Groups
@@ -65,6 +66,7 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
         loop = build_loop(config, channel, replica, rank)
         _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process,
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # so __main__ held that back
+        collect_rarely()
         loop.run()
     except GroupDead as error:
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})

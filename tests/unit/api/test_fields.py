@@ -185,7 +185,8 @@ async def test_usage_of_every_event(client, part):
     text = (await client.post(path, json=body)).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
     counts = [event["usage"]["completion_tokens"] for event in events if "usage" in event]
-    assert counts == [1, 2, 3, 3]
+    assert counts[-2:] == [3, 3]  # of the last event with tokens, and of the one that ends the stream
+    assert counts[:-1] == sorted(set(counts))
 
 
 async def test_what_a_chat_template_is_given(client, model, monkeypatch):

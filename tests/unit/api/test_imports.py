@@ -10,7 +10,9 @@ import sys
 import pytest
 
 LIGHT = ("paddle", "torch")
-LIBRARIES = "fastapi, uvicorn, zmq.asyncio, numpy, httpx, msgspec, pydantic_settings, jinja2, tokenizers"
+LIBRARIES = (
+    "fastapi, uvicorn, uvloop, httptools, zmq.asyncio, numpy, httpx, msgspec, pydantic_settings, jinja2, tokenizers"
+)
 WEB = ("fastapi", "uvicorn", "zmq", "numpy", "httpx", "msgspec")
 
 

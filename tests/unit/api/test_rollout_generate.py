@@ -49,10 +49,10 @@ async def test_streamed_pieces_join_to_the_whole(client, replicas):
     reply = await client.post(URL, json={"prompt": "A", "max_tokens": 5, "stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
     parts = [part["outputs"][0] for part in events(reply.text)]
-    assert len(parts) == 5
     assert [i for p in parts for i in p["token_ids"]] == whole["token_ids"]
     assert "".join(p["text"] for p in parts) == whole["text"]
-    assert [p["finish_reason"] for p in parts] == [None] * 4 + ["length"]
+    assert {p["finish_reason"] for p in parts[:-1]} <= {None}
+    assert parts[-1]["finish_reason"] == "length"
     assert parts[-1]["spans"] == whole["spans"]
 
 
