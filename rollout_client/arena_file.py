@@ -5,9 +5,7 @@
  byte 24   bytes in a slot
  byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
  byte 40   lease, CLOCK_MONOTONIC nanoseconds; 0 = none is needed
- byte 48   a push asks for turns until then, same clock (turns.py)
- byte 1024 + 16 i  replica i: 2 * threads of a step, + 1 in a gap, + 65536 * microseconds that a step usually takes
- byte 1032 + 16 i  when the step began, or when the gap ends, same clock
+ byte 48, and bytes 1024 to 4095: nobody reads them; older trainers and replicas wrote hints to each other there
 
 A slot of 2 MiB or more starts at a multiple of 2 MiB, the first one at 2 MiB, so that huge pages fit.
 
@@ -41,14 +39,6 @@ MAX_SLOTS = 8
 _FIXED = struct.Struct(f"<8s{NONCE_BYTES}sQQ")
 _LEASE = 5  # u64 word
 _EPOCH, _BACKED, _LINE = 8, 9, 8  # u64 words: first slot's entries, and from one slot to the next
-_ASK, _TURNS = 6, 128  # u64 words
-_WORD, _TURN = struct.Struct("<Q"), struct.Struct("<QQ")
-MOST_REPLICAS = (HEADER_BYTES - _TURNS * _WORD.size) // _TURN.size
-"""Of those that have room for their turns."""
-TURN_BITS = 16
-"""Below the usual step."""
-NEAR_NS = 2 * 10**9
-"""Moments further away than this say nothing: the longest ask, step or gap that is taken note of."""
 
 
 class ArenaFile:
@@ -99,23 +89,6 @@ class ArenaFile:
         lease = int(self._words[_LEASE])
         return lease != 0 and time.monotonic_ns() > lease
 
-    def ask_for_turns(self, until_ns: int) -> None:
-        """A push copies until then and has to wait for the processor; 0 = not any more. Raises OSError."""
-        os.pwrite(self.fd, _WORD.pack(until_ns), _ASK * _WORD.size)
-
-    @property
-    def asked_until_ns(self) -> int:
-        """Until when the last one that asked wants turns."""
-        return int(self._words[_ASK])
-
-    def asked_for_turns(self) -> bool:
-        """Whether a push has to wait for the processor."""
-        return 0 < self.asked_until_ns - time.monotonic_ns() < NEAR_NS
-
-    def turns(self) -> npt.NDArray[np.uint64]:
-        """(what it does, moment) of each replica; see the module."""
-        return self._words[_TURNS : _TURNS + 2 * MOST_REPLICAS].reshape(MOST_REPLICAS, 2)
-
     def backed(self, slot: int) -> bool:
         """Whether the slot has memory; reading one without would silently allocate it."""
         return bool(self._words[_BACKED + _LINE * slot])
@@ -152,20 +125,6 @@ class ArenaFile:
     def _map(self, offset: int, length: int, write: bool) -> mmap.mmap:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         return mmap.mmap(self.fd, length, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection, offset=offset)
-
-
-def take_turn(path: str | Path, replica: int, threads: int, moment_ns: int, *, gap: bool, usual_s: float = 0.0) -> None:
-    """Say what a replica does: a step of so many threads since `moment_ns`, or a gap until then. Raises OSError.
-
-    usual_s: that a step takes.
-    The file is open for as long as that takes: one that stayed open would keep the memory of an arena that is left.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        what = int(usual_s * 1e6) << TURN_BITS | 2 * threads + gap
-        os.pwrite(fd, _TURN.pack(what, moment_ns), _TURNS * _WORD.size + replica * _TURN.size)
-    finally:
-        os.close(fd)
 
 
 def fixed_header(nonce: bytes, slot_bytes: int, slots: int) -> bytes:

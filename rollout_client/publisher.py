@@ -134,13 +134,7 @@ class WeightPublisher:
         started = time.monotonic()
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
         with self._alone(started + timeout_s):
-            try:
-                if self._shm is not None:
-                    self._shm.wait_for_room(started + timeout_s)
-                return self._push(sources(named_tensors), begin, started, started + timeout_s)
-            finally:
-                if self._shm is not None:
-                    self._shm.over()
+            return self._push(sources(named_tensors), begin, started, started + timeout_s)
 
     def close(self) -> None:
         """Disconnect and unmap. Idempotent."""

@@ -14,20 +14,17 @@ from threading import Event
 
 from rollout_client import slot_lock
 from rollout_client.cuda_copy import CudaCopier, can_copy
-from rollout_client.errors import ArenaError, DeadlineExceeded, SessionLost
+from rollout_client.errors import ArenaError, SessionLost
 from rollout_client.moving import Gathered, Moved, Unit, move_units, together, units
 from rollout_client.protocol import Copy, Placement, Welcome
 from rollout_client.staged_slot import TrainerArena
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
-from rollout_client.turns import Turns
 
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
-TURN_S = 0.005
-"""The store is not listened to after every batch: on two cores all that is done beside copying keeps steps waiting."""
-CROWDED = 1.5
-"""Work that took so many times the processor time it used had to wait for others: replicas, as a rule, that compute."""
+LISTEN_S = 0.005
+"""The store is listened to this often, not after every batch: what is done beside copying is taken from the copies."""
 Job = tuple[int, list[tuple[int, Copy]]]
 """A part and its numbered copies."""
 
@@ -42,7 +39,6 @@ class ShmTransport(Transport):
         self._arena = arena
         self._cuda: CudaCopier | None = None
         self._threads = threads or moving_threads()
-        self._turns = Turns(arena, self._threads)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="push")
 
     @classmethod
@@ -90,19 +86,6 @@ class ShmTransport(Transport):
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
 
-    def wait_for_room(self, deadline: float) -> None:
-        """Before a push: where steps keep every core busy, until one leaves a gap. deadline: monotonic seconds.
-
-        Raises DeadlineExceeded.
-        """
-        self._turns.begin()
-        if not self._turns.wait(deadline):
-            raise DeadlineExceeded("deadline", "steps kept every core busy for as long as the push had")
-
-    def over(self) -> None:
-        """After a push, whatever became of it."""
-        self._turns.over()
-
     def close(self) -> None:
         """Stop the threads, unpin and unmap."""
         self._pool.shutdown()
@@ -125,7 +108,6 @@ class ShmTransport(Transport):
             batches.put(batch)
         del every  # what has been moved need not be kept
         pieces = Gathered()
-        self._turns.begin()
         futures = [self._pool.submit(self._put_all, batches, finished, stop) for _ in range(self._threads)]
         try:
             for future in futures:
@@ -148,7 +130,7 @@ class ShmTransport(Transport):
                         reporter.written(*done)
                 if time.monotonic() >= due:
                     reporter.turn()
-                    due = time.monotonic() + TURN_S
+                    due = time.monotonic() + LISTEN_S
         finally:
             stop.set()
             _wait_for(futures)
@@ -165,18 +147,7 @@ class ShmTransport(Transport):
                 batch = batches.get_nowait()
             except queue.Empty:
                 return
-            self._turns.take(stop)
-            try:
-                if stop.is_set():
-                    return
-                began, used = time.monotonic(), time.thread_time()
-                moved = move_units(batch)
-                took, busy = time.monotonic() - began, time.thread_time() - used
-            finally:
-                self._turns.give_back()
-            finished.put(moved)
-            if took > CROWDED * busy:
-                self._turns.held_up()
+            finished.put(move_units(batch))
 
 
 def _wait_for(threads: "Sequence[Future[None]]") -> None:

@@ -67,11 +67,7 @@ class Checker:
         self._run(session, copy, [], writes=True)
 
     def digest(self, session: PushSession) -> None:
-        """Name the whole version, reading what no single check has covered; and see whether it holds numbers.
-
-        What a trainer had copied has been checked by now: steps need leave no more gaps (rollout_client/turns.py).
-        """
-        self._slots.arena.ask_for_turns(0)
+        """Name the whole version, reading what no single check has covered; and see whether it holds numbers."""
         staging = session.staging
         every = self._every and session.intent.transport != "relay"  # the store above has seen to it
 

@@ -143,10 +143,6 @@ class DynamicWeightManager:
             return False
         return held.reader.write_epoch(held.live.slot) != held.write_epoch or held.reader.expired()
 
-    def asked_for_turns(self) -> bool:
-        """A push has to share the cores with the steps; see rollout_client/turns.py."""
-        return self._live is not None and self._live.reader.asked_for_turns()
-
     def _parameters(self) -> dict[str, npt.NDArray[Any]]:
         views = self._live.views if self._live else {}
         return {p.name: views[p.name] for p in self.layout.manifest.parameters if p.name in views}

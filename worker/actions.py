@@ -63,10 +63,6 @@ class Weights(Protocol):
         """The store has begun to overwrite what is bound."""
         ...
 
-    def asked_for_turns(self) -> bool:
-        """A push has to share the cores with steps."""
-        ...
-
 
 class Groups(Protocol):
     """The process groups this rank's collectives run on."""

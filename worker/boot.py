@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,13 +20,11 @@ from weight_manager.manifest import Layout
 from worker.actions import Actions, Groups
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
-from worker.cpu import openmp
 from worker.cpu.tuning import tune
 from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
 from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
-from worker.giving_way import SPIN_MS, GivingWay
 from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.models import decoder_spec
@@ -104,8 +101,6 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
         give_back_to_system,
     )
     leader = None
-    if rank:
-        openmp.spin(SPIN_MS)  # between steps it waits for rank 0, which may leave the cores to a push
     if channel:
         tokenizer = _tokenizer(config)
         ends = end_tokens(config.model_dir, lambda _: None) if tokenizer is None else tokenizer.ends
@@ -129,19 +124,10 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             replica=replica,
             pids=world.pids,
             layout_digest=layout.digest,
-            giving_way=GivingWay(replica, _threads(config), config.push_gap, time.monotonic),
         )
     watchdog = Watchdog(config.hang_s)
     watchdog.start()
     return EventLoop(world.signals, actions, leader, watchdog.moved)
-
-
-def _threads(config: WorkerConfig) -> int:
-    """That a step of this replica has on the cores, in all its ranks."""
-    if config.device != "cpu":
-        return 0
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return config.tp * (int(first) if first.isdigit() else config.threads or 1)
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,6 @@ class WorkerConfig(BaseModel):
     """A step of 0.2 s and more is given up for a weight update and done again, of tp=1 on a CPU: the update does not
     wait for it, for at most one step of work each. False: it waits for two steps, and no work is lost."""
 
-    push_gap: float = Field(default=0.6, ge=0.0, le=4.0)
-    """On a CPU, while a trainer copies through shared memory and there are not cores for both: replicas leave the cores
-    to it after each step of 0.01 s or more, until it is through, for so many times the step (which counts as 0.5 s at
-    most) or until a token has waited 0.16 s, whichever is longer. Less: tokens come sooner, pushes take longer. 0: both
-    fight for the cores, and single tokens take several steps."""
-
     threads: int | None = Field(default=None, ge=1, le=512)
     """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""
     ranks_on_host: int = Field(default=1, ge=1, le=4096)

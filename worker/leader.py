@@ -14,7 +14,6 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
-from worker.giving_way import GivingWay
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -61,7 +60,6 @@ class Leader:
         replica: int,
         pids: list[int],
         layout_digest: str,
-        giving_way: GivingWay,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -104,7 +102,6 @@ class Leader:
             self.lifecycle,
             admits=self._admits,
             interrupting=Interrupting(lambda: config.give_up_steps and channel_.store_waits, clock),
-            giving_way=giving_way,
             clock=clock,
         )
         self._draining = Draining(scheduler, self._admission, send, clock)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch
-from worker.giving_way import GivingWay
 from worker.interrupting import LONG_S, Interrupting
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
@@ -31,7 +30,6 @@ class Stepping:
         *,
         admits: Callable[[], bool],
         interrupting: Interrupting,
-        giving_way: GivingWay,
         clock: Callable[[], float],
     ) -> None:
         self.unjudged = False  # a step ran here, and the other ranks have not said how it went there
@@ -45,7 +43,6 @@ class Stepping:
         self._lifecycle = lifecycle
         self._admits = admits
         self.interrupting = interrupting
-        self._giving_way = giving_way
         self._clock = clock
 
     @property
@@ -59,13 +56,8 @@ class Stepping:
 
     @property
     def not_before(self) -> float:
-        """No step begins before that: nothing was found to run, a flip is near, or a push copies in between."""
-        gap = self._giving_way.until(self._asked_for_turns) if self._membership.session is None else 0.0
-        return max(self.retry_at, self._expects_flip_until, gap)
-
-    def _asked_for_turns(self) -> bool:
-        weights = self._actions.weights
-        return weights is not None and weights.asked_for_turns()
+        """No step begins before that: nothing was found to run, or a flip is near."""
+        return max(self.retry_at, self._expects_flip_until)
 
     @property
     def _expects_flip_until(self) -> float:
@@ -86,7 +78,6 @@ class Stepping:
             self.retry_at = self._clock() + _RETRY_S
             return None
         self.interrupting.begin(self._last_s)
-        self._giving_way.begin(self._membership.arena_path)
         if self._membership.session is not None:
             self._membership.session.still_since = float("inf")
         return batch
@@ -96,7 +87,6 @@ class Stepping:
         self.unjudged = True
         self._last_s = seconds
         self.interrupting.ended(given_up=False)
-        self._giving_way.ended(self._membership.arena_path, seconds, asked=self._asked_for_turns())
         weights = self._actions.weights
         if weights is not None and weights.fenced():
             self.counters["fenced_steps"] += 1

@@ -54,6 +54,11 @@ class EmptyService:
     ) -> None:
         self._stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the supervisor, the parent of all others."""
+        return self._process.pid
+
     def wait_ready(self) -> None:
         """Until every replica serves, and has nothing left to do for its start. `/ready` is content with one."""
         self._until(lambda: self.metric("rollout_replica_ready") == self._replicas, "ready replicas")

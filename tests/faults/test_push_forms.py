@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 
 from rollout_client import errors
 from rollout_client import protocol as wire
-from rollout_client.arena_file import ArenaFile
 from rollout_client.publisher import WeightPublisher
-from rollout_client.shm_transport import ShmTransport
 from rollout_client.tensors import Slice
 
 NORM = "model.norm.weight"
@@ -147,20 +144,3 @@ def test_five_hundred_pushes_leave_no_trace(store, replica, weights):
     assert after[1] <= before[1]
     assert after[2] == before[2]
     assert r.live.version == 500
-
-
-def test_the_store_ends_the_gaps_between_steps_once_it_has_checked_everything(store, push, weights, monkeypatch):
-    """Its trainer hears of it later: stores below may still have to receive the version."""
-    stage, asked = ShmTransport.stage, []
-
-    def stage_and_ask(transport, *args):
-        stage(transport, *args)
-        transport._arena.ask_for_turns(time.monotonic_ns() + 10**9)
-        asked.append(transport._arena.asked_until_ns)
-
-    monkeypatch.setattr(ShmTransport, "stage", stage_and_ask)
-    monkeypatch.setattr(ShmTransport, "over", lambda transport: None)
-    push(weights(1), 1)
-    (path,) = store.arena_dir.glob("*.arena")
-    with ArenaFile(path) as arena:
-        assert (len(asked), arena.asked_until_ns) == (1, 0)

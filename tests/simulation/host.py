@@ -93,9 +93,6 @@ class Memory:
     def needs_lease(self) -> bool:
         return bool(self.lease_ns)
 
-    def ask_for_turns(self, until_ns: int) -> None:
-        pass
-
     def unlink(self) -> None:
         self.made.pop(str(self.path), None)
 

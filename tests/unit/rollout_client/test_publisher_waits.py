@@ -1,5 +1,3 @@
-import contextlib
-import os
 import threading
 import time
 
@@ -8,7 +6,6 @@ import pytest
 
 from rollout_client import errors, slot_lock
 from rollout_client import protocol as wire
-from rollout_client.arena_file import ArenaFile, take_turn
 from rollout_client.protocol import Copy
 from rollout_client.publisher import WeightPublisher
 from rollout_client.tensors import Slice
@@ -234,48 +231,6 @@ def test_threads_take_turns_and_nothing_is_left_behind(store, publisher):
     client.close()
     client.close()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("push")]
-
-
-@pytest.mark.parametrize("refused", [None, wire.Begin, wire.Seal])
-def test_steps_leave_gaps_from_the_first_word_of_a_push_to_its_end(store, publisher, arena, monkeypatch, refused):
-    """The store ends them sooner, once it has checked everything; a push that has failed needs none."""
-    monkeypatch.setattr("rollout_client.shm_transport.INLINE_BYTES", 0)
-    monkeypatch.setattr("rollout_client.turns.PATIENCE_S", 0.05)
-    store.place(TWO)
-    trainer = publisher()
-    trainer.push({"a": A, "b": B}, 1)  # which maps the arena
-    take_turn(arena.path, 0, len(os.sched_getaffinity(0)), time.monotonic_ns(), gap=False)
-    asked = []
-    with ArenaFile(arena.path) as seen:
-
-        def noting(kind):
-            answer = store.on[kind]
-
-            def note(message, payload):
-                asked.append((kind, seen.asked_for_turns()))
-                session = getattr(message, "session", "")
-                return wire.Error("refused", "no", session) if kind is refused else answer(message, payload)
-
-            return note
-
-        store.on |= {kind: noting(kind) for kind in (wire.Hello, wire.Begin, wire.Seal)}
-        with pytest.raises(errors.PushRefused) if refused else contextlib.nullcontext():
-            trainer.push({"a": A, "b": B}, 2)
-        assert dict(asked) == dict.fromkeys(dict(asked), True)
-        assert asked[-1][0] is (refused or wire.Seal)
-        assert not seen.asked_for_turns()
-
-
-def test_waiting_for_a_gap_does_not_take_a_push_beyond_its_time(store, publisher, arena, monkeypatch):
-    monkeypatch.setattr("rollout_client.turns.PATIENCE_S", 30.0)
-    store.place(TWO)
-    trainer = publisher()
-    trainer.push({"a": A, "b": B}, 1)
-    take_turn(arena.path, 0, len(os.sched_getaffinity(0)), time.monotonic_ns(), gap=False)
-    began = time.monotonic()
-    with pytest.raises(errors.DeadlineExceeded):
-        trainer.push({"a": A, "b": B}, 2, timeout_s=0.2)
-    assert time.monotonic() - began < 5
 
 
 def test_another_threads_push_is_waited_for_no_longer_than_this_one_may_take(store, publisher):
