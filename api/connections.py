@@ -7,6 +7,9 @@ was kept open. A body, and a client that reads its answer, may take as long as t
 bytes a second over each `stall_timeout_s`. What is late is cut off, with 408 where the client may still read it.
 A connection that is kept open and silent is closed by uvicorn (timeout_keep_alive); one that is answered waits for us.
 
+A head has at most `HEAD_BYTES`, and a client may send at most `AHEAD` requests before the first is answered: the parser
+itself counts neither. Fields after a chunked body are ignored: the application has read the head by then.
+
 When all places are taken, the connection goes that has waited longest for a head, or else was kept open longest; when
 all are at work, it is the new one, with 503.
 """
@@ -17,15 +20,20 @@ import resource
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 
 PACE = 1024
 """Bytes a second."""
+HEAD_BYTES = 64 << 10
+"""Of request line and header fields together."""
+AHEAD = 128
+"""Requests of one connection that wait for the one before them."""
 OTHER_FILES = 512
 """File descriptors that the process needs for anything but HTTP clients: links to replicas and the store, files."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
@@ -79,7 +87,7 @@ class Room:
         self.works(one)
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """See module. What uvicorn knows of a request (`cycle`) says in which of the states a connection is."""
 
     def __init__(self, *args: Any, room: Room, **kwargs: Any) -> None:
@@ -87,6 +95,8 @@ class Connection(H11Protocol):
         self._room = room
         self._reading: asyncio.TimerHandle | None = None  # the head or the body is due
         self._head_is_due = False
+        self._in_head = False
+        self._head_bytes = 0  # of a head that is not complete
         self._received = 0  # bytes of the body since it was last looked at
         self._writing: asyncio.TimerHandle | None = None
 
@@ -107,6 +117,10 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         self._received += len(data)
+        self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(LONG)
+            return
         self._look()
         if self._reading is None and self._is_between and not self.transport.is_closing():
             self._await_head()  # the first bytes on a connection that was kept open
@@ -122,6 +136,34 @@ class Connection(H11Protocol):
         """Answered; the next request may be here already."""
         super().on_response_complete()
         self._look()
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        """The first byte of a head. Raises ValueError, which ends the connection, when too many wait already."""
+        if len(self.pipeline) >= AHEAD:
+            raise ValueError(f"over {AHEAD} requests before the first was answered")
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of a head, or one that follows a body."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """A request."""
+        self._in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """It cannot be read. What is being answered is not mixed with the refusal of what came after it."""
+        if self._is_between:
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    # What flow control calls
 
     def pause_writing(self) -> None:
         """The client does not read as fast as we write."""
@@ -147,6 +189,8 @@ class Connection(H11Protocol):
                 self._stop_reading()  # answered before its body was complete
             if self.cycle is not None:
                 self._room.rests(self)
+            if self._in_head and self._reading is None and not self.transport.is_closing():
+                self._await_head()  # a part of it came with the request before it
             return
         self._room.works(self)
         if not self.cycle.more_body:
@@ -183,8 +227,12 @@ class Connection(H11Protocol):
         self._reading = None
         if self.transport.is_closing():
             return
-        if self.cycle is None or self._is_between or not self.cycle.response_started:
-            self.transport.write(LATE)
+        self._refuse(LATE)
+
+    def _refuse(self, words: bytes) -> None:
+        """Close; with these words if they cannot end up inside another answer."""
+        if self._is_between or not (self.cycle.response_started or self.pipeline):
+            self.transport.write(words)
         self.transport.close()
 
     def give_way(self) -> None:

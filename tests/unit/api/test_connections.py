@@ -252,6 +252,60 @@ async def test_when_all_are_at_work_the_next_is_told_to_come_again(clients):
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
 
 
+async def test_a_head_without_an_end_is_refused(clients):
+    reader, writer = await clients.open()
+    writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"x: " + b"a" * 66_000)
+    got, after_s = await until_closed(reader, 3)
+    assert got.startswith(b"HTTP/1.1 431 ")
+    assert after_s < HEAD_S, "not because of its time"
+
+
+async def test_a_part_of_a_head_that_came_with_a_request_is_due(clients):
+    _, reader, _ = await clients.answered(GET + b"GET /li")
+    _, after_s = await until_closed(reader, HEAD_S * 3 + SLACK_S)
+    assert after_s < HEAD_S + SLACK_S
+
+
+async def test_what_a_second_request_lacks_does_not_end_up_in_the_first_answer(clients):
+    """The first is held in a pause; the second is none of HTTP, or its body does not come."""
+    body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
+    for second in (b"nonsense", body_of(1000)):
+        await clients.answered(b"POST /pause HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        reader, writer = await clients.open()
+        writer.write(body_of(len(body), body))
+        await asyncio.sleep(0.1)
+        writer.write(second)
+        await asyncio.sleep(STALL_S * 2.5)
+        await clients.answered(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        got, _ = await until_closed(reader, STALL_S * 3 + SLACK_S)
+        assert not got or got.startswith(b"HTTP/1.1 200 "), "the first answer is the first"
+        assert got.count(b"HTTP/1.1 408 ") == got.count(b"HTTP/1.1 200 "), "the second is late once it is its turn"
+
+
+async def test_requests_without_end_before_an_answer_are_refused(clients):
+    await clients.answered(b"POST /pause HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
+    reader, writer = await clients.open()
+    writer.write(body_of(len(body), body) + GET * 2000)
+    await asyncio.wait_for(reader.read(), HEAD_S)
+    await clients.answered(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n")
+
+
+async def test_fields_after_a_body_are_not_taken_for_its_head(clients):
+    """Among them could be what says who somebody is."""
+    head = b"POST /resume HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    status = await clients.status(head + b"2\r\n{}\r\n0\r\norigin: http://elsewhere\r\n\r\n")
+    assert status == 200
+
+
+async def test_a_client_that_offers_another_protocol_is_served_by_this_one(clients):
+    """As curl and Java do on a first request; the connection goes on."""
+    offer = GET.replace(b"\r\n\r\n", b"\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n\r\n")
+    _, reader, writer = await clients.answered(offer)
+    writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+    assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.read(), 5)
+
+
 def test_room_is_what_the_system_gives(monkeypatch):
     import resource
 
