@@ -50,7 +50,8 @@ class Device:
         self.decoder = GpuDecoder(self.driver, model, heads, self.slots, fp32=dtype == "float32", **sizes)
         self.decoder.allocate_kv()
         self.decoder.prepare_graphs()
-        self.slots.bound = self.slots.stage(views)
+        self.bound = self.slots.stage(views)
+        self.slots.bind(self.bound)
         self.spec = EngineSpec(model.vocab_size, sizes["max_len"], sizes["block_size"], sizes["num_blocks"], ())
 
     def forward(self, batch):

@@ -158,15 +158,16 @@ def test_the_other_slot_is_served_after_a_flip_and_the_first_after_a_rollback():
         run.step({0: 1})
         return run.all_logits(0)
 
-    before, old = logits(), device.slots.bound
-    device.slots.bound = device.slots.stage(model.views(change=lambda x: x * np.float32(1.1)))
+    before, old = logits(), device.bound
+    staged = device.slots.stage(model.views(change=lambda x: x * np.float32(1.1)))
+    device.slots.bind(staged)
     after = logits()
     fresh = gpu_engines.Device(model.config, "float32", model.views(change=lambda x: x * np.float32(1.1)))
     run = Feeder(fresh, [list(range(20))])
     run.step({0: 20})
     np.testing.assert_allclose(after, run.all_logits(0), atol=3e-5, rtol=0)
     assert np.abs(after - before).max() > 1e-2
-    device.slots.bound = old
+    device.slots.bind(old)
     np.testing.assert_array_equal(logits(), before)
 
 

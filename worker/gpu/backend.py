@@ -92,8 +92,12 @@ class GpuDecoder:
     def release_kv(self) -> int:
         """Give the cache's memory back to the device; bytes."""
         self._driver.enter()
-        self._driver.wait(self._stream)
+        self.wait()
         return self._kv.empty()
+
+    def wait(self) -> None:
+        """Until everything launched so far is through."""
+        self._driver.wait(self._stream)
 
     def forward(self, batch: ForwardBatch) -> Logits:
         """One step. Logits [L, vocab] stay on the device until somebody asks for rows; the next step reuses them."""

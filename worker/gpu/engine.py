@@ -16,7 +16,7 @@ from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import Driver
 from worker.gpu.operations import Heads
 from worker.gpu.self_test import require_right
-from worker.gpu.weights import DeviceSlots, placement
+from worker.gpu.weights import DeviceSlots, Staged, placement
 from worker.inverse_cdf import Logits
 from worker.models import decoder_spec
 from worker.models.shard import shard_of
@@ -80,12 +80,10 @@ class GpuEngine:
         return self._slots.stage(views)
 
     def bind(self, prepared: object | None) -> None:
-        """Compute with these weights from the next step on; None gives both slots' memory back."""
-        if prepared is None:
-            self._slots.release()
-            return
-        assert isinstance(prepared, int)
-        self._slots.bound = prepared
+        """Compute with these weights from the next step on; None gives the bound ones' memory back."""
+        assert prepared is None or isinstance(prepared, Staged)
+        self._decoder.wait()  # for a step that was launched under the weights before
+        self._slots.bind(prepared)
 
     def allocate_kv(self) -> None:
         """Make the KV cache; idempotent."""

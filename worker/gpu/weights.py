@@ -4,6 +4,7 @@ A slot holds what this rank reads, at the distances it has in the store's arena,
 copies and stays in HF layout. Both slots keep their addresses for as long as the process lives (memory.py).
 """
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ from worker.gpu.driver import Driver
 from worker.gpu.memory import Region
 
 Array = npt.NDArray[Any]
-_GAP = 4096
-"""Views further apart than this are copied one by one: what lies between them is another rank's."""
+_GAP = 64
+"""Views further apart than the padding between regions are copied one by one: another rank's lie between them."""
 _ALIGN = 256
 
 
@@ -76,6 +77,13 @@ def placement(layout: Layout, rank: int) -> Placement:
     return Placement(places, tuple(runs), runs[-1].target + runs[-1].nbytes)
 
 
+class Staged:
+    """A version in a slot: what `prepare` gives and `bind` takes. Its slot is not given away while somebody has it."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
 class DeviceSlots:
     """The two slots. `stage` fills the one that is not bound; calls come from one thread at a time."""
 
@@ -84,27 +92,37 @@ class DeviceSlots:
         self._stream = driver.stream()
         self.regions = [Region(driver, where.nbytes, "weights (one of two slots)") for _ in range(2)]
         self.bound: int | None = None
+        self._held: list[weakref.ref[Staged] | None] = [None, None]
 
     def tensors(self, slot: int) -> dict[str, Tensor]:
         """By name, in this slot."""
         return self._where.tensors(self.regions[slot].address)
 
-    def stage(self, views: Mapping[str, Array]) -> int:
-        """Copy a version into the slot that is not bound, and wait until it is there; the slot's number.
+    def stage(self, views: Mapping[str, Array]) -> Staged:
+        """Copy a version into the slot that is not bound, and wait until it is there.
 
         views: of one slot of the arena, as `rank_views` makes them. Steps go on meanwhile.
         """
         self._driver.enter()
         slot = 0 if self.bound is None else 1 - self.bound
-        region = self.regions[slot]
+        region, staged = self.regions[slot], Staged(slot)
         region.fill()
         base = min(view.ctypes.data for view in views.values()) - self._where.runs[0].source
         for run in self._where.runs:
             self._driver.from_address(region.address + run.target, base + run.source, run.nbytes, self._stream)
         self._driver.wait(self._stream)
-        return slot
+        self._held[slot] = weakref.ref(staged)
+        return staged
 
-    def release(self) -> int:
-        """Give both slots' memory back to the device; bytes given back."""
-        self.bound = None
-        return sum(region.empty() for region in self.regions)
+    def bind(self, staged: Staged | None) -> None:
+        """Compute with this version from the next step on; None: with none, and give back what nobody has staged.
+
+        Steps that use what was bound before are through.
+        """
+        if staged is not None:
+            self.bound = staged.slot
+            return
+        was, self.bound = self.bound, None
+        for slot, (region, held) in enumerate(zip(self.regions, self._held, strict=True)):
+            if slot == was or held is None or held() is None:
+                region.empty()
