@@ -41,6 +41,11 @@ class Batcher:
                 self.send_back(sequence)
         self._kv.enter(epoch)
 
+    @property
+    def lets_in(self) -> bool:
+        """Somebody waits, and there is a seat: the next step may be another."""
+        return bool(self.waiting) and len(self.running) < self._max_batch
+
     def queue(self, sequence: Sequence) -> None:
         """Wait for admission."""
         insort(self.waiting, sequence, key=_by_order)

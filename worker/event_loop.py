@@ -1,6 +1,10 @@
 """The loop of one rank. All ranks run the same one; rank 0 has a leader, the others follow its orders.
 
 A tick reads: receive -> agree -> act -> schedule -> step -> reply. Weights change in `act` and nowhere else.
+
+A device that samples for itself computes the next step while the host takes in the tokens of the last one (ahead.py):
+then a tick takes the tokens of the step that the tick before launched, and launches the next. Before anything but the
+next step happens, what is on its way is taken in.
 """
 
 import logging
@@ -10,7 +14,8 @@ import time
 from collections.abc import Callable
 
 from worker.actions import DONE, FAILED, Actions
-from worker.engine.base import ForwardBatch, Interrupted, never
+from worker.engine.base import Float32, ForwardBatch, Interrupted, never
+from worker.inverse_cdf import Logits
 from worker.leader import Leader
 from worker.lifecycle import Event
 from worker.signals import Order, Signal, Signals
@@ -38,6 +43,7 @@ class EventLoop:
         self._actions = actions
         self._leader = leader
         self._step_error = ""
+        self._flight: Logits | None = None  # of a step launched ahead of its tick
         self._alone: threading.Timer | None = None
         self._moved = moved
         self._given_up = leader.stepping.interrupting.asked if leader is not None and signals.size == 1 else never
@@ -58,12 +64,14 @@ class EventLoop:
         self._moved()
         self.receive()
         order = self.agree()
+        if order is None or order.signal is not Signal.RUN or not order.step:
+            self.land()  # what was launched ahead is over before anything else happens
         if order is None:
             self.reply()
             return
         self.act(order)
-        batch = self.schedule(order)
-        self.step(batch)
+        if not self.fly_on():
+            self.step(self.schedule(order))
         self.reply()
 
     def receive(self) -> None:
@@ -101,14 +109,35 @@ class EventLoop:
 
     def step(self, batch: ForwardBatch | None) -> None:
         """One forward pass on every rank; rank 0 samples."""
-        if batch is None:
-            return
+        if batch is not None:
+            self._compute(lambda: self._actions.engine.forward(batch), ahead=True)
+
+    def fly_on(self) -> bool:
+        """Take the tokens of the step that was launched ahead, the next one launched behind it; False: none was."""
+        flight = self._taken()
+        if flight is not None:
+            self._compute(lambda: flight, ahead=True)
+        return flight is not None
+
+    def land(self) -> None:
+        """Take the tokens of the step that was launched ahead, if one was, and launch none behind it."""
+        flight = self._taken()
+        if flight is not None:
+            self._compute(lambda: flight, ahead=False)
+
+    def _taken(self) -> Logits | None:
+        flight, self._flight = self._flight, None
+        return flight if flight is not None and self._leader and self._leader.stepping.flying else None
+
+    def _compute(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> None:
         began = time.monotonic()
         try:
-            logits = self._actions.engine.forward(batch)
+            logits = launch()
             if self._leader:
                 assert logits is not None
-                self._leader.stepping.stepped(logits, time.monotonic() - began)
+                if ahead and self._signals.size == 1:
+                    self._flight = self._leader.stepping.follow(logits)
+                self._leader.stepping.stepped(logits, began)
         except Interrupted:
             assert self._leader is not None
             self._leader.stepping.given_up()

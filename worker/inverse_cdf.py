@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import Float32
+from worker.engine.base import Float32, ForwardBatch, Int32
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -28,16 +28,34 @@ class Drawn(NamedTuple):
     finite: npt.NDArray[np.bool_]
 
 
+class Drawing(Protocol):
+    """Tokens being drawn on a device."""
+
+    def drawn(self) -> Drawn:
+        """Wait for them."""
+        ...
+
+    def follow(self, batch: ForwardBatch, sources: Int32) -> "Logits":
+        """Launch the next step at once: one row a sequence, row i goes on from the token drawn `sources[i]`-th."""
+        ...
+
+
 class Logits(Protocol):
-    """Rows of logits [L, vocab] of one step, wherever they are; rows that are asked for come as arrays."""
+    """Rows of logits [L, vocab] of a step on a device, perhaps still under way; rows asked for come as arrays."""
 
     @overload
     def __getitem__(self, rows: int) -> Float32: ...
     @overload
     def __getitem__(self, rows: slice) -> Float32: ...
 
-    def draw(self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64) -> Drawn:
-        """As `RowSampler.draw` does from an array."""
+    def begin(
+        self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64
+    ) -> Drawing:
+        """Begin to draw as `RowSampler.draw` does from an array."""
+        ...
+
+    def wait(self) -> None:
+        """Until the step is through, and what has been begun to be drawn from it."""
         ...
 
 

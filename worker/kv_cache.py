@@ -110,6 +110,14 @@ class KvCache:
             kv.epoch = self.epoch
         return True
 
+    def extend(self, kv: KvState, length: int) -> bool:
+        """Blocks for `length` tokens, behind a step under way that made the last of them writable. False: none left."""
+        missing = max(0, self._blocks(length) - len(kv.table))
+        if missing > self.pool.available:
+            return False
+        kv.table.extend(self.pool.allocate() for _ in range(missing))
+        return True
+
     @property
     def copies(self) -> list[BlockCopy]:
         """Copies the step under way has to make first."""

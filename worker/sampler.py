@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from worker.engine.base import Float32
-from worker.inverse_cdf import Float64, Logits, RowSampler, locate
+from worker.inverse_cdf import Drawing, Drawn, Float64, Logits, RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
@@ -50,14 +51,28 @@ class Draw(NamedTuple):
     broken: bool = False  # because the engine's logits were not finite
 
 
+class Begun(NamedTuple):
+    """Tokens of a whole step that a device is drawing."""
+
+    drawing: Drawing
+
+    def draws(self) -> list[Draw]:
+        """Wait for them."""
+        return _plain_draws(self.drawing.drawn())
+
+
 class TokenSampler(Protocol):
     """Who turns a step's logits into tokens: `Sampler` in numpy, or an engine that samples where its logits are.
 
     logits: whatever the engine's `forward` returned; its rows are named by `Pick.row`.
     """
 
-    def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
+    def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
         """A token for every pick."""
+        ...
+
+    def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
+        """Begin what `sample` does, if a device can do all of it."""
         ...
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
@@ -99,6 +114,12 @@ class Sampler:
                 self._sample_row(logits[pick.row], pick, numbers[i : i + 1]) if draw is None else draw
                 for i, (pick, draw) in enumerate(zip(picks, draws, strict=True))
             ]
+
+    def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
+        """Begin to draw every pick where the logits are; None when one needs its row here."""
+        if not all(self._is_plain(pick) for pick in picks):
+            return None
+        return Begun(logits.begin(*self._asked(picks, _numbers(picks))))
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
         """Draw from a draft's logits as `sample` would from the model's, and keep what was drawn from."""
@@ -156,19 +177,21 @@ class Sampler:
         return not sampling.sampling_mask if greedy else not truncates(sampling, self._vocab)
 
     def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
-        asked = (
+        asked = self._asked(picks, numbers)
+        if isinstance(logits, np.ndarray):
+            return _plain_draws(self._whole.draw(logits, *asked))
+        return _plain_draws(logits.begin(*asked).drawn())
+
+    @staticmethod
+    def _asked(
+        picks: Sequence[Pick], numbers: Float64
+    ) -> tuple[npt.NDArray[np.int64], Float32, npt.NDArray[np.bool_], Float64]:
+        return (
             np.array([pick.row for pick in picks], np.int64),
             np.array([_inverse_temperature(pick.sampling) for pick in picks], np.float32),
             np.array([pick.sampling.temperature < _COLD for pick in picks], np.bool_),
             numbers,
         )
-        drawn = self._whole.draw(logits, *asked) if isinstance(logits, np.ndarray) else logits.draw(*asked)
-        return [
-            Draw(token, logprob) if finite else _BROKEN
-            for token, logprob, finite in zip(
-                drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist(), strict=True
-            )
-        ]
 
     def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
         spread = self._spread(row, pick)
@@ -247,6 +270,15 @@ class _Spread(NamedTuple):
 
 
 _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
+
+
+def _plain_draws(drawn: Drawn) -> list[Draw]:
+    return [
+        Draw(token, logprob) if finite else _BROKEN
+        for token, logprob, finite in zip(
+            drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist(), strict=True
+        )
+    ]
 
 
 def _numbers(picks: Sequence[Pick], purpose: int = 0) -> Float64:

@@ -9,17 +9,21 @@ import math
 import time
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from rollout_client.protocol import InFlight
+from worker.ahead import batch_after, following, steady
 from worker.batcher import Batcher
 from worker.drafting import Drafting, Judged
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.generation_metrics import GenerationMetrics
 from worker.intake import accepted, refusal
+from worker.inverse_cdf import Logits
 from worker.kv_cache import KvCache, KvState
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
-from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler
+from worker.sampler import Begun, Draw, LogprobsMode, Pick, Sampler, TokenSampler
 from worker.sequence import Request, Sequence
 from worker.step import Step, StepRow
 from worker.stopping import StopCheck
@@ -69,6 +73,10 @@ class Scheduler:
         self._arrivals = 0
         self._version = 0
         self._step: Step | None = None
+        self._batch: ForwardBatch | None = None  # of the step
+        self._begun: Begun | None = None  # its tokens, when a device draws them
+        self._next: Step | None = None  # launched behind it
+        self._next_batch: ForwardBatch | None = None
         self._outputs: dict[bytes, list[Chunk]] = {}
 
     def add(self, origin: bytes, g: Generate) -> None:
@@ -113,19 +121,52 @@ class Scheduler:
             else:
                 self._batcher.fill(step, self._clock(), admit=admit)
             if step.rows:
-                self._step = step
-                return step.batch(self._kv)
+                self._step, self._batch = step, step.batch(self._kv)
+                return self._batch
         return None
 
-    def apply(self, logits: Float32, seconds: float = 0.0) -> None:
+    def follow(self, logits: Logits) -> Logits | None:
+        """Begin to draw the tokens of the step under way, and launch the step after it behind them (`ahead`).
+
+        None when the next step cannot be known yet, or somebody waits to be let in.
+        """
+        step, batch = self._step, self._batch
+        assert step is not None, "no step is under way"
+        rows = [row for row in step.rows if row.sequence.running]
+        if batch is None or not steady(step) or len(rows) != len(self._batcher.running):
+            return None
+        self._begun = self._sampler.begin(
+            logits, [row.sequence.pick(at) for at, row in enumerate(step.rows) if row.sequence.running]
+        )
+        going = following(step.rows)
+        if self._begun is None or not going or self._batcher.lets_in:
+            return None
+        ahead = batch_after(batch, step.rows, going, self._kv)
+        if ahead is None:
+            return None
+        place = {id(row): index for index, row in enumerate(rows)}
+        self._next = Step(step.version, step.epoch, 0, 0, self._pace)
+        self._next.rows.extend(StepRow(step.rows[at].sequence, step.rows[at].start + 1, 1, 0) for at in going)
+        self._next_batch = ahead
+        return self._begun.drawing.follow(ahead, np.array([place[id(step.rows[at])] for at in going], np.int32))
+
+    @property
+    def flying(self) -> bool:
+        """Between two ticks: a step was launched ahead, and nothing has thrown it away since."""
+        return self._step is not None
+
+    def apply(self, logits: Float32 | Logits, seconds: float = 0.0) -> None:
         """Sample from logits [L, vocab] of the last scheduled step, advance, finish. seconds: how long it took; 0 =
         nothing is learned from it.
         """
-        step, self._step = self._step, None
+        step, self._step = self._step, self._next
+        begun, self._begun = self._begun, None
+        self._batch, self._next, self._next_batch = self._next_batch, None, None
         assert step is not None, "no step is under way"
         step.took(seconds)
         self._kv.settle()
         if step.draft:
+            assert isinstance(logits, np.ndarray), "no device drafts"
             self._drafting.propose(step, logits)
             return
         picks: list[Pick] = []
@@ -134,6 +175,9 @@ class Scheduler:
         at = 0
         for row in step.rows:
             sequence = row.sequence
+            if not sequence.running:  # it ended while this step, launched ahead, was on its way
+                at += 1
+                continue
             self._kv.advance(sequence.kv, sequence.tokens, row.length - row.proposed)
             scored = not row.scored or self._score(row, logits[at : at + row.scored])
             at += row.wanted
@@ -149,10 +193,13 @@ class Scheduler:
                 self._fork(sequence)
                 self._end_request(sequence.request, "length")
         now = self._clock()
-        for sequence, pick in self._drafting.judge(judged, logits, step, now):  # one more token each
-            drawing.append(sequence)
-            picks.append(pick)
-        for sequence, draw in zip(drawing, self._sampler.sample(logits, picks), strict=True):
+        if judged:
+            assert isinstance(logits, np.ndarray), "no device drafts"
+            for sequence, pick in self._drafting.judge(judged, logits, step, now):  # one more token each
+                drawing.append(sequence)
+                picks.append(pick)
+        draws = self._sampler.sample(logits, picks) if begun is None else begun.draws()
+        for sequence, draw in zip(drawing, draws, strict=True):
             if sequence.running:  # a sibling's bad logits end it too
                 self._advance(sequence, draw, step, now)
 
@@ -162,7 +209,7 @@ class Scheduler:
             self._kv.undo()
             self._metrics.counters["discarded_steps"] += 1
             self._metrics.counters["wasted_tokens"] += self._step.tokens
-            self._step = None
+            self._step = self._next = self._begun = self._batch = self._next_batch = None
 
     def take_outputs(self) -> dict[bytes, list[Chunk]]:
         """What happened since the last call, per origin: a chunk per step for streams, else one at the end."""

@@ -1,12 +1,16 @@
 """Rank 0's part of engine steps: whether one may run, under which version, and what becomes of its result."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
+
+import numpy as np
 
 from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch
 from worker.interrupting import LONG_S, Interrupting
+from worker.inverse_cdf import Logits
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.scheduler import Scheduler
@@ -77,13 +81,23 @@ class Stepping:
         if batch is None:
             self.retry_at = self._clock() + _RETRY_S
             return None
-        self.interrupting.begin(self._last_s)
-        if self._membership.session is not None:
-            self._membership.session.still_since = float("inf")
+        self._begun()
         return batch
 
-    def stepped(self, logits: Float32, seconds: float) -> None:
-        """The forward pass is through on this rank."""
+    @property
+    def flying(self) -> bool:
+        """The next step has been launched already, and still counts."""
+        return self._scheduler.flying
+
+    def follow(self, logits: Float32 | Logits) -> Logits | None:
+        """Launch the step after the one under way, where a device can and it is known which; its logits."""
+        return None if isinstance(logits, np.ndarray) else self._scheduler.follow(logits)
+
+    def stepped(self, logits: Float32 | Logits, began: float) -> None:
+        """The forward pass, begun at a time of `time.monotonic`, is through on this rank, or on a device soon is."""
+        if not isinstance(logits, np.ndarray):
+            logits.wait()
+        seconds = time.monotonic() - began
         self.unjudged = True
         self._last_s = seconds
         self.interrupting.ended(given_up=False)
@@ -96,6 +110,8 @@ class Stepping:
         self._scheduler.apply(logits, seconds)
         self.counters["steps"] += 1
         self.seconds.append(seconds)
+        if self._scheduler.flying:
+            self._begun()
 
     def given_up(self) -> None:
         """The step was interrupted; it is done again, under the weights that are served then."""
@@ -115,3 +131,8 @@ class Stepping:
         ended = self._scheduler.fail_all(text, waiting=False)
         self._scheduler.clear_cache(keep_running=False)
         log.error("%s; %d requests ended", text, ended)
+
+    def _begun(self) -> None:
+        self.interrupting.begin(self._last_s)
+        if self._membership.session is not None:
+            self._membership.session.still_since = float("inf")

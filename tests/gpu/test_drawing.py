@@ -20,6 +20,10 @@ MACROS = {
 }
 
 
+def _no_step(batch, sources):
+    raise AssertionError("nothing follows here")
+
+
 @pytest.fixture(scope="module")
 def driver():
     try:
@@ -38,13 +42,13 @@ def test_the_same_tokens_as_on_the_host(driver, vocab, rows):
     driver.to_device(address, logits, stream)
     driver.wait(stream)
     module = Module(driver, compiled(source(), MACROS, driver.capability))
-    drawing = Drawing(driver, module, stream, address, vocab, rows)
+    drawing = Drawing(driver, module, stream, address, vocab, rows, _no_step)
     picks = rng.integers(0, rows, 500)
     inverse = rng.choice([1.0, 0.5, 2.0, 1 / 0.7], 500).astype(np.float32)
     greedy = rng.random(500) < 0.2
     numbers = rng.random(500)
     numbers[:2] = 0.0, np.nextafter(1.0, 0.0)
-    found = drawing.logits(rows).draw(picks, inverse, greedy, numbers)
+    found = drawing.logits(rows).begin(picks, inverse, greedy, numbers).drawn()
     expected = RowSampler(vocab).draw(logits, picks, inverse, greedy, numbers)
     assert found.finite.all()
     np.testing.assert_array_equal(found.tokens[greedy], expected.tokens[greedy])
@@ -63,6 +67,8 @@ def test_what_is_no_number_is_said(driver, bad):
     address = driver.allocate(logits.nbytes, "test")
     driver.to_device(address, logits, stream)
     module = Module(driver, compiled(source(), MACROS, driver.capability))
-    drawing = Drawing(driver, module, stream, address, 1000, 2)
-    found = drawing.draw(np.array([0, 1]), np.ones(2, np.float32), np.array([False, False]), np.array([0.5, 0.5]))
+    drawing = Drawing(driver, module, stream, address, 1000, 2, _no_step)
+    found = drawing.begin(
+        np.array([0, 1]), np.ones(2, np.float32), np.array([False, False]), np.array([0.5, 0.5])
+    ).drawn()
     assert found.finite.tolist() == [True, False]

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
+from worker.inverse_cdf import Logits
 from worker.messages import SamplingParams
-from worker.sampler import Draw, Pick
+from worker.sampler import Begun, Draw, Pick
 from worker.speculation import Proposal
 
 _LOGPROB = -1.25
@@ -53,9 +54,13 @@ class StandInSampler:
     def __init__(self, limit: int) -> None:
         self._limit = limit
 
-    def sample(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
+    def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
         """A token for every pick, by its place in its sequence."""
         return [Draw(1 + (p.seed + p.position * _STRIDE) % (self._limit - 1), _LOGPROB) for p in picks]
+
+    def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
+        """Nothing is begun: it is all there."""
+        return None
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
         """It never drafts."""

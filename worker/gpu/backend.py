@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import Float32, ForwardBatch
+from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing, HostLogits
@@ -70,7 +70,9 @@ class GpuDecoder:
         self._buffers = self._allocate(tokens_padded(max_tokens), multiprocessors)
         cache = Cache(self._kv.address, num_blocks * block_bytes, block_bytes, 2 * spec.layers)
         self.operations = Operations(self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32)
-        self.drawing = Drawing(driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits)
+        self.drawing = Drawing(
+            driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits, self.follow
+        )
         self._sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
@@ -110,8 +112,12 @@ class GpuDecoder:
             x = self.ragged(batch)
             if count:
                 self._head(x, 0, count)
-        self._driver.wait(self._stream)
         return self.drawing.logits(count)
+
+    def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
+        """A decode step whose token ids are those that are being drawn, the `sources[i]`-th for row i."""
+        self.decode(batch, sources)
+        return self.drawing.logits(len(sources))
 
     @property
     def device_name(self) -> str:
@@ -146,8 +152,8 @@ class GpuDecoder:
         count = len(batch.token_ids)
         return count == len(batch.query_lens) == len(batch.logits_rows) and count <= self._sizes[-1]
 
-    def decode(self, batch: ForwardBatch) -> StepInputs:
-        """Launch one graph; logits are in the buffer when the stream is through."""
+    def decode(self, batch: ForwardBatch, sources: Int32 | None = None) -> StepInputs:
+        """Launch one graph; logits are in the buffer when the stream is through. sources: as in `follow`."""
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         size = self._size(len(batch.token_ids))
@@ -155,6 +161,8 @@ class GpuDecoder:
         step = self._inputs.decode(batch, size, self._stream)
         if step.copies:
             self.operations.copy_blocks(step.copies)
+        if sources is not None:
+            self.drawing.feed(step.tokens, sources)
         self._driver.launch(graph, self._stream)
         return step
 

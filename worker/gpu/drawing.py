@@ -3,21 +3,23 @@
 The random numbers are the host's (random_streams.py), so a seed means the same as on a CPU.
 """
 
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import Float32
+from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
-from worker.inverse_cdf import Drawn, Float64, Int64, RowSampler
+from worker.inverse_cdf import Drawn, Float64, Int64, Logits, RowSampler
 
+Flags = npt.NDArray[np.bool_]
 _PIECE = 256
 _DRAWN = np.dtype([("token", np.int32), ("logprob", np.float32), ("finite", np.int32), ("unused", np.int32)])
 
 
 class HostLogits:
-    """`Logits` that are an array."""
+    """`Logits` that are an array: of prompts that are scored, more rows than the device keeps."""
 
     def __init__(self, rows: Float32) -> None:
         self._rows = rows
@@ -30,39 +32,101 @@ class HostLogits:
         found: Float32 = self._rows[rows]
         return found
 
-    def draw(self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64) -> Drawn:
+    def begin(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> "HostDrawing":
         """On the host."""
-        return RowSampler(self._rows.shape[1]).draw(self._rows, rows, inverse_temperature, greedy, numbers)
+        drawn = RowSampler(self._rows.shape[1]).draw(self._rows, rows, inverse_temperature, greedy, numbers)
+        return HostDrawing(drawn)
+
+    def wait(self) -> None:
+        """They are there."""
+
+
+class HostDrawing:
+    """`Drawing` that is over."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self._drawn = drawn
+
+    def drawn(self) -> Drawn:
+        """They are there."""
+        return self._drawn
+
+    def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
+        """No decode step has so many rows."""
+        raise AssertionError("a step that scores prompts is not followed at once")
 
 
 class Drawing:
-    """Draws from one logits buffer of so many rows, on the stream that fills it."""
+    """Draws from one logits buffer, on the stream that fills it."""
 
     def __init__(
-        self, driver: Driver, module: Module, stream: Handle, logits: int, vocab: int, rows: int, most: int = 4096
+        self,
+        driver: Driver,
+        module: Module,
+        stream: Handle,
+        logits: int,
+        vocab: int,
+        rows: int,
+        follow: Callable[[ForwardBatch, Int32], Logits],
+        *,
+        most: int = 4096,
     ) -> None:
-        """most: tokens drawn at once; a prompt's n sequences draw from one row."""
+        """rows: of the buffer. follow: launches a step that goes on from tokens drawn here. most: drawn at once; a
+        prompt's n sequences draw from one row.
+        """
         self._driver, self._module, self._stream = driver, module, stream
         self._logits, self._vocab, self._most = logits, vocab, most
+        self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
         # numbers (8 bytes each), then rows, inverse temperatures and greedy flags (4 each)
         self._asked = driver.pinned(5 * most, np.int32)
         self._asked_there = driver.allocate(20 * most, "sampling")
         self._pieces = driver.allocate(8 * most * -(-vocab // _PIECE), "sampling")
-        self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
         self._drawn = driver.pinned(most * _DRAWN.itemsize, np.uint8).view(_DRAWN)
+        self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
+        self._drawn_event = driver.event()
+        self._sources = driver.pinned(most, np.int32)
+        self._sources_there = driver.allocate(4 * most, "sampling")
 
     def logits(self, count: int) -> "DeviceLogits":
         """The first so many rows, as the step just launched leaves them."""
         return DeviceLogits(self, count)
 
-    def draw(self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64) -> Drawn:
-        """One token for each; waits for it, and so for the step."""
-        parts = [
-            self._draw(rows[at], inverse_temperature[at], greedy[at], numbers[at])
-            for at in (slice(start, start + self._most) for start in range(0, len(rows), self._most))
-        ]
-        return parts[0] if len(parts) == 1 else Drawn(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    def begin(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> "DeviceDrawing":
+        """Launch the drawing of one token for each."""
+        parts = [slice(start, start + self._most) for start in range(0, max(1, len(rows)), self._most)]
+        before: list[Drawn] = []
+        count = 0
+        for at in parts:
+            if count:
+                before.append(self.finished([], count))
+            count = self._launch(rows[at], inverse_temperature[at], greedy[at], numbers[at])
+        return DeviceDrawing(self, before, count)
+
+    def finished(self, before: Sequence[Drawn], count: int) -> Drawn:
+        """Wait for the `count` launched last."""
+        if count:
+            self._driver.wait(self._drawn_event, event=True)
+        found = self._drawn[:count]
+        columns = (found["token"].astype(np.int64), found["logprob"].astype(np.float64), found["finite"] != 0)
+        if not before:
+            return Drawn(*columns)
+        return Drawn(*(np.concatenate(column) for column in zip(*before, columns, strict=True)))
+
+    def wait(self, *, drawn: bool) -> None:
+        """Until the step, or the drawing that was launched last, is through."""
+        if drawn:
+            self._driver.wait(self._drawn_event, event=True)
+        else:
+            self._driver.wait(self._stream)
+
+    def feed(self, tokens: int, sources: Int32) -> None:
+        """Write the tokens drawn `sources[i]`-th to the int32 array at `tokens`, on the device."""
+        count = len(sources)
+        self._sources[:count] = sources
+        self._driver.to_device(self._sources_there, self._sources, self._stream, 4 * count)
+        arguments = (U64(self._drawn_there), U64(self._sources_there), U64(tokens), Int(count))
+        self._module.launch("feed", (-(-count // 256),), 256, self._stream, arguments)
 
     def fetch(self, start: int, count: int) -> Float32:
         """Rows in host memory that the next fetch of them reuses; waits for the step."""
@@ -71,10 +135,10 @@ class Drawing:
         self._driver.wait(self._stream)
         return there
 
-    def _draw(
-        self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64
-    ) -> Drawn:
+    def _launch(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> int:
         count, asked, there = len(rows), self._asked, self._asked_there
+        if not count:
+            return 0
         asked[: 2 * count] = numbers.view(np.int32)
         asked[2 * count : 3 * count] = rows
         asked[3 * count : 4 * count] = inverse_temperature.view(np.int32)
@@ -86,21 +150,33 @@ class Drawing:
         launch = self._module.launch
         launch("weigh", (blocks, count), 256, self._stream, (logits, at_rows, hot, pieces, vocab))
         out = U64(self._drawn_there)
-        arguments = (logits, at_rows, hot, cold, U64(there), pieces, out, vocab)
-        launch("draw", (count,), 256, self._stream, arguments)
-        found = self._drawn[:count]
-        self._driver.to_host(found, self._drawn_there, self._stream)
-        self._driver.wait(self._stream)
-        return Drawn(
-            found["token"].astype(np.int64), found["logprob"].astype(np.float64), found["finite"].astype(np.bool_)
-        )
+        launch("draw", (count,), 256, self._stream, (logits, at_rows, hot, cold, U64(there), pieces, out, vocab))
+        self._driver.to_host(self._drawn[:count], self._drawn_there, self._stream)
+        self._driver.record(self._drawn_event, self._stream)
+        return count
+
+
+class DeviceDrawing:
+    """`Drawing` of the `count` tokens launched last, and of those `before` them."""
+
+    def __init__(self, drawing: Drawing, before: Sequence[Drawn], count: int) -> None:
+        self._drawing, self._before, self._count = drawing, before, count
+
+    def drawn(self) -> Drawn:
+        """Wait for them."""
+        return self._drawing.finished(self._before, self._count)
+
+    def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
+        """Launch the next step behind them."""
+        assert not self._before, "so many rows are no decode step"
+        return self._drawing.follow(batch, sources)
 
 
 class DeviceLogits:
     """`Logits` of the step last launched; the next step takes their memory."""
 
     def __init__(self, drawing: Drawing, count: int) -> None:
-        self._drawing, self._count = drawing, count
+        self._drawing, self._count, self._begun = drawing, count, False
 
     @overload
     def __getitem__(self, rows: int) -> Float32: ...
@@ -113,6 +189,11 @@ class DeviceLogits:
         found: Float32 = self._drawing.fetch(rows, 1)[0]
         return found
 
-    def draw(self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64) -> Drawn:
+    def begin(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> DeviceDrawing:
         """On the device."""
-        return self._drawing.draw(rows, inverse_temperature, greedy, numbers)
+        self._begun = True
+        return self._drawing.begin(rows, inverse_temperature, greedy, numbers)
+
+    def wait(self) -> None:
+        """Until the step is through, and what has been begun to be drawn from it; not for a step behind it."""
+        self._drawing.wait(drawn=self._begun)

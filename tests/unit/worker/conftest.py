@@ -13,6 +13,7 @@ from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.engine.fake_engine import FakeEngine, fake_logits, mixed_logits
+from worker.inverse_cdf import RowSampler
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Generate, SamplingParams, Span
 from worker.sampler import Draw, Pick, Sampler
@@ -38,6 +39,33 @@ class Result:
         return self.last.finish
 
 
+class Ahead:
+    """`Logits` and `Drawing` of a device that computes at once: it stands for one that is still busy."""
+
+    def __init__(self, engine: FakeEngine, rows: Float32) -> None:
+        self.engine, self.rows = engine, rows
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self.rows[rows]
+
+    def wait(self) -> None:
+        pass
+
+    def begin(self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any) -> "Ahead":
+        sampler = RowSampler(self.engine.spec.vocab_size)
+        self.found = sampler.draw(self.rows, rows, inverse_temperature, greedy, numbers)
+        return self
+
+    def drawn(self) -> Any:
+        return self.found
+
+    def follow(self, batch: ForwardBatch, sources: Any) -> "Ahead":
+        tokens = self.found.tokens[sources].astype(np.int32)
+        logits = self.engine.forward(ForwardBatch(**{**vars(batch), "token_ids": tokens}))
+        assert logits is not None
+        return Ahead(self.engine, logits)
+
+
 class Rig:
     """One replica without a loop. The first weights have epoch 100; binding others raises it by one."""
 
@@ -53,8 +81,11 @@ class Rig:
         max_batch: int = 8,
         max_tokens: int = 16,
         tokenizer: Tokenizer | None = None,
+        device: bool = False,
         **options: Any,
     ) -> None:
+        """device: steps are launched ahead, as the event loop does it for an engine on a device."""
+        self.device, self.flight, self.flights = device, None, 0
         self.spec = EngineSpec(vocab_size, max_model_len, block_size, num_blocks, eos)
         self.engine = FakeEngine(self.spec, kv_weights=kv_weights)
         self.engine.allocate_kv()
@@ -72,6 +103,7 @@ class Rig:
         return handle
 
     def bind(self, version: int) -> None:
+        self.land()
         self.version = version
         self.epoch += 1
         self.engine.bind(self.weights(version))
@@ -86,16 +118,42 @@ class Rig:
         self.sent[request_id] = Generate(request_id, prompt, SamplingParams(**fields), **request)
         self.scheduler.add(b"api", self.sent[request_id])
 
+    def land(self) -> None:
+        flight, self.flight = self.flight, None
+        if flight is not None and self.scheduler.flying:
+            self.scheduler.apply(flight)
+            self.collect()
+
+    def fly_on(self) -> bool:
+        flight = self.flight
+        if flight is None or not self.scheduler.flying:
+            self.flight = None
+            return False
+        self.flights += 1
+        self.flight = self.scheduler.follow(flight)
+        self.scheduler.apply(flight)
+        return True
+
     def schedule(self, **options: Any) -> ForwardBatch | None:
+        self.land()
         return self.scheduler.schedule(self.version, self.epoch, **options)
 
     def step(self, **options: Any) -> bool:
+        if self.fly_on():
+            self.collect()
+            self.check_blocks()
+            return True
         batch = self.schedule(**options)
         if batch is not None:
             self.batches.append(batch)
             logits = self.engine.forward(ForwardBatch.unpack(batch.pack()))
             assert logits is not None
-            self.scheduler.apply(logits)
+            if self.device:
+                on_device = Ahead(self.engine, logits)
+                self.flight = self.scheduler.follow(on_device)
+                self.scheduler.apply(on_device)
+            else:
+                self.scheduler.apply(logits)
         self.collect()
         self.check_blocks()
         return batch is not None
@@ -105,6 +163,7 @@ class Rig:
             if self.scheduler.idle:
                 break
             self.step()
+        self.land()
         self.collect()
         assert self.scheduler.idle, "no progress"
         assert self.scheduler.blocks_used == 0

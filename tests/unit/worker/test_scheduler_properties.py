@@ -93,6 +93,12 @@ _SIZES = [
     pytest.param({"num_blocks": 9, "max_model_len": 36}, id="tight"),
     pytest.param({"num_blocks": 9, "max_model_len": 36, "max_batch": 3, "max_tokens": 5}, id="tight-few-seats"),
     pytest.param({"num_blocks": 64, "block_size": 1, "prefix_caching": False}, id="blocks-of-one"),
+    pytest.param({"num_blocks": 64, "max_tokens": 9, "device": True}, id="ahead"),
+    pytest.param({"num_blocks": 9, "max_model_len": 36, "device": True}, id="ahead-tight"),
+    pytest.param(
+        {"num_blocks": 9, "max_model_len": 36, "max_batch": 3, "max_tokens": 5, "device": True}, id="ahead-few-seats"
+    ),
+    pytest.param({"num_blocks": 64, "block_size": 1, "device": True}, id="ahead-blocks-of-one"),
     pytest.param({"num_blocks": 64, "speculative": True}, id="drafts"),
     pytest.param({"num_blocks": 9, "max_model_len": 36, "max_batch": 3, "speculative": True}, id="drafts-tight"),
 ]

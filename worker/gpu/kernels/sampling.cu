@@ -133,3 +133,10 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
   }
   if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
 }
+
+// tokens[i] = the token drawn sources[i]-th: the next step goes on before the host has seen it. grid (count / 256).
+KERNEL feed(const Drawn *drawn, const int *sources, int *tokens, int count) {
+  follow();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) tokens[i] = drawn[sources[i]].token;
+}

@@ -1,0 +1,73 @@
+"""Steps launched before the tokens of the one before are known: when, and what comes of them."""
+
+
+def test_steady_decoding_flies_and_gives_the_same_tokens(rig):
+    requests = [([1, 2, 3], 9, 4), ([4, 5], 14, 1), ([6], 5, 2)]
+    played = []
+    for device in (False, True):
+        replica = rig(device=device, num_blocks=64)
+        for number, (prompt, tokens, seed) in enumerate(requests):
+            replica.add(str(number), prompt, max_tokens=tokens, temperature=1.0, seed=seed)
+        replica.run()
+        played.append(replica)
+    host, device = played
+    assert {key: r.tokens for key, r in host.results.items()} == {key: r.tokens for key, r in device.results.items()}
+    for number in range(3):
+        device.check_replay(str(number))
+    assert device.flights >= 11  # all but the prompts' step and the first behind it
+    assert len(device.batches) <= 3
+
+
+def test_a_token_too_many_is_dropped(rig):
+    plain = rig()
+    plain.add("a", [1, 2, 3], max_tokens=12, temperature=0.0)
+    plain.run()
+    stop = plain.results["a", 0].tokens[5]
+    first = plain.results["a", 0].tokens.index(stop)
+    replica = rig(device=True)
+    replica.add("a", [1, 2, 3], max_tokens=12, temperature=0.0, stop_token_ids=[stop])
+    replica.add("b", [1, 2, 3, 4], max_tokens=12, temperature=0.0)
+    replica.run()
+    assert replica.results["a", 0].tokens == plain.results["a", 0].tokens[: first + 1]
+    assert replica.results["a", 0].finish == "stop"
+    assert len(replica.results["b", 0].tokens) == 12
+    replica.check_replay("b")
+
+
+def test_whoever_waits_is_let_in_after_the_step_that_is_on_its_way(rig):
+    replica = rig(device=True, max_batch=2)
+    replica.add("a", [1, 2], max_tokens=30, temperature=1.0, seed=1)
+    for _ in range(5):
+        replica.step()
+    assert replica.flight is not None
+    replica.add("b", [3, 4], max_tokens=3, temperature=1.0, seed=2)
+    replica.step()  # takes what was on its way, and launches nothing behind it
+    assert replica.flight is None
+    replica.step()
+    assert replica.results.get(("b", 0)) is None
+    replica.run()
+    for name in "ab":
+        replica.check_replay(name)
+
+
+def test_rows_that_the_host_must_see_are_not_flown(rig):
+    replica = rig(device=True)
+    replica.add("a", [1, 2], max_tokens=8, temperature=1.0, seed=1)
+    replica.add("b", [3, 4], max_tokens=8, temperature=1.0, seed=1, repetition_penalty=1.3)
+    replica.run()
+    assert replica.flights == 0
+    for name in "ab":
+        replica.check_replay(name)
+
+
+def test_broken_logits_end_one_sequence_and_leave_the_others_rows_alone(rig):
+    replica = rig(device=True)
+    replica.add("a", [1, 2], max_tokens=9, temperature=1.0, seed=1)
+    replica.add("b", [3, 4], max_tokens=9, temperature=1.0, seed=2)
+    for _ in range(4):
+        replica.step()
+    replica.flight.rows[0] = float("nan")
+    replica.run()
+    assert replica.results["a", 0].finish == "error"
+    assert len(replica.results["b", 0].tokens) == 9
+    replica.check_replay("b")
