@@ -137,16 +137,23 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
   for (int low = start + warp * GROUPS * AT_ONCE; low < end; low += TEAMS * AT_ONCE) {  // the same for all of a warp
     const int base = low + lane / LANES * AT_ONCE;
     raw8 k[AT_ONCE], v[AT_ONCE];
+    u64 at[AT_ONCE];
+#if BLOCK % AT_ONCE == 0  // all of them lie in one block
+    const int first_at = min(base, end - 1) / AT_ONCE * AT_ONCE;
+    const u64 block_at = (((u64)table[first_at / BLOCK] * KV_HEADS + kv_head) * BLOCK + first_at % BLOCK) * HEAD_DIM + column;
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) at[j] = block_at + min(j, end - 1 - first_at) * HEAD_DIM;
+#else
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++) {
       const int p = min(base + j, end - 1);
-      k[j] = fetch8(k_cache + (((u64)table[p / BLOCK] * KV_HEADS + kv_head) * BLOCK + p % BLOCK) * HEAD_DIM + column);
+      at[j] = (((u64)table[p / BLOCK] * KV_HEADS + kv_head) * BLOCK + p % BLOCK) * HEAD_DIM + column;
     }
+#endif
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int p = min(base + j, end - 1);
-      v[j] = fetch8(v_cache + (((u64)table[p / BLOCK] * KV_HEADS + kv_head) * BLOCK + p % BLOCK) * HEAD_DIM + column);
-    }
+    for (int j = 0; j < AT_ONCE; j++) k[j] = fetch8(k_cache + at[j]);
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) v[j] = fetch8(v_cache + at[j]);
     float s[N][AT_ONCE];
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++) {
