@@ -124,7 +124,7 @@ class Model:
             text = self._texts[token_id] = self.text.token_bytes(token_id).decode(errors="replace")
         return text
 
-    async def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    async def chat_text(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
         """The prompt text of a conversation. Raises BadInput when the template cannot write it."""
         text = self.text
         if len(messages) >= self.max_model_len:

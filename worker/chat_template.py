@@ -45,7 +45,7 @@ class Rendering(msgspec.Struct, frozen=True):
         """The prompt. Raises ValueError for a template that does not parse, refuses these messages, or fails."""
         try:
             compiled, as_parts = _compiled(self.template)
-            text = compiled.render(messages=shaped(self.messages, as_parts=as_parts), **self.variables)
+            text = compiled.render({**self.variables, "messages": shaped(self.messages, as_parts=as_parts)})
         except (jinja2.TemplateError, *_FAILURES) as error:
             raise ValueError(f"chat template: {error}") from error
         return _cut_after_final(text, self.messages) if self.continue_final else text

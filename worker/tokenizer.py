@@ -91,6 +91,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         **options: Any,
     ) -> str:
         """The prompt text of a conversation; encode it with add_special_tokens=False. options, errors: of `rendering`.
@@ -106,6 +107,7 @@ class Tokenizer:
     def rendering(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,

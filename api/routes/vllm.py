@@ -70,7 +70,7 @@ async def abort_own_requests(service: Uses, body: schema.AbortNamed) -> schema.A
 @router.post("/init_weight_transfer_engine", dependencies=admin)
 async def init_weight_transfer_engine(service: Uses, body: schema.InitTransfer | None = None) -> schema.TransferReady:
     """Where to push. Anything but ZMQ is refused: a trainer would wait in a rendezvous that nobody joins."""
-    asked = body.init_info if body else {}
+    asked = body.asked if body else {}
     other = [key for key in asked if key != "backend"]
     if other or asked.get("backend", "zmq") != "zmq":
         raise BadInput(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from api.schemas.base import Count, Digests, Lenient, Names
 
@@ -44,9 +44,19 @@ class Message(Lenient):
 
 
 class InitTransfer(Lenient):
-    """/init_weight_transfer_engine: {} or {"backend": "zmq"}. What names another transport is refused by the route."""
+    """/init_weight_transfer_engine: {} or {"backend": "zmq"}. What names another transport is refused by the route.
+
+    A trainer that puts its keys beside init_info, not into it, means them all the same.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     init_info: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Every key, whichever place it was sent in."""
+        return {**(self.model_extra or {}), **self.init_info}
 
 
 class TransferReady(Message):

@@ -27,7 +27,7 @@ class ByteTokenizer:
         return False
 
     def rendering(
-        self, messages: list[dict[str, Any]], *, chat_template: str | None = None, **variables: Any
+        self, messages: list[dict[str, Any]], /, *, chat_template: str | None = None, **variables: Any
     ) -> Rendering:
         return Rendering(chat_template or TEMPLATE, messages, variables)
 

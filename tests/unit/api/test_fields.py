@@ -141,6 +141,12 @@ async def test_tools_that_would_have_to_be_called_are_refused(client, choice):
     assert '"none"' in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["self", "args", "kwargs", "template", "read", "namespace", "__class__", ""])
+async def test_a_chat_template_is_given_variables_of_any_name(client, name):
+    body = {"messages": HI, "max_tokens": 1, "chat_template_kwargs": {name: 1}}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
 async def test_tools_in_the_prompt_only(client):
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": HI, "max_tokens": 1, "tools": tools, "tool_choice": "none"}

@@ -111,9 +111,11 @@ async def test_four_phases(client, store, replicas):
 NCCL = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3}
 
 
+@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("info", [NCCL, {"world_size": 2}, {"backend": "nccl"}, NCCL | {"backend": "zmq"}])
-async def test_a_rendezvous_that_nobody_would_join_is_refused(client, info):
-    body = await post(client, "/init_weight_transfer_engine", {"init_info": info}, status=400)
+async def test_a_rendezvous_that_nobody_would_join_is_refused(client, info, inside):
+    asked = {"init_info": info} if inside else info
+    body = await post(client, "/init_weight_transfer_engine", asked, status=400)
     said = body["error"]["message"]
     assert "ZMQ" in said
     assert "rollout_client.adapters" in said
@@ -122,7 +124,7 @@ async def test_a_rendezvous_that_nobody_would_join_is_refused(client, info):
         assert "master_address, master_port, rank_offset, world_size" in said
 
 
-@pytest.mark.parametrize("body", [None, {}, {"init_info": {}}, {"init_info": {"backend": "zmq"}}])
+@pytest.mark.parametrize("body", [None, {}, {"init_info": {}}, {"init_info": {"backend": "zmq"}}, {"backend": "zmq"}])
 async def test_a_trainer_that_asks_for_zmq_learns_where_to_push(client, body):
     assert (await post(client, "/init_weight_transfer_engine", body))["endpoints"] == ["tcp://127.0.0.1:5600"]
 

@@ -183,6 +183,10 @@ def test_chat_templates_of_files_win_and_have_names(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(hello) == "config"
     assert tokenizer.apply_chat_template(hello, tools=[{"type": "function"}]) == "tools of <s>"
     assert tokenizer.apply_chat_template(hello, chat_template="{{ messages[0].content }}!{{ x }}", x=1) == "hi!1"
+    names = {"self": 1, "messages": [], "template": "a"}  # of parameters, for all that
+    assert (
+        tokenizer.apply_chat_template(hello, chat_template="{{ messages[0].content }}{{ template }}", **names) == "hia"
+    )
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents | length }}")
