@@ -4,8 +4,8 @@
 #   docker build --target trainer -t paddle-rollout-trainer .  # the same, with examples/grpo_paddle
 #
 # BASE       anything on glibc with Python 3.11 or later as python3, and its venv module
-# PADDLE     the engine's requirement; for GPUs paddlepaddle-gpu==..., with PIP_INDEX naming Paddle's package index
-# EXTRAS     of pyproject.toml, besides serve: ray for the nodes of a Ray cluster
+# PADDLE     the requirement of Paddle, which computes on CPUs
+# EXTRAS     of pyproject.toml, besides serve: gpu for NVIDIA's, ray for the nodes of a Ray cluster
 # WHEELS     an image with wheels in its root: pip then asks no index. Newer dockers take a directory instead,
 #            --build-context wheels=DIR
 ARG BASE=python:3.11-slim

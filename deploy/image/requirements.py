@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def requirements(pyproject: str, engine: str = "", *extras: str) -> list[str]:
-    """Those of the base, of the extra `serve` and of others; engine: for instance paddlepaddle-gpu==3.3.1."""
+    """Those of the base, of the extra `serve` and of others; engine: for instance paddlepaddle==3.3.1."""
     project = tomllib.loads(pyproject)["project"]
     found = list(project["dependencies"])
     for extra in ("serve", *extras):
