@@ -13,7 +13,7 @@ from weight_manager.checkpoint import read_config
 from weight_manager.curve import StoreKeys
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
 from weight_manager.errors import CheckpointError
-from weight_manager.families import manifest_for
+from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.garbage import collect_rarely
 from weight_manager.layout import make_layout
 from weight_manager.manifest import Layout
@@ -27,7 +27,6 @@ from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.leader import Leader
 from worker.memory import give_back_to_system
-from worker.models import decoder_spec
 from worker.rendezvous import LISTEN
 from worker.sampler import TokenSampler
 from worker.scheduler import Scheduler

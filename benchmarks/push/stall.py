@@ -87,7 +87,7 @@ def main() -> int:
         "model": args.shapes,
         "dtype": args.dtype,
         "sequences": args.sequences,
-        "cores": {"replica": decode, "everybody else": rest},
+        "placed": {"replica": decode, "everybody else": rest},
         "load": load(),
         "median_step_ms": round(step * 1e3, 1),
         "median_step_before_the_first_push_ms": round(float(np.median(before)) * 1e3, 1),

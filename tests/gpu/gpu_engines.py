@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tests.engine_cases import Checkpoint, to_bits
-from weight_manager.families import manifest_for
+from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.layout import make_layout, rank_views, region_views
 from worker.config import WorkerConfig
 from worker.engine.base import EngineSpec
@@ -14,7 +14,6 @@ from worker.gpu.driver import Driver
 from worker.gpu.operations import Heads
 from worker.gpu.reference import ReferenceOps, widened
 from worker.gpu.weights import DeviceSlots, placement
-from worker.models import decoder_spec
 from worker.models.decoder import hidden
 from worker.models.weights import collect
 

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.config import WorkerConfig
 from worker.engine.base import PLAIN_TOKENS, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.memory import memory_of_machine
-from worker.models import collectives, decoder_spec
+from worker.models import collectives
 from worker.models.decoder import Backend
 from worker.models.onednn_backend import OneDnnBackend, why_not
 from worker.models.paddle_backend import PaddleBackend

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
@@ -24,7 +25,6 @@ from worker.gpu.weights import DeviceSlots, Tensor
 from worker.inverse_cdf import Logits
 from worker.models.decoder import hidden
 from worker.models.rope import rope_table
-from worker.models.spec import DecoderSpec
 from worker.models.weights import Experts, Mlp, Weights, collect
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Layout
 from worker.config import WorkerConfig
 from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, Kernels, never
@@ -18,7 +19,6 @@ from worker.gpu.operations import Heads
 from worker.gpu.self_test import require_right
 from worker.gpu.weights import DeviceSlots, Staged, placement
 from worker.inverse_cdf import Logits
-from worker.models import decoder_spec
 from worker.models.shard import shard_of
 
 log = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
 from worker.gpu.inputs import StepInputs
 from worker.gpu.products import Choices, Shape, few_rows_kernel, one_row_kernel
 from worker.gpu.weights import Tensor
-from worker.models.spec import DecoderSpec, MoeSpec
 from worker.models.weights import Experts, Linear
 
 _LOG2E = 1.4426950408889634

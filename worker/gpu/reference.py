@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.rope import rope_table
-from worker.models.spec import DecoderSpec, MoeSpec
 from worker.models.weights import Experts, Linear, Mlp
 
 Array = npt.NDArray[Any]

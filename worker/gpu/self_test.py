@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import CudaError
 from worker.gpu.reference import ReferenceOps, widened
 from worker.gpu.weights import Array, Tensor
 from worker.models.decoder import hidden
-from worker.models.spec import DecoderSpec
 from worker.models.weights import Weights, collect
 
 log = logging.getLogger(__name__)

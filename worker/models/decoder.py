@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import Float32, ForwardBatch
-from worker.models.spec import DecoderSpec, MoeSpec
 from worker.models.weights import Experts, Layer, Linear, Mlp, Weights
 
 W = TypeVar("W")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.kv_blocks import KvBlocks
 from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec
 
 _TILE_ROWS = 192
 """Query rows (tokens times query heads of a group) that run along one read of a prefill chunk's context: reading, and

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec
 from weight_manager.manifest import Dtype
 from worker.cpu import mkl, native, onednn
 from worker.engine.base import Float32, ForwardBatch, Kernels, never
@@ -24,7 +25,6 @@ from worker.models.plain_program import PlainProgram
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
 from worker.models.single_program import MOST, SingleProgram, fits
-from worker.models.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.cpu.onednn import ADD, MUL, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
 from worker.engine.base import Float32, ForwardBatch, Interrupted
 from worker.models.kv_blocks import KvBlocks
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec, MoeSpec
 from worker.models.weights import Experts, Linear
 
 Rows = npt.NDArray[Any]

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec
 from weight_manager.manifest import Dtype
 from worker.cpu.onednn import OneDnn, Slot
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec
 from worker.models.weights import Weights, collect
 
 Array = npt.NDArray[Any]

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F  # noqa: N812
 
+from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import ForwardBatch
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec
 
 Tensor = Any
 _MASKED = np.float32(-1e30)

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 
+from weight_manager.families.spec import DecoderSpec
 from worker.device import tensors_over
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import draft_hidden, hidden
 from worker.models.kv_blocks import slots_before
 from worker.models.paddle_ops import PaddleOps, rms_norm
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec
 from worker.models.weights import Weights, collect
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F  # noqa: N812
 
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import ForwardBatch
 from worker.models.paddle_attention import PagedAttention
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec, MoeSpec
 from worker.models.weights import Experts, Linear, Mlp
 
 Tensor = Any

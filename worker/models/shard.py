@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy.typing as npt
 
+from weight_manager.families.spec import DecoderSpec
 from weight_manager.layout import VIEW_DTYPE, piece
 from weight_manager.manifest import Manifest, Parameter
-from worker.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from weight_manager.families.spec import DecoderSpec
 from worker.cpu.native import Native
 from worker.cpu.onednn import SUM, PostOp
 from worker.models.compiled_program import CompiledProgram
@@ -12,7 +13,6 @@ from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Parts, Rows
 from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
-from worker.models.spec import DecoderSpec
 from worker.models.weights import Linear
 
 MOST = 8

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from worker.models.spec import DecoderSpec, MoeSpec
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.engine_cases import MODELS, Checkpoint, Feeder
+from weight_manager.families import decoder_spec
 from worker.engine.base import EngineSpec
 from worker.gpu.reference import ReferenceOps, widened
-from worker.models import decoder_spec
 from worker.models.decoder import hidden
 from worker.models.weights import collect
 

@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+Config = dict[str, Any]
+"""A parsed config.json."""
+
 
 def number(values: Mapping[str, Any], key: str, default: float, *, where: str = "") -> float:
     """A finite number; one that was written as a string has one meaning too. where: the object of config.json it is in.
@@ -18,3 +21,11 @@ def number(values: Mapping[str, Any], key: str, default: float, *, where: str = 
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"config.json: {where}{key} must be a number, got {value!r}")
     return float(value)
+
+
+def count(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number above 0. default: of an absent key; None = the key must be there. Raises ValueError."""
+    value = values.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value

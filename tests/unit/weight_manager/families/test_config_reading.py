@@ -1,15 +1,15 @@
 """What config.json says in odd ways: read as it was meant, or refused by its key."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from worker.boot import EXIT_USAGE, run_rank
-from worker.models import decoder_spec
+from weight_manager.families import decoder_spec, manifest_for
+from weight_manager.families.rope import NEEDED
+from worker.models.rope import rope_table
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -81,14 +81,35 @@ def test_what_has_none_is_refused_by_key(said: dict[str, Any], error: str) -> No
         decoder_spec(SMALL | said)
 
 
-def test_a_rank_that_cannot_serve_its_model_says_why_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"rms_norm_eps": None}))
-    path = tmp_path / "service.json"
-    path.write_text(json.dumps({"worker": {"model_dir": str(tmp_path)}}))
-    assert run_rank(path, 0, 0) == EXIT_USAGE
-    assert capfd.readouterr().err == "worker: config.json: rms_norm_eps must be a number, got None\n"
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"hidden_size": "32"}, "hidden_size must be a positive integer, got '32'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
+        ({"head_dim": -1}, "head_dim must be a positive integer, got -1"),
+        ({"intermediate_size": None}, "intermediate_size must be a positive integer, got None"),
+        ({"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: rope type 'linear' needs factor"),
+    ],
+)
+def test_store_and_engine_refuse_the_same(said: dict[str, Any], error: str) -> None:
+    """The store would serve bytes otherwise that no rank can compute with, and the other way round."""
+    with pytest.raises(ValueError, match="config.json: " + error):
+        decoder_spec(SMALL | said)
+    with pytest.raises(ValueError, match="config.json: " + error):
+        manifest_for(SMALL | said, "float32")
 
 
-def test_reading_a_config_does_not_load_paddle() -> None:
-    code = "import sys, worker.boot, worker.models; sys.exit('paddle' in sys.modules)"
+@pytest.mark.parametrize("kind", NEEDED)
+def test_every_rope_type_that_is_read_can_be_computed(kind: str) -> None:
+    scaling = {"rope_type": kind, **{name: 4.0 - index for index, name in enumerate(NEEDED[kind])}}
+    if "high_freq_factor" in scaling:
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    cos, sin = rope_table(decoder_spec(SMALL | {"rope_scaling": scaling}).rope, 8)
+    assert cos.shape == sin.shape == (8, 4)
+    assert np.isfinite(cos).all()
+
+
+def test_reading_a_config_loads_neither_paddle_nor_numpy() -> None:
+    code = "import sys, weight_manager.families; sys.exit(any(name in sys.modules for name in ('paddle', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

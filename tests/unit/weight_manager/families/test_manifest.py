@@ -7,7 +7,7 @@ from safetensors import safe_open
 from weight_manager.families import FAMILIES, manifest_for
 from weight_manager.layout import make_layout
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "models"
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,

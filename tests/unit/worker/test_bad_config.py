@@ -1,0 +1,32 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.boot import EXIT_USAGE, run_rank
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def test_a_rank_that_cannot_serve_its_model_says_why_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"rms_norm_eps": None}))
+    path = tmp_path / "service.json"
+    path.write_text(json.dumps({"worker": {"model_dir": str(tmp_path)}}))
+    assert run_rank(path, 0, 0) == EXIT_USAGE
+    assert capfd.readouterr().err == "worker: config.json: rms_norm_eps must be a number, got None\n"
+
+
+def test_a_rank_reads_its_config_before_paddle_is_loaded() -> None:
+    code = "import sys, worker.boot; sys.exit('paddle' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

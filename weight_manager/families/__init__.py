@@ -1,0 +1,35 @@
+"""Decoder families served, one file each: HF config.json -> `DecoderSpec` -> `Manifest`.
+
+A family's file reads config.json, with the family's own defaults, and is the only one that does. What the engine
+computes is the spec; which tensors it is computed from follows from the spec, by `parameters.py`. No Paddle here: the
+store needs the manifest too.
+"""
+
+from weight_manager.families import ernie45, ernie45_moe, llama, qwen2, qwen3, qwen3_moe
+from weight_manager.families.config_values import Config
+from weight_manager.families.parameters import parameters
+from weight_manager.families.spec import DecoderSpec
+from weight_manager.manifest import Dtype, Manifest
+
+FAMILIES = {
+    "LlamaForCausalLM": llama.decoder_spec,
+    "Qwen2ForCausalLM": qwen2.decoder_spec,
+    "Qwen3ForCausalLM": qwen3.decoder_spec,
+    "Qwen3MoeForCausalLM": qwen3_moe.decoder_spec,
+    "Ernie4_5ForCausalLM": ernie45.decoder_spec,
+    "Ernie4_5_MoeForCausalLM": ernie45_moe.decoder_spec,
+}
+
+
+def decoder_spec(config: Config) -> DecoderSpec:
+    """The decoder this HF config describes. Raises ValueError for what is not served, naming the key."""
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture!r} is not served; known: {', '.join(FAMILIES)}")
+    return FAMILIES[architecture](config)
+
+
+def manifest_for(config: Config, dtype: Dtype) -> Manifest:
+    """Everything the model of this HF config serves, in layout order. Raises as `decoder_spec` does."""
+    spec = decoder_spec(config)
+    return Manifest(config["architectures"][0], dtype, tuple(parameters(spec)))
