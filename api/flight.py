@@ -91,11 +91,6 @@ class Flight:
         """How much it loads a replica."""
         return self.request.sampling.n
 
-    @property
-    def token_count(self) -> int:
-        """Output tokens so far, all sequences."""
-        return sum(len(sample.token_ids) for sample in self.samples)
-
     def new_attempt(self) -> Generate:
         """The message for the next replica, under an id no other attempt ever had; forgets what came before."""
         self.attempt_id = f"{_PROCESS}-{next(_ids)}"

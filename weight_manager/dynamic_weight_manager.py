@@ -1,10 +1,10 @@
 """The rank's side of a weight change: which version this rank holds, and the two-phase move to the next.
 
-    adopt ----------------> live            start, reload, a missed commit: map, verify, bind at once
     prepare -> flip -> finalize             a commit: views of the staged slot, pointer swap, forget the old
                   \\-> rollback -> live      back to the old slot, still untouched and still prepared
 
-Everything that can fail or takes time is in `prepare` and `adopt`; `flip` and `rollback` swap pointers.
+At start, after a reload or a missed commit the same is done at once, with `verify`. Everything that can fail or takes
+time is in `prepare`; `flip` and `rollback` swap pointers.
 The engine is anything with `prepare` and `bind` (worker/engine/base.py). One thread.
 """
 
@@ -54,47 +54,30 @@ class _Held:
 
 
 class DynamicWeightManager:
-    """Holds one rank's weights. After `clear_parameters` commits pass by without effect until a reload."""
+    """One rank's weights in one arena. After `clear_parameters` it is of no use: a reload maps the arena anew."""
 
     def __init__(self, arena_path: str | Path, layout: Layout, rank: int, engine: SupportsBind) -> None:
         """Maps the arena read-only. Raises ArenaError or OSError when it cannot."""
         self.layout = layout
         self.rank = rank
         self._engine = engine
-        self._reader: ArenaReader | None = self._open(Path(arena_path))
-        self._path = Path(arena_path)
+        self._reader = self._open(Path(arena_path))
         self._live: _Held | None = None
         self._staged: _Held | None = None
         self._previous: _Held | None = None
         self._flipped = False
-        self._cleared = False
 
     @property
     def live(self) -> Live | None:
         """What this rank computes with; None = it holds no weights."""
         return self._live.live if self._live else None
 
-    @property
-    def cleared(self) -> bool:
-        """Parameters were released and not loaded again."""
-        return self._cleared
-
-    def adopt(self, live: Live) -> None:
-        """Map, verify against the version's digest, and bind at once. Raises WeightsRefused, then nothing changed."""
-        held = self._hold(live, verify=True)
-        self._engine.bind(held.handle)
-        self._live, self._staged, self._previous = held, None, None
-        self._flipped = self._cleared = False
-
     def prepare(self, live: Live, *, verify: bool = False) -> None:
         """Views of a sealed slot, ready to bind; serving goes on. verify: against its digest. Raises WeightsRefused."""
-        if not self._cleared:
-            self._staged = self._hold(live, verify=verify)
+        self._staged = self._hold(live, verify=verify)
 
     def flip(self) -> None:
         """Bind what was prepared; the old version stays at hand. Raises WeightsRefused if nothing is prepared."""
-        if self._cleared:
-            return
         staged = self._staged
         if staged is None:
             raise WeightsRefused("asked to flip, but nothing is prepared")
@@ -113,23 +96,19 @@ class DynamicWeightManager:
         self._previous, self._flipped = None, False
 
     def clear_parameters(self) -> int:
-        """Hold no weights and no mapping; returns the bytes let go (0 when already cleared)."""
+        """Hold no weights and no mapping; returns the bytes let go, 0 the second time."""
         released = sum(view.nbytes for view in self._parameters().values())
         self._engine.bind(None)
         self._live = self._staged = self._previous = None
-        self._flipped, self._cleared = False, True
-        self._let_go()
+        self._flipped = False
+        self._reader.close()
         return released
 
     def close(self) -> None:
         """Let go of an arena of which nothing was bound; the engine stays as it is. Idempotent."""
         assert self._live is None
         self._staged = None
-        self._let_go()
-
-    def update_parameters(self, live: Live) -> None:
-        """Undo `clear_parameters` with what is live by now. Raises WeightsRefused and stays cleared."""
-        self.adopt(live)
+        self._reader.close()
 
     def verify(self) -> dict[str, str]:
         """xxh3-64 (16 hex digits) of the bytes of every parameter this rank holds, by canonical name."""
@@ -149,8 +128,6 @@ class DynamicWeightManager:
 
     def _hold(self, live: Live, *, verify: bool) -> _Held:
         try:
-            if self._reader is None:
-                self._reader = self._open(self._path)
             reader = self._reader
             epoch = live.write_epoch or reader.write_epoch(live.slot)
             slot = reader.slot(live.slot)
@@ -163,11 +140,6 @@ class DynamicWeightManager:
         if reader.write_epoch(live.slot) != epoch:
             raise WeightsRefused(f"slot {live.slot} was given away before version {live.version} could be mapped")
         return held
-
-    def _let_go(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
 
     def _open(self, path: Path) -> ArenaReader:
         reader = ArenaReader(path)

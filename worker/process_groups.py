@@ -76,11 +76,6 @@ class ProcessGroups:
         ]
         return sorted(chosen, key=lambda group: int(group.id))
 
-    def shut_now(self) -> list[str]:
-        """Names of the groups that are shut, in the fixed order."""
-        shut = self._shut_names()
-        return [group.name for group in self.groups() if group.name in shut]
-
     def shutdown(self) -> list[str]:
         """Shut what is up; returns the names this call shut. Raises GroupError, PaddleTooOld."""
         return self._each("shutdown", {group.name for group in self.groups()} - self._shut_names())

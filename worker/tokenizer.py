@@ -57,11 +57,6 @@ class Tokenizer:
         ends = end_tokens(model_dir, tokenizer.token_to_id)
         return cls(tokenizer, special, _templates(model_dir, config), ends)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint says how conversations are written."""
-        return bool(self._templates)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises UnicodeError for lone surrogates."""
         text.encode()  # the library would panic

@@ -45,10 +45,6 @@ class Slot:
         self.strides = _c_strides(self.shape) if strides is None else tuple(strides)
         self.memory: _Handle | None = None
 
-    def reshaped(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> "Slot":
-        """Another operand, to be pointed separately."""
-        return Slot(shape, self.dtype, strides)
-
 
 Operand = Array | Slot
 

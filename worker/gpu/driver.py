@@ -192,10 +192,6 @@ class Driver:
         if target.nbytes:
             self.call("cuMemcpyDtoHAsync_v2", Pointer(target.ctypes.data), U64(address), Size(target.nbytes), stream)
 
-    def on_device(self, target: int, source: int, nbytes: int, stream: Handle) -> None:
-        """Copy within the device, or from another device's memory that is mapped here."""
-        self.call("cuMemcpyDtoDAsync_v2", U64(target), U64(source), Size(nbytes), stream)
-
     def fill(self, address: int, nbytes: int, byte: int, stream: Handle) -> None:
         """Set every byte."""
         self.call("cuMemsetD8Async", U64(address), ctypes.c_ubyte(byte), Size(nbytes), stream)
@@ -262,14 +258,6 @@ class Module:
         driver.call("cuModuleLoadData", ctypes.byref(self._module), image)
         self._functions: dict[str, Handle] = {}
         self._serialized = _Attribute(_SERIALIZED, 0, 1)
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a kernel."""
-        try:
-            self._function(name)
-        except CudaError:
-            return False
-        return True
 
     def launch(
         self, name: str, grid: tuple[int, ...], threads: int, stream: Handle, arguments: Sequence[Any], shared: int = 0

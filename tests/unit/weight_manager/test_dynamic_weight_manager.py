@@ -75,6 +75,13 @@ def manager(arena, engine):
     return DynamicWeightManager(arena.path, LAYOUT, 1, engine)
 
 
+def take(manager, live):
+    """As a rank does that has just mapped the arena."""
+    manager.prepare(live, verify=True)
+    manager.flip()
+    manager.finalize()
+
+
 def test_nothing_is_held_at_first(manager, engine):
     assert manager.live is None
     assert manager.verify() == {}
@@ -84,7 +91,7 @@ def test_nothing_is_held_at_first(manager, engine):
 
 def test_a_commit_flips_and_lets_the_old_version_go(manager, engine, put):
     first, second = put(1, 0), put(2, 1)
-    manager.adopt(first)
+    take(manager, first)
     manager.prepare(second)
     assert (manager.live, engine.computes) == (first, 1)
     manager.flip()
@@ -98,7 +105,7 @@ def test_a_commit_flips_and_lets_the_old_version_go(manager, engine, put):
 @pytest.mark.parametrize("flipped", [False, True])
 def test_rollback_serves_the_old_version_as_it_was(manager, engine, put, flipped):
     first = put(1, 0)
-    manager.adopt(first)
+    take(manager, first)
     manager.prepare(put(2, 1))
     if flipped:
         manager.flip()
@@ -122,66 +129,57 @@ def test_rollback_to_nothing(manager, engine, put):
 
 def test_an_engine_that_refuses_changes_nothing(manager, engine, put):
     first = put(1, 0)
-    manager.adopt(first)
+    take(manager, first)
     engine.fails = "embed: NaN"
     with pytest.raises(WeightsRefused, match="embed: NaN"):
         manager.prepare(put(2, 1))
-    with pytest.raises(WeightsRefused, match="embed: NaN"):
-        manager.adopt(put(2, 1))
     assert (manager.live, engine.computes) == (first, 1)
 
 
 def test_views_are_this_ranks_and_read_only(manager, engine, put):
-    manager.adopt(put(1, 0))
+    take(manager, put(1, 0))
     shapes = {name: view.shape for name, view in engine.bound.items()}
     assert shapes == {"gate": (2, 3), "up": (2, 3), "gate_up": (4, 3), "down": (3, 2), "embed": (6, 3)}
     with pytest.raises(ValueError, match="read-only"):
         engine.bound["embed"][0] = 0
 
 
-def test_adopt_checks_the_bytes_against_the_digest(manager, put, arena):
+def test_the_bytes_are_checked_against_the_digest_where_that_is_asked_for(manager, put, arena):
     live = put(1, 0)
     arena.slot(0)[LAYOUT.regions[-1].offset] ^= 1
     with pytest.raises(WeightsRefused, match="slot 0 does not hold version 1"):
-        manager.adopt(live)
+        take(manager, live)
     assert manager.live is None
 
 
 def test_a_slot_given_away_meanwhile_is_refused(manager, engine, put, arena):
     live = put(1, 0)
     arena.bump(0)
-    for take in (manager.adopt, manager.prepare):
+    for verify in (True, False):
         with pytest.raises(WeightsRefused, match="given away"):
-            take(live)
+            manager.prepare(live, verify=verify)
     assert engine.bound is None
 
 
 def test_a_rank_that_slept_through_a_commit_knows(manager, put, arena):
-    manager.adopt(put(1, 0))
+    take(manager, put(1, 0))
     put(2, 1)
     assert not manager.fenced()
     arena.bump(0)
     assert manager.fenced()
-    manager.adopt(put(3, 0))
+    take(manager, put(3, 0))
     assert not manager.fenced()
 
 
-def test_clear_and_reload(manager, engine, put):
-    first = put(1, 0)
-    manager.adopt(first)
+def test_clear_and_reload(manager, engine, put, arena):
+    take(manager, put(1, 0))
     held = sum(engine.bound[name].nbytes for name in ("gate", "up", "down", "embed"))
     assert manager.clear_parameters() == held
     assert manager.clear_parameters() == 0
-    assert manager.cleared
     assert (manager.live, engine.bound, manager.verify()) == (None, None, {})
-    second = put(2, 1)
-    manager.prepare(second)
-    manager.flip()
-    manager.finalize()
-    assert engine.bound is None
-    manager.update_parameters(second)
-    assert not manager.cleared
-    assert (manager.live, engine.computes) == (second, 2)
+    second, again = put(2, 1), DynamicWeightManager(arena.path, LAYOUT, 1, engine)
+    take(again, second)
+    assert (again.live, engine.computes) == (second, 2)
 
 
 def mapped(path):
@@ -191,7 +189,7 @@ def mapped(path):
 
 def test_clear_lets_every_mapping_go(manager, engine, put, arena):
     before = mapped(arena.path)
-    manager.adopt(put(1, 0))
+    take(manager, put(1, 0))
     manager.prepare(put(2, 1))
     manager.flip()
     manager.clear_parameters()
@@ -199,7 +197,7 @@ def test_clear_lets_every_mapping_go(manager, engine, put, arena):
 
 
 def test_verify_names_what_differs(manager, put, arena):
-    manager.adopt(put(1, 0))
+    take(manager, put(1, 0))
     before = manager.verify()
     assert set(before) == {"gate", "up", "down", "embed"}
     assert before["embed"] == xxhash.xxh3_64_hexdigest(np.ones(18, np.float32).tobytes())
@@ -208,14 +206,15 @@ def test_verify_names_what_differs(manager, put, arena):
     assert {name for name, digest in manager.verify().items() if digest != before[name]} == {"down"}
 
 
-def test_aliases_are_one_region_after_any_number_of_changes(manager, engine, put):
+def test_aliases_are_one_region_after_any_number_of_changes(manager, engine, put, arena):
     for version in range(1, 6):
         manager.prepare(put(version, version % 2))
         manager.flip()
         manager.finalize()
         if version == 3:
             manager.clear_parameters()
-            manager.update_parameters(put(3, 1))
+            manager = DynamicWeightManager(arena.path, LAYOUT, 1, engine)
+            take(manager, put(3, 1))
         assert "head" not in engine.bound
         assert engine.computes == version
 

@@ -179,7 +179,6 @@ def test_chat_templates_of_files_win_and_have_names(tmp_path: Path) -> None:
     _save(tmp_path, _byte_level(), {"bos_token": "<s>", "chat_template": templates})
     hello = [{"role": "user", "content": "hi"}]
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(hello) == "config"
     assert tokenizer.apply_chat_template(hello, tools=[{"type": "function"}]) == "tools of <s>"
     assert tokenizer.apply_chat_template(hello, chat_template="{{ messages[0].content }}!{{ x }}", x=1) == "hi!1"
@@ -197,7 +196,6 @@ def test_chat_templates_of_files_win_and_have_names(tmp_path: Path) -> None:
 
 def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(_save(tmp_path, _byte_level()))
-    assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
