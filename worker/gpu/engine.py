@@ -11,7 +11,7 @@ import numpy.typing as npt
 from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Layout
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import Driver
@@ -93,7 +93,7 @@ class GpuEngine:
         """Free the KV cache; bytes freed."""
         return self._decoder.release_kv()
 
-    def forward(self, batch: ForwardBatch) -> Logits:
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits:
         """Logits [L, vocab], on the device until rows are asked for; the next call reuses their memory."""
         return self._decoder.forward(batch)
 
