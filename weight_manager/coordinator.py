@@ -8,6 +8,7 @@ import logging
 import time
 from typing import Any
 
+from rollout_client.device_slots import socket_of
 from rollout_client.protocol import Committed
 from weight_manager.checking import Checker
 from weight_manager.commit import Round
@@ -81,6 +82,11 @@ class Coordinator:
     def settled(self) -> bool:
         """No commit is between its first question and its outcome: `history.live` is what everybody serves."""
         return self._round is None or self._round.phase in (Phase.FINALIZE, Phase.DONE)
+
+    def device_sockets(self) -> list[str]:
+        """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
+        paths = (socket_of(self._config.run_dir, number) for number in sorted(self._fleet.numbers()))
+        return [str(path) for path in paths if path.is_socket()]
 
     def check_root(self) -> None:
         """Only the store at the root takes pushes, and commits them. Raises PushRefused."""
