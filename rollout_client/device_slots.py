@@ -172,10 +172,9 @@ class LentSlot:
 class LentSlots:
     """Those of all ranks that lend theirs, for one push. One that fails is left out, and told of."""
 
-    def __init__(self, paths: Sequence[str], slot: int, write_epoch: int, *, wanted: bool = False) -> None:
-        """paths, slot, write_epoch: of the placement. wanted: by name, so that doing without is worth a warning."""
+    def __init__(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
+        """Of the placement."""
         self._paths, self._key = paths, (slot, write_epoch)
-        self._level = logging.WARNING if wanted else logging.INFO
         self._slots: list[LentSlot] = []
         self._good: list[LentSlot] = []
 
@@ -215,7 +214,7 @@ class LentSlots:
 
     def _without(self, lent: LentSlot, error: NotLent) -> None:
         self._good = [other for other in self._good if other is not lent]
-        log.log(self._level, "%s is not filled from here, it copies the arena's slot: %s", lent.path, error)
+        log.warning("%s is not filled from here, it copies the arena's slot: %s", lent.path, error)
 
 
 def _u64(value: int) -> ctypes.c_uint64:

@@ -72,9 +72,9 @@ class WeightPublisher:
         """run_id: names this training run; versions rise strictly within it.
 
         keys: a trainer's key file, for a store that has `curve_keys`; see `paddle-rollout keys`.
-        transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise; CUDA tensors are also
-            copied from GPU to GPU, into the memory of ranks on this host's. cuda_ipc: the same, and what keeps a push
-            from that is a warning. shm: never from GPU to GPU.
+        transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise. cuda_ipc: as auto,
+            and CUDA tensors are also copied from GPU to GPU, into the memory of ranks on this host's; what keeps a push
+            from that is a warning.
         delta: over ZMQ, send only what differs from the last push, as long as the store still serves that one; the
             result is the same to the bit. Costs a copy of the served weights in this process's memory.
         connect_timeout_s: how long a push waits for a store that is not there yet.
@@ -210,7 +210,7 @@ class WeightPublisher:
 
     def _to_devices(self, held: Sequence[Source], begin: Begin, transport: Transport) -> bool:
         """Whether to ask for the memory of ranks on this host's GPUs."""
-        if self._wanted not in ("auto", "cuda_ipc"):
+        if self._wanted != "cuda_ipc":
             return False
         why = ""
         if not isinstance(transport, ShmTransport):
@@ -219,7 +219,7 @@ class WeightPublisher:
             why = "this push is a part of a version"
         elif not all(source.on_gpu is not None for source in held):
             why = "not every tensor is torch's and on a GPU"
-        if why and self._wanted == "cuda_ipc":
+        if why:
             log.warning("no copies from GPU to GPU: %s", why)
         return not why
 
@@ -239,8 +239,6 @@ class WeightPublisher:
             self._shm = None
         if self._shm is None and self._wanted != "zmq":
             self._shm = ShmTransport.reach(welcome)
-            if self._shm is not None:
-                self._shm.wants_devices = self._wanted == "cuda_ipc"
         if self._shm is not None:
             return welcome, self._shm
         if self._wanted == "shm":

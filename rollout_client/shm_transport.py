@@ -39,8 +39,6 @@ class ShmTransport(Transport):
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
         self._cuda: CudaCopier | None = None
-        self.wants_devices = False
-        """Ranks' device memory was asked for by name: doing without it is worth a warning."""
         self.filled = 0
         """Ranks whose device memory the last push has filled."""
         self._threads = threads or moving_threads()
@@ -87,7 +85,7 @@ class ShmTransport(Transport):
                 if on_gpu:
                     self._cuda = self._cuda or CudaCopier()
                     key = number, placement.write_epoch
-                    lent = LentSlots(placement.devices, *key, wanted=self.wants_devices) if not others else None
+                    lent = LentSlots(placement.devices, *key) if not others else None
                     self.filled = self._cuda.stage(number, slot, on_gpu, reporter, lent)
                 self._move_all(others, slot, sources, reporter)
         finally:

@@ -317,7 +317,7 @@ def test_nothing_is_lent_while_nothing_is_served(rank, lent):
 
 def test_ranks_that_cannot_be_filled_are_left_out_and_told_of(rank, tmp_path, caplog):
     two = Version(2)
-    lent = LentSlots([str(tmp_path / "gone.sock"), str(rank.path)], 0, 2, wanted=True)
+    lent = LentSlots([str(tmp_path / "gone.sock"), str(rank.path)], 0, 2)
     lent.open(MemfdCuda())
     two.copy_to(lent)
     assert lent.filled() == 1
