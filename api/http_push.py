@@ -16,6 +16,7 @@ from api import disk
 from api.errors import Conflict, TimedOut
 from api.versions import VersionNames
 from api.weights import Weights
+from weight_manager.life import UNASKED
 
 IDLE_S = 60.0
 """An open update nobody has touched for this long, and without a session in the store, is over."""
@@ -26,6 +27,7 @@ AGAIN_S = 2.0
 COMMIT_S = 1.0
 """A trainer whose tensors are all there, and that has not asked for the commit for this long, leaves it to `finish`."""
 POLL_S = 0.02
+_UNASKED = {state.value for state in UNASKED}
 
 
 class HttpPush:
@@ -114,7 +116,7 @@ class HttpPush:
                 self._check_absence(status.last_error, now - nobody_since)
             else:
                 nobody_since = 0.0
-                still = session.get("phase") is None  # its trainer has not asked for the commit
+                still = session.get("state") in _UNASKED  # its trainer has not asked for the commit
                 if not names and still and session.get("state") == "sealed":
                     return False
                 if names and still and session["verified_bytes"] >= session["bytes"]:

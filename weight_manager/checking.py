@@ -21,20 +21,29 @@ log = logging.getLogger(__name__)
 
 
 class Checker:
-    """Runs checks. `on_refused` and `on_checked` are the coordinator's; they hear of every session, ended or not."""
+    """Runs checks. Who is called hears of every session, ended or not."""
 
     def __init__(
-        self, background: Background, slots: Slots, counters: Counters, *, refuse_non_finite: bool = False
+        self,
+        background: Background,
+        slots: Slots,
+        counters: Counters,
+        *,
+        on_refused: Callable[[PushSession, PushRefused], None],
+        on_checked: Callable[[PushSession], None],
+        on_verified: Callable[[PushSession, Check], None],
+        on_digest: Callable[[PushSession, list[int]], None],
+        refuse_non_finite: bool = False,
     ) -> None:
-        """refuse_non_finite: versions with weights that are no finite numbers."""
+        """on_refused: bytes or numbers are wrong. on_verified, on_checked: a check has gone well. on_digest: of every
+        region, once `digest` was asked for. refuse_non_finite: versions with weights that are no finite numbers.
+        """
         self._every = refuse_non_finite
         self._background = background
         self._slots = slots
         self._counters = counters
-        self.on_refused: Callable[[PushSession, PushRefused], None] = lambda session, refusal: None
-        self.on_checked: Callable[[PushSession], None] = lambda session: None
-        self.on_verified: Callable[[PushSession, Check], None] = lambda session, check: None
-        self.on_digest: Callable[[PushSession, list[int]], None] = lambda session, digests: None
+        self._on_refused, self._on_checked = on_refused, on_checked
+        self._on_verified, self._on_digest = on_verified, on_digest
 
     def check(self, session: PushSession, checks: Sequence[Check]) -> None:
         """Compare digests while the rest still arrives."""
@@ -83,10 +92,10 @@ class Checker:
                 self._counters.add("non_finite")
                 message = f"weights that are NaN or infinite: {', '.join(names[:20])}"
                 if self._every:
-                    self.on_refused(session, PushRefused("non_finite", message, names))
+                    self._on_refused(session, PushRefused("non_finite", message, names))
                     return
                 log.warning("%s has %s", session.intent, message, extra=session.extra() | {"tensors": names[:100]})
-            self.on_digest(session, digests)
+            self._on_digest(session, digests)
 
         self._background.submit(work, done, lambda error: self._broken(session, error))
 
@@ -130,12 +139,12 @@ class Checker:
             session.staging.checked(check, wrong)
         except PushRefused as refusal:
             self._counters.add("checksum_mismatches")
-            self.on_refused(session, refusal)
+            self._on_refused(session, refusal)
             return
         self._counters.add("bytes_verified", session.staging.verified_bytes - before)
-        self.on_verified(session, check)
-        self.on_checked(session)
+        self._on_verified(session, check)
+        self._on_checked(session)
 
     def _broken(self, session: PushSession, error: BaseException) -> None:
         log.error("work on session %s failed", session.id, exc_info=error, extra=session.extra())
-        self.on_refused(session, PushRefused("internal", f"checking the weights failed: {error!r}"))
+        self._on_refused(session, PushRefused("internal", f"checking the weights failed: {error!r}"))

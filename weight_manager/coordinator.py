@@ -1,39 +1,43 @@
 """Takes one push session from begin to live, or to nothing. The only place where a version becomes live.
 
-Whoever pushes (trainers.py over the wire, disk_load.py from a directory) owns the session and is told what
-becomes of it through `Owner`. Everything here runs in the store's loop and returns at once.
+Whoever pushes (trainers.py over the wire, disk_load.py from a directory, relay/relayed.py for the store above) owns
+the session and is told what becomes of it through `Owner`. What may happen when is life.py's table; who owes an answer
+is ballot.py's. Everything here runs in the store's loop and returns at once.
 """
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
-from rollout_client.device_slots import socket_of
 from rollout_client.protocol import Committed
+from weight_manager.background import Background
+from weight_manager.ballot import Ballot, Limits, Voter
 from weight_manager.checking import Checker
-from weight_manager.commit import Round
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.fleet import Fleet
 from weight_manager.history import History
 from weight_manager.layout import version_digest
+from weight_manager.life import Event, Go, Ignored, Refused, Role, State
 from weight_manager.manifest import Layout
-from weight_manager.messages import Live
+from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.push_session import Intent, Owner, PushSession
 from weight_manager.relay.downstreams import Downstreams
-from weight_manager.rounds import live_as, make_round, record_of
-from weight_manager.session import Event, Machine, State
 from weight_manager.slots import Slots
 from weight_manager.staging import Staging
-from weight_manager.version_order import check_order, check_same
-from weight_manager.votes import Phase
+from weight_manager.watching import Watching
 
 log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Drives the session's states; owns what is live."""
+    """Drives a session's life; owns what is live, and those who are told of it: replicas, checks, stores below.
+
+    session: the running one, until it is recorded or over. ballot: of its commit, or of the last one while that waits
+    for stall figures.
+    """
 
     def __init__(
         self,
@@ -42,63 +46,66 @@ class Coordinator:
         *,
         slots: Slots,
         history: History,
-        fleet: Fleet,
-        checker: Checker,
+        background: Background,
+        watching: Watching,
         counters: Counters,
-        below: Downstreams,
+        send: Callable[[bytes, ToReplica], bool],
+        left_s: Callable[[float], float],
     ) -> None:
+        """send: to a replica; False if nobody of that identity is connected. left_s: of our own lease from above."""
         self._config = config
         self.layout = layout
         self.slots = slots
-        self._fleet = fleet
         self._counters = counters
         self.history = history
-        self.checker = checker
-        self.below = below
-        self.machine = Machine()
+        self.fleet = Fleet(
+            *(config, layout.digest, str(slots.arena.path)),
+            send=send,
+            watching=watching,
+            counters=counters,
+            on_gone=self._replica_gone,
+        )
+        self.below = Downstreams(
+            config, layout, coordinator=self, slots=slots, history=history, background=background, left_s=left_s
+        )
+        self.checker = Checker(
+            *(background, slots, counters),
+            refuse_non_finite=config.refuse_non_finite,
+            on_refused=self._check_failed,
+            on_checked=self._digest_if_checked,
+            on_verified=self.below.verified,
+            on_digest=self._whole_here,
+        )
         self.session: PushSession | None = None
+        self.ballot: Ballot | None = None
+        self._committing: PushSession | None = None  # the session of the ballot
         self.last_error: dict[str, Any] | None = None
         self.last_push: dict[str, Any] | None = None
         self.changes = 0  # moves whenever a status would differ
-        self._round: Round | None = None
-        self._committing: PushSession | None = None  # the session the round belongs to
-        fleet.on_gone = self._replica_gone
-        checker.on_refused = self._check_failed
-        checker.on_checked = self._digest_if_checked
-        checker.on_verified = below.verified
-        checker.on_digest = self._sealed_here
-        below.coordinator = self
-
-    @property
-    def round(self) -> Round | None:
-        """The commit that is running, or still waits for stall figures."""
-        return self._round
-
-    def committing(self, session: PushSession) -> bool:
-        """Whether the running commit is this session's."""
-        return self._round is not None and self._committing is session
 
     @property
     def settled(self) -> bool:
         """No commit is between its first question and its outcome: `history.live` is what everybody serves."""
-        return self._round is None or self._round.phase in (Phase.FINALIZE, Phase.DONE)
+        return self._committing is None or not self._committing.life.in_question
 
-    def device_sockets(self) -> list[str]:
-        """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
-        paths = (socket_of(self._config.run_dir, number) for number in sorted(self._fleet.numbers()))
-        return [str(path) for path in paths if path.is_socket()]
+    @property
+    def in_doubt(self) -> bool:
+        """Everybody here has flipped, and only the store above knows whether it counts."""
+        return self.session is not None and self.session.life.state is State.DOUBT
 
     def check_root(self) -> None:
         """Only the store at the root takes pushes, and commits them. Raises PushRefused."""
         if self._config.upstream is not None:
             raise PushRefused("refused", f"this store follows {self._config.upstream}; ask the root of the fleet")
 
-    def begin(self, intent: Intent, owner: Owner, now: float, *, reuse: Live | None = None) -> PushSession:
-        """IDLE -> STAGING with a slot to fill or one that is full. Raises PushRefused busy, stale_version or io.
+    def begin(
+        self, intent: Intent, owner: Owner, now: float, *, role: Role = Role.ROOT, reuse: Live | None = None
+    ) -> PushSession:
+        """A session with a slot to fill, or one that is full. Raises PushRefused busy, stale_version or io.
 
         Stores below hear of it at once, but by `announce` of a slot that is full and of the session of a store above.
         """
-        check_order(self.history, intent)
+        intent.check_order(self.history)
         if self.session is not None:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
         live = self.history.live
@@ -107,8 +114,7 @@ class Coordinator:
         else:
             slot, write_epoch = self.slots.take(live.slot if live else None, self.history.forget_slot)
         staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport in ("zmq", "relay"))
-        session = PushSession(intent, owner, slot, write_epoch, staging, now)
-        self.machine.fire(Event.BEGIN, session.id)
+        session = PushSession(intent, owner, slot, write_epoch, staging, now, role)
         self.session = session
         self._counters.add("sessions")
         self.changes += 1
@@ -122,92 +128,108 @@ class Coordinator:
         self.below.begin(session, now)
 
     def seal(self, session: PushSession, deadline: float, now: float) -> None:
-        """Everything was sent: STAGING -> SEALED once all checks are back."""
-        session.sealing = True
-        session.deadline = deadline
-        session.lap("stage", now)
-        self._digest_if_checked(session)
+        """Everything was sent: sealed once all checks are back, and the stores below have it."""
+        if session.life.moves(Event.SENT):
+            session.life.fire(Event.SENT)
+            session.deadline = deadline
+            session.lap("stage", now)
+            self._digest_if_checked(session)
 
-    def commit(self, session: PushSession, seconds: float, now: float) -> None:
-        """SEALED: ask the replicas; COMMITTING once all are prepared; live once all have flipped.
+    def commit(self, session: PushSession, seconds: float, now: float, event: Event = Event.COMMIT) -> None:
+        """Ask everybody to prepare, to flip, and record it. event: who wants it. Raises PushRefused if it may not.
 
         While nothing is live nobody serves and there is nothing to protect: no votes, replicas adopt it after.
         """
+        match session.life.cell(event):
+            case Refused(why):
+                raise PushRefused("refused", why)
+            case Ignored():
+                return
         if not self.settled:
-            raise IllegalTransition(f"commit of {session.id} while another commit is in {self._round}")
-        if self._round is not None:
-            self._finish_round(now)  # the last commit still waits for stall figures: answer it without
+            raise IllegalTransition(f"commit of {session.id} while another commit is in {self.ballot}")
+        if self.ballot is not None and self._committing is not None:  # the last one: answer it without stall figures
+            self._committing.life.fire(Event.CLOSED)
+            self._finish(now)
         try:
             epoch = self.history.next_epoch()
         except OSError as error:
-            self.abort(PushRefused("io", f"no epoch could be reserved: {error}", retryable=True), now)
+            self.abort(session, PushRefused("io", f"no epoch could be reserved: {error}", retryable=True), now)
             return
-        live = live_as(session, epoch)
-        replicas = self._fleet.numbers() if self.history.live else set()
         session.deadline = None
         session.mark = now
         self._committing = session
-        self._round = make_round(self._config, session, live, replicas, self.below, seconds)
+        self.ballot = self._ballot(session, session.live(epoch), seconds)
         for name, why in self.below.outsiders(now).items():
-            self._round.leave_behind(name, why, now)
-        self._round.start(now)
+            self.ballot.leave_behind(name, why, now)
+        self.ballot.prepare(event, now)
         self.drive(now)
 
-    @property
-    def in_doubt(self) -> bool:
-        """Everybody here has flipped, and only the store above knows whether it counts."""
-        return self._round is not None and self._round.in_doubt
-
-    def abort(self, refusal: PushRefused, now: float, *, word: bool = False) -> None:
-        """End the running session, from whatever state; what is served does not change.
-
-        No effect in doubt, unless it is the `word` of the store above, or that has not been told of the flip.
-        """
-        if self.session is None:
-            return
-        if self._round is not None and self._committing is self.session:
-            if self.in_doubt and not word:
-                log.error("in doubt, and not undone: %s", refusal.message, extra=self.session.extra())
-            self._round.fail(refusal, now, word=word)
+    def flip(self, session: PushSession, seconds: float, now: float) -> None:
+        """The store above says flip."""
+        if self.ballot is not None and session is self._committing:
+            self.ballot.flip(seconds, now)
             self.drive(now)
-        else:
-            self._end(self.session, refusal, Event.ABORT)
+
+    def recorded_above(self, session: PushSession, now: float) -> None:
+        """The store above has recorded it: so it is here, if this store has voted for it."""
+        if self.ballot is not None and session is self._committing and session.life.moves(Event.RECORDED):
+            self._record(self.ballot, session, now)
+            self.drive(now)
+
+    def abort(self, session: PushSession, refusal: PushRefused, now: float, event: Event = Event.REFUSED) -> None:
+        """End a session, if the event may do that in its state; what is served does not change. Raises PushRefused
+        for who has to be told that it may not.
+        """
+        match session.life.cell(event):
+            case Go(State.OVER):
+                session.life.fire(event, refusal.message)
+                self._end(session, refusal)
+            case Go() if self.ballot is not None:
+                self.ballot.undo(event, refusal, now)
+                self.drive(now)
+            case Refused(why):
+                raise PushRefused("refused", f"{session.intent} {why}", retryable=session.life.state is State.DOUBT)
+            case Ignored(why):
+                log.warning("not ended (%s): %s", why, refusal.message, extra=session.extra())
+            case _:
+                session.life.fire(event, refusal.message)
 
     def tick(self, now: float) -> None:
         """Passed deadlines."""
         session = self.session
         if session is not None and session.deadline is not None and now >= session.deadline:
-            stage = "checked" if session.sealing else "staged"
-            late = f" on {', '.join(self.below.unstaged())}" if session.local_digest else ""
-            self.abort(PushRefused("deadline", f"{session.intent} was not {stage}{late} in time"), now)
-        if self._round is not None:
-            self._round.tick(now)
+            stage = "staged" if session.life.state is State.STAGING else "checked"
+            late = f" on {', '.join(self.below.unstaged())}" if session.digest else ""
+            refusal = PushRefused("deadline", f"{session.intent} was not {stage}{late} in time")
+            self.abort(session, refusal, now, Event.LATE)
+        if self.ballot is not None:
+            self.ballot.tick(now)
             self.drive(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
         times = [self.session.deadline] if self.session and self.session.deadline is not None else []
-        if self._round is not None:
-            times.append(self._round.deadline)
+        if self.ballot is not None:
+            times.append(self.ballot.deadline)
         return min(times, default=None)
 
     def drive(self, now: float) -> None:
-        """Carry out what the round wants, until it waits for somebody."""
-        while self._round is not None and self._committing is not None:
-            round_, session = self._round, self._committing
-            self._deliver(round_, now)
-            if self._round is not round_:
+        """Carry out what the ballot has come to, until it waits for somebody."""
+        while self.ballot is not None and self._committing is not None:
+            ballot, session = self.ballot, self._committing
+            self._deliver(ballot, now)
+            if self.ballot is not ballot:
                 continue  # dropping a silent replica has settled it
-            asking = round_.phase in (Phase.PREPARE, Phase.READY)
-            mine = session is self.session  # else the machine is at a later session, which waits for nobody yet
-            if mine and self.machine.state is State.SEALED and round_.refusal is None and not asking:
-                self.machine.fire(Event.ALL_PREPARED, session.id)
+            state = session.life.state
+            if "prepare" not in session.seconds and state in (State.FLIPPING, State.FENCING, State.FLIPPED):
                 session.lap("prepare", now)
                 self.changes += 1
-            if round_.phase is Phase.RECORD and (session.decided or not session.gated):
-                self._record(round_, session, now)
-            elif round_.phase is Phase.DONE:
-                self._finish_round(now)
+            if state is State.FLIPPED and session.role is Role.RELAY:
+                self._note(ballot, session, now)
+            elif state is State.FLIPPED:
+                self._record(ballot, session, now)
+            elif state is State.OVER:
+                self._finish(now)
             else:
                 return
 
@@ -218,105 +240,128 @@ class Coordinator:
         self.changes += 1
         log.warning("refused: %s", refusal.message, extra=extra | said)
 
-    def _deliver(self, round_: Round, now: float) -> None:
-        outbox, round_.outbox = round_.outbox, []
+    def _ballot(self, session: PushSession, live: Live, seconds: float) -> Ballot:
+        """All who vote, and their time. seconds: to prepare."""
+        config, stores = self._config, self.below.voters()
+        replicas = self.fleet.numbers() if self.history.live else set()
+        voters: set[Voter] = {*replicas, *stores}
+        hops = 2 if stores else 1
+        times = (seconds, config.flip_s * hops, config.rollback_s * hops, config.finalize_s * hops)
+        return Ballot(
+            *(session.life, session.id, live, session.intent.in_flight, voters),
+            Limits(*times, behind=config.relay_patience_s, word=config.max_deadline_s),
+            may_miss=frozenset(name for name, required in stores.items() if not required),
+            needed=self.below.needed(),
+            serves_until=self.below.serves_until,
+        )
+
+    def _deliver(self, ballot: Ballot, now: float) -> None:
+        outbox, ballot.outbox = ballot.outbox, []
         for voter, message in outbox:
             if isinstance(voter, int):
-                self._fleet.send(voter, message)
+                self.fleet.send(voter, message)
             else:
-                self.below.tell(voter, message, round_.patience(voter, now), fence=voter in round_.behind)
-        lost, round_.lost = round_.lost, []
+                self.below.tell(voter, message, ballot.patience(voter, now), fence=voter in ballot.behind)
+        lost, ballot.lost = ballot.lost, []
         for voter in lost:
-            drop = self._fleet.drop if isinstance(voter, int) else self.below.drop
+            drop = self.fleet.drop if isinstance(voter, int) else self.below.drop
             drop(voter, "did not answer in time during a commit")  # type: ignore[arg-type]
 
-    def _record(self, round_: Round, session: PushSession, now: float) -> None:
-        session.lap("commit", now)
-        live, intent = round_.live, session.intent
+    def _note(self, ballot: Ballot, session: PushSession, now: float) -> None:
+        """Before this store votes for the flip: should it die, its next life finds the bytes, and asks."""
         try:
-            self.history.commit(live, record_of(round_, session))
+            self.history.may_go_live(ballot.live)
+        except OSError as error:
+            refusal = PushRefused("io", f"the flip could not be written down: {error}")
+            ballot.undo(Event.UNWRITTEN, refusal, now)
+        else:
+            session.life.fire(Event.NOTED)
+            self.changes += 1
+
+    def _record(self, ballot: Ballot, session: PushSession, now: float) -> None:
+        session.lap("commit", now)
+        live, intent = ballot.live, session.intent
+        try:
+            self.history.commit(live, session.record(live, ballot.replicas))
         except OSError as error:
             refusal = PushRefused("io", f"the commit could not be written down: {error}", retryable=True)
-            if round_.in_doubt:  # it is live above: hold the output, and try again with the next word from there
-                session.decided = False
+            if session.life.moves(Event.UNWRITTEN):
+                ballot.undo(Event.UNWRITTEN, refusal, now)
+            else:  # it is live above: hold the output, and try again with the next word from there
                 self.note_error(refusal, session.extra())
-                return
-            round_.fail(refusal, now)
             return
-        self._fleet.went_live(live, voted=any(isinstance(v, int) for v in round_.voters))
-        self.below.went_live(live, round_)
-        round_.recorded(now)
-        self.machine.fire(Event.ALL_FLIPPED, session.id)
+        self.fleet.went_live(live, voted=any(isinstance(v, int) for v in ballot.voters))
+        self.below.went_live(live, ballot)
+        ballot.recorded(now)
         self.session = None
         self._counters.add("commits")
-        self._fleet.admit_held(live, now)
+        self.fleet.admit_held(live, now)
         self.changes += 1
         log.info("%s is live", intent, extra=session.extra() | {"epoch": live.epoch, "slot": live.slot})
 
-    def _finish_round(self, now: float) -> None:
-        round_, session = self._round, self._committing
-        assert round_ is not None
+    def _finish(self, now: float) -> None:
+        """Nobody owes anything any more: tell the owner."""
+        ballot, session = self.ballot, self._committing
+        assert ballot is not None
         assert session is not None
-        self._round = self._committing = None
-        if round_.refusal is not None:
+        self.ballot = self._committing = None
+        if ballot.refusal is not None:
             self._counters.add("commits_rolled_back")
-            rolled_back = self.machine.state is State.COMMITTING
-            self._end(session, round_.refusal, Event.ROLLED_BACK if rolled_back else Event.ABORT)
-            self._fleet.admit_held(self.history.live, now)
+            self._end(session, ballot.refusal)
+            self.fleet.admit_held(self.history.live, now)
             return
-        live = round_.live
-        self.history.amend(live.epoch, round_.stall_ms)
+        live = ballot.live
+        self.history.amend(live.epoch, ballot.stall_ms)
         self.last_push = self.history.tail(1)[0]
         self.changes += 1
-        report = Committed(live.version, live.digest, round_.flipped, session.seconds, round_.stall_ms)
+        report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
         session.owner.committed(session, report)
 
     def _replica_gone(self, number: int, why: str) -> None:
         self.changes += 1
-        if self._round is not None:
+        if self.ballot is not None:
             now = time.monotonic()
-            self._round.gone(number, why, now)
+            self.ballot.gone(number, why, now)
             self.drive(now)
 
     def _check_failed(self, session: PushSession, refusal: PushRefused) -> None:
         if session is self.session:
-            self.abort(refusal, time.monotonic())
+            self.abort(session, refusal, time.monotonic())
 
     def _digest_if_checked(self, session: PushSession) -> None:
-        if session is self.session and session.sealing and session.staging.checking == 0:
+        if session is self.session and session.life.state is State.CHECKING and session.staging.checking == 0:
             self.checker.digest(session)
 
-    def _sealed_here(self, session: PushSession, digests: list[int]) -> None:
+    def _whole_here(self, session: PushSession, digests: list[int]) -> None:
         """The slot is complete and intact on this host."""
         if session is not self.session:
             return
         now, intent, digest = time.monotonic(), session.intent, version_digest(self.layout, digests)
         if session.expected not in ("", digest):
-            self.abort(PushRefused("checksum_mismatch", f"{intent} is {digest} here, not {session.expected}"), now)
+            message = f"{intent} is {digest} here, not {session.expected}"
+            self.abort(session, PushRefused("checksum_mismatch", message), now)
             return
         try:
-            check_same(self.history, intent, digest)
+            intent.check_same(self.history, digest)
         except PushRefused as refusal:
-            self.abort(refusal, now)
+            self.abort(session, refusal, now)
             return
-        session.local_digest = digest
+        session.digest = digest
         self.below.seal(session, digest, digests, now)
         self.staged_below(now)
 
     def staged_below(self, now: float) -> None:
-        """STAGING -> SEALED once the stores below have it too, or are not waited for any more."""
+        """Sealed once the stores below have it too, or are not waited for any more."""
         session = self.session
-        if session is None or session.digest or not session.local_digest or self.below.unstaged():
+        if session is None or session.life.whole or not session.digest or self.below.unstaged():
             return
-        session.digest = session.local_digest
+        session.life.fire(Event.WHOLE)
         session.deadline = None
-        self.machine.fire(Event.SEAL_OK, session.id)
         session.lap("seal", now)
         self.changes += 1
         session.owner.sealed(session)
 
-    def _end(self, session: PushSession, refusal: PushRefused, event: Event) -> None:
-        self.machine.fire(event, refusal.message)
+    def _end(self, session: PushSession, refusal: PushRefused) -> None:
         self.session = None
         self._counters.add("sessions_failed")
         self.note_error(refusal, session.extra())

@@ -50,7 +50,7 @@ class DiskLoad:
             if not isinstance(error, PushRefused):
                 log.error("a load failed", exc_info=error, extra=session.extra())
                 error = PushRefused("io", f"reading failed: {error!r}")
-            self._coordinator.abort(error, time.monotonic())
+            self._coordinator.abort(session, error, time.monotonic())
 
         self._files.submit(lambda: reader(slot, self._cancelled), read, failed)
 

@@ -37,7 +37,7 @@ class Replica:
 
 
 class Fleet:
-    """Registration, liveness, adoption. A commit's votes are commit.py's business."""
+    """Registration, liveness, adoption. A commit's votes are ballot.py's business."""
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class Fleet:
         send: Callable[[bytes, ToReplica], bool],
         watching: Watching,
         counters: Counters,
+        on_gone: Callable[[int, str], None],
     ) -> None:
-        """send: queue a message; False if nobody of that identity is connected."""
+        """send: queue a message; False if nobody of that identity is there. on_gone: a replica has left, and why."""
         self._config = config
         self._layout_digest = layout_digest
         self._arena_path = arena_path
@@ -59,7 +60,7 @@ class Fleet:
         self._replicas: dict[int, Replica] = {}
         self._by_identity: dict[bytes, Replica] = {}
         self._held: dict[int, tuple[bytes, Register]] = {}
-        self.on_gone: Callable[[int, str], None] = lambda number, why: None
+        self._on_gone = on_gone
 
     def numbers(self) -> set[int]:
         """Replicas that vote."""
@@ -209,7 +210,7 @@ class Fleet:
         self._replicas.pop(replica.number, None)
         self._by_identity.pop(replica.identity, None)
         log.warning("replica %d %s", replica.number, why, extra={"replica": replica.number})
-        self.on_gone(replica.number, why)
+        self._on_gone(replica.number, why)
 
     def _unwatch(self, replica: Replica) -> None:
         for fd in replica.pidfds:

@@ -69,11 +69,6 @@ class Members:
         """All that are there have sent everything."""
         return all(member.sealed for member in self._by_peer.values())
 
-    @property
-    def asked_to_commit(self) -> bool:
-        """One of them waits for the commit."""
-        return any(isinstance(request, Commit) for m in self._by_peer.values() for request in m.owed)
-
     def heard(self, peer: bytes, now: float) -> Member:
         """It lives; its lease begins anew."""
         member = self._by_peer[peer]

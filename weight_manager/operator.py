@@ -18,6 +18,7 @@ from weight_manager.disk_load import DiskLoad
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.fleet import Fleet
 from weight_manager.inspect import checksums, read_tensor
+from weight_manager.life import Event, Refused
 from weight_manager.messages import (
     AbortSession,
     Checksums,
@@ -130,10 +131,9 @@ class Operator:
         session = self._coordinator.session
         if session is None:
             return None
-        round_, staging = self._coordinator.round, session.staging
+        staging = session.staging
         return session.extra() | {
-            "state": self._coordinator.machine.state.value,
-            "phase": round_.phase.value if round_ and round_.session == session.id else None,
+            "state": session.life.state.value,
             "source": session.intent.source,
             "client": session.intent.client,
             "transport": session.intent.transport,
@@ -198,12 +198,12 @@ class Operator:
     def _commit(self, peer: bytes, request: CommitSession) -> None:
         self._coordinator.check_root()
         session = self._open_session()
-        if not session.digest:
-            raise PushRefused("refused", f"{session.intent} is not sealed yet: its trainer still sends")
+        cell = session.life.cell(Event.OPERATOR_COMMITS)
+        if isinstance(cell, Refused):
+            raise PushRefused("refused", f"{session.intent} {cell.why}")
         self._commits.append((peer, request.call, session))
-        if not self._coordinator.committing(session):
-            deadline_s = self._config.patience(request.deadline_s)
-            self._coordinator.commit(session, deadline_s, time.monotonic())
+        deadline_s = self._config.patience(request.deadline_s)
+        self._coordinator.commit(session, deadline_s, time.monotonic(), Event.OPERATOR_COMMITS)
 
     def _answer_commits(self) -> None:
         waiting, self._commits = self._commits, []
@@ -225,12 +225,10 @@ class Operator:
         return self._coordinator.session
 
     def _abort(self, peer: bytes, request: AbortSession) -> None:
-        aborted = self._open_session().extra()
-        if self._coordinator.in_doubt:
-            message = "all replicas here have flipped, and only the store above knows whether it counts"
-            raise PushRefused("refused", message, retryable=True)
-        self._coordinator.abort(PushRefused("aborted", request.reason), time.monotonic())
-        self._send(peer, Result(request.call, ok=True, data=aborted))
+        session = self._open_session()
+        refusal = PushRefused("aborted", request.reason)
+        self._coordinator.abort(session, refusal, time.monotonic(), Event.OPERATOR_ABORTS)
+        self._send(peer, Result(request.call, ok=True, data=session.extra()))
 
 
 def refused(call: str, refusal: PushRefused) -> Result:

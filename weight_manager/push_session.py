@@ -1,11 +1,15 @@
-"""The running push as an object: what it is, who owns it, how far it is. Its states are in session.py."""
+"""The running push as an object: what it is, who owns it, how far it is. Its states are in life.py."""
 
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rollout_client.protocol import Committed, InFlight
 from weight_manager.errors import PushRefused
+from weight_manager.history import History, Record
+from weight_manager.life import Life, Role
+from weight_manager.messages import Live
 from weight_manager.staging import Staging
 
 MAX_VERSION = (1 << 63) - 1
@@ -46,6 +50,27 @@ class Intent:
         run = f" of run {self.run_id!r}" if self.run_id else ""
         return f"version {self.version}{run} ({self.source}{by})"
 
+    def check_order(self, history: History) -> None:
+        """Versions rise within a run, unless force says otherwise; the run's last may come again while another run's
+        is live. Raises PushRefused stale_version.
+        """
+        last, live = history.last(self.run_id), history.live
+        if self.force or last is None:
+            return
+        is_live = live is not None and live.run_id == self.run_id
+        if self.version < last.version or (is_live and self.version == last.version):
+            advice = "push a higher version, or under another run_id, or force it"
+            message = f"{self} is not above {last.version}, the last of that run: {advice}"
+            raise PushRefused("stale_version", message)
+
+    def check_same(self, history: History, digest: str) -> None:
+        """A version that went live before has the same bytes now. Raises PushRefused stale_version."""
+        last = history.last(self.run_id)
+        if last is not None and last.version == self.version and last.digest != digest and not self.force:
+            advice = "push it as another version, or force it"
+            message = f"{self} went live before as {last.digest} and is {digest} now: {advice}"
+            raise PushRefused("stale_version", message)
+
 
 @dataclass(eq=False)
 class PushSession:
@@ -57,17 +82,29 @@ class PushSession:
     write_epoch: int
     staging: Staging
     mark: float  # when the current stage began
+    role: Role = Role.ROOT
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    digest: str = ""  # of the whole version, once sealed
+    digest: str = ""  # of the version, once all of it is here and intact; stores below may still be busy
     deadline: float | None = None  # for what it is doing now
-    sealing: bool = False  # everything was sent
-    local_digest: str = ""  # of the version, sealed here but perhaps not on the stores below
     expected: str = ""  # digest that it must have
-    gated: bool = False  # the store above says when to flip and whether to record
-    decided: bool = False  # it has said: record
-    catch_up: bool = False  # live above already
     quorum: bool = False  # stores below may miss it
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.life = Life(self.role)
+
+    def live(self, epoch: int) -> Live:
+        """What would be live."""
+        return Live(self.intent.run_id, self.intent.version, epoch, self.slot, self.digest, self.write_epoch)
+
+    def record(self, live: Live, replicas: int) -> Record:
+        """A line of the history."""
+        return Record(
+            *(live.run_id, live.version, live.epoch, live.digest, time.time(), self.intent.source, self.intent.client),
+            bytes=self.staging.total_bytes,
+            replicas=replicas,
+            seconds=self.seconds,
+        )
 
     def lap(self, stage: str, now: float) -> None:
         """Note how long a stage took."""

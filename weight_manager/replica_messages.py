@@ -46,7 +46,7 @@ class ReplicaMessages:
             self._refuse(peer, Refused("this connection is not registered; register first"))
             return
         replica.seen = now
-        round_, number = coordinator.round, replica.number
+        ballot, number = coordinator.ballot, replica.number
         live, settled = self._standing()
         match message:
             case Beat():
@@ -55,14 +55,14 @@ class ReplicaMessages:
                 refusal = self._fleet.adopted(replica, message)
                 if refusal is not None:
                     coordinator.note_error(refusal, {"replica": number, "epoch": message.epoch})
-            case Prepared() if round_:
-                round_.prepared(number, message, now)
-            case Flipped() if round_:
-                round_.flipped_by(number, message, now)
-            case Finalized() if round_:
-                round_.finalized(number, message, now)
-            case RolledBack() if round_:
-                round_.rolled_back(number, message, now)
+            case Prepared() if ballot:
+                ballot.prepared(number, message, now)
+            case Flipped() if ballot:
+                ballot.flipped_by(number, message, now)
+            case Finalized() if ballot:
+                ballot.finalized(number, message, now)
+            case RolledBack() if ballot:
+                ballot.rolled_back(number, message, now)
             case _:
                 pass
         coordinator.drive(now)

@@ -19,7 +19,6 @@ from rollout_client.native import kernels
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
 from weight_manager.background import Background
-from weight_manager.checking import Checker
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.curve import Gate, StoreKeys
@@ -27,16 +26,16 @@ from weight_manager.data_plane import DataPlane
 from weight_manager.data_port import DataPort
 from weight_manager.errors import PushRefused, StartError
 from weight_manager.first_weights import FirstWeights, open_arena
-from weight_manager.fleet import Fleet
 from weight_manager.history import History
 from weight_manager.huge_pages import HugePages
 from weight_manager.inbox import Inbox
+from weight_manager.life import Event
 from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.opening import bound_before, keys_of, layout_of, lock_run_dir, relay_keys_of
 from weight_manager.operator import Operator
 from weight_manager.relay.dealer import connect
-from weight_manager.relay.downstreams import Downstreams
+from weight_manager.relay.lease import Lease
 from weight_manager.relay.upstream import Upstream
 from weight_manager.replica_messages import ReplicaMessages
 from weight_manager.slots import Slots
@@ -93,43 +92,37 @@ class Store:
         self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys, push_file)
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
         slots = Slots(self._arena, self._background)
-        self._fleet = Fleet(
-            *(config, self.layout.digest, str(self._arena.path)),
-            send=self.send,
-            watching=self._watching,
-            counters=counters,
-        )
-        checker = Checker(self._background, slots, counters, refuse_non_finite=config.refuse_non_finite)
-        self._below = Downstreams(config, self.layout, slots=slots, history=self._history, background=self._background)
-        if config.relay_endpoint is not None:
-            router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
-            self._below.links.open(router, self._data_port(router, config.relay_data_port), self._watching)
+        lease = None if config.upstream is None else Lease(self._arena, config.relay_lease_s)
         self._coordinator = Coordinator(
             config,
             self.layout,
             slots=slots,
             history=self._history,
-            fleet=self._fleet,
-            checker=checker,
+            background=self._background,
+            watching=self._watching,
             counters=counters,
-            below=self._below,
+            send=self.send,
+            left_s=(lambda now: float("inf")) if lease is None else lease.left_s,
         )
+        self._fleet, self._below = self._coordinator.fleet, self._coordinator.below
+        if config.relay_endpoint is not None:
+            router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
+            self._below.links.open(router, self._data_port(router, config.relay_data_port), self._watching)
         self._data = self._open_data(slots)
         self._above: Upstream | None = None
         own = relay_keys_of(config)
-        if config.upstream is None:
+        if lease is None:
             self._arena.lease(0)
         else:
             self._above = Upstream(
                 config,
                 self._coordinator,
                 self._below,
-                arena=self._arena,
+                lease=lease,
                 data=self._data,
                 connect=lambda: connect(self._context, config.upstream or "", own),
                 watching=self._watching,
             )
-            self._below.left_s = self._above.lease.left_s
         self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data)
         self._replicas = ReplicaMessages(self._coordinator, self._fleet, fenced=self._fenced, refuse=self.send)
         self._operator = Operator(
@@ -280,8 +273,9 @@ class Store:
         if not keep_arena:
             self._arena.unlink()  # first: it must not stay, whatever the rest takes
         if self._opened:
-            if self._above is None or not self._above.in_doubt:
-                self._coordinator.abort(PushRefused("aborted", "the store is stopping"), time.monotonic())
+            session, refusal = self._coordinator.session, PushRefused("aborted", "the store is stopping")
+            if session is not None:
+                self._coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
             self._fleet.close()
             self._below.links.close()
             if self._above is not None:

@@ -22,6 +22,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
+from weight_manager.life import Event, Refused
 from weight_manager.members import Answer, Member, Members, check_same_push, late_answer
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
@@ -81,7 +82,7 @@ class TrainerGroup:
         try:
             copies = self._plan([*self.members.begins, begin])
         except PushRefused as refusal:
-            self._coordinator.abort(refusal, now)
+            self.refuse(refusal, now)
             raise
         return self._enrol(peer, begin, copies, now)
 
@@ -92,7 +93,7 @@ class TrainerGroup:
             number = member.number(chunk.copy)
             return self._running.staging.destinations(number, chunk.offset, chunk.sizes, chunk.span)
         except PushRefused as refusal:
-            self._refuse(refusal, now)
+            self.refuse(refusal, now)
             return None
 
     def received(self, peer: bytes, chunk: Chunk) -> None:
@@ -112,7 +113,7 @@ class TrainerGroup:
             case Taken():
                 self.written(peer, Written(self.id, [(news.copy, news.digest)]), now)
             case Ended(refusal) if refusal is not None:
-                self._refuse(refusal, now)
+                self.refuse(refusal, now)
 
     def written(self, peer: bytes, written: Written, now: float) -> None:
         """Copies that are complete: check them while the rest arrives."""
@@ -122,7 +123,7 @@ class TrainerGroup:
             sums = [(member.number(copy), digest) for copy, digest in written.sums]
             checks = self._running.staging.written(digests, sums)
         except PushRefused as refusal:
-            self._refuse(refusal, now)
+            self.refuse(refusal, now)
             return
         self._counters.add("bytes_staged", sum(target.nbytes for check in checks for target, _ in check))
         self._coordinator.checker.check(self._running, checks)
@@ -140,7 +141,7 @@ class TrainerGroup:
         if self._over(peer, seal):
             return
         session, member = self._running, self.members[peer]
-        if session.digest:
+        if session.life.whole:
             self._answer(peer, Sealed(self.id, session.digest))
             return
         member.owed.append(seal)
@@ -148,52 +149,55 @@ class TrainerGroup:
         missing = session.staging.unwritten(member.first, member.count)
         if missing:
             message = f"sealed, but these were not reported complete: {', '.join(missing[:20])}"
-            self._coordinator.abort(PushRefused("missing_tensor", message, missing), now)
+            self.refuse(PushRefused("missing_tensor", message, missing), now)
             return
         deadline = now + self._config.patience(seal.deadline_s)
         if session.deadline is not None:
             deadline = min(deadline, session.deadline)
         session.deadline = deadline
-        if not session.sealing and self.members.complete and self.members.sealed:
+        if self.members.complete and self.members.sealed:
             self._coordinator.seal(session, deadline, now)
 
     def commit(self, peer: bytes, commit: Commit, now: float) -> None:
         """Make it live; the first rank to ask starts it, all who ask are answered."""
         if self._over(peer, commit):
             return
-        session, member = self._running, self.members[peer]
-        if not session.digest:
-            refusal = PushRefused("refused", "commit comes after seal has been answered")
-            self._answer(peer, refusal.to_wire(self.id))
+        cell = self._running.life.cell(Event.COMMIT)
+        if isinstance(cell, Refused):
+            self._answer(peer, PushRefused("refused", cell.why).to_wire(self.id))
             return
-        starts = not self._committing
-        member.owed.append(commit)
-        if starts:
-            self._coordinator.commit(session, self._config.patience(commit.deadline_s), now)
+        self.members[peer].owed.append(commit)
+        self._coordinator.commit(self._running, self._config.patience(commit.deadline_s), now)
 
     def abort(self, peer: bytes, abort: Abort, now: float) -> None:
         """Give it up."""
-        if self.outcome is None:
-            self.members[peer].owed.append(abort)
-            client = self._running.intent.client
-            self._coordinator.abort(PushRefused("aborted", abort.reason or f"aborted by its trainer {client}"), now)
-        else:
+        if self.outcome is not None:
             self._settle(peer, abort)
+            return
+        session = self._running
+        refusal = PushRefused("aborted", abort.reason or f"aborted by its trainer {session.intent.client}")
+        cell = session.life.cell(Event.TRAINER_ABORTS)
+        if isinstance(cell, Refused):
+            self._answer(peer, PushRefused("refused", f"{session.intent} {cell.why}").to_wire(self.id))
+            return
+        self.members[peer].owed.append(abort)
+        self._coordinator.abort(session, refusal, now, Event.TRAINER_ABORTS)
 
     def expire(self, now: float) -> None:
         """End the session if a trainer has not been heard of in time."""
-        if self._committing:
+        if not self._needs_lease:
             return
         for member in self.members.late(now):
             if self.outcome is None:
                 self._counters.add("leases_expired")
                 who = f"{member.label} ({self._running.intent.client})"
                 message = f"{who} was not heard of for {self._config.lease_s:g} s; its push was undone"
-                self._coordinator.abort(PushRefused("lease_expired", message), now)
+                refusal = PushRefused("lease_expired", message)
+                self._coordinator.abort(self._running, refusal, now, Event.TRAINER_SILENT)
 
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do."""
-        if self.outcome is not None or self._committing:
+        if self.outcome is not None or not self._needs_lease:
             return None
         return self.members.next_expiry()
 
@@ -205,7 +209,6 @@ class TrainerGroup:
         """Owner: live."""
         self._over_with(report)
         self.members.reply_all(Commit, report)
-        self.members.reply_all(Abort, PushRefused("refused", f"{session.intent} is already live").to_wire(session.id))
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
@@ -221,9 +224,8 @@ class TrainerGroup:
         self.members.forget_parts()
 
     @property
-    def _committing(self) -> bool:
-        # an operator may have asked instead
-        return self.members.asked_to_commit or self._coordinator.committing(self._running)
+    def _needs_lease(self) -> bool:
+        return self._running.life.moves(Event.TRAINER_SILENT)
 
     def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
         """Copies of the last one; with the whole world there, the proof that everything is covered."""
@@ -251,14 +253,7 @@ class TrainerGroup:
             *(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch),
             delta=base is not None,
             data_key=key,
-            devices=self._devices(begin),
         )
-
-    def _devices(self, begin: Begin) -> list[str]:
-        """Sockets of ranks that may lend device memory, to a trainer that writes the whole version on this host."""
-        if not begin.devices or begin.transport != "shm" or begin.world > 1 or begin.base_version is not None:
-            return []
-        return self._coordinator.device_sockets()
 
     def _base(self, begin: Begin) -> memoryview | None:
         """The live slot, if it is what this rank has patches against. It stays live while the session runs."""
@@ -280,9 +275,10 @@ class TrainerGroup:
         if target.contiguous and size:
             self._coordinator.below.arrived(session, target.start + offset, size)
 
-    def _refuse(self, refusal: PushRefused, now: float) -> None:
+    def refuse(self, refusal: PushRefused, now: float) -> None:
+        """What a rank has sent cannot be taken: the session ends, unless its outcome is known."""
         if self.outcome is None:
-            self._coordinator.abort(refusal, now)
+            self._coordinator.abort(self._running, refusal, now)
 
     def _over(self, peer: bytes, request: Renew | Seal | Commit) -> bool:
         if self.outcome is None:

@@ -99,7 +99,7 @@ class Trainers:
         self._answer(peer, Error(code, message, session))
         group = self._group(peer, session)
         if group is not None and group.outcome is None:
-            self._coordinator.abort(PushRefused(code, message), time.monotonic())
+            group.refuse(PushRefused(code, message), time.monotonic())
 
     def expire(self, now: float) -> None:
         """Leases that ran out."""

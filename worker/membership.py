@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rollout_client.protocol import InFlight
 from weight_manager import messages as store
+from weight_manager.life import State
 from weight_manager.messages import Live
 from worker.actions import Actions
 from worker.lifecycle import Event, Lifecycle, WorkerState
@@ -38,13 +39,20 @@ class Session:
     live: Live
     in_flight: InFlight
     deadline: float
-    asked: bool = False  # the ranks have been told to prepare
-    prepared: bool = False
-    flipped: bool = False
+    state: State = State.SEALED  # of SEALED to DOUBT, as far as this replica has come
     held_since: float = 0.0
     began: float = 0.0
     still_since: float = float("inf")  # since when no step has run because of it, though there is something to run
-    asked_again: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """For what runs to end, before the ranks are told to prepare."""
+        return self.state is State.SEALED
+
+    @property
+    def holds(self) -> bool:
+        """Told to flip: neither version is served until the last word. DOUBT: the store was asked what is live."""
+        return self.state in (State.FLIPPING, State.DOUBT)
 
 
 class Membership:
@@ -88,12 +96,12 @@ class Membership:
     @property
     def holding(self) -> bool:
         """Flipped, and waiting for the store's last word: no step may run."""
-        return self.session is not None and self.session.flipped
+        return self.session is not None and self.session.holds
 
     @property
     def draining(self) -> bool:
         """A commit waits until nothing runs."""
-        return self.session is not None and self.session.in_flight == "wait" and not self.session.flipped
+        return self.session is not None and self.session.in_flight == "wait" and not self.session.holds
 
     @property
     def next_deadline(self) -> float | None:
@@ -101,10 +109,10 @@ class Membership:
         times = [self._next_register] if self._next_register is not None else []
         if self.registered and self._beat_s:
             times.append(self._next_beat)
-        if self.session and self.session.flipped:
-            limit = self._unknown_s if self.session.asked_again else self._hold_s
+        if self.session and self.session.holds:
+            limit = self._unknown_s if self.session.state is State.DOUBT else self._hold_s
             times.append(self.session.held_since + limit)
-        elif self.session and self.session.asked:
+        elif self.session and not self.session.waits:
             times.append(self.session.deadline + self._hold_s)
         elif self.session and self.draining:
             times.append(self.session.deadline)
@@ -124,7 +132,7 @@ class Membership:
         """
         self.registered = False
         self._next_register = None
-        if self.session and not self.session.flipped:
+        if self.session and not self.session.holds:
             self._undo(self.session)
 
     def take(self, message: store.ToReplica) -> None:
@@ -141,18 +149,18 @@ class Membership:
         session = self.session
         if session is None:
             return
-        if session.flipped and not session.asked_again and now >= session.held_since + self._hold_s:
+        if session.state is State.FLIPPING and now >= session.held_since + self._hold_s:
             log.warning("no word from the store %g s after the flip; asking what is live", self._hold_s)
-            session.asked_again = True
+            session.state = State.DOUBT
             self.register()
-        elif session.flipped and now >= session.held_since + self._unknown_s and not self._orders:
+        elif session.holds and now >= session.held_since + self._unknown_s and not self._orders:
             log.error("no store for %g s after the flip; back to the version before", self._unknown_s)
             self._undo(session)
-        elif not session.flipped and session.asked and now >= session.deadline + self._hold_s:
+        elif not session.holds and not session.waits and now >= session.deadline + self._hold_s:
             log.warning("no word from the store %g s after it had to say flip; asking what is live", self._hold_s)
             self._undo(session)
             self.register()
-        elif self.draining and not session.asked and now >= session.deadline:
+        elif self.draining and session.waits and now >= session.deadline:
             self.session = None
             running = self._scheduler.running
             self._send(store.Prepared(session.id, False, 0, f"{running} sequences still run at the deadline"))
@@ -168,8 +176,8 @@ class Membership:
         while not self._orders and self._queue:
             self._handle(self._queue.popleft())
         session = self.session
-        if not self._orders and session and not session.asked and not (self.draining and self._scheduler.running):
-            session.asked = True
+        if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
+            session.state = State.PREPARING
             self._orders.append(Order(Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live))
         return self._orders.popleft() if self._orders else None
 
@@ -187,7 +195,7 @@ class Membership:
                     self._next_register = self._clock() + _REGISTER_AGAIN_S
                 self._send(store.Adopted(live.epoch, verdict.ok, verdict.rank, verdict.error))
             case Signal.UPDATE, Phase.PREPARE if session and session.id == order.session:
-                session.prepared = verdict.ok
+                session.state = State.READY
                 if not verdict.ok:
                     self.session = None
                 answer = store.Prepared(session.id, verdict.ok, verdict.rank, verdict.error, verdict.tensors)
@@ -240,7 +248,7 @@ class Membership:
         self._moved |= message.arena_path != self.arena_path
         self.arena_path = message.arena_path
         session = self.session
-        if session and message.live and session.flipped and message.live.epoch == session.live.epoch:
+        if session and message.live and session.holds and message.live.epoch == session.live.epoch:
             self._conclude(session)
         elif session:
             self._undo(session)
@@ -280,17 +288,17 @@ class Membership:
 
     def _on_flip(self, message: store.Flip) -> None:
         session = self.session
-        if session is None or session.id != message.session or not session.prepared:
+        if session is not None and session.id == message.session and session.holds:
+            return  # said twice
+        if session is None or session.id != message.session or session.state is not State.READY:
             self._send(store.Flipped(message.session, False, 0, "nothing is prepared for this session"))
             return
-        if session.flipped:
-            return  # said twice
-        session.flipped = True
+        session.state = State.FLIPPING
         session.held_since = self._clock()
         self._orders.append(Order(Signal.UPDATE, Phase.FLIP, session=session.id, live=session.live))
 
     def _on_finalize(self, message: store.Finalize) -> None:
-        if self.session and self.session.id == message.session and self.session.flipped:
+        if self.session and self.session.id == message.session and self.session.holds:
             stall = self._stall(self.session)
             self._conclude(self.session)
             self._send(store.Finalized(message.session, stall * 1000))

@@ -141,7 +141,7 @@ function versions(s) {
   if (!push) return;
   const done = push.bytes ? Math.min(1, (push.verified_bytes || 0) / push.bytes) : 0;
   $("session").replaceChildren(
-    `Version ${push.version ?? ""} is on its way: ${[push.phase || push.state, push.transport].filter(Boolean).join(", ")}; `
+    `Version ${push.version ?? ""} is on its way: ${[push.state, push.transport].filter(Boolean).join(", ")}; `
       + `${bytes(push.verified_bytes || 0)} of ${bytes(push.bytes || 0)} verified`,
     make("div", { class: "track" }, make("i", { style: { width: 100 * done + "%" } })));
 }

@@ -125,10 +125,10 @@ def test_a_replica_that_comes_during_a_commit_waits_for_its_outcome(
     assert isinstance(t.ask(wire.Seal(placement.session)), wire.Sealed)
     t.say(wire.Commit(placement.session))
     until(lambda: other.saw(messages.Flip), 1)
-    assert store.status().session["state"] == "committing"
+    assert store.status().session["state"] == "flipping"
     late = replica(2, wait=False)
     time.sleep(0.4)  # flip_s is 1
-    assert store.status().session["state"] == "committing"
+    assert store.status().session["state"] == "flipping"
     assert not store.status().replicas.get("2")
     assert not late.saw(messages.Registered), "the outcome is not known yet"
     assert t.hear(3).code == "deadline"

@@ -139,6 +139,12 @@ class Replica:
         return self.ranks.live if open_ and self.work is None else None
 
     @property
+    def registered(self) -> bool:
+        """As it and its store see it."""
+        store = self.host.store
+        return self.membership.registered and store is not None and self.number in store._fleet.numbers()
+
+    @property
     def void(self) -> bool:
         """Whether what a step computes now is thrown away."""
         held = self.ranks.bound
@@ -199,6 +205,8 @@ class Replica:
             else:
                 memory = Memory.made.get(order.arena_path) if order.phase is Phase.MAP else None
                 verdict = self.ranks.act(order, memory)
+            if not verdict.ok:
+                self.world.say(self.who, f"cannot {order.phase.name}: {verdict.error}")
             if not verdict.ok and order.signal is Signal.UPDATE:
                 self.ranks.back()
             self.membership.settled(order, verdict)

@@ -156,7 +156,7 @@ class Run:
         """Once a version is recorded nobody serves the one before: all hold their output, or are fenced."""
         live = replica.serves
         woke = self.world.now - max(replica.stopped_until, replica.host.stopped_until) < JUST_WOKEN_S
-        if live is None or replica.void or woke or not replica.membership.registered:
+        if live is None or replica.void or woke or not replica.registered:
             return
         if self.recorded[-1] != (live.run_id, live.version, live.digest):
             version = self.recorded[-1][1]

@@ -1,30 +1,32 @@
 """The stores below: who has joined, who may serve until when, and what each is sent. Steps: relay/messages.py."""
 
+import hmac
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weight_manager import messages as inner
 from weight_manager.background import Background
-from weight_manager.commit import Round
+from weight_manager.ballot import Ballot, Tally
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
 from weight_manager.history import History
+from weight_manager.life import Role
 from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import PushSession
 from weight_manager.relay import messages as wire
 from weight_manager.relay.catch_up import CatchUp
-from weight_manager.relay.commits import Commits
-from weight_manager.relay.electorate import Electorate, why_not
 from weight_manager.relay.link import Link, Part
 from weight_manager.relay.links import Links
 from weight_manager.relay.messages import FromBelow, version_of
 from weight_manager.relay.stream import Stream
 from weight_manager.slots import Slots
 from weight_manager.staging import Check
-from weight_manager.votes import Tally
+
+if TYPE_CHECKING:
+    from weight_manager.coordinator import Coordinator  # which makes us
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +34,30 @@ SHRINK = 0.8
 """Of a deadline, for the subtree below: its stores must be heard of before we have to answer ourselves."""
 
 
-class Downstreams(Electorate):
+class Downstreams:
     """Nobody, unless a router is bound."""
 
     def __init__(
-        self, config: StoreConfig, layout: Layout, *, slots: Slots, history: History, background: Background
+        self,
+        config: StoreConfig,
+        layout: Layout,
+        *,
+        coordinator: "Coordinator",
+        slots: Slots,
+        history: History,
+        background: Background,
+        left_s: Callable[[float], float],
     ) -> None:
+        """left_s: of our own lease from above."""
         self._config = config
         self._layout = layout
         self._slots = slots
         self._history = history
-        self.coordinator: Commits
-        super().__init__(config, Links(history.saved.members, config.relay_lease_s))
-        self.left_s: Callable[[float], float] = lambda now: float("inf")  # of our own lease
+        self._coordinator = coordinator
+        self._left_s = left_s
+        self.links = Links(history.saved.members, config.relay_lease_s)
+        self._session: PushSession | None = None
+        self._quorum = config.relay_policy == "quorum"
         self._held: dict[str, tuple[bytes, wire.Join]] = {}
         self._stream: Stream | None = None
         self._patience = float("inf")
@@ -83,7 +96,7 @@ class Downstreams(Electorate):
         for _, part in self.links.taking_part():
             part.digest = digest
 
-    def went_live(self, live: Live, round_: Round) -> None:
+    def went_live(self, live: Live, ballot: Ballot) -> None:
         """Recorded here: whoever voted holds it, the others have to catch up."""
         if self.links.router is None:
             return
@@ -92,7 +105,7 @@ class Downstreams(Electorate):
         for link in self.links.all():
             self.links.take(link)
             link.fenced = False
-            if link.name in round_.voters:
+            if link.name in ballot.voters:
                 link.holds = version_of(live)
             self._late.offer(link)
 
@@ -108,7 +121,7 @@ class Downstreams(Electorate):
             self._late.offer(link)
 
     def tell(self, name: str, message: inner.ToReplica, seconds: float, *, fence: bool) -> None:
-        """What the round says to one of its voters."""
+        """What the ballot says to one of its voters."""
         link = self.links.named(name)
         if link is None:
             return
@@ -123,6 +136,46 @@ class Downstreams(Electorate):
         if link is not None:
             self.links.send(link, wire.NotJoined(f"store {name} {why}; join again"))
             self._remove(link, why, absent=True)
+
+    # who takes part
+
+    def unstaged(self) -> list[str]:
+        """Stores that the session still waits for."""
+        return [link.name for link, part in self.links.taking_part() if not (part.staged or part.out)]
+
+    def stores(self) -> int:
+        """That are staged, this one included."""
+        return 1 + sum(link.stores for link, part in self.links.taking_part() if part.staged and not part.out)
+
+    def voters(self) -> dict[str, bool]:
+        """Stores that vote in the commit -> whether it fails without them."""
+        return {link.name: part.required for link, part in self.links.taking_part() if part.staged and not part.out}
+
+    def outsiders(self, now: float) -> dict[str, str]:
+        """Stores that do not vote but may be serving -> why they do not. One may have joined since the seal."""
+        voters = self.voters()
+        out = {
+            link.name: (link.part and link.part.out) or "is not staged"
+            for link in self.links.all()
+            if link.name not in voters and link.serves_until > now
+        }
+        return out | {name: "is away" for name, until in self.links.absent.items() if until > now}
+
+    def serving(self, now: float) -> bool:
+        """Whether a store below may be."""
+        return any(until > now for until in (*(k.serves_until for k in self.links.all()), *self.links.absent.values()))
+
+    def serves_until(self, name: str) -> float:
+        """Until when a store may serve if it hears nothing more."""
+        link = self.links.named(name)
+        return link.serves_until if link else self.links.absent.get(name, 0.0)
+
+    def needed(self) -> int:
+        """Stores that must take part in the commit, this one included."""
+        if self._session is None or self._session.intent.source == "relay" or not self._quorum:
+            return 1
+        total = 1 + sum(link.stores for link in self.links.all())
+        return self._config.relay_quorum or total // 2 + 1
 
     # what stores below say
 
@@ -141,7 +194,7 @@ class Downstreams(Electorate):
             case wire.Beat():
                 self.links.send(link, wire.Lease(message.seq, self._grant(link, now)))
             case wire.Holds():
-                self.coordinator.changes += 1
+                self._coordinator.changes += 1
                 link.holds = message.version
                 if link.part and link.part.catch_up:
                     self.links.take(link)
@@ -153,29 +206,29 @@ class Downstreams(Electorate):
                 self._of_session(link, message, now)
 
     def _of_session(self, link: Link, message: FromBelow, now: float) -> None:
-        part, round_ = link.part, self.coordinator.round
+        part, ballot = link.part, self._coordinator.ballot
         match message:
             case wire.Credit() if part and part.session == message.session:
                 self.links.credit(part, message.upto)
             case wire.Staged() if part and part.session == message.session:
                 part.staged, link.stores = True, message.stores
-                self.coordinator.staged_below(now)
+                self._coordinator.staged_below(now)
             case wire.Failed() if part and part.session == message.session:
                 self._failed(link, part, message, now)
-            case wire.Vote() if round_ and round_.session == message.session:
+            case wire.Vote() if ballot and ballot.session == message.session:
                 kind = inner.Prepared if message.step == "prepare" else inner.Flipped
                 vote = kind(message.session, message.ok, 0, message.error, message.tensors)
-                round_.store_voted(link.name, vote, Tally(message.stores, message.replicas), message.rank, now)
-                self.coordinator.drive(now)
+                ballot.store_voted(link.name, vote, Tally(message.stores, message.replicas), message.rank, now)
+                self._coordinator.drive(now)
             case wire.Over():
                 if message.fenced:
                     link.serves_until = 0.0
-                if round_ and round_.session == message.session:
+                if ballot and ballot.session == message.session:
                     if message.fenced:
-                        round_.fenced(link.name, now)
-                    round_.store_finalized(link.name, message.stall_ms, now)
-                    round_.rolled_back(link.name, inner.RolledBack(message.session), now)
-                    self.coordinator.drive(now)
+                        ballot.fenced(link.name, now)
+                    ballot.store_finalized(link.name, message.stall_ms, now)
+                    ballot.rolled_back(link.name, inner.RolledBack(message.session), now)
+                    self._coordinator.drive(now)
             case _:
                 pass
 
@@ -205,11 +258,11 @@ class Downstreams(Electorate):
             for _, part in self.links.taking_part():
                 if not (part.required or part.staged or part.out):
                     part.out = f"was not staged {self._config.relay_patience_s:g} s after the others"
-            self.coordinator.staged_below(now)
-        if self._held and self.coordinator.settled:
+            self._coordinator.staged_below(now)
+        if self._held and self._coordinator.settled:
             held, self._held = self._held, {}
             for peer, join in held.values():
-                self._welcome(peer, join, now)
+                self._join(peer, join, now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
@@ -226,12 +279,13 @@ class Downstreams(Electorate):
         if why:
             self._refuse(peer, join, why)
             return
+        self._held.pop(join.store, None)  # this is its latest word
         known = self.links.of_store(join.store)
         if known is not None:
             known.seen = now
             if known.identity != peer:
                 self._remove(known, "joined anew", absent=True)
-        if self.coordinator.settled:
+        if self._coordinator.settled:
             self._welcome(peer, join, now)
         else:
             self._held[join.store] = peer, join
@@ -239,7 +293,8 @@ class Downstreams(Electorate):
     def _welcome(self, peer: bytes, join: wire.Join, now: float) -> None:
         known = self.links.of_peer(peer)
         if known is not None and known.part is not None and not known.part.out:
-            self.links.send(known, wire.Joined(version_of(self._history.live), self._config.relay_lease_s))
+            live, session = version_of(self._history.live), known.part.session
+            self.links.send(known, wire.Joined(live, self._config.relay_lease_s, session))
             return  # it asked twice; it has been told of the session
         namesake = self.links.named(join.name)
         if namesake is not None and namesake.store != join.store:  # their votes would count as one
@@ -268,55 +323,69 @@ class Downstreams(Electorate):
         except OSError as error:  # who is written down and gone is waited for once, should we crash
             log.error("who has left cannot be written down: %s", error)
         log.warning("store %s %s", link.name, why)
-        self.coordinator.changes += 1
-        now, round_, part = time.monotonic(), self.coordinator.round, link.part
-        if round_ is not None and not self.coordinator.settled:
-            round_.gone(link.name, why, now)
-            self.coordinator.drive(now)
+        self._coordinator.changes += 1
+        now, ballot, part = time.monotonic(), self._coordinator.ballot, link.part
+        if ballot is not None and not self._coordinator.settled:
+            ballot.gone(link.name, why, now)
+            self._coordinator.drive(now)
         elif part is not None and self._session is not None and not part.catch_up and not absent:
             refusal = PushRefused("refused", f"store {link.name} {why}; push again", rank=link.name, retryable=True)
             if part.required:
-                self.coordinator.abort(refusal, now)
+                self._coordinator.abort(self._session, refusal, now)
             else:
-                self.coordinator.staged_below(now)
+                self._coordinator.staged_below(now)
 
     def _failed(self, link: Link, part: Part, message: wire.Failed, now: float) -> None:
         part.out = message.message
         log.warning("store %s cannot stage: %s", link.name, message.message)
         if part.catch_up:
             self.links.take(link)
-        elif part.required:
+        elif part.required and self._session is not None:
             text = f"store {link.name}: {message.message}"
             refusal = PushRefused(message.code, text, message.tensors, rank=link.name, retryable=message.retryable)
-            self.coordinator.abort(refusal, now)
+            self._coordinator.abort(self._session, refusal, now)
         else:
-            self.coordinator.staged_below(now)
+            self._coordinator.staged_below(now)
 
     def _enrol(self, link: Link, session: PushSession) -> None:
         assert self._stream is not None
         live, intent = self._history.live, session.intent
         holds = live is not None and link.holds == version_of(live)
-        required = holds and not self._quorum and not session.catch_up
+        caught_up = session.role is Role.CATCH_UP  # whoever has it above does not wait for those below
+        required = holds and not self._quorum and not caught_up
         part = Part(session.id, self._stream, self._slots.arena.slot(session.slot), required)
-        part.digest = session.digest or session.local_digest
+        part.digest = session.digest
         port, key = self.links.give(link, part)
         stage = wire.Stage(
             *(session.id, intent.run_id, intent.version, intent.in_flight, intent.client),
             digest=session.expected or part.digest,
-            quorum=self._quorum or session.catch_up,
+            quorum=self._quorum or caught_up,
             data_port=port,
             data_key=key,
         )
         self.links.send(link, stage)
 
     def _grant(self, link: Link, now: float) -> float:
-        live = self._history.live
+        live, ballot = self._history.live, self._coordinator.ballot
         if live is None or link.fenced or link.holds != version_of(live):
             return 0.0
-        seconds = max(0.0, min(self._config.relay_lease_s, self.left_s(now) - 0.05))
+        if ballot is not None and not self._coordinator.settled and link.name not in ballot.voters:
+            return 0.0  # the commit that runs does not wait for a lease that is given now
+        seconds = max(0.0, min(self._config.relay_lease_s, self._left_s(now) - 0.05))
         link.serves_until = now + seconds if seconds else link.serves_until
         return seconds
 
     def _refuse(self, peer: bytes, join: wire.Join, why: str) -> None:
         log.error("store %s cannot join: %s", join.name, why)
         self.links.answer(peer, wire.NotJoined(why, refused=True))
+
+
+def why_not(join: wire.Join, token: str | None, layout: Layout) -> str:
+    """Why this store cannot join; "" if it can."""
+    if not hmac.compare_digest(join.token.encode(), (token or "").encode()):
+        return "the token is wrong or missing"
+    if join.protocol != wire.RELAY_PROTOCOL:
+        return f"relay protocol {join.protocol}, this store speaks {wire.RELAY_PROTOCOL}: use the same release"
+    if join.layout_digest != layout.digest:
+        return "another layout: model config, dtype and tp must be the same on all stores"
+    return ""

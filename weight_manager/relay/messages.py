@@ -6,7 +6,8 @@ frame. Stores form a tree (a chain is one) whose root takes the pushes. Any stor
 
 Membership:
  1. [BELOW] `Join`: token, layout, what it holds. [ABOVE] waits until no commit is in flight, then `Joined` with
-    what is live there. A store that holds the same version serves on; any other pulls that one first.
+    what is live there, and the session that [BELOW] takes part in, if any: it ends every other. A store that holds
+    the same version serves on; any other pulls that one first.
  2. [BELOW] `Beat`, often. [ABOVE] `Lease`: for how long the sender of the beat may serve, counted from when it
     sent it. Nothing for a store that holds another version, and never more than [ABOVE]'s own lease has left.
     A store without a lease is fenced: not ready, and its ranks throw their steps away (see lease.py).
@@ -48,7 +49,7 @@ from rollout_client.protocol import ErrorCode, InFlight
 from weight_manager import messages as inner
 from weight_manager.messages import Live
 
-RELAY_PROTOCOL = 2
+RELAY_PROTOCOL = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -79,6 +80,7 @@ class Joined(Message, tag="joined", frozen=True):
 
     live: Version | None
     lease_s: float  # of a full lease; beat several times within it
+    session: str = ""  # that the receiver has been told of and takes part in; any other is over
 
 
 class NotJoined(Message, tag="not_joined", frozen=True):

@@ -10,6 +10,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
+from weight_manager.life import Event, Go, Refused, Role
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import MAX_VERSION, Intent, PushSession
@@ -61,8 +62,6 @@ class Relayed:
         self.id = stage.session
         self.session: PushSession | None = None
         self.voted = ""
-        self.told = False  # the store above knows that it is over
-        self.rolled_back = False  # and waits to hear that we are back
         self._asked: wire.Prepare | wire.Flip | None = None
         self._stage = stage
         self._coordinator = coordinator
@@ -85,14 +84,14 @@ class Relayed:
             return
         intent = Intent(*(stage.run_id, stage.version, "relay", stage.client, stage.in_flight, "relay"), force=True)
         held = self._held()
+        role = Role.CATCH_UP if stage.catch_up else Role.RELAY
         try:
-            session = self._coordinator.begin(intent, self, now, reuse=held)
+            session = self._coordinator.begin(intent, self, now, role=role, reuse=held)
         except PushRefused as refusal:
             self._failed(refusal)
             return
         self.session = session
-        session.gated, session.catch_up, session.quorum = not stage.catch_up, stage.catch_up, stage.quorum
-        session.expected = stage.digest
+        session.quorum, session.expected = stage.quorum, stage.digest
         self._coordinator.announce(session, now)
         if held is not None:
             self._coordinator.seal(session, now + self._config.max_deadline_s, now)
@@ -115,7 +114,7 @@ class Relayed:
                 raise PushRefused("bad_message", f"region {chunk.region} is not in the layout")
             return session.staging.destinations(chunk.region, chunk.offset, chunk.sizes)
         except PushRefused as refusal:
-            self._coordinator.abort(refusal, now)
+            self._coordinator.abort(session, refusal, now)
             return None
 
     def received(self, chunk: wire.Chunk, now: float) -> None:
@@ -149,7 +148,7 @@ class Relayed:
                 self._way.failed("cannot be reached")
                 self._credit()
             case Ended(refusal) if refusal is not None:
-                self._coordinator.abort(refusal, now)
+                self._coordinator.abort(session, refusal, now)
             case Ended() if self._fetching:
                 self.lost_at = now + LOST_S
             case _:
@@ -163,10 +162,11 @@ class Relayed:
         """Give up what does not come any more."""
         if now >= self.lost_at:
             self.lost_at = float("inf")
-            if self.session is self._coordinator.session:
+            session = self._coordinator.session
+            if session is not None and session is self.session:
                 self._way.failed("broke")
                 refusal = PushRefused("aborted", "the data connection to the store above broke", retryable=True)
-                self._coordinator.abort(refusal, now)
+                self._coordinator.abort(session, refusal, now)
 
     def take(self, order: Order, now: float) -> None:
         """What the store above says about this session."""
@@ -181,37 +181,31 @@ class Relayed:
                 self._sealed = order
             case wire.Seal() if running and self._again and session.staging.unwritten(0, len(session.staging.targets)):
                 pass  # of what went to the connection that we gave up; it comes again
-            case wire.Seal() if running and not session.sealing:
+            case wire.Seal() if running and session.life.moves(Event.SENT):
                 session.expected = order.digest
                 coordinator.seal(session, now + self._config.max_deadline_s, now)
-            case wire.Prepare() if running and coordinator.committing(session):
-                pass  # said twice
-            case wire.Prepare() if running:
-                self._asked = order
-                if session.digest:
-                    coordinator.commit(session, self._config.patience(order.deadline_s), now)
-                else:
-                    coordinator.abort(PushRefused("refused", "asked to prepare before it was staged"), now)
-            case wire.Flip() if running and coordinator.round and coordinator.committing(session):
-                self._asked = order
-                coordinator.round.proceed(self._config.patience(order.deadline_s), now)
-                coordinator.drive(now)
-            case wire.Finalize() if running:
-                self.decide(now)
-            case wire.Flip() | wire.Prepare():
-                self._voice.send(wire.no(order, "the session is over here"))
+            case wire.Prepare() | wire.Flip():
+                self._question(session, order, now)
+            case wire.Finalize():
+                coordinator.recorded_above(session, now)
             case _:
                 pass
 
-    def decide(self, now: float) -> None:
-        """It was recorded above: record it here."""
-        if self.session is not None:
-            self.session.decided = True
-            self._coordinator.drive(now)
+    def _question(self, session: PushSession, order: wire.Prepare | wire.Flip, now: float) -> None:
+        event = Event.PREPARE if isinstance(order, wire.Prepare) else Event.FLIP
+        cell, seconds = session.life.cell(event), self._config.patience(order.deadline_s)
+        if isinstance(cell, Go):
+            self._asked = order
+            if event is Event.PREPARE:
+                self._coordinator.commit(session, seconds, now, event)
+            else:
+                self._coordinator.flip(session, seconds, now)
+        elif isinstance(cell, Refused):
+            self._voice.send(wire.no(order, cell.why))
 
     def sealed(self, session: PushSession) -> None:
         """Owner: every byte is there, here and below."""
-        if session.catch_up:
+        if session.role is Role.CATCH_UP:
             self._coordinator.commit(session, self._config.max_deadline_s, time.monotonic())
         else:
             self._voice.send(wire.Staged(self.id, self._below.stores()))
@@ -219,7 +213,7 @@ class Relayed:
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
         self._data.end(session)
-        if session.catch_up:
+        if session.role is Role.CATCH_UP:
             self._voice.send(wire.Holds(wire.Version(session.intent.run_id, report.version, report.digest)))
         else:
             self._voice.over(self.id, report.stall_ms)
@@ -228,31 +222,37 @@ class Relayed:
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
         self._data.end(session)
-        if self.rolled_back:
-            self._voice.over(self.id)
-        elif self.told:
-            pass
-        elif session.catch_up:
-            self._failed(refusal)
-            self._voice.failed_to_catch_up(time.monotonic())
-        elif self._asked:
-            self._voice.send(wire.no(self._asked, refusal.message, refusal.rank, refusal.tensors))
-        else:
-            self._failed(refusal)
+        match session.life.ended_by:
+            case Event.WITHDRAWN:  # it waits to hear that we are back
+                self._voice.over(self.id)
+            case Event.ABOVE_LOST:
+                pass  # it has forgotten it, or will
+            case _ if session.role is Role.CATCH_UP:
+                self._failed(refusal)
+                self._voice.failed_to_catch_up(time.monotonic())
+            case _ if self._asked:
+                self._voice.send(wire.no(self._asked, refusal.message, refusal.rank, refusal.tensors))
+            case _:
+                self._failed(refusal)
 
     def _held(self) -> Live | None:
-        """A slot that holds these bytes, unless it has been given away since. Its digest is checked again."""
-        saved = self._coordinator.history.saved
-        if not self._stage.digest:
-            return None
-        candidates, arena = (saved.live, saved.previous, saved.doubt), self._coordinator.slots.arena
-        return next((v for v in candidates if v and v.digest == self._stage.digest and arena.backed(v.slot)), None)
+        """A slot that holds these bytes. Its digest is checked again.
+
+        A note of an earlier life of this store may be about a slot that was given away after it was written down.
+        """
+        saved, arena = self._coordinator.history.saved, self._coordinator.slots.arena
+        for noted in (saved.live, saved.previous, saved.doubt):
+            if noted is None or not self._stage.digest or noted.digest != self._stage.digest:
+                continue
+            if arena.backed(noted.slot) and arena.write_epoch(noted.slot) == noted.write_epoch:
+                return noted
+        return None
 
     def _claims(self, session: PushSession, digests: Sequence[tuple[int, int]], now: float) -> None:
         try:
             checks = session.staging.written(digests)
         except PushRefused as refusal:
-            self._coordinator.abort(refusal, now)
+            self._coordinator.abort(session, refusal, now)
             return
         self._coordinator.checker.check(session, checks)
 

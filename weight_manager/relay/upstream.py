@@ -10,11 +10,11 @@ from typing import Any
 
 import zmq
 
-from weight_manager.arena import Arena
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import IllegalTransition, PushRefused
+from weight_manager.life import Event, State
 from weight_manager.relay import messages as wire
 from weight_manager.relay.dealer import drain, receive_payload
 from weight_manager.relay.downstreams import Downstreams
@@ -23,7 +23,6 @@ from weight_manager.relay.link import own_name
 from weight_manager.relay.messages import Version, version_of
 from weight_manager.relay.relayed import Relayed
 from weight_manager.relay.way import Way
-from weight_manager.votes import Phase
 from weight_manager.watching import Watching
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
 
@@ -47,7 +46,7 @@ class Upstream:
         coordinator: Coordinator,
         below: Downstreams,
         *,
-        arena: Arena,
+        lease: Lease,
         data: DataPlane,
         connect: Callable[[], "zmq.Socket[bytes]"],
         watching: Watching,
@@ -66,7 +65,8 @@ class Upstream:
         self._joined = self._deaf = False
         self._next_join = self._next_beat = self._heard = 0.0
         self._doubt_since = 0.0
-        self.lease = Lease(arena, config.relay_lease_s)
+        self._ask_again = float("inf")
+        self.lease = lease
         self._was_closed = True
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
@@ -128,7 +128,7 @@ class Upstream:
             self._lost("takes no more messages", now, JOIN_AGAIN_S)
         elif self._joined and now >= self._heard + self._config.relay_lease_s * 0.6:
             self._lost("is silent", now)
-        if not self._joined and now >= self._next_join:
+        if (not self._joined and now >= self._next_join) or now >= self._ask_again:
             self._join(now)
         if self._joined and now >= self._next_beat:
             self._beat(now)
@@ -143,11 +143,11 @@ class Upstream:
             except Exception:
                 log.exception("the session of the store above could not be begun")
                 self._lost("began what could not be begun", now, JOIN_AGAIN_S)
-        relayed, round_ = self.relayed, coordinator.round
+        relayed = self.relayed
         if relayed is not None:
             relayed.tick(now)
-        if relayed is not None and relayed.session and round_ and coordinator.committing(relayed.session):
-            self._vote(relayed, round_.phase, now)
+        if relayed is not None and relayed.session is not None and relayed.session is coordinator.session:
+            self._vote(relayed, relayed.session.life.state, now)
         if self.in_doubt and now >= self._doubt_since + DOUBT_S:
             self._doubt_since = now
             self._join(now)
@@ -165,6 +165,7 @@ class Upstream:
             times.append(self.lease.until)
         if self.in_doubt:
             times.append(self._doubt_since + DOUBT_S)
+        times.append(self._ask_again)
         times.append(self.relayed.lost_at if self.relayed is not None else times[0])
         return min(times)
 
@@ -183,9 +184,8 @@ class Upstream:
             self._deaf = True
 
     def failed_to_catch_up(self, now: float) -> None:
-        """Try again from the start, a little later."""
-        self._joined = False
-        self._next_join = now + FAILED_AGAIN_S
+        """Ask to be brought there again, a little later."""
+        self._ask_again = now + FAILED_AGAIN_S
 
     def beat_soon(self) -> None:
         """The lease is due now."""
@@ -206,13 +206,13 @@ class Upstream:
     def _forget(self, why: str, now: float) -> None:
         """End what the store above began, unless it may be committed there."""
         self._next = None
-        relayed = self.relayed
-        if relayed is not None and not self.in_doubt and self._coordinator.session is relayed.session:
-            relayed.told = True
-            self._coordinator.abort(PushRefused("aborted", why, retryable=True), now)
+        session = self.relayed.session if self.relayed is not None else None
+        if session is not None and session is self._coordinator.session:
+            refusal = PushRefused("aborted", why, retryable=True)
+            self._coordinator.abort(session, refusal, now, Event.ABOVE_LOST)
 
     def _join(self, now: float) -> None:
-        self._next_join = now + JOIN_AGAIN_S
+        self._next_join, self._ask_again = now + JOIN_AGAIN_S, float("inf")
         live = self._coordinator.history.live
         layout = self._coordinator.layout.digest
         self.send(wire.Join(self._store, self._name, layout, version_of(live), self._config.token or ""))
@@ -246,14 +246,15 @@ class Upstream:
     def _welcomed(self, message: wire.Joined, now: float) -> None:
         self._joined, self.refusal, self._heard = True, "", now
         self._coordinator.changes += 1
-        round_ = self._coordinator.round
-        if self.in_doubt and round_ is not None and self.relayed is not None:
-            if message.live == version_of(round_.live):
-                self.relayed.decide(now)
+        session, ballot = self._coordinator.session, self._coordinator.ballot
+        if self.in_doubt and session is not None and ballot is not None:
+            if message.live == version_of(ballot.live):
+                self._coordinator.recorded_above(session, now)
             else:
-                self.relayed.told = True
                 refusal = PushRefused("aborted", "the store above did not commit it")
-                self._coordinator.abort(refusal, now, word=True)
+                self._coordinator.abort(session, refusal, now, Event.WITHDRAWN)
+        elif message.session not in (self._next and self._next.session, self.relayed and self.relayed.id):
+            self._forget("the store above has taken us in anew", now)
         self._beat(now)
 
     def _turned_away(self, message: wire.NotJoined, now: float) -> None:
@@ -270,17 +271,17 @@ class Upstream:
             self.lease.fence()
         if self._next is not None and self._next.session == message.session:
             self._next = None
-        relayed = self.relayed
-        session = self._coordinator.session
+        relayed, session = self.relayed, self._coordinator.session
         if relayed is not None and relayed.id == message.session and session is not None and session is relayed.session:
-            relayed.told = relayed.rolled_back = True
-            self._coordinator.abort(PushRefused("aborted", message.reason), now, word=True)
+            self._coordinator.abort(session, PushRefused("aborted", message.reason), now, Event.WITHDRAWN)
         else:
             self.over(message.session)
 
     def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
         """A finalize or rollback is carried out."""
         fenced = self.lease.closed and not self._below.serving(time.monotonic())
+        if fenced:
+            self.lease.fence()  # one that is on its way would make it untrue
         self.send(wire.Over(session, fenced, stall_ms or {}))
 
     def _begin(self, stage: wire.Stage, now: float) -> None:
@@ -293,22 +294,17 @@ class Upstream:
         self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data, self._way)
         self.relayed.start(now)
 
-    def _vote(self, relayed: Relayed, phase: Phase, now: float) -> None:
-        round_ = self._coordinator.round
-        assert round_ is not None
-        if phase is Phase.READY and relayed.voted == "":
+    def _vote(self, relayed: Relayed, state: State, now: float) -> None:
+        ballot = self._coordinator.ballot
+        if ballot is None:
+            return
+        if state is State.READY and relayed.voted == "":
             relayed.voted = "prepare"
-            self.send(wire.Vote(relayed.id, "prepare", stores=round_.stores, replicas=round_.replicas))
-        elif phase is Phase.RECORD and round_.gated and relayed.voted == "prepare":
+            self.send(wire.Vote(relayed.id, "prepare", stores=ballot.stores, replicas=ballot.replicas))
+        elif state is State.DOUBT and relayed.voted == "prepare":
             relayed.voted = "flip"
             self._doubt_since = now
-            try:
-                self._coordinator.history.may_go_live(round_.live)
-            except OSError as error:
-                refusal = PushRefused("io", f"the flip could not be written down: {error}")
-                self._coordinator.abort(refusal, now, word=True)
-                return
-            self.send(wire.Vote(relayed.id, "flip", stores=round_.stores, replicas=round_.replicas))
+            self.send(wire.Vote(relayed.id, "flip", stores=ballot.stores, replicas=ballot.replicas))
 
     def _chunk(self, socket: "zmq.Socket[bytes]", chunk: wire.Chunk, now: float) -> None:
         relayed = self.relayed

@@ -261,9 +261,9 @@ class ScriptedStore:
         self.live = Live(run_id, version, epoch, epoch % 2, "e" * 16)
         self.publish()
 
-    def push(self, state: str = "staging", *, verified: int = 0, phase: str | None = None) -> None:
+    def push(self, state: str = "staging", *, verified: int = 0) -> None:
         """A trainer's session of ten bytes, at this stage."""
-        self.session = {"state": state, "phase": phase, "bytes": 10, "verified_bytes": verified}
+        self.session = {"state": state, "bytes": 10, "verified_bytes": verified}
         self.publish()
 
     def fail_push(self, message: str) -> None:

@@ -35,11 +35,11 @@ async def still_waits(task):
 
 async def committed_by_its_trainer(store, version=1):
     """A push as the shipped publisher makes it: staged, sealed, committed, without a pause."""
-    for state, verified, phase in (("staging", 0, None), ("staging", ALL, None), ("sealed", ALL, "prepare")):
-        store.push(state, verified=verified, phase=phase)
+    for state, verified in (("staging", 0), ("checking", ALL), ("sealed", ALL), ("preparing", ALL)):
+        store.push(state, verified=verified)
         await asyncio.sleep(0.03)
     store.arrived = {"a", "b"}
-    store.push("committing", verified=ALL, phase="flip")
+    store.push("flipping", verified=ALL)
     await asyncio.sleep(0.03)
     store.session = None
     store.commit(version)
@@ -59,17 +59,11 @@ async def test_an_update_that_comes_first_waits_for_the_push(started, store, beg
 
 
 @pytest.mark.parametrize(
-    ("state", "verified", "phase"),
-    [
-        ("staging", 0, None),
-        ("staging", ALL, None),
-        ("sealed", ALL, None),
-        ("sealed", ALL, "prepare"),
-        ("committing", ALL, "flip"),
-    ],
+    ("state", "verified"),
+    [("staging", 0), ("checking", ALL), ("sealed", ALL), ("preparing", ALL), ("flipping", ALL)],
 )
-async def test_an_update_beside_the_push_waits_until_it_is_live(started, store, state, verified, phase):
-    store.push(state, verified=verified, phase=phase)
+async def test_an_update_beside_the_push_waits_until_it_is_live(started, store, state, verified):
+    store.push(state, verified=verified)
     waiting = asked(started)
     await still_waits(waiting)
     await committed_by_its_trainer(store)

@@ -21,10 +21,22 @@ class Above:
         config = StoreConfig(run_dir=directory, model=directory, relay_lease_s=2.0)
         self.history = History(directory / "weights.json", 10)
         self.said = []
-        self.below = Downstreams(config, LAYOUT, slots=None, history=self.history, background=None)
-        self.below.coordinator = SimpleNamespace(settled=True, round=None, session=None, changes=0)
-        router = SimpleNamespace(send=lambda peer, content: self.said.append((peer, wire.decode_from_above(content))))
+        self.below = Downstreams(
+            config,
+            LAYOUT,
+            coordinator=SimpleNamespace(settled=True, ballot=None, session=None, changes=0),
+            slots=None,
+            history=self.history,
+            background=None,
+            left_s=lambda now: float("inf"),
+        )
+        self.taken = True
+        router = SimpleNamespace(send=self._send)
         self.below.links.open(router, None, Watching())
+
+    def _send(self, peer, content):
+        self.said.append((peer, wire.decode_from_above(content)))
+        return self.taken
 
     def join(self, peer, store, name):
         self.said.clear()
@@ -81,3 +93,43 @@ def test_a_store_whose_message_cannot_be_handled_must_join_again(above):
     (_, told) = above.said[-1]
     assert isinstance(told, wire.NotJoined)
     assert above.names == []
+
+
+def test_a_store_that_misses_a_message_must_join_again(above):
+    """What it was not told it would wait for; the next thing that it says is answered with `NotJoined`."""
+    above.join(b"1", "a" * 16, "first")
+    above.taken = False
+    above.below.request(b"1", wire.Beat(1))
+    assert above.below.next_deadline() == 0.0
+    above.below.tick(0.0)
+    assert above.names == []
+    above.taken = True
+    above.below.request(b"1", wire.Beat(2))
+    assert isinstance(above.said[-1][1], wire.NotJoined)
+
+
+def test_whoever_may_be_serving_and_does_not_vote_is_waited_for(above):
+    """Also a store that joined again after the others had sealed: its lease goes on, and it is not staged."""
+    above.join(b"1", "a" * 16, "first")
+    (link,) = above.below.links.all()
+    link.serves_until = 10.0
+    assert above.below.outsiders(9.0) == {"first": "is not staged"}
+    assert above.below.serving(9.0)
+    assert above.below.outsiders(10.0) == {}
+    assert not above.below.serving(10.0)
+    above.below.links.remove(link)
+    above.below.links.absent["first"] = 20.0
+    assert above.below.outsiders(19.0) == {"first": "is away"}
+    assert above.below.serving(19.0)
+
+
+def test_a_join_that_was_held_does_not_take_the_place_of_a_later_one(above):
+    """Its connection is gone; the later one's would be known and its store would not."""
+    above.below._coordinator.settled = False
+    above.below.request(b"old", wire.Join("a" * 16, "first", LAYOUT.digest, None))
+    above.below._coordinator.settled = True
+    above.join(b"new", "a" * 16, "first")
+    above.below.tick(0.0)
+    (link,) = above.below.links.all()
+    assert link.identity == b"new"
+    assert above.below.links.of_peer(b"old") is None

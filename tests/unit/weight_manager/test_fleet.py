@@ -22,8 +22,9 @@ def fleet(tmp_path):
         send=lambda peer, message: said.append((peer, message)) or True,
         watching=Watching(),
         counters=Counters(),
+        on_gone=lambda number, why: [hear(number, why) for hear in made.gone],
     )
-    made.said = said
+    made.said, made.gone = said, []
     yield made
     made.close()
 
@@ -39,7 +40,7 @@ def test_a_replica_whose_new_life_settles_the_commit_is_taken_in_at_once(fleet):
         standing = Standing(NEW, settled=True)
         fleet.admit_held(NEW, 0.0)
 
-    fleet.on_gone = gone
+    fleet.gone.append(gone)
     fleet.register(b"new", Register(0, me, "layout"), lambda: standing, 0.0)
     assert [(peer, m.live) for peer, m in fleet.said if isinstance(m, Registered)] == [(b"old", OLD), (b"new", NEW)]
     assert fleet.numbers() == {0}

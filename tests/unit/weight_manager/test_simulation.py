@@ -8,10 +8,11 @@ import pytest
 
 from tests.simulation.run import SHAPES, play
 from tests.simulation.world import Violation
-from weight_manager import messages
-from weight_manager.commit import Round
+from weight_manager import life, messages
+from weight_manager.ballot import Ballot
 from weight_manager.coordinator import Coordinator
 from weight_manager.history import History
+from weight_manager.life import Event, Go, Role, State
 
 SEEDS, EACH = 200, 10
 ENOUGH = 120
@@ -50,31 +51,42 @@ def broken(seed, **limits):
 BELOW = SHAPES[1:]
 
 
+def decide(monkeypatch, *cells):
+    """Other answers in the table."""
+    monkeypatch.setattr(life, "CELLS", {**life.CELLS, **dict(cells)})
+
+
 def test_it_finds_a_commit_that_an_operator_starts_below_the_root(monkeypatch):
     monkeypatch.setattr(Coordinator, "check_root", lambda self: None)
+    decide(monkeypatch, ((Role.RELAY, State.SEALED, Event.OPERATOR_COMMITS), Go(State.PREPARING)))
     found("torn", faults=["operator", "stop_store"], shapes=BELOW, requests=[messages.CommitSession])
 
 
 def test_it_finds_a_store_in_doubt_that_is_undone_by_an_operator(monkeypatch):
-    monkeypatch.setattr(Round, "in_doubt", False)
+    decide(monkeypatch, ((Role.RELAY, State.DOUBT, Event.OPERATOR_ABORTS), Go(State.UNDOING)))
     found("", faults=["operator", "stop_store", "slow", "cut"], shapes=BELOW, requests=[messages.AbortSession])
+
+
+def test_it_finds_a_store_in_doubt_that_is_undone_by_the_loss_of_the_store_above(monkeypatch):
+    decide(monkeypatch, ((Role.RELAY, State.DOUBT, Event.ABOVE_LOST), Go(State.UNDOING)))
+    found("", faults=["lose_connection", "kill_store", "slow", "cut"], shapes=BELOW)
 
 
 def test_it_finds_a_record_that_does_not_wait_for_the_lease_of_a_store_left_behind(monkeypatch):
     def leave_behind(self, store, why, now):
         self.behind[store] = why
 
-    monkeypatch.setattr(Round, "leave_behind", leave_behind)
+    monkeypatch.setattr(Ballot, "leave_behind", leave_behind)
     found("torn", faults=["cut", "stop_store", "refuse"], shapes=BELOW)
 
 
 def test_it_finds_votes_that_come_late_and_count_for_the_next_question(monkeypatch):
-    vote_of = Round._vote
+    vote_of = Ballot._vote
 
-    def vote(self, phase, voter, vote, where, now):
-        vote_of(self, self.phase, voter, msgspec.structs.replace(vote, session=self.session), where, now)
+    def vote(self, state, voter, vote, where, now):
+        vote_of(self, self.life.state, voter, msgspec.structs.replace(vote, session=self.session), where, now)
 
-    monkeypatch.setattr(Round, "_vote", vote)
+    monkeypatch.setattr(Ballot, "_vote", vote)
     found("torn", faults=["twice", "slow"], shapes=SHAPES[:1])
 
 

@@ -11,6 +11,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition
 from weight_manager.relay import messages as wire
 from weight_manager.relay import upstream as module
+from weight_manager.relay.lease import Lease
 from weight_manager.relay.upstream import Upstream
 from weight_manager.watching import Watching
 
@@ -18,7 +19,7 @@ from weight_manager.watching import Watching
 class Coordinator:
     """Of a store without weights; `fails` is what happens to whoever asks for its session."""
 
-    settled, round, in_doubt, layout, changes = True, None, False, LAYOUT, 0
+    settled, ballot, in_doubt, layout, changes = True, None, False, LAYOUT, 0
     fails: Exception | None = None
     history = SimpleNamespace(saved=SimpleNamespace(id="a" * 16), live=None)
 
@@ -46,9 +47,10 @@ def pair(tmp_path, monkeypatch):
 
         config = StoreConfig(run_dir=tmp_path, model=tmp_path, upstream=endpoint)
         arena = SimpleNamespace(needs_lease=True, lease=lambda until: None)
+        lease = Lease(arena, config.relay_lease_s)
         below = Upstream(
             *(config, Coordinator(), SimpleNamespace()),
-            arena=arena,
+            lease=lease,
             data=None,
             connect=connect,
             watching=Watching(),

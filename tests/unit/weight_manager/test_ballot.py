@@ -1,0 +1,293 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weight_manager.ballot import Ballot, Limits, Tally
+from weight_manager.errors import IllegalTransition, PushRefused
+from weight_manager.life import Event, Life, Role, State
+from weight_manager.messages import Finalize, Finalized, Flip, Flipped, Live, Prepare, Prepared, Rollback, RolledBack
+
+LIVE = Live("run", 2, 5, 1, "d" * 16)
+LIMITS = Limits(prepare=10.0, flip=2.0, rollback=1.0, finalize=1.0)
+
+
+def ballot_of(*voters: int | str, role: Role = Role.ROOT, **more: Any) -> Ballot:
+    life = Life(role)
+    life.fire(Event.SENT)
+    life.fire(Event.WHOLE)
+    ballot = Ballot(life, "s", LIVE, "keep", set(voters), LIMITS, **more)
+    ballot.prepare(Event.PREPARE if role is Role.RELAY else Event.COMMIT, 0.0)
+    return ballot
+
+
+def sent(ballot: Ballot) -> list[tuple[int | str, str]]:
+    out = [(number, type(message).__name__) for number, message in ballot.outbox]
+    ballot.outbox.clear()
+    return out
+
+
+def to_flip(*voters: int) -> Ballot:
+    ballot = ballot_of(*voters)
+    for voter in voters:
+        ballot.prepared(voter, Prepared("s"), 0.1)
+    sent(ballot)
+    return ballot
+
+
+def to_record(*voters: int) -> Ballot:
+    ballot = to_flip(*voters)
+    for voter in voters:
+        ballot.flipped_by(voter, Flipped("s"), 0.2)
+    sent(ballot)
+    return ballot
+
+
+def test_the_good_path():
+    ballot = ballot_of(0, 1)
+    assert ballot.outbox[0] == (0, Prepare("s", LIVE, "keep", 10.0))
+    assert sent(ballot) == [(0, "Prepare"), (1, "Prepare")]
+    ballot.prepared(1, Prepared("s"), 0.1)
+    assert sent(ballot) == []
+    ballot.prepared(0, Prepared("s"), 0.1)
+    assert sent(ballot) == [(0, "Flip"), (1, "Flip")]
+    ballot.flipped_by(0, Flipped("s"), 0.2)
+    assert ballot.life.state is State.FLIPPING
+    ballot.flipped_by(1, Flipped("s"), 0.2)
+    assert ballot.life.state is State.FLIPPED
+    assert sent(ballot) == [], "nobody hears of success before it is written down"
+    ballot.recorded(0.3)
+    assert (sent(ballot), ballot.flipped) == ([(0, "Finalize"), (1, "Finalize")], 2)
+    ballot.finalized(0, Finalized("s", 1.0), 0.4)
+    ballot.finalized(1, Finalized("s", 2.0), 0.4)
+    assert (ballot.life.state, ballot.stall_ms) == (State.OVER, {"0": 1.0, "1": 2.0})
+
+
+def test_without_voters_there_is_nothing_to_ask():
+    ballot = ballot_of()
+    assert (ballot.life.state, sent(ballot)) == (State.FLIPPED, [])
+    ballot.recorded(0.1)
+    assert (ballot.life.state, ballot.flipped) == (State.OVER, 0)
+
+
+def test_recording_out_of_turn_is_a_bug():
+    with pytest.raises(IllegalTransition):
+        ballot_of(0).recorded(0.1)
+
+
+def test_a_no_names_rank_and_tensor_and_rolls_everybody_back():
+    ballot = ballot_of(0, 1)
+    sent(ballot)
+    ballot.prepared(1, Prepared("s", ok=False, rank=3, error="x does not fit", tensors=["x"]), 0.1)
+    assert sent(ballot) == [(0, "Rollback"), (1, "Rollback")]
+    assert ballot.refusal is not None
+    assert (ballot.refusal.code, ballot.refusal.rank, ballot.refusal.tensors) == ("refused", "replica 1 rank 3", ["x"])
+    ballot.prepared(0, Prepared("s"), 0.1)  # crossed on the way
+    assert sent(ballot) == []
+    for voter in (0, 1):
+        assert ballot.life.state is State.UNDOING
+        ballot.rolled_back(voter, RolledBack("s"), 0.2)
+    assert ballot.life.state is State.OVER
+
+
+def test_silence_in_prepare_and_flip_fails_the_vote_and_unregisters():
+    for ballot, late in ((ballot_of(0, 1), 10.0), (to_flip(0, 1), 2.2)):
+        if ballot.life.state is State.PREPARING:
+            ballot.prepared(0, Prepared("s"), 0.1)
+        else:
+            ballot.flipped_by(0, Flipped("s"), 0.1)
+        sent(ballot)
+        ballot.tick(late - 0.5)
+        assert ballot.refusal is None
+        ballot.tick(late)
+        assert ballot.refusal is not None
+        assert (ballot.refusal.code, ballot.refusal.rank, ballot.lost) == ("deadline", "replica 1", [1])
+        assert sent(ballot) == [(1, "Rollback"), (0, "Rollback")]
+        ballot.rolled_back(0, RolledBack("s"), late)
+        assert ballot.life.state is State.OVER
+
+
+def test_silence_in_rollback_is_not_waited_for():
+    ballot = to_flip(0, 1)
+    ballot.flipped_by(0, Flipped("s", ok=False, error="no"), 0.2)
+    ballot.rolled_back(0, RolledBack("s"), 0.3)
+    ballot.tick(1.2)
+    assert (ballot.life.state, ballot.lost) == (State.OVER, [1])
+
+
+def test_silence_after_the_record_changes_nothing():
+    ballot = to_record(0, 1)
+    ballot.recorded(0.3)
+    ballot.tick(1.3)
+    assert (ballot.life.state, ballot.refusal, ballot.lost) == (State.OVER, None, [])
+
+
+@pytest.mark.parametrize("reach", [ballot_of, to_flip, to_record])
+def test_the_dead_leave_the_vote_and_the_last_one_takes_the_version_with_it(reach):
+    ballot = reach(0, 1)
+    ballot.gone(1, "died", 0.2)
+    assert ballot.refusal is None
+    ballot.gone(0, "died", 0.2)
+    assert ballot.refusal is not None
+    assert (ballot.refusal.code, ballot.life.state) == ("refused", State.OVER)
+
+
+def test_a_death_completes_a_phase_that_waited_for_it_only():
+    ballot = ballot_of(0, 1)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    sent(ballot)
+    ballot.gone(1, "died", 0.2)
+    assert sent(ballot) == [(0, "Flip")]
+
+
+def test_a_failed_record_rolls_back():
+    ballot = to_record(0)
+    ballot.undo(Event.REFUSED, PushRefused("io", "no space"), 0.3)
+    assert sent(ballot) == [(0, "Rollback")]
+    ballot.undo(Event.REFUSED, PushRefused("io", "again"), 0.3)
+    assert ballot.refusal is not None
+    assert ballot.refusal.message == "no space"
+
+
+def in_doubt(*voters: int | str) -> Ballot:
+    """Every rank has flipped, and the store above has been told so."""
+    ballot = ballot_of(*voters, role=Role.RELAY)
+    for step, vote in ((ballot.prepared, Prepared("s")), (ballot.flipped_by, Flipped("s"))):
+        for voter in voters:
+            if isinstance(voter, int):
+                step(voter, vote, 0.1)
+            else:
+                ballot.store_voted(voter, vote, Tally(1, 1), "", 0.1)
+        ballot.flip(2.0, 0.1)
+    ballot.life.fire(Event.NOTED)
+    sent(ballot)
+    return ballot
+
+
+def test_in_doubt_there_is_no_deadline():
+    ballot = in_doubt(0)
+    assert ballot.deadline == float("inf"), "the loop would turn as fast as it can until the word comes"
+    ballot.tick(1000.0)
+    assert ballot.life.state is State.DOUBT
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda ballot: ballot.gone(0, "died", 0.2),
+        lambda ballot: [ballot.gone(n, "died", 0.2) for n in (0, 1)],
+        lambda ballot: ballot.gone("b", "has left", 0.2),
+        *(
+            lambda ballot, event=event: ballot.undo(event, PushRefused("aborted", event.value), 0.2)
+            for event in (Event.REFUSED, Event.OPERATOR_ABORTS, Event.ABOVE_LOST, Event.UNWRITTEN, Event.LATE)
+        ),
+    ],
+)
+def test_in_doubt_nothing_undoes_what_may_be_recorded_above(happens):
+    ballot = in_doubt(0, 1, "b")
+    happens(ballot)
+    assert (ballot.life.state, ballot.refusal, sent(ballot)) == (State.DOUBT, None, [])
+    ballot.recorded(0.3)
+    assert {name for _, name in sent(ballot)} <= {"Finalize"}
+
+
+def test_in_doubt_the_word_of_the_store_above_undoes_it():
+    ballot = in_doubt(0, "b")
+    ballot.undo(Event.WITHDRAWN, PushRefused("aborted", "it was not committed above"), 0.2)
+    assert sent(ballot) == [(0, "Rollback"), ("b", "Rollback")]
+
+
+def test_a_store_that_is_ready_waits_for_the_word_above_and_not_for_ever():
+    ballot = ballot_of(0, role=Role.RELAY)
+    ballot.flip(2.0, 0.1)
+    assert ballot.life.state is State.PREPARING, "it has not voted yet"
+    ballot.prepared(0, Prepared("s"), 0.1)
+    assert (ballot.life.state, ballot.deadline) == (State.READY, 0.1 + LIMITS.word)
+    ballot.tick(0.1 + LIMITS.word)
+    assert ballot.refusal is not None
+    assert (ballot.refusal.code, ballot.life.state) == ("deadline", State.UNDOING)
+
+
+def test_a_store_left_behind_is_waited_for_until_it_is_fenced_or_its_lease_is_over():
+    for fenced in (True, False):
+        ballot = ballot_of(0, "b", may_miss=frozenset("b"), serves_until=lambda store: 8.0)
+        ballot.prepared(0, Prepared("s"), 0.1)
+        ballot.store_voted("b", Prepared("s", ok=False, error="no memory"), Tally(0, 0), "", 0.2)
+        ballot.flipped_by(0, Flipped("s"), 0.3)
+        assert (ballot.life.state, ballot.deadline) == (State.FENCING, 8.0)
+        ballot.tick(7.9)
+        assert ballot.life.state is State.FENCING
+        if fenced:
+            ballot.fenced("b", 1.0)
+        else:
+            ballot.tick(8.0)
+        assert ballot.life.state is State.FLIPPED
+
+
+def test_a_vote_counts_once_and_for_its_own_question():
+    ballot = ballot_of(0, 1)
+    for _ in range(2):
+        ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.flipped_by(1, Flipped("s"), 0.1)
+    ballot.prepared(1, Prepared("an earlier one"), 0.1)
+    assert ballot.life.state is State.PREPARING
+    ballot.prepared(1, Prepared("s"), 0.2)
+    ballot.prepared(0, Prepared("s", ok=False), 0.3)  # said too late to count
+    ballot.flipped_by(0, Flipped("s"), 0.3)
+    assert ballot.life.state is State.FLIPPING
+
+
+INPUTS = st.tuples(
+    st.sampled_from(["prepared", "flipped", "finalized", "rolled_back", "gone", "tick", "fail", "record"]),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from(["s", "other"]),
+)
+
+
+@settings(max_examples=400)
+@given(st.integers(0, 3), st.lists(INPUTS, max_size=40))
+def test_no_order_of_events_breaks_all_or_nothing(voters, inputs):
+    """Whatever arrives: Finalize and Rollback never both, Flip only after every vote, an end within the deadlines."""
+    now, recorded = 0.0, False
+    ballot = ballot_of(*range(voters))
+    seen: list[tuple[int, object]] = []
+    prepared: set[int] = set()
+    for what, number, ok, session in inputs:
+        now += 0.7
+        match what:
+            case "prepared":
+                waits = ballot.life.state is State.PREPARING and session == "s" and ok
+                prepared |= {number} if waits else set()
+                ballot.prepared(number, Prepared(session, ok=ok), now)
+            case "flipped":
+                ballot.flipped_by(number, Flipped(session, ok=ok), now)
+            case "finalized":
+                ballot.finalized(number, Finalized(session, 1.0), now)
+            case "rolled_back":
+                ballot.rolled_back(number, RolledBack(session), now)
+            case "gone":
+                ballot.gone(number, "died", now)
+            case "tick":
+                ballot.tick(now)
+            case "fail":
+                ballot.undo(Event.REFUSED, PushRefused("aborted", "x"), now)
+            case "record" if ballot.life.state is State.FLIPPED:
+                ballot.recorded(now)
+                recorded = True
+        seen += ballot.outbox
+        ballot.outbox.clear()
+    kinds = {type(message) for _, message in seen}
+    assert not {Finalize, Rollback} <= kinds
+    assert (Finalize in kinds) <= recorded
+    assert recorded == (ballot.refusal is None and ballot.life.state in (State.LIVE, State.OVER))
+    flipped = {number for number, message in seen if isinstance(message, Flip)}
+    assert flipped <= prepared
+    for _ in range(3):
+        now += 10.1
+        ballot.tick(now)
+    if ballot.life.state is State.FLIPPED:
+        ballot.recorded(now)
+        ballot.tick(now + 1.1)
+    assert ballot.life.state is State.OVER
