@@ -1,4 +1,5 @@
-"""What FastAPI cannot tell of routes that answer with server-sent events: their type, and the schema of each event.
+"""What FastAPI does not tell: the error body that routes refer to, and, of routes that answer with server-sent events,
+their type and the schema of each event.
 
 A route says `openapi_extra=IF_ASKED` when `stream` in its body decides, `ALWAYS` when it knows nothing else. An event
 is described by `itemSchema`, as OpenAPI 3.2 has it and FastAPI writes it for streams of its own.
@@ -7,11 +8,13 @@ is described by `itemSchema`, as OpenAPI 3.2 has it and FastAPI writes it for st
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.constants import REF_TEMPLATE
+
+from api.schemas.base import ERROR, ErrorBody
 
 _MARK = "x-server-sent-events"
 IF_ASKED: dict[str, Any] = {_MARK: "if asked"}
 ALWAYS: dict[str, Any] = {_MARK: "always"}
-ERROR = {"$ref": "#/components/schemas/ErrorBody"}
 
 
 def install(app: FastAPI) -> None:
@@ -22,6 +25,8 @@ def install(app: FastAPI) -> None:
         if app.openapi_schema is not None:
             return app.openapi_schema
         document = plain()
+        error = ErrorBody.model_json_schema(ref_template=REF_TEMPLATE)
+        document["components"]["schemas"] |= error.pop("$defs") | {"ErrorBody": error}
         for methods in document["paths"].values():
             for operation in methods.values():
                 if (mark := operation.pop(_MARK, None)) is not None:

@@ -10,7 +10,8 @@
  4. The other stream hashes the same tensors (cuda_hash.py). Batch by batch, as copies and digests are done, the
     digests go to the store, which computes its own from the slot. Batches are small, so the store is never far
     behind the copies.
- 5. Both streams are idle before the slot's writer lock is let go, whatever happened.
+ 5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py).
+ 6. Both streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
 """
@@ -30,6 +31,7 @@ import numpy as np
 
 from rollout_client.cuda_hash import CudaHash
 from rollout_client.cuda_sums import CudaSums
+from rollout_client.device_slots import LentSlots
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter
@@ -70,7 +72,7 @@ class CudaCopier:
         self._refused: set[int] = set()
         self._streams: dict[Any, tuple[Any, Any]] = {}
         self._digesters: dict[Any, CudaHash | CudaSums] = {}
-        self._dma: Any = None
+        self._driver: Any = None
 
     def pin(self, slot: int, memory: memoryview, device: Any) -> None:
         """Register the slot's mapping. A driver that refuses is told of once; copies then work, but slower."""
@@ -89,17 +91,28 @@ class CudaCopier:
         self._pinned[slot] = address
         log.info("pinned weight slot %d, %.2f GB in %.2f s", slot, memory.nbytes / 1e9, time.monotonic() - started)
 
-    def stage(self, slot: int, memory: memoryview, jobs: Sequence[Job], reporter: Reporter) -> None:
-        """Copy and report every job. jobs: largest first, as `can_copy` accepts them.
+    def stage(
+        self, slot: int, memory: memoryview, jobs: Sequence[Job], reporter: Reporter, lent: LentSlots | None = None
+    ) -> int:
+        """Copy and report every job; returns how many ranks' memory has been filled too.
 
-        Raises what Reporter.turn raises, ValueError for an impossible copy, RuntimeError from CUDA.
+        jobs: largest first, as `can_copy` accepts them. lent: for a version that is here whole; used if it lies on one
+        device. Raises what Reporter.turn raises, ValueError for an impossible copy, RuntimeError from CUDA.
         """
         devices = dict.fromkeys(source.on_gpu.device for source, _ in jobs)
+        lent = lent if len(devices) == 1 else None
+        filled = 0
         for device in devices:
             mine = [job for job in jobs if job[0].on_gpu.device == device]
             with self._torch.cuda.device(device), self._torch.no_grad():
                 self.pin(slot, memory, device)
-                self._stage(slot, memory, device, mine, reporter)
+                try:
+                    self._stage(slot, memory, device, mine, reporter, lent)
+                    filled = lent.filled() if lent is not None else 0
+                finally:
+                    if lent is not None:
+                        lent.close()
+        return filled
 
     def close(self) -> None:
         """Unregister; call before the mappings go. Idempotent."""
@@ -107,7 +120,15 @@ class CudaCopier:
             self._unpin(slot)
         self._refused.clear()
 
-    def _stage(self, slot: int, memory: memoryview, device: Any, jobs: list[Job], reporter: Reporter) -> None:
+    def _stage(
+        self,
+        slot: int,
+        memory: memoryview,
+        device: Any,
+        jobs: list[Job],
+        reporter: Reporter,
+        lent: LentSlots | None,
+    ) -> None:
         torch = self._torch
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -119,10 +140,13 @@ class CudaCopier:
                 log.info("weight slot %d has new memory: pinning it again", slot)
                 self._unpin(slot)
                 self.pin(slot, memory, device)
-            if self._dma is None:
-                self._dma = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2
-                self._dma.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
-            digester, place = self._digester(device), _Place(memory, self._dma, copying)
+            if self._driver is None:
+                self._driver = ctypes.CDLL("libcuda.so.1")
+                copy = self._driver.cuMemcpyDtoHAsync_v2
+                copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+            if lent is not None:
+                lent.open(self._driver)
+            digester, place = self._digester(device), _Place(memory, self._driver, copying, lent)
             waiting: deque[_Batch] = deque()
             for batch in _batches(jobs):
                 waiting.append(_Batch(torch, place, summing, digester, batch))
@@ -173,9 +197,9 @@ class CudaCopier:
 class _Place:
     """The slot as the driver writes to it."""
 
-    def __init__(self, memory: memoryview, dma: Any, stream: Any) -> None:
-        self.stream = stream
-        self._dma, self._bytes, self._queue = dma, memory.nbytes, stream.cuda_stream
+    def __init__(self, memory: memoryview, driver: Any, stream: Any, lent: LentSlots | None) -> None:
+        self.stream, self._lent = stream, lent
+        self._dma, self._bytes, self._queue = driver.cuMemcpyDtoHAsync_v2, memory.nbytes, stream.cuda_stream
         self._start = np.frombuffer(memory, np.uint8).ctypes.data
 
     def send(self, piece: Any, copy: Copy, nbytes: int) -> None:
@@ -183,6 +207,8 @@ class _Place:
         start = copy.dst_offset * _itemsize(copy.dst_dtype)
         if start < 0 or start + nbytes > self._bytes:
             raise ValueError(f"{nbytes} bytes at {start} leave a slot of {self._bytes}")
+        if self._lent is not None:
+            self._lent.send(piece.data_ptr(), start, nbytes, self._queue)
         code = self._dma(self._start + start, piece.data_ptr(), nbytes, self._queue)
         if code:
             raise RuntimeError(f"cuMemcpyDtoHAsync failed: CUDA error {code}")

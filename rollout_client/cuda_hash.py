@@ -20,6 +20,8 @@ from rollout_client.digest import PIECE, joined
 TINY = 240
 """xxh3 has rules of its own for so few bytes."""
 _WARPS, _PER_WARP = 8, 8
+THREADS = 32 * (_WARPS + 1)
+"""Of a thread block of the kernel `xxh3`, one for each piece."""
 _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _P64_1, _P64_2, _P64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _P64_4, _P64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
@@ -36,7 +38,7 @@ def _words(start: int, count: int, step: int) -> str:
     return ", ".join(f"{word:#x}ull" for word in words)
 
 
-_SOURCE = f"""
+SOURCE = f"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -137,7 +139,7 @@ class CudaHash:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._kernel = torch.cuda._compile_kernel(_SOURCE, "xxh3")
+        self._kernel = torch.cuda._compile_kernel(SOURCE, "xxh3")
 
     def start(self, tensors: Sequence[Any], stream: Any) -> "Hashing":
         """Hash contiguous CUDA tensors on a stream, which is current; they stay as they are until it is through."""
@@ -160,7 +162,7 @@ class Hashing:
         self._out = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
         self._tiny = torch.empty(TINY * len(rows), dtype=torch.uint8, pin_memory=True)
         args = [self._table, self._out, self._tiny]
-        kernel(grid=(len(rows), 1, 1), block=(32 * (_WARPS + 1), 1, 1), args=args, stream=stream)
+        kernel(grid=(len(rows), 1, 1), block=(THREADS, 1, 1), args=args, stream=stream)
 
     def digests(self) -> list[int]:
         """Of each tensor, as digest.py says. Once the stream has come so far."""

@@ -7,23 +7,21 @@
 
 Ids are exactly what was sampled, the stop token included; logprobs are of the distribution sampled from;
 spans say which weight version made which tokens, and `output.computed_by(...)` which computed what they were sampled
-from.
+from. What each method takes, sends and returns is written in http_calls.py; here it is sent, in two ways.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Self, TypeVar
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args
 
 import httpx
 
 from rollout_client import http_calls as calls
-from rollout_client.http_async import AsyncRolloutClient
 from rollout_client.http_calls import (
     DEFAULT_URL,
     Generation,
-    InFlight,
     Loaded,
     Output,
-    PauseMode,
     PauseState,
     Prompt,
     PromptIds,
@@ -48,7 +46,38 @@ __all__ = [
     "Weights",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+def _described(method: Callable[..., Any], verb: Callable[..., Any]) -> None:
+    """What `help`, editors and `inspect.signature` say of a method is what they say of its verb."""
+    signature = inspect.signature(verb)
+    (reply,) = get_args(signature.return_annotation)
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__name__, method.__doc__ = verb.__name__, verb.__doc__
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[me, *signature.parameters.values()], return_annotation=None if reply is type(None) else reply
+    )
+
+
+def _blocking(verb: Callable[P, calls.Call[T]]) -> "Callable[Concatenate[RolloutClient, P], T]":
+    def method(self: "RolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._do(verb(*args, **kwargs))
+
+    _described(method, verb)
+    return method
+
+
+def _awaited(
+    verb: Callable[P, calls.Call[T]],
+) -> "Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]]":
+    async def method(self: "AsyncRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._do(verb(*args, **kwargs))
+
+    _described(method, verb)
+    return method
 
 
 class RolloutClient:
@@ -61,44 +90,29 @@ class RolloutClient:
         token: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.Client(
             base_url=url,
             headers=calls.headers(token),
-            transport=transport or httpx.HTTPTransport(retries=2, limits=limits),
+            transport=transport or httpx.HTTPTransport(retries=2, limits=_LIMITS),
         )
 
-    def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        prompt_ids: PromptIds | None = None,
-        n: int = 1,
-        max_tokens: int | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        session: str | None = None,
-        request_id: str | None = None,
-        min_weight_version: int | None = None,
-        **more: Any,
-    ) -> Generation:
-        """Sample n continuations of each prompt. `more`: any other field of the route's request schema."""
-        fields = {
-            "n": n,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "session": session,
-            "request_id": request_id,
-            "min_weight_version": min_weight_version,
-        }
-        return self._do(calls.generate(prompt, prompt_ids, False, fields | more))
+    generate = _blocking(calls.generate)
+    pause = _blocking(calls.pause)
+    resume = _blocking(calls.resume)
+    pause_state = _blocking(calls.pause_state)
+    abort = _blocking(calls.abort)
+    weights = _blocking(calls.weights)
+    wait_for_version = _blocking(calls.wait_for_version)
+    load_weights = _blocking(calls.load_weights)
+    rollback = _blocking(calls.rollback)
+    abort_push = _blocking(calls.abort_push)
+    ready = _blocking(calls.ready)
 
     def stream(
         self, prompt: Prompt | None = None, *, prompt_ids: PromptIds | None = None, **fields: Any
     ) -> Iterator[Generation]:
         """As `generate`, piece by piece. Stopping the iteration ends the request on the server."""
-        call = calls.generate(prompt, prompt_ids, True, fields)
+        call = calls.stream(prompt, prompt_ids, fields)
         try:
             with self._http.stream(call.method, call.path, json=call.body, timeout=timeout(None)) as response:
                 if not response.is_success:
@@ -109,61 +123,6 @@ class RolloutClient:
                         yield piece
         except httpx.TransportError as error:
             raise Unreachable(f"{self._http.base_url}: {error}") from error
-
-    def pause(
-        self,
-        mode: PauseMode = "abort",
-        *,
-        lease_s: float | None = None,
-        clear_cache: bool = True,
-        deadline_s: float = 60.0,
-    ) -> PauseState:
-        """Hold new requests and stop stepping on every replica. lease_s: resumes by itself; 0 = never."""
-        return self._do(calls.pause(mode, lease_s, clear_cache, deadline_s))
-
-    def resume(self) -> PauseState:
-        """Go on. Idempotent."""
-        return self._do(calls.RESUME)
-
-    def pause_state(self) -> PauseState:
-        """Whether and how generation is paused."""
-        return self._do(calls.PAUSE_STATE)
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End requests by id, or all; their callers get what there is. Returns how many were open."""
-        return self._do(calls.abort(request_ids)).aborted
-
-    def weights(self) -> Weights:
-        """What is live, what is on its way, who holds what."""
-        return self._do(calls.WEIGHTS)
-
-    def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> Weights:
-        """Return once this version or a later one is live. RequestFailed (409) after timeout_s."""
-        return self._do(calls.wait(version, timeout_s))
-
-    def load_weights(
-        self,
-        path: str,
-        *,
-        version: int | None = None,
-        in_flight: InFlight = "keep",
-        deadline_s: float = 180.0,
-        force: bool = False,
-    ) -> Loaded:
-        """Make a checkpoint directory on the server live, all or nothing."""
-        return self._do(calls.load(path, version, in_flight, deadline_s, force))
-
-    def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> Loaded:
-        """Serve the version before the live one again. RequestFailed (409) when it is not kept any more."""
-        return self._do(calls.rollback(in_flight, deadline_s))
-
-    def abort_push(self) -> None:
-        """End the push in progress, whoever holds it."""
-        self._do(calls.ABORT_PUSH)
-
-    def ready(self) -> dict[str, Any]:
-        """Health of every replica. RequestFailed (503) while none is ready."""
-        return self._do(calls.READY)
 
     def close(self) -> None:
         """Close connections."""
@@ -178,11 +137,71 @@ class RolloutClient:
     def _do(self, call: calls.Call[T]) -> T:
         try:
             response = self._http.request(
-                call.method,
-                call.path,
-                json=call.body,
-                params=call.query,
-                timeout=timeout(call.timeout_s),
+                call.method, call.path, json=call.body, params=call.query, timeout=timeout(call.timeout_s)
+            )
+        except httpx.TransportError as error:
+            raise Unreachable(f"{self._http.base_url}: {error}") from error
+        return call.decode(response)
+
+
+class AsyncRolloutClient:
+    """The same on asyncio."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        token: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=calls.headers(token),
+            transport=transport or httpx.AsyncHTTPTransport(retries=2, limits=_LIMITS),
+        )
+
+    generate = _awaited(calls.generate)
+    pause = _awaited(calls.pause)
+    resume = _awaited(calls.resume)
+    pause_state = _awaited(calls.pause_state)
+    abort = _awaited(calls.abort)
+    weights = _awaited(calls.weights)
+    wait_for_version = _awaited(calls.wait_for_version)
+    load_weights = _awaited(calls.load_weights)
+    rollback = _awaited(calls.rollback)
+    abort_push = _awaited(calls.abort_push)
+    ready = _awaited(calls.ready)
+
+    async def stream(
+        self, prompt: Prompt | None = None, *, prompt_ids: PromptIds | None = None, **fields: Any
+    ) -> AsyncIterator[Generation]:
+        """See RolloutClient.stream."""
+        call = calls.stream(prompt, prompt_ids, fields)
+        try:
+            async with self._http.stream(call.method, call.path, json=call.body, timeout=timeout(None)) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise calls.failure(response)
+                async for line in response.aiter_lines():
+                    if (piece := calls.event(line)) is not None:
+                        yield piece
+        except httpx.TransportError as error:
+            raise Unreachable(f"{self._http.base_url}: {error}") from error
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _do(self, call: calls.Call[T]) -> T:
+        try:
+            response = await self._http.request(
+                call.method, call.path, json=call.body, params=call.query, timeout=timeout(call.timeout_s)
             )
         except httpx.TransportError as error:
             raise Unreachable(f"{self._http.base_url}: {error}") from error

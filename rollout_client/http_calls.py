@@ -1,6 +1,6 @@
-"""Requests and replies of the native HTTP routes, as the clients in http.py send and read them."""
+"""Requests and replies of the native HTTP routes. Each verb is written once, for both clients in http.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import httpx
@@ -156,25 +156,25 @@ class Aborted(msgspec.Struct, frozen=True):
     aborted: int
 
 
+def _whole(reply: Any) -> Any:
+    return reply
+
+
 class Call(msgspec.Struct, Generic[T], frozen=True):
-    """A request and the type of its reply."""
+    """A request, and what its caller gets. reply: of the route. take: what of the reply is handed out."""
 
     method: str
     path: str
-    reply: type[T]
+    reply: type[Any]
+    take: Callable[[Any], T] = _whole
     body: dict[str, Any] | None = None
     query: dict[str, Any] = {}
     timeout_s: float | None = 60.0
 
-    @property
-    def target(self) -> tuple[str, str]:
-        """Method and path."""
-        return self.method, self.path
-
     def decode(self, response: httpx.Response) -> T:
-        """The reply, or RequestFailed."""
+        """What the caller gets. Raises RequestFailed for an error reply."""
         if response.is_success:
-            return msgspec.json.decode(response.content, type=self.reply)
+            return self.take(msgspec.json.decode(response.content, type=self.reply))
         raise failure(response)
 
 
@@ -188,17 +188,111 @@ def failure(response: httpx.Response) -> RequestFailed:
 
 
 def generate(
-    prompt: Prompt | None, prompt_ids: PromptIds | None, stream: bool, fields: dict[str, Any]
+    prompt: Prompt | None = None,
+    *,
+    prompt_ids: PromptIds | None = None,
+    n: int = 1,
+    max_tokens: int | None = None,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    session: str | None = None,
+    request_id: str | None = None,
+    min_weight_version: int | None = None,
+    **more: Any,
 ) -> Call[Generation]:
-    """Samples of prompts; fields that are None are left out."""
+    """Sample n continuations of each prompt. `more`: any other field of the route's request schema.
+
+    Cancelled on asyncio, it ends the request on the server.
+    """
+    fields = {
+        "n": n,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "session": session,
+        "request_id": request_id,
+        "min_weight_version": min_weight_version,
+    }
+    return _generate(prompt, prompt_ids, fields | more)
+
+
+def stream(prompt: Prompt | None, prompt_ids: PromptIds | None, fields: dict[str, Any]) -> Call[Generation]:
+    """As `generate`; the reply is lines, each for `event`."""
+    return _generate(prompt, prompt_ids, fields | {"stream": True})
+
+
+def pause(
+    mode: PauseMode = "abort", *, lease_s: float | None = None, clear_cache: bool = True, deadline_s: float = 60.0
+) -> Call[PauseState]:
+    """Hold new requests and stop stepping on every replica. lease_s: resumes by itself; 0 = never."""
+    body = {"mode": mode, "lease_s": lease_s, "clear_cache": clear_cache, "deadline_s": deadline_s}
+    return Call("POST", "/v1/rollout/pause", PauseState, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
+
+
+def resume() -> Call[PauseState]:
+    """Go on. Idempotent."""
+    return Call("POST", "/v1/rollout/resume", PauseState)
+
+
+def pause_state() -> Call[PauseState]:
+    """Whether and how generation is paused."""
+    return Call("GET", "/v1/rollout/pause", PauseState)
+
+
+def abort(request_ids: Sequence[str] | None = None) -> Call[int]:
+    """End requests by id, or all; their callers get what there is. Returns how many were open."""
+    body = {"request_ids": None if request_ids is None else list(request_ids)}
+    return Call("POST", "/v1/rollout/abort", Aborted, lambda reply: reply.aborted, body)
+
+
+def weights() -> Call[Weights]:
+    """What is live, what is on its way, who holds what."""
+    return Call("GET", "/v1/rollout/weights", Weights)
+
+
+def wait_for_version(version: int, *, timeout_s: float = 60.0) -> Call[Weights]:
+    """Return once this version or a later one is live. RequestFailed (409) after timeout_s."""
+    query = {"version": version, "timeout_s": timeout_s}
+    return Call("GET", "/v1/rollout/weights/wait", Weights, query=query, timeout_s=timeout_s + REPLY_MARGIN_S)
+
+
+def load_weights(
+    path: str,
+    *,
+    version: int | None = None,
+    in_flight: InFlight = "keep",
+    deadline_s: float = 180.0,
+    force: bool = False,
+) -> Call[Loaded]:
+    """Make a checkpoint directory on the server live, all or nothing."""
+    body = {"path": path, "version": version, "in_flight": in_flight, "deadline_s": deadline_s, "force": force}
+    return Call("POST", "/v1/rollout/weights/load", Loaded, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
+
+
+def rollback(*, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> Call[Loaded]:
+    """Serve the version before the live one again. RequestFailed (409) when it is not kept any more."""
+    body = {"in_flight": in_flight, "deadline_s": deadline_s}
+    return Call("POST", "/v1/rollout/weights/rollback", Loaded, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
+
+
+def abort_push() -> Call[None]:
+    """End the push in progress, whoever holds it."""
+    return Call("POST", "/v1/rollout/weights/abort", dict, lambda reply: None)
+
+
+def ready() -> Call[dict[str, Any]]:
+    """Health of every replica. RequestFailed (503) while none is ready."""
+    return Call("GET", "/ready", dict)
+
+
+def _generate(prompt: Prompt | None, prompt_ids: PromptIds | None, fields: dict[str, Any]) -> Call[Generation]:
+    """Fields that are None are left out."""
     body = {name: value for name, value in fields.items() if value is not None}
     if prompt is not None:
         body["prompt"] = prompt
     if prompt_ids is not None:
         body["prompt_ids"] = _plain(prompt_ids)
-    if stream:
-        body["stream"] = True
-    return Call("POST", "/v1/rollout/generate", Generation, body, timeout_s=None)
+    return Call("POST", "/v1/rollout/generate", Generation, body=body, timeout_s=None)
 
 
 def _plain(ids: Any) -> Any:
@@ -206,43 +300,6 @@ def _plain(ids: Any) -> Any:
     if hasattr(ids, "tolist"):
         return ids.tolist()
     return [i if isinstance(i, int) else _plain(i) if hasattr(i, "__len__") else int(i) for i in ids]
-
-
-def pause(mode: PauseMode, lease_s: float | None, clear_cache: bool, deadline_s: float) -> Call[PauseState]:
-    """Stop stepping."""
-    body = {"mode": mode, "lease_s": lease_s, "clear_cache": clear_cache, "deadline_s": deadline_s}
-    return Call("POST", "/v1/rollout/pause", PauseState, body, timeout_s=deadline_s + REPLY_MARGIN_S)
-
-
-def wait(version: int, timeout_s: float) -> Call[Weights]:
-    """Until a version is live."""
-    query = {"version": version, "timeout_s": timeout_s}
-    return Call("GET", "/v1/rollout/weights/wait", Weights, query=query, timeout_s=timeout_s + REPLY_MARGIN_S)
-
-
-def load(path: str, version: int | None, in_flight: str, deadline_s: float, force: bool) -> Call[Loaded]:
-    """Make a directory live."""
-    body = {"path": path, "version": version, "in_flight": in_flight, "deadline_s": deadline_s, "force": force}
-    return Call("POST", "/v1/rollout/weights/load", Loaded, body, timeout_s=deadline_s + REPLY_MARGIN_S)
-
-
-def rollback(in_flight: str, deadline_s: float) -> Call[Loaded]:
-    """Make the version before the live one live again."""
-    body = {"in_flight": in_flight, "deadline_s": deadline_s}
-    return Call("POST", "/v1/rollout/weights/rollback", Loaded, body, timeout_s=deadline_s + REPLY_MARGIN_S)
-
-
-RESUME = Call("POST", "/v1/rollout/resume", PauseState)
-PAUSE_STATE = Call("GET", "/v1/rollout/pause", PauseState)
-WEIGHTS = Call("GET", "/v1/rollout/weights", Weights)
-ABORT_PUSH = Call("POST", "/v1/rollout/weights/abort", dict)
-READY = Call("GET", "/ready", dict)
-
-
-def abort(request_ids: Sequence[str] | None) -> Call[Aborted]:
-    """End requests."""
-    body = {"request_ids": None if request_ids is None else list(request_ids)}
-    return Call("POST", "/v1/rollout/abort", Aborted, body)
 
 
 def event(line: str) -> Generation | None:

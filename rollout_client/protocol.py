@@ -18,7 +18,8 @@ A push, step by step:
     join it, and the proof that every served byte is covered exactly once is made when the last joined.
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
     the slot's write epoch with the placement's (slot_lock.py), writes straight into the staged slot, and
-    lets the lock go after its last copy. ZMQ: `Chunk` + payload, received straight into the staged slot.
+    lets the lock go after its last copy; from a GPU it may fill the memory of ranks on this host's GPUs as well
+    (device_slots.py). ZMQ: `Chunk` + payload, received straight into the staged slot.
     Instead of that the bytes may go through a TCP connection of their own, with their digests (data_socket.py).
     Of a placement with `delta`, bytes that are not sent are those of the live version, and a `Chunk` may be a
     patch of them; so a copy that has not changed is its `Written` alone.
@@ -130,6 +131,7 @@ class Begin(Message, tag="begin", frozen=True):
     base_version: int | None = None  # partial push: what is not sent is taken from this live version
     force: bool = False  # allow a version that is not above the live one
     base_digest: str = ""  # of the version that this rank's patches would be against; chunked sessions only
+    devices: bool = False  # every part lies on a GPU, and could be copied into ranks' memory too (device_slots.py)
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -155,6 +157,7 @@ class Placement(Message, tag="placement", frozen=True):
     write_epoch: int = 0  # of the slot's header entry while this session owns it
     delta: bool = False  # base_digest is live here: what is not sent is taken from it, and patches are taken
     data_key: bytes = b""  # admits this rank's data connection (data_socket.py)
+    devices: list[str] = []  # sockets of ranks on this host's GPUs that may be filled beside the slot (device_slots.py)
 
 
 class Chunk(Message, tag="chunk", frozen=True):

@@ -1,6 +1,7 @@
 """WeightPublisher: makes a trainer's tensors the next version, on every rank of every replica or on none."""
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -38,6 +39,8 @@ from rollout_client.tensors import Named, Source, sources
 from rollout_client.transport import Reporter, Transport
 from rollout_client.zmq_transport import ZmqTransport
 
+log = logging.getLogger(__name__)
+
 BUSY_PAUSE_S = 0.1
 ABORT_S = 2.0
 REPLY_MARGIN_S = 5.0
@@ -60,7 +63,7 @@ class WeightPublisher:
         run_id: str,
         token: str = "",
         keys: str | Path | TrainerKeys | None = None,
-        transport: Literal["auto", "shm", "zmq"] = "auto",
+        transport: Literal["auto", "shm", "zmq", "cuda_ipc"] = "auto",
         delta: bool = False,
         connect_timeout_s: float = 30.0,
         busy_timeout_s: float = 30.0,
@@ -69,7 +72,9 @@ class WeightPublisher:
         """run_id: names this training run; versions rise strictly within it.
 
         keys: a trainer's key file, for a store that has `curve_keys`; see `paddle-rollout keys`.
-        transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise.
+        transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise. cuda_ipc: as auto,
+            and CUDA tensors are also copied from GPU to GPU, into the memory of ranks on this host's; what keeps a push
+            from that is a warning.
         delta: over ZMQ, send only what differs from the last push, as long as the store still serves that one; the
             result is the same to the bit. Costs a copy of the served weights in this process's memory.
         connect_timeout_s: how long a push waits for a store that is not there yet.
@@ -78,8 +83,8 @@ class WeightPublisher:
         """
         if not run_id:
             raise ValueError("run_id must name the training run")
-        if transport not in ("auto", "shm", "zmq"):
-            raise ValueError(f"transport is auto, shm or zmq, not {transport!r}")
+        if transport not in ("auto", "shm", "zmq", "cuda_ipc"):
+            raise ValueError(f"transport is auto, shm, zmq or cuda_ipc, not {transport!r}")
         self.run_id = run_id
         self._hello = Hello(run_id, token=token, client=f"WeightPublisher {socket.gethostname()} pid {os.getpid()}")
         self._wanted = transport
@@ -166,7 +171,8 @@ class WeightPublisher:
         while True:
             welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()))
             base_digest = self._kept.digest if self._kept is not None and transport.name == "zmq" else ""
-            begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest)
+            devices = self._to_devices(held, begin, transport)
+            begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest, devices=devices)
             try:
                 reply, held = self._begin(begin, held, deadline)
                 break
@@ -199,7 +205,23 @@ class WeightPublisher:
             self._abort(reply.session)
             raise
         sent = transport.sent if isinstance(transport, ZmqTransport) else nbytes
-        return report_of(committed, nbytes, transport.name, laps, sent)
+        filled = transport.filled if isinstance(transport, ShmTransport) else 0
+        return report_of(committed, nbytes, transport.name, laps, sent, filled)
+
+    def _to_devices(self, held: Sequence[Source], begin: Begin, transport: Transport) -> bool:
+        """Whether to ask for the memory of ranks on this host's GPUs."""
+        if self._wanted != "cuda_ipc":
+            return False
+        why = ""
+        if not isinstance(transport, ShmTransport):
+            why = "the store's arena cannot be written from here"
+        elif begin.world > 1 or begin.base_version is not None:
+            why = "this push is a part of a version"
+        elif not all(source.on_gpu is not None for source in held):
+            why = "not every tensor is torch's and on a GPU"
+        if why:
+            log.warning("no copies from GPU to GPU: %s", why)
+        return not why
 
     def _connect(self, timeout_s: float) -> tuple[Welcome, Transport]:
         end = time.monotonic() + timeout_s

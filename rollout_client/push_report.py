@@ -12,7 +12,8 @@ class PushReport:
     version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
     seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
     stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
-    sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows.
+    sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows. filled: ranks whose memory on a
+    GPU was filled from here, too.
     """
 
     version: int
@@ -24,9 +25,12 @@ class PushReport:
     stall_ms: dict[str, float]
     already: bool = False
     sent: int = 0
+    filled: int = 0
 
 
-def report_of(committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0) -> PushReport:
+def report_of(
+    committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0, filled: int = 0
+) -> PushReport:
     """From the store's answer and what was measured here."""
     seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
     return PushReport(
@@ -35,4 +39,5 @@ def report_of(committed: Committed, nbytes: int, transport: str, laps: dict[str,
         stall_ms=committed.stall_ms,
         already=committed.already,
         sent=sent,
+        filled=filled,
     )

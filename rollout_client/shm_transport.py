@@ -14,6 +14,7 @@ from threading import Event
 
 from rollout_client import slot_lock
 from rollout_client.cuda_copy import CudaCopier, can_copy
+from rollout_client.device_slots import LentSlots
 from rollout_client.errors import ArenaError, SessionLost
 from rollout_client.moving import Gathered, Moved, Unit, move_units, together, units
 from rollout_client.protocol import Copy, Placement, Welcome
@@ -38,6 +39,8 @@ class ShmTransport(Transport):
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
         self._cuda: CudaCopier | None = None
+        self.filled = 0
+        """Ranks whose device memory the last push has filled."""
         self._threads = threads or moving_threads()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="push")
 
@@ -78,9 +81,12 @@ class ShmTransport(Transport):
                 else:
                     others.append((part, copies))
             with self._arena.staging(number) as slot:
+                self.filled = 0
                 if on_gpu:
                     self._cuda = self._cuda or CudaCopier()
-                    self._cuda.stage(number, slot, on_gpu, reporter)
+                    key = number, placement.write_epoch
+                    lent = LentSlots(placement.devices, *key) if not others else None
+                    self.filled = self._cuda.stage(number, slot, on_gpu, reporter, lent)
                 self._move_all(others, slot, sources, reporter)
         finally:
             slot_lock.unlock(self._arena.fd, *span)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rollout_client.device_slots import socket_of
 from rollout_client.protocol import Committed
 from weight_manager.background import Background
 from weight_manager.ballot import Ballot, Limits, Voter
@@ -92,6 +93,11 @@ class Coordinator:
     def in_doubt(self) -> bool:
         """Everybody here has flipped, and only the store above knows whether it counts."""
         return self.session is not None and self.session.life.state is State.DOUBT
+
+    def device_sockets(self) -> list[str]:
+        """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
+        paths = (socket_of(self._config.run_dir, number) for number in sorted(self._fleet.numbers()))
+        return [str(path) for path in paths if path.is_socket()]
 
     def check_root(self) -> None:
         """Only the store at the root takes pushes, and commits them. Raises PushRefused."""

@@ -11,7 +11,7 @@ The engine is anything with `prepare` and `bind` (worker/engine/base.py). One th
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import xxhash
@@ -35,6 +35,15 @@ class SupportsBind(Protocol):
 
     def bind(self, prepared: object | None) -> None:
         """Pointer swaps only; None = hold no weights."""
+        ...
+
+
+@runtime_checkable
+class SupportsStage(Protocol):
+    """An engine with memory of its own, which may have a version already."""
+
+    def stage(self, live: Live, views: Views) -> object:
+        """As `prepare`; proves that its own memory holds the very version. Raises ValueError."""
         ...
 
 
@@ -131,10 +140,14 @@ class DynamicWeightManager:
             reader = self._reader
             epoch = live.write_epoch or reader.write_epoch(live.slot)
             slot = reader.slot(live.slot)
-            if verify and live.digest != version_digest(self.layout, region_digests(self.layout, slot)):
-                raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
             views = rank_views(self.layout, self.rank, slot)
-            held = _Held(live, reader, epoch, views, self._engine.prepare(views))
+            if isinstance(self._engine, SupportsStage):
+                handle = self._engine.stage(live, views)
+            else:
+                if verify and live.digest != version_digest(self.layout, region_digests(self.layout, slot)):
+                    raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
+                handle = self._engine.prepare(views)
+            held = _Held(live, reader, epoch, views, handle)
         except (ArenaError, OSError, ValueError) as error:
             raise WeightsRefused(str(error)) from error
         if reader.write_epoch(live.slot) != epoch:

@@ -253,7 +253,14 @@ class TrainerGroup:
             *(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch),
             delta=base is not None,
             data_key=key,
+            devices=self._devices(begin),
         )
+
+    def _devices(self, begin: Begin) -> list[str]:
+        """Sockets of ranks that may lend device memory, to a trainer that writes the whole version on this host."""
+        if not begin.devices or begin.transport != "shm" or begin.world > 1 or begin.base_version is not None:
+            return []
+        return self._coordinator.device_sockets()
 
     def _base(self, begin: Begin) -> memoryview | None:
         """The live slot, if it is what this rank has patches against. It stays live while the session runs."""

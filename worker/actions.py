@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from weight_manager.messages import Live
-from worker.engine.base import Engine
+from worker.engine.base import Engine, OnDevice
 from worker.messages import Tag
 from worker.signals import Order, Phase, Signal
 
@@ -201,13 +201,22 @@ class Actions:
     def _release(self, order: Order) -> dict[str, object]:
         freed: dict[str, object] = {}
         if "kv_cache" in order.tags:
-            freed["kv_cache"] = self.engine.release_kv()
+            freed["kv_cache"] = self._released_by(self.engine.release_kv)
         if "weights" in order.tags:
             if self.weights and "weights" not in self.released:
                 self.weights.rollback()  # a version that was only prepared goes too
-            freed["weights"] = self.weights.clear_parameters() if self.weights else 0
+            freed["weights"] = self._released_by(self.weights.clear_parameters) if self.weights else 0
         self._release_cached()
         return freed
+
+    def _released_by(self, release: Callable[[], int]) -> int:
+        """Bytes: of a device's memory what it got back, which is what another process can have now."""
+        engine = self.engine
+        if not isinstance(engine, OnDevice):
+            return release()
+        before = engine.free_memory()
+        release()
+        return max(0, engine.free_memory() - before)
 
     def _map(self, order: Order) -> None:
         if "weights" in order.tags:

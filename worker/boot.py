@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rollout_client.device_slots import socket_of
 from weight_manager import logs
 from weight_manager.checkpoint import read_config
 from weight_manager.curve import StoreKeys
@@ -91,7 +92,8 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
     if config.engine == "paddle" and config.device == "cpu":
         select_cpu()
     world = _join(config, rank)
-    engine = _engine(config, hf_config, layout, world.tp_group, replica, rank)
+    lends_at = socket_of(channel.run_dir, replica) if channel else None
+    engine = _engine(config, hf_config, layout, world.tp_group, replica, rank, lends_at)
     engine.allocate_kv()
     actions = Actions(
         engine,
@@ -170,6 +172,7 @@ def _engine(
     tp_group: Any,
     replica: int,
     rank: int,
+    lends_at: Path | None,
 ) -> Engine:
     if config.engine == "fake":
         from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
@@ -184,7 +187,10 @@ def _engine(
     if config.device == "gpu":
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 
-        return cast(Engine, GpuEngine(config, layout, replica, rank))
+        gpu = GpuEngine(config, layout, replica, rank)
+        if lends_at is not None:
+            gpu.lend_at(lends_at)
+        return cast(Engine, gpu)
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
     return PaddleEngine(config, layout.manifest, tp_group, rank)

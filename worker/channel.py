@@ -81,6 +81,7 @@ class Channel:
         self.bad_messages = 0
         self._gone: list[bytes] = []
         self._context = zmq.Context()
+        self.run_dir = run_dir
         self._path = run_dir / f"replica-{replica}.sock"
         self._path.unlink(missing_ok=True)  # left by a predecessor that was killed
         self._api = self._context.socket(zmq.ROUTER)

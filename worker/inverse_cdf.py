@@ -28,6 +28,14 @@ class Drawn(NamedTuple):
     finite: npt.NDArray[np.bool_]
 
 
+class Cuts(NamedTuple):
+    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `truncation.open_ids` means them."""
+
+    top_k: Int32
+    top_p: Float64
+    min_p: Float32
+
+
 class Drawing(Protocol):
     """Tokens being drawn on a device."""
 
@@ -49,9 +57,9 @@ class Logits(Protocol):
     def __getitem__(self, rows: slice) -> Float32: ...
 
     def begin(
-        self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64
+        self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64, cuts: Cuts
     ) -> Drawing:
-        """Begin to draw as `RowSampler.draw` does from an array."""
+        """Begin to draw as `RowSampler.draw` does from an array, from what `cuts` leave open where not greedy."""
         ...
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Float32
-from worker.inverse_cdf import Drawing, Drawn, Float64, Logits, RowSampler, locate
+from worker.inverse_cdf import Cuts, Drawing, Drawn, Float64, Logits, RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
@@ -104,7 +104,8 @@ class Sampler:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""
         numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
-        plain = [i for i, pick in enumerate(picks) if self._is_plain(pick)]
+        on_host = isinstance(logits, np.ndarray)
+        plain = [i for i, pick in enumerate(picks) if self._is_plain(pick, cut=not on_host)]
         with np.errstate(all="ignore"):
             if plain:
                 found = self._sample_plain(logits, [picks[i] for i in plain], numbers[plain])
@@ -117,9 +118,9 @@ class Sampler:
 
     def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
         """Begin to draw every pick where the logits are; None when one needs its row here."""
-        if not all(self._is_plain(pick) for pick in picks):
+        if not all(self._is_plain(pick, cut=True) for pick in picks):
             return None
-        return Begun(logits.begin(*self._asked(picks, _numbers(picks))))
+        return Begun(logits.begin(*self._asked(picks, _numbers(picks)), _cuts(picks)))
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
         """Draw from a draft's logits as `sample` would from the model's, and keep what was drawn from."""
@@ -168,19 +169,21 @@ class Sampler:
                 scores.append([(i, _logprob(scaled, i, norm), rank) for i, rank in ranked])
         return scores
 
-    def _is_plain(self, pick: Pick) -> bool:
-        """Nothing but a temperature: the row needs no pass of its own."""
+    def _is_plain(self, pick: Pick, *, cut: bool = False) -> bool:
+        """Nothing but a temperature, or with `cut` a cut as well: the row needs no pass of its own."""
         sampling = pick.sampling
         greedy = sampling.temperature < _COLD
-        if sampling.reports_others or pick.edits.active or (self._raw and not greedy and sampling.temperature != 1.0):
+        if sampling.logprobs or pick.edits.active or (self._raw and not greedy and sampling.temperature != 1.0):
             return False
-        return not sampling.sampling_mask if greedy else not truncates(sampling, self._vocab)
+        if greedy or cut:
+            return not sampling.sampling_mask
+        return not truncates(sampling, self._vocab)
 
     def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
         asked = self._asked(picks, numbers)
         if isinstance(logits, np.ndarray):
             return _plain_draws(self._whole.draw(logits, *asked))
-        return _plain_draws(logits.begin(*asked).drawn())
+        return _plain_draws(logits.begin(*asked, _cuts(picks)).drawn())
 
     @staticmethod
     def _asked(
@@ -270,6 +273,14 @@ class _Spread(NamedTuple):
 
 
 _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
+
+
+def _cuts(picks: Sequence[Pick]) -> Cuts:
+    return Cuts(
+        np.array([pick.sampling.top_k for pick in picks], np.int32),
+        np.array([pick.sampling.top_p for pick in picks], np.float64),
+        np.array([pick.sampling.min_p for pick in picks], np.float32),
+    )
 
 
 def _plain_draws(drawn: Drawn) -> list[Draw]:

@@ -111,8 +111,13 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+ERROR = {"$ref": "#/components/schemas/ErrorBody"}
+"""api/openapi.py writes it into the document."""
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, not allowed, or not possible in this state."},
-    "5XX": {"model": ErrorBody, "description": "The service could not do it."},
+    status: {"description": said, "content": {"application/json": {"schema": ERROR}}}
+    for status, said in {
+        "4XX": "The request is wrong, not allowed, or not possible in this state.",
+        "5XX": "The service could not do it.",
+    }.items()
 }
-"""For `responses=` of routers."""
+"""For `responses=` of routers. By reference: FastAPI builds a validator for each model on each route, 0.2 s in all."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollout_client.http_async import AsyncRolloutClient
+from rollout_client.http import AsyncRolloutClient
 from rollout_client.http_calls import RequestFailed, Unreachable
 from rollout_client.spans import Span
 from tests.reference.checkpoint import CONFIG

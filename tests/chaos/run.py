@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from rollout_client.errors import RolloutError
-from rollout_client.http_async import AsyncRolloutClient
+from rollout_client.http import AsyncRolloutClient
 from tests.chaos.breaking import Breaker
 from tests.chaos.clients import Clients, now_since
 from tests.chaos.plan import Fault

@@ -6,7 +6,10 @@ import pytest
 from worker.gpu.compiler import compiled, source
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import CudaError, Driver, Module
-from worker.inverse_cdf import RowSampler
+from worker.inverse_cdf import Cuts, RowSampler
+from worker.logit_edits import LogitEdits
+from worker.messages import SamplingParams
+from worker.sampler import Pick, Sampler
 
 MACROS = {
     "HEAD_DIM": 64,
@@ -18,6 +21,10 @@ MACROS = {
     "FP32": 1,
     "INTERLEAVED": 0,
 }
+
+
+def _all_open(count):
+    return Cuts(np.zeros(count, np.int32), np.ones(count), np.zeros(count, np.float32))
 
 
 def _no_step(batch, sources):
@@ -48,7 +55,7 @@ def test_the_same_tokens_as_on_the_host(driver, vocab, rows):
     greedy = rng.random(500) < 0.2
     numbers = rng.random(500)
     numbers[:2] = 0.0, np.nextafter(1.0, 0.0)
-    found = drawing.logits(rows).begin(picks, inverse, greedy, numbers).drawn()
+    found = drawing.logits(rows).begin(picks, inverse, greedy, numbers, _all_open(500)).drawn()
     expected = RowSampler(vocab).draw(logits, picks, inverse, greedy, numbers)
     assert found.finite.all()
     np.testing.assert_array_equal(found.tokens[greedy], expected.tokens[greedy])
@@ -69,6 +76,35 @@ def test_what_is_no_number_is_said(driver, bad):
     module = Module(driver, compiled(source(), MACROS, driver.capability))
     drawing = Drawing(driver, module, stream, address, 1000, 2, _no_step)
     found = drawing.begin(
-        np.array([0, 1]), np.ones(2, np.float32), np.array([False, False]), np.array([0.5, 0.5])
+        np.array([0, 1]), np.ones(2, np.float32), np.array([False, False]), np.array([0.5, 0.5]), _all_open(2)
     ).drawn()
     assert found.finite.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("vocab", "spread"), [(96, 3.0), (49152, 3.0), (151936, 3.0), (151936, 0.3)])
+def test_cuts_leave_the_same_ids_open(driver, vocab, spread):
+    """spread 0.3: so flat that no short list holds enough."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((4, vocab), dtype=np.float32) * np.float32(spread)
+    logits[0] = np.round(logits[0])  # many equals
+    stream = driver.stream()
+    address = driver.allocate(logits.nbytes, "test")
+    driver.to_device(address, logits, stream)
+    module = Module(driver, compiled(source(), MACROS, driver.capability))
+    drawing = Drawing(driver, module, stream, address, vocab, 4, _no_step)
+    picks = []
+    for seed in range(160):
+        sampling = SamplingParams(
+            temperature=float(rng.choice([1.0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 1, 5, 50, 3000])),
+            top_p=float(rng.choice([1.0, 0.95, 0.5, 0.1])),
+            min_p=float(rng.choice([0.0, 0.0, 0.05])),
+        )
+        picks.append(Pick(seed % 4, sampling, LogitEdits(sampling, [], frozenset()), seed, 0, 3))
+    found = Sampler(vocab).sample(drawing.logits(4), picks)
+    expected = Sampler(vocab).sample(logits, picks)
+    same = [a.token == b.token for a, b in zip(found, expected, strict=True)]
+    assert np.mean(same) > 0.98, [p.sampling for p, ok in zip(picks, same, strict=True) if not ok]
+    for a, b in zip(found, expected, strict=True):
+        if a.token == b.token:
+            assert abs(a.logprob - b.logprob) < 3e-5

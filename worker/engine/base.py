@@ -7,7 +7,7 @@ others get None. An engine never sees versions, requests or sockets, so tests ru
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +106,15 @@ class Interrupted(Exception):
 def never() -> bool:
     """Nobody asks for a step to be given up."""
     return False
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """An engine whose weights and KV cache lie in a device's memory."""
+
+    def free_memory(self) -> int:
+        """Bytes of it that nobody has, as the device says."""
+        ...
 
 
 class Engine(Protocol):

@@ -15,7 +15,7 @@ from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
-from worker.gpu.drawing import Drawing, HostLogits
+from worker.gpu.drawing import Drawing
 from worker.gpu.driver import Driver, Handle, Module, Timer
 from worker.gpu.inputs import Inputs, StepInputs
 from worker.gpu.memory import Region
@@ -101,13 +101,13 @@ class GpuDecoder:
         """Until everything launched so far is through."""
         self._driver.wait(self._stream)
 
-    def forward(self, batch: ForwardBatch) -> Logits:
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits:
         """One step. Logits [L, vocab] stay on the device until somebody asks for rows; the next step reuses them."""
         count = len(batch.logits_rows)
         if self.is_decode(batch):
             self.decode(batch)
         elif count > self._most_logits:
-            return HostLogits(self._in_parts(self.ragged(batch), count))
+            return self._in_parts(self.ragged(batch), count)
         else:
             x = self.ragged(batch)
             if count:

@@ -11,49 +11,11 @@ import numpy.typing as npt
 
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
-from worker.inverse_cdf import Drawn, Float64, Int64, Logits, RowSampler
+from worker.inverse_cdf import Cuts, Drawn, Float64, Int64, Logits
 
 Flags = npt.NDArray[np.bool_]
-_PIECE = 256
+_PIECE, _NEAR, _CUT = 256, 8192, 2  # as in kernels/sampling.cu
 _DRAWN = np.dtype([("token", np.int32), ("logprob", np.float32), ("finite", np.int32), ("unused", np.int32)])
-
-
-class HostLogits:
-    """`Logits` that are an array: of prompts that are scored, more rows than the device keeps."""
-
-    def __init__(self, rows: Float32) -> None:
-        self._rows = rows
-
-    @overload
-    def __getitem__(self, rows: int) -> Float32: ...
-    @overload
-    def __getitem__(self, rows: slice) -> Float32: ...
-    def __getitem__(self, rows: int | slice) -> Float32:
-        found: Float32 = self._rows[rows]
-        return found
-
-    def begin(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> "HostDrawing":
-        """On the host."""
-        drawn = RowSampler(self._rows.shape[1]).draw(self._rows, rows, inverse_temperature, greedy, numbers)
-        return HostDrawing(drawn)
-
-    def wait(self) -> None:
-        """They are there."""
-
-
-class HostDrawing:
-    """`Drawing` that is over."""
-
-    def __init__(self, drawn: Drawn) -> None:
-        self._drawn = drawn
-
-    def drawn(self) -> Drawn:
-        """They are there."""
-        return self._drawn
-
-    def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
-        """No decode step has so many rows."""
-        raise AssertionError("a step that scores prompts is not followed at once")
 
 
 class Drawing:
@@ -78,9 +40,9 @@ class Drawing:
         self._logits, self._vocab, self._most = logits, vocab, most
         self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
-        # numbers (8 bytes each), then rows, inverse temperatures and greedy flags (4 each)
-        self._asked = driver.pinned(5 * most, np.int32)
-        self._asked_there = driver.allocate(20 * most, "sampling")
+        # numbers and top-p (8 bytes each), then rows, inverse temperatures, how, top-k and min-p (4 each)
+        self._asked = driver.pinned(9 * most, np.int32)
+        self._asked_there = driver.allocate(36 * most, "sampling")
         self._pieces = driver.allocate(8 * most * -(-vocab // _PIECE), "sampling")
         self._drawn = driver.pinned(most * _DRAWN.itemsize, np.uint8).view(_DRAWN)
         self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
@@ -92,7 +54,9 @@ class Drawing:
         """The first so many rows, as the step just launched leaves them."""
         return DeviceLogits(self, count)
 
-    def begin(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> "DeviceDrawing":
+    def begin(
+        self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts
+    ) -> "DeviceDrawing":
         """Launch the drawing of one token for each."""
         parts = [slice(start, start + self._most) for start in range(0, max(1, len(rows)), self._most)]
         before: list[Drawn] = []
@@ -100,7 +64,13 @@ class Drawing:
         for at in parts:
             if count:
                 before.append(self.finished([], count))
-            count = self._launch(rows[at], inverse_temperature[at], greedy[at], numbers[at])
+            count = self._launch(
+                rows[at],
+                inverse_temperature[at],
+                greedy[at],
+                numbers[at],
+                Cuts(cuts.top_k[at], cuts.top_p[at], cuts.min_p[at]),
+            )
         return DeviceDrawing(self, before, count)
 
     def finished(self, before: Sequence[Drawn], count: int) -> Drawn:
@@ -135,22 +105,29 @@ class Drawing:
         self._driver.wait(self._stream)
         return there
 
-    def _launch(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> int:
+    def _launch(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts) -> int:
         count, asked, there = len(rows), self._asked, self._asked_there
         if not count:
             return 0
+        cut = ~greedy & (((cuts.top_k > 0) & (cuts.top_k < self._vocab)) | (cuts.top_p < 1) | (cuts.min_p > 0))
         asked[: 2 * count] = numbers.view(np.int32)
-        asked[2 * count : 3 * count] = rows
-        asked[3 * count : 4 * count] = inverse_temperature.view(np.int32)
-        asked[4 * count : 5 * count] = greedy
-        self._driver.to_device(there, asked, self._stream, 20 * count)
-        at_rows, hot, cold = (U64(there + 4 * count * n) for n in (2, 3, 4))
+        asked[2 * count : 4 * count] = cuts.top_p.view(np.int32)
+        how = np.where(cut, _CUT, greedy)
+        words = (rows, inverse_temperature.view(np.int32), how, cuts.top_k, cuts.min_p.view(np.int32))
+        for place, column in enumerate(words, start=4):
+            asked[place * count : (place + 1) * count] = column
+        self._driver.to_device(there, asked, self._stream, 36 * count)
+        at_rows, hot, at_how, top_k, min_p = (U64(there + 4 * count * place) for place in range(4, 9))
+        numbers_there, top_p = U64(there), U64(there + 8 * count)
         logits, pieces, vocab = U64(self._logits), U64(self._pieces), Int(self._vocab)
         blocks = -(-self._vocab // _PIECE // 8) if count <= 32 else max(1, 2048 // count)
-        launch = self._module.launch
+        launch, out = self._module.launch, U64(self._drawn_there)
+        picks = (logits, at_rows, hot, at_how)
         launch("weigh", (blocks, count), 256, self._stream, (logits, at_rows, hot, pieces, vocab))
-        out = U64(self._drawn_there)
-        launch("draw", (count,), 256, self._stream, (logits, at_rows, hot, cold, U64(there), pieces, out, vocab))
+        launch("draw", (count,), 256, self._stream, (*picks, numbers_there, pieces, out, vocab))
+        if cut.any():
+            arguments = (*picks, top_k, top_p, min_p, numbers_there, pieces, out, vocab)
+            launch("draw_cut", (count,), 1024, self._stream, arguments, shared=8 * _NEAR)
         self._driver.to_host(self._drawn[:count], self._drawn_there, self._stream)
         self._driver.record(self._drawn_event, self._stream)
         return count
@@ -189,10 +166,12 @@ class DeviceLogits:
         found: Float32 = self._drawing.fetch(rows, 1)[0]
         return found
 
-    def begin(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64) -> DeviceDrawing:
+    def begin(
+        self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts
+    ) -> DeviceDrawing:
         """On the device."""
         self._begun = True
-        return self._drawing.begin(rows, inverse_temperature, greedy, numbers)
+        return self._drawing.begin(rows, inverse_temperature, greedy, numbers, cuts)
 
     def wait(self) -> None:
         """Until the step is through, and what has been begun to be drawn from it; not for a step behind it."""

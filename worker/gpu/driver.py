@@ -24,6 +24,7 @@ Handle = ctypes.c_void_p
 
 _OUT_OF_MEMORY = 2
 _SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -231,11 +232,17 @@ class Driver:
         self.call("cuMemAddressReserve", ctypes.byref(address), Size(nbytes), Size(0), U64(0), U64(0))
         return address.value
 
-    def create(self, nbytes: int) -> int:
-        """Memory without an address; its handle."""
-        handle, where = U64(), _Placement.on(self.ordinal)
+    def create(self, nbytes: int, *, shared: bool = False) -> int:
+        """Memory without an address; its handle. shared: `export` can lend it to another process."""
+        handle, where = U64(), _Placement.on(self.ordinal, shared=shared)
         self.call("cuMemCreate", ctypes.byref(handle), Size(nbytes), ctypes.byref(where), U64(0))
         return handle.value
+
+    def export(self, handle: int) -> int:
+        """A file descriptor of shared memory, to be sent and closed. The memory lives as long as anybody maps it."""
+        fd = Int()
+        self.call("cuMemExportToShareableHandle", ctypes.byref(fd), U64(handle), _FILE_DESCRIPTOR, U64(0))
+        return fd.value
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Put memory behind a reserved range, readable and writable."""
@@ -318,8 +325,8 @@ class _Placement(ctypes.Structure):
     )
 
     @staticmethod
-    def on(device: int) -> "_Placement":
-        return _Placement(1, 0, 1, device, None, 0, 0, 0)
+    def on(device: int, *, shared: bool = False) -> "_Placement":
+        return _Placement(1, _FILE_DESCRIPTOR * shared, 1, device, None, 0, 0, 0)
 
 
 class _Access(ctypes.Structure):

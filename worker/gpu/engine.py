@@ -4,17 +4,21 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.messages import Live
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, EngineSpec, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.gpu.backend import GpuDecoder
+from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import Driver
+from worker.gpu.lending import Lending
 from worker.gpu.operations import Heads
 from worker.gpu.self_test import require_right
 from worker.gpu.weights import DeviceSlots, Staged, placement
@@ -45,7 +49,9 @@ class GpuEngine:
         self._dtype = layout.manifest.dtype
         self.asked: Callable[[], bool] = never
         self._driver = Driver(replica * config.tp + rank)
-        self._slots = DeviceSlots(self._driver, placement(layout, rank))
+        where = placement(layout, rank)
+        self._slots = DeviceSlots(self._driver, where)
+        self._lending = Lending(self._slots, DeviceDigests(self._driver, layout, where))
         heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
         spec = engine_spec(config, hf_config, model.max_positions)
         self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need
@@ -71,19 +77,38 @@ class GpuEngine:
         require_right(self._decoder)
         log.info("computing on %s in %s", self._driver.name, self._dtype)
 
+    def lend_at(self, socket: Path) -> None:
+        """Trainers on this host may fill the slot that is not bound."""
+        self._lending.listen(socket)
+
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Copy these weights into the slot that is not bound. Raises ValueError naming what does not fit."""
+        self._check(views)
+        return self._slots.stage(views)
+
+    def stage(self, live: Live, views: Mapping[str, npt.NDArray[Any]]) -> object:
+        """As `prepare`, and sure to be this version in the device's own memory; a trainer may have put it there."""
+        self._check(views)
+        return self._lending.stage(live, views)
+
+    def _check(self, views: Mapping[str, npt.NDArray[Any]]) -> None:
         for name in self._shard.shapes:
             if name not in views:
                 raise ValueError(f"{name}: missing")
             self._shard.check(name, views[name], self._dtype)
-        return self._slots.stage(views)
 
     def bind(self, prepared: object | None) -> None:
         """Compute with these weights from the next step on; None gives the bound ones' memory back."""
         assert prepared is None or isinstance(prepared, Staged)
         self._decoder.wait()  # for a step that was launched under the weights before
+        if prepared is None:
+            self._lending.withdraw()
         self._slots.bind(prepared)
+
+    def free_memory(self) -> int:
+        """Of the device, other processes' use counted."""
+        self._driver.enter()
+        return self._driver.memory()[0]
 
     def allocate_kv(self) -> None:
         """Make the KV cache; idempotent."""
@@ -93,7 +118,7 @@ class GpuEngine:
         """Free the KV cache; bytes freed."""
         return self._decoder.release_kv()
 
-    def forward(self, batch: ForwardBatch) -> Logits:
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits:
         """Logits [L, vocab], on the device until rows are asked for; the next call reuses their memory."""
         return self._decoder.forward(batch)
 

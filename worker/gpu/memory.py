@@ -4,16 +4,22 @@ A captured graph holds addresses. Sleep takes the memory away and gives it back 
 behind the same addresses, and every graph goes on as it was.
 """
 
+import logging
 import threading
 
-from worker.gpu.driver import DeviceMemoryError, Driver
+from worker.gpu.driver import CudaError, DeviceMemoryError, Driver
+
+log = logging.getLogger(__name__)
 
 
 class Region:
-    """A reserved range; with memory behind it after `fill`, without after `empty`. what: for errors."""
+    """A reserved range; with memory behind it after `fill`, without after `empty`.
 
-    def __init__(self, driver: Driver, nbytes: int, what: str) -> None:
-        self._driver, self._what = driver, what
+    what: for errors. shared: memory that `lend` can give to another process too, where the system can do that.
+    """
+
+    def __init__(self, driver: Driver, nbytes: int, what: str, *, shared: bool = False) -> None:
+        self._driver, self._what, self._shared = driver, what, shared
         self.nbytes = -(-max(nbytes, 1) // driver.page) * driver.page
         self.address = driver.reserve(self.nbytes)
         self._handle: int | None = None
@@ -30,7 +36,7 @@ class Region:
             if self._handle is not None:
                 return
             try:
-                handle = self._driver.create(self.nbytes)
+                handle = self._create()
             except DeviceMemoryError:
                 raise self._driver.no_room(self.nbytes, self._what) from None
             self._driver.map(self.address, self.nbytes, handle)
@@ -44,3 +50,21 @@ class Region:
             self._driver.unmap(self.address, self.nbytes, self._handle)
             self._handle = None
             return self.nbytes
+
+    def lend(self) -> int:
+        """A file descriptor of the memory behind it, to be sent and closed. Raises CudaError where there is none."""
+        with self._lock:
+            if self._handle is None or not self._shared:
+                raise CudaError(f"no {self._what} that another process could map")
+            return self._driver.export(self._handle)
+
+    def _create(self) -> int:
+        if self._shared:
+            try:
+                return self._driver.create(self.nbytes, shared=True)
+            except DeviceMemoryError:
+                raise
+            except CudaError as error:
+                log.info("device memory cannot be lent to trainers here: %s", error)
+                self._shared = False
+        return self._driver.create(self.nbytes)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import rank_views
+from weight_manager.layout import PAGE, rank_views
 from weight_manager.manifest import ITEMSIZE, Layout
 from worker.gpu.driver import Driver
 from worker.gpu.memory import Region
+from worker.gpu.pinned import Pinned
 
 Array = npt.NDArray[Any]
 _GAP = 64
@@ -90,9 +91,10 @@ class DeviceSlots:
     def __init__(self, driver: Driver, where: Placement) -> None:
         self._driver, self._where = driver, where
         self._stream = driver.stream()
-        self.regions = [Region(driver, where.nbytes, "weights (one of two slots)") for _ in range(2)]
+        self.regions = [Region(driver, where.nbytes, "weights (one of two slots)", shared=True) for _ in range(2)]
         self.bound: int | None = None
         self._held: list[weakref.ref[Staged] | None] = [None, None]
+        self.pinned = Pinned(driver)
 
     def tensors(self, slot: int) -> dict[str, Tensor]:
         """By name, in this slot."""
@@ -108,9 +110,35 @@ class DeviceSlots:
         region, staged = self.regions[slot], Staged(slot)
         region.fill()
         base = min(view.ctypes.data for view in views.values()) - self._where.runs[0].source
+        last = self._where.runs[-1]
+        self.pinned.pin(base, -(-(last.source + last.nbytes) // PAGE) * PAGE)
         for run in self._where.runs:
             self._driver.from_address(region.address + run.target, base + run.source, run.nbytes, self._stream)
         self._driver.wait(self._stream)
+        self._held[slot] = weakref.ref(staged)
+        return staged
+
+    def enter(self) -> None:
+        """Make this thread one that may change what is behind the slots."""
+        self._driver.enter()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """How the arena's slot lies in one of these."""
+        return self._where.runs
+
+    @property
+    def spare(self) -> int | None:
+        """The slot that nothing is computed with and nobody holds; None while no slot is bound."""
+        if self.bound is None:
+            return None
+        slot = 1 - self.bound
+        held = self._held[slot]
+        return slot if held is None or held() is None else None
+
+    def hold(self, slot: int) -> Staged:
+        """As `stage` of the spare slot, which somebody else has filled."""
+        staged = Staged(slot)
         self._held[slot] = weakref.ref(staged)
         return staged
 
@@ -123,6 +151,7 @@ class DeviceSlots:
             self.bound = staged.slot
             return
         was, self.bound = self.bound, None
+        self.pinned.let_go()  # the arena may be unmapped next
         for slot, (region, held) in enumerate(zip(self.regions, self._held, strict=True)):
             if slot == was or held is None or held() is None:
                 region.empty()

@@ -83,14 +83,15 @@ async def test_a_dead_replicas_seen_stream_ends_with_abort_and_partials(client, 
     assert '"spans":[{"version":0,"start":0,"end":1,"recomputed":false}]' in text.split("\n\n")[-3]
 
 
-async def test_a_replica_in_a_long_step_is_kept(client, replicas, until, service):
+@pytest.mark.parametrize("settings", [{"silence_s": 3.0, "stuck_s": 120.0}])
+async def test_a_replica_in_a_long_step_is_kept(client, replicas, until, service, settings):
     """Its loop says nothing for longer than a dead process may, while ZMQ's thread in it answers."""
     gate(replicas)
     task = asyncio.create_task(client.post(URL, json=BODY))
     await until(lambda: busy(replicas))
     (stepping,) = busy(replicas)
     stepping.mute = True
-    await asyncio.sleep(1.5)
+    await until(lambda: service.fleet.replicas[stepping.index].link.silent_s > 1.5 * settings["silence_s"])
     body = (await client.get("/health")).json()
     assert "in a long step" in body["replicas"][stepping.index]["reason"]
     open_gate([replicas[1 - stepping.index]])

@@ -61,8 +61,11 @@ __device__ __forceinline__ Found passed(double weight, double goal, double *sums
 }
 
 struct Drawn { int token; float logprob; int finite; int unused; };
-// grid (picks), 256 threads. greedy[p]: take the most likely id, the lowest of equals.
-KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const float *inverse_temperature, const int *greedy,
+// How a pick is drawn: from all ids; the most likely id, the lowest of equals; or by `draw_cut`.
+#define GREEDY 1
+#define CUT 2
+// grid (picks), 256 threads.
+KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const float *inverse_temperature, const int *how,
                                    const double *numbers, const float2 *pieces, Drawn *out, int vocab) {
   __shared__ double sums[8];
   __shared__ float tops[8];
@@ -70,6 +73,7 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
   __shared__ int least;
   follow();
   const int pick = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (vocab + PIECE - 1) / PIECE;
+  if (how[pick] == CUT) return;
   const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
   const float2 *mine = pieces + (u64)pick * count;
   const int each = (count + 255) / 256, from = threadIdx.x * each, until = min(count, from + each);
@@ -94,7 +98,7 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
     return;
   }
   int token;
-  if (greedy[pick]) {
+  if (how[pick] == GREEDY) {
     for (int i = from; i < until; i++)
       if (mine[i].x == top) { atomicMin(&least, i); break; }
     __syncthreads();
@@ -130,6 +134,135 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
     for (int w = 0; w < 8; w++) sum += sums[w];
     __syncthreads();
     token = piece * PIECE + passed(here, share * sum, sums, &found).index;
+  }
+  if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
+}
+
+// Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/truncation.py does it. Bounds are found
+// bit by bit, by counting or weighing what lies above; over the ids near the largest logit, when these are enough and few,
+// else over the whole row. Of equal logits the lower ids stay. grid (picks), 1024 threads, 8 * NEAR bytes of shared memory.
+#define NEAR 8192
+#define FULL 0x7fffffff
+__device__ __forceinline__ u32 rising(float x) {  // as a number that rises with x
+  const u32 bits = __float_as_uint(x);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+__device__ __forceinline__ float falling(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
+__device__ __forceinline__ double total_of(double v, double *sums) {  // over 1024 threads; everybody gets it
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  __syncthreads();
+  if (!(threadIdx.x & 31)) sums[threadIdx.x >> 5] = v;
+  __syncthreads();
+  double s = 0;
+  for (int w = 0; w < 32; w++) s += sums[w];
+  return s;
+}
+KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, const float *inverse_temperature, const int *how,
+    const int *top_k, const double *top_p, const float *min_p, const double *numbers, const float2 *pieces, Drawn *out, int vocab) {
+  extern __shared__ __align__(16) char near_by[];
+  u32 *keys = (u32 *)near_by;
+  int *ids = (int *)near_by + NEAR;
+  __shared__ double sums[32];
+  __shared__ float tops[32];
+  __shared__ int listed;
+  follow();
+  const int pick = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (vocab + PIECE - 1) / PIECE;
+  if (how[pick] != CUT) return;
+  const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
+  const float2 *mine = pieces + (u64)pick * count;
+  float top = -INF;
+  for (int i = threadIdx.x; i < count; i += 1024) top = fmaxf(top, mine[i].x);
+  for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+  if (!lane) tops[warp] = top;
+  if (!threadIdx.x) listed = 0;
+  __syncthreads();
+  for (int w = 0; w < 32; w++) top = fmaxf(top, tops[w]);
+  double weight = 0;
+  for (int i = threadIdx.x; i < count; i += 1024) weight += (double)(mine[i].y * expf((mine[i].x - top) * hot));
+  const double total = total_of(weight, sums);
+  if (!(total < (double)INF) || !(fabsf(top) < INF)) {
+    if (!threadIdx.x) out[pick] = {0, 0.f, 0, 0};
+    return;
+  }
+  const int k = top_k[pick] > 0 && top_k[pick] < vocab ? top_k[pick] : 0;
+  const double share = top_p[pick];
+  const float least = min_p[pick];
+
+  int n = 0;  // listed; 0 = the whole row
+  for (int depth = 4; depth <= 16 && !n; depth *= 2) {
+    double many = 0, heavy = 0;
+    for (int id = threadIdx.x; id < vocab; id += 1024) {
+      const float scaled = (row[id] - top) * hot;
+      if (scaled >= -depth) { many += 1; heavy += (double)expf(scaled); }
+    }
+    many = total_of(many, sums);
+    heavy = total_of(heavy, sums);
+    if (many > NEAR) break;
+    const bool enough = k ? many >= k : share < 1 ? heavy >= share * total : least >= expf(-depth + 0.01f);
+    if (!enough) continue;
+    for (int id = threadIdx.x; id < vocab; id += 1024)
+      if ((row[id] - top) * hot >= -depth) {
+        const int at = atomicAdd(&listed, 1);
+        keys[at] = rising(row[id]);
+        ids[at] = id;
+      }
+    __syncthreads();
+    n = listed;
+  }
+  // Sum of what `of` says of every (key, id), of those listed or of all.
+  auto sum = [&](auto of) {
+    double s = 0;
+    if (n) for (int i = threadIdx.x; i < n; i += 1024) s += of(keys[i], ids[i]);
+    else for (int id = threadIdx.x; id < vocab; id += 1024) s += of(rising(row[id]), id);
+    return total_of(s, sums);
+  };
+  auto weigh_key = [&](u32 key) { return (double)expf((falling(key) - top) * hot); };
+  u32 bound = 0;
+  int last = FULL;  // open: keys above the bound, and of those at the bound the ids up to the last
+  auto open = [&](u32 key, int id) { return key > bound || (key == bound && id <= last); };
+  // The id of the m-th open key that equals t, by id.
+  auto place = [&](u32 t, double m) {
+    int v = 0;
+    for (int bit = 1 << 30; bit; bit >>= 1) {
+      const int c = v | bit;
+      if (c <= vocab && sum([&](u32 key, int id) { return key == t && open(key, id) && id < c ? 1. : 0.; }) < m) v = c;
+    }
+    return v;
+  };
+  if (k) {
+    u32 t = 0;
+    for (u32 bit = 1u << 31; bit; bit >>= 1) {
+      const u32 c = t | bit;
+      if (sum([&](u32 key, int) { return key >= c ? 1. : 0.; }) >= k) t = c;
+    }
+    const double above = sum([&](u32 key, int) { return key > t ? 1. : 0.; });
+    last = place(t, k - above);
+    bound = t;
+  }
+  if (share < 1) {
+    const double goal = share * (k ? sum([&](u32 key, int id) { return open(key, id) ? weigh_key(key) : 0.; }) : total);
+    u32 t = 0;
+    for (u32 bit = 1u << 31; bit; bit >>= 1) {
+      const u32 c = t | bit;
+      if (sum([&](u32 key, int id) { return key >= c && open(key, id) ? weigh_key(key) : 0.; }) >= goal) t = c;
+    }
+    if (t) {  // 0: rounding left all of them short of the goal
+      const double above = sum([&](u32 key, int id) { return key > t && open(key, id) ? weigh_key(key) : 0.; });
+      const int v = place(t, fmax(1., ceil((goal - above) / weigh_key(t))));
+      bound = t;
+      last = v;
+    }
+  }
+  auto weight_of = [&](u32 key, int id) {
+    const float w = (float)weigh_key(key);
+    return open(key, id) && w >= least ? (double)w : 0.;
+  };
+  const double open_weight = sum(weight_of), goal = fmin(numbers[pick] * open_weight, open_weight * (1 - 0x1p-52));
+  int token = 0;
+  for (int bit = 1 << 30; bit; bit >>= 1) {
+    const int c = token | bit;
+    if (c < vocab && sum([&](u32 key, int id) { return id < c ? weight_of(key, id) : 0.; }) <= goal) token = c;
   }
   if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
 }

@@ -1,5 +1,7 @@
 """Where a rank's weights lie in a device slot, and which slot may be filled or given back. The driver is a stand-in."""
 
+import mmap
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ class DriverInMemory:
     page = 4096
 
     def __init__(self):
-        self.memory, self.mapped = {}, set()
+        self.memory, self.mapped, self.registered = {}, set(), {}
 
     def enter(self):
         pass
@@ -41,7 +43,7 @@ class DriverInMemory:
         self.memory[memory.ctypes.data] = memory
         return memory.ctypes.data
 
-    def create(self, nbytes):
+    def create(self, nbytes, *, shared=False):
         return nbytes
 
     def map(self, address, nbytes, handle):
@@ -50,6 +52,14 @@ class DriverInMemory:
     def unmap(self, address, nbytes, handle):
         self.mapped.remove(address)
 
+    def register(self, address, nbytes, *, read_only):
+        assert read_only
+        assert address % 4096 == nbytes % 4096 == 0
+        self.registered[address] = nbytes
+
+    def unregister(self, address):
+        del self.registered[address]
+
     def from_address(self, address, source, nbytes, stream):
         base = next(base for base in self.mapped if base <= address < base + self.memory[base].nbytes)
         there = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_ubyte * nbytes).from_address(source))
@@ -57,7 +67,8 @@ class DriverInMemory:
 
 
 def _views(layout, rank, seed):
-    slot = np.random.default_rng(seed).integers(0, 256, layout.slot_bytes, np.uint8)
+    slot = np.frombuffer(mmap.mmap(-1, layout.slot_bytes), np.uint8)
+    slot[:] = np.random.default_rng(seed).integers(0, 256, layout.slot_bytes, np.uint8)
     return rank_views(layout, rank, slot)
 
 
@@ -97,3 +108,15 @@ def test_a_version_is_staged_beside_what_is_bound_and_nothing_that_is_held_is_gi
     assert len(driver.mapped) == 1
     slots.bind(kept)
     assert slots.bound == kept.slot
+
+
+def test_the_arena_is_pinned_once_and_let_go_before_it_is_unmapped():
+    layout = make_layout(manifest_for(CONFIG, "float32"), 1)
+    driver = DriverInMemory()
+    slots = DeviceSlots(driver, placement(layout, 0))
+    ours, theirs = _views(layout, 0, 1), _views(layout, 0, 2)
+    for views in (ours, theirs, ours):
+        slots.bind(slots.stage(views))
+    assert list(driver.registered.values()) == [layout.slot_bytes] * 2
+    slots.bind(None)
+    assert not driver.registered

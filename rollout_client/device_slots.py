@@ -1,0 +1,225 @@
+"""Straight into the memory of ranks on this host's GPUs: the trainer's side, and the words that both sides use.
+
+ 1. [STORE]   `Placement.devices`: a socket of each replica that may have a slot to lend.
+ 2. [TRAINER] connects and sends `Ask`: which slot of the arena, in which write epoch, it is about to fill.
+ 3. [RANK]    `Grant`, with the memory of the device slot that it does not compute with as a file descriptor; or `No`.
+ 4. [TRAINER] maps it, and copies every tensor there as well as into the arena's slot. Once all is there it unmaps the
+              memory and says `Filled`.
+ 5. [RANK]    `Taken`. When the store asks it to prepare that very slot in that very epoch, it computes the version's
+              digest from its device memory, and votes yes if it is the one that the store proved.
+
+A connection that ends before `Filled` leaves memory that a stopped or dying process may still write to: the rank lets
+it go and puts other memory behind the same addresses. So does a rank that is asked to prepare anything else meanwhile.
+Nothing that goes wrong here fails a push: the arena's slot holds the version in any case, and a rank copies that.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 2.0
+"""For an answer of a rank, which may be copying another version."""
+LONGEST = 1 << 20
+"""Bytes of a message."""
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """[TRAINER] I am about to fill this slot of the arena."""
+
+    slot: int
+    write_epoch: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """[RANK] fill this too; a file descriptor comes with it.
+
+    nbytes: of the memory. runs: (start in the arena's slot, start in the memory, bytes), rising.
+    """
+
+    nbytes: int
+    runs: list[tuple[int, int, int]]
+
+
+class No(msgspec.Struct, frozen=True, tag="no"):
+    """[RANK] not now."""
+
+    why: str
+
+
+class Filled(msgspec.Struct, frozen=True, tag="filled"):
+    """[TRAINER] every byte is there, and the memory is not mapped here any more."""
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """[RANK] it is kept for the commit."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Ask | Filled).decode
+decode_answer = msgspec.msgpack.Decoder(Grant | No | Taken).decode
+
+
+def socket_of(run_dir: Path, replica: int) -> Path:
+    """Where rank 0 of a replica listens, if it has device memory to lend."""
+    return run_dir / f"device-{replica}.sock"
+
+
+class NotLent(RuntimeError):
+    """A rank's memory cannot be filled; why."""
+
+
+class _Location(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("type", ctypes.c_int), ("device", ctypes.c_int), ("flags", ctypes.c_int))
+
+
+class LentSlot:
+    """One rank's memory, mapped on the current CUDA device from `open` to `close`."""
+
+    def __init__(self, path: str, cuda: Any) -> None:
+        """cuda: NVIDIA's driver library. A context is current."""
+        self.path, self._cuda = path, cuda
+        self._address, self._nbytes = 0, 0
+        self._runs: list[tuple[int, int, int]] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(PATIENCE_S)
+
+    def open(self, slot: int, write_epoch: int) -> None:
+        """Ask for it and map it. Raises NotLent."""
+        fds: list[int] = []
+        try:
+            self._socket.connect(self.path)
+            self._socket.send(encode(Ask(slot, write_epoch)))
+            raw, fds, _, _ = socket.recv_fds(self._socket, LONGEST, 1)
+            answer = decode_answer(raw)
+            if not isinstance(answer, Grant) or not fds:
+                raise NotLent(answer.why if isinstance(answer, No) else f"an answer of {type(answer).__name__}")
+            self._runs = answer.runs
+            self._map(fds[0], answer.nbytes)
+        except (OSError, msgspec.DecodeError) as error:
+            raise NotLent(f"no answer: {error}") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def send(self, source: int, start: int, nbytes: int, stream: int) -> None:
+        """Queue a copy of device memory to where `start` of the arena's slot lies in it. Raises NotLent."""
+        at = bisect_right(self._runs, start, key=lambda run: run[0]) - 1
+        if at < 0 or start + nbytes > self._runs[at][0] + self._runs[at][2]:
+            raise NotLent(f"{nbytes} bytes at {start} are not in one piece there")
+        target = self._address + self._runs[at][1] + start - self._runs[at][0]
+        self._call("cuMemcpyDtoDAsync_v2", _u64(target), _u64(source), _size(nbytes), ctypes.c_void_p(stream))
+
+    def filled(self) -> None:
+        """All copies are through: say so. Raises NotLent if the memory was taken back meanwhile."""
+        self._unmap()
+        try:
+            self._socket.send(encode(Filled()))
+            answer = decode_answer(self._socket.recv(LONGEST))
+        except (OSError, msgspec.DecodeError) as error:
+            raise NotLent(f"taken back: {error}") from error
+        if not isinstance(answer, Taken):
+            raise NotLent(answer.why if isinstance(answer, No) else "an answer that was not asked for")
+
+    def close(self) -> None:
+        """Unmap and hang up; no copy is under way. Idempotent."""
+        with contextlib.suppress(NotLent):  # the process keeps the mapping, nobody else is concerned
+            self._unmap()
+        self._socket.close()
+
+    def _map(self, fd: int, nbytes: int) -> None:
+        handle, address, device = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), _FILE_DESCRIPTOR)
+        try:
+            self._call("cuMemAddressReserve", ctypes.byref(address), _size(nbytes), _size(0), _u64(0), _u64(0))
+            try:
+                self._call("cuMemMap", address, _size(nbytes), _size(0), handle, _u64(0))
+            except NotLent:
+                self._cuda.cuMemAddressFree(address, _size(nbytes))
+                raise
+        finally:
+            self._cuda.cuMemRelease(handle)  # the mapping keeps the memory
+        self._address, self._nbytes = address.value, nbytes
+        access = _Location(_DEVICE, device.value, _READ_WRITE)
+        self._call("cuMemSetAccess", address, _size(nbytes), ctypes.byref(access), _size(1))
+
+    def _unmap(self) -> None:
+        address, self._address = self._address, 0
+        if address:
+            self._call("cuMemUnmap", _u64(address), _size(self._nbytes))
+            self._call("cuMemAddressFree", _u64(address), _size(self._nbytes))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            raise NotLent(f"{name}: CUDA error {code}")
+
+
+class LentSlots:
+    """Those of all ranks that lend theirs, for one push. One that fails is left out, and told of."""
+
+    def __init__(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
+        """Of the placement."""
+        self._paths, self._key = paths, (slot, write_epoch)
+        self._slots: list[LentSlot] = []
+        self._good: list[LentSlot] = []
+
+    def open(self, cuda: Any) -> None:
+        """On the current CUDA device."""
+        for path in self._paths:
+            lent = LentSlot(path, cuda)
+            self._slots.append(lent)
+            try:
+                lent.open(*self._key)
+                self._good.append(lent)
+            except NotLent as error:
+                self._without(lent, error)
+
+    def send(self, source: int, start: int, nbytes: int, stream: int) -> None:
+        """As LentSlot does, into each."""
+        for lent in list(self._good):
+            try:
+                lent.send(source, start, nbytes, stream)
+            except NotLent as error:
+                self._without(lent, error)
+
+    def filled(self) -> int:
+        """Every byte of the version has been sent here and has arrived; how many ranks have it now."""
+        for lent in list(self._good):
+            try:
+                lent.filled()
+            except NotLent as error:
+                self._without(lent, error)
+        return len(self._good)
+
+    def close(self) -> None:
+        """Once no copy is under way. Idempotent."""
+        for lent in self._slots:
+            lent.close()
+        self._slots, self._good = [], []
+
+    def _without(self, lent: LentSlot, error: NotLent) -> None:
+        self._good = [other for other in self._good if other is not lent]
+        log.warning("%s is not filled from here, it copies the arena's slot: %s", lent.path, error)
+
+
+def _u64(value: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(value)
+
+
+def _size(value: int) -> ctypes.c_size_t:
+    return ctypes.c_size_t(value)

@@ -1,0 +1,39 @@
+"""Which trainers are told of ranks that have device memory to lend."""
+
+import socket
+
+import pytest
+
+from rollout_client import protocol as wire
+from rollout_client.device_slots import socket_of
+
+
+@pytest.fixture
+def lenders(store):
+    """Sockets of replicas 0 and 7, of which only 0 is there."""
+    sockets = []
+    for replica in 0, 7:
+        sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sockets[-1].bind(str(socket_of(store.run_dir, replica)))
+    yield [str(socket_of(store.run_dir, 0))]
+    for one in sockets:
+        one.close()
+
+
+def test_a_trainer_that_asks_is_told_of_the_replicas_that_vote(lenders, replica, trainer, weights):
+    replica(0)
+    replica(1)  # on a CPU
+    placement = trainer().begin(weights(1), 1, devices=True)
+    assert placement.devices == lenders
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"devices": True, "transport": "zmq"}, {"devices": True, "world": 2}, {"devices": True, "base_version": 0}],
+    ids=["does not ask", "does not share memory", "has not all ranks' parts", "sends some tensors only"],
+)
+def test_any_other_is_not(lenders, replica, trainer, weights, fields):
+    replica(0)
+    placement = trainer().begin(weights(1), 1, **fields)
+    assert isinstance(placement, wire.Placement)
+    assert placement.devices == []

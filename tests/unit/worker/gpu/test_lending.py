@@ -1,0 +1,352 @@
+"""Device slots lent to a trainer over a real socket. Device memory is memfds, mapped by both sides: what is lent, what
+is taken back and whose writes arrive where is the kernel's doing, as it is the driver's on a GPU."""
+
+import ctypes
+import logging
+import mmap
+import os
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from rollout_client.device_slots import Ask, LentSlot, LentSlots, NotLent, encode
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout, rank_views, region_digests, version_digest
+from weight_manager.messages import Live
+from worker.gpu.driver import CudaError
+from worker.gpu.lending import Lending
+from worker.gpu.weights import DeviceSlots, placement
+
+from .test_weights import CONFIG
+
+LAYOUT = make_layout(manifest_for(CONFIG, "bfloat16"), 1)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_LIBC.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+
+
+def _mmap(address: int | None, nbytes: int, fd: int) -> int:
+    kind = (mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) | (0x10 if address else 0)  # fixed
+    return _LIBC.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
+
+
+class MemfdDriver:
+    """The rank's driver."""
+
+    page = 4096
+    can_share = True
+
+    def __init__(self):
+        self.copied, self.registered = 0, {}
+        self.stale = {}  # pages that it holds of a mapping that has others now
+
+    def enter(self): ...
+    def stream(self): ...
+    def wait(self, stream): ...
+
+    def reserve(self, nbytes):
+        return _mmap(None, nbytes, -1)
+
+    def create(self, nbytes, *, shared=False):
+        if shared and not self.can_share:
+            raise CudaError("cuMemCreate: CUDA_ERROR_NOT_SUPPORTED")
+        fd = os.memfd_create("device")
+        os.ftruncate(fd, nbytes)
+        return fd
+
+    def export(self, handle):
+        return os.dup(handle)
+
+    def map(self, address, nbytes, handle):
+        _mmap(address, nbytes, handle)
+
+    def unmap(self, address, nbytes, handle):
+        _mmap(address, nbytes, -1)
+        os.close(handle)
+
+    def register(self, address, nbytes, *, read_only):
+        assert read_only
+        assert address % 4096 == nbytes % 4096 == 0
+        self.registered[address] = nbytes
+
+    def unregister(self, address):
+        del self.registered[address]
+        self.stale.pop(address, None)
+
+    def from_address(self, address, source, nbytes, stream):
+        self.copied += nbytes
+        for start, pages in self.stale.items():
+            if start <= source < start + pages.nbytes:
+                source += pages.ctypes.data - start
+                break
+        ctypes.memmove(address, source, nbytes)
+
+
+class MemfdCuda:
+    """What the trainer calls of the driver."""
+
+    def cuCtxGetDevice(self, device):  # noqa: N802
+        return 0
+
+    def cuMemImportFromShareableHandle(self, handle, fd, kind):  # noqa: N802
+        handle._obj.value = os.dup(fd.value)
+        return 0
+
+    def cuMemAddressReserve(self, address, nbytes, *_):  # noqa: N802
+        address._obj.value = _mmap(None, nbytes.value, -1)
+        return 0
+
+    def cuMemMap(self, address, nbytes, offset, handle, flags):  # noqa: N802
+        _mmap(address.value, nbytes.value, handle.value)
+        return 0
+
+    def cuMemSetAccess(self, *_):  # noqa: N802
+        return 0
+
+    def cuMemRelease(self, handle):  # noqa: N802
+        os.close(handle.value)
+        return 0
+
+    def cuMemUnmap(self, address, nbytes):  # noqa: N802
+        _mmap(address.value, nbytes.value, -1)
+        return 0
+
+    def cuMemAddressFree(self, address, nbytes):  # noqa: N802
+        return _LIBC.munmap(address.value, nbytes.value)
+
+    def cuMemcpyDtoDAsync_v2(self, target, source, nbytes, stream):  # noqa: N802
+        ctypes.memmove(target.value, source.value, nbytes.value)
+        return 0
+
+
+class HostDigests:
+    """The kernel's stand-in: the same digest, by the host."""
+
+    def version(self, address):
+        memory = (ctypes.c_ubyte * LAYOUT.slot_bytes).from_address(address)
+        return version_digest(LAYOUT, region_digests(LAYOUT, memoryview(memory)))
+
+
+class Version:
+    """A version in the arena's slot, and as its trainer has it."""
+
+    def __init__(self, number: int, slot: int = 0):
+        self.bytes = np.frombuffer(mmap.mmap(-1, LAYOUT.slot_bytes), np.uint8)
+        self.bytes[:] = np.random.default_rng(number).integers(0, 256, LAYOUT.slot_bytes, np.uint8)
+        self.views = rank_views(LAYOUT, 0, self.bytes)
+        self.live = Live("r", number, number, slot, version_digest(LAYOUT, region_digests(LAYOUT, self.bytes)), number)
+
+    def copy_to(self, lent, regions=LAYOUT.regions):
+        for region in regions:
+            nbytes = 2 * int(np.prod(region.shape))
+            lent.send(self.bytes.ctypes.data + region.offset, region.offset, nbytes, 0)
+
+
+class Rank:
+    def __init__(self, path):
+        self.path = path
+        self.driver = MemfdDriver()
+        self.slots = DeviceSlots(self.driver, placement(LAYOUT, 0))
+        self.lending = Lending(self.slots, HostDigests())
+        self.lending.listen(path)
+
+    def serve(self, version):
+        """Bound, and the version before it forgotten."""
+        self.slots.bind(self.lending.stage(version.live, version.views))
+        return self
+
+    def content(self, slot):
+        return (ctypes.c_ubyte * LAYOUT.slot_bytes).from_address(self.slots.regions[slot].address)
+
+    def holds(self, staged, version):
+        return HostDigests().version(self.slots.regions[staged.slot].address) == version.live.digest
+
+
+@pytest.fixture
+def rank(tmp_path):
+    return Rank(tmp_path / "device-0.sock").serve(Version(1))
+
+
+@pytest.fixture
+def lent(rank):
+    made = []
+
+    def ask(version):
+        one = LentSlot(str(rank.path), MemfdCuda())
+        made.append(one)
+        one.open(version.live.slot, version.live.write_epoch)
+        return one
+
+    yield ask
+    for one in made:
+        one.close()
+
+
+def _wait_until(true):
+    end = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_what_a_trainer_filled_is_used_and_nothing_is_copied(rank, lent):
+    two = Version(2)
+    slot = lent(two)
+    two.copy_to(slot)
+    slot.filled()
+    before = rank.driver.copied
+    staged = rank.lending.stage(two.live, two.views)
+    assert rank.driver.copied == before
+    assert rank.holds(staged, two)
+    assert staged.slot != rank.slots.bound
+    rank.slots.bind(staged)
+    del staged
+    three = Version(3)
+    slot = lent(three)  # into the other
+    three.copy_to(slot)
+    slot.filled()
+    assert rank.holds(rank.lending.stage(three.live, three.views), three)
+    assert rank.driver.copied == before
+
+
+def test_a_trainer_that_dies_halfway_writes_into_memory_that_is_nobodys(rank, lent):
+    two = Version(2)
+    slot = lent(two)
+    two.copy_to(slot, LAYOUT.regions[:3])
+    slot._socket.close()  # as the kernel does; its copies may still be under way
+    _wait_until(lambda: rank.lending._loan is None)
+    staged = rank.lending.stage(two.live, two.views)
+    Version(9).copy_to(slot)
+    assert rank.holds(staged, two)
+
+
+def test_a_trainer_that_was_stopped_cannot_write_into_the_version_after(rank, lent):
+    two, three = Version(2), Version(3, slot=1)
+    slot = lent(two)
+    staged = rank.lending.stage(three.live, three.views)
+    rank.slots.bind(staged)
+    two.copy_to(slot)
+    assert rank.holds(staged, three)
+    with pytest.raises(NotLent, match="taken back"):
+        slot.filled()
+
+
+def test_a_second_trainer_takes_the_slot_from_the_first(rank, lent):
+    two, three = Version(2), Version(3, slot=1)
+    first = lent(two)
+    second = lent(three)
+    three.copy_to(second)
+    two.copy_to(first)
+    second.filled()
+    with pytest.raises(NotLent):
+        first.filled()
+    assert rank.holds(rank.lending.stage(three.live, three.views), three)
+
+
+def test_wrong_bytes_on_the_device_are_found_and_copied_again(rank, lent, caplog):
+    two = Version(2)
+    slot = lent(two)
+    two.copy_to(slot, LAYOUT.regions[:-1])
+    slot.filled()
+    before = rank.driver.copied
+    staged = rank.lending.stage(two.live, two.views)
+    assert rank.holds(staged, two)
+    assert rank.driver.copied > before
+    assert "is not itself" in caplog.text
+
+
+def test_what_was_filled_for_one_push_is_not_taken_for_another(rank, lent, caplog):
+    two, three = Version(2), Version(3)
+    slot = lent(two)
+    two.copy_to(slot)
+    slot.filled()
+    staged = rank.lending.stage(three.live, three.views)
+    assert rank.holds(staged, three)
+    assert not caplog.records  # it was not even looked at
+    with pytest.raises(NotLent, match="no slot of this rank is free"):
+        lent(two)  # three is staged, and one is served
+    del staged
+    before = rank.driver.copied
+    rank.lending.stage(two.live, two.views)
+    assert rank.driver.copied > before
+
+
+def test_a_copy_that_did_not_arrive_is_refused(rank):
+    two = Version(2)
+    good = two.live
+    rank.driver.from_address = lambda *_: None
+    with pytest.raises(ValueError, match="does not hold version 2"):
+        rank.lending.stage(good, two.views)
+
+
+def test_a_rank_that_gives_its_weights_up_takes_what_it_lent_back(rank, lent):
+    two = Version(2)
+    slot = lent(two)
+    two.copy_to(slot)
+    rank.lending.withdraw()
+    with pytest.raises(NotLent, match="taken back"):
+        slot.filled()
+    assert not rank.slots.regions[1 - rank.slots.bound].filled
+
+
+def test_a_slot_that_got_new_memory_is_pinned_again(rank):
+    two, three = Version(2), Version(3, slot=1)
+    rank.slots.bind(rank.lending.stage(two.live, two.views))
+    rank.driver.stale[two.bytes.ctypes.data] = two.bytes.copy()
+    two.bytes[:] = three.bytes
+    live = Live("r", 3, 3, 0, three.live.digest, 4)
+    assert rank.holds(rank.lending.stage(live, two.views), three)
+    assert not rank.driver.stale
+
+
+def test_nothing_is_lent_while_nothing_is_served(rank, lent):
+    two = Version(2)
+    slot = lent(two)
+    two.copy_to(slot)
+    slot.filled()
+    rank.lending.withdraw()
+    rank.slots.bind(None)
+    with pytest.raises(NotLent, match="no slot"):
+        lent(two)
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)  # woken, from the arena
+    assert rank.driver.copied
+
+
+def test_ranks_that_cannot_be_filled_are_left_out_and_told_of(rank, tmp_path, caplog):
+    two = Version(2)
+    lent = LentSlots([str(tmp_path / "gone.sock"), str(rank.path)], 0, 2)
+    lent.open(MemfdCuda())
+    two.copy_to(lent)
+    assert lent.filled() == 1
+    lent.close()
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "gone.sock is not filled from here" in record.getMessage()
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+
+
+def test_where_memory_cannot_be_shared_versions_come_by_the_arena(tmp_path, monkeypatch):
+    monkeypatch.setattr(MemfdDriver, "can_share", False)
+    rank = Rank(tmp_path / "device-0.sock").serve(Version(1))
+    lent = LentSlot(str(rank.path), MemfdCuda())
+    with pytest.raises(NotLent, match="no weights"):
+        lent.open(0, 2)
+    lent.close()
+    two = Version(2)
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+
+
+@pytest.mark.parametrize("raw", [b"\xc1", encode(Ask(0, 2)) + b"x", b"\x81\xa1t\xa4nope"])
+def test_nonsense_ends_the_connection_and_no_other(rank, lent, raw):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(str(rank.path))
+        stranger.send(raw)
+        assert stranger.recv(100) == b""
+    two = Version(2)
+    slot = lent(two)
+    two.copy_to(slot)
+    slot.filled()
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)

@@ -1,0 +1,187 @@
+"""The sums of a replica whose ranks have a GPU each: one NCCL communicator, by ctypes.
+
+A communicator is made by all ranks together, from an id that rank 0 draws and the signal group (gloo, never shut)
+carries. Shutting it gives its device memory back, about half a gigabyte; restarting makes another one. Its address in a
+captured graph does not survive that, so graphs are captured again after a restart.
+
+NCCL waits for ever: for a rank that does not come, and inside a sum for one that was killed. So every call is made in
+time or is given up, and a watchdog looks at the other ranks' processes while a sum is under way. Aborting the
+communicator ends the kernels that wait; the group is dead then, and the replica is started again whole.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from worker.gpu.driver import CudaError, Driver, Handle, Pointer, Size
+from worker.gpu.libraries import load
+from worker.signals import GroupDead
+
+log = logging.getLogger(__name__)
+
+NAME = "tp"
+FLOAT32, BFLOAT16 = 7, 9
+"""ncclDataType_t."""
+_SUM = 0
+_LOOK_S = 0.05
+"""Between two looks of the watchdog at a communicator whose sum is under way."""
+_NO_MULTICAST = "NCCL_NVLS_ENABLE"
+"""NVLink's multicast can take GPUs of a host that others share out of service: it is off unless it is asked for."""
+
+
+class _Id(ctypes.Structure):
+    """ncclUniqueId."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 128),)
+
+
+class NcclGroups:
+    """`worker.actions.Groups` of one rank. Calls come from one thread; the watchdog has its own."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        rank: int,
+        size: int,
+        *,
+        exchange: Callable[[bytes], bytes],
+        pids: Sequence[int],
+        deadline_s: float,
+        library: Any = None,
+    ) -> None:
+        """exchange: gives every rank what rank 0 gave, over the signal group. pids: of all ranks, in their order.
+
+        deadline_s: for a sum, and for the ranks to meet. Raises OSError without NCCL, GroupDead, CudaError.
+        """
+        os.environ.setdefault(_NO_MULTICAST, "0")
+        self._driver, self._rank, self._size, self._exchange = driver, rank, size, exchange
+        self._nccl = library or load("libnccl.so.2", "nvidia-nccl-cu13")
+        self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
+        self._deadline_s = deadline_s
+        self._comm: Pointer | None = None
+        self._dead = ""
+        self._since: float | None = None  # when the sums that are under way began
+        self._lock = threading.Lock()  # of the communicator's end
+        self._element = 0
+        self._peers = {os.pidfd_open(pid): number for number, pid in enumerate(pids) if number != rank}
+        self.restart()
+        threading.Thread(target=self._watch, name="nccl", daemon=True).start()
+
+    def restart(self) -> list[str]:
+        """Make the communicator with all other ranks, if it is not there. Raises GroupDead, CudaError."""
+        if self._dead:
+            raise GroupDead(self._dead)
+        if self._comm is not None:
+            return []
+        mine, comm = _Id(), Pointer()
+        if self._rank == 0:
+            self._call("ncclGetUniqueId", ctypes.byref(mine))
+        drawn = _Id.from_buffer_copy(self._exchange(bytes(mine.bytes)))
+        self._in_time("ncclCommInitRank", ctypes.byref(comm), self._size, drawn, self._rank)
+        self._comm = comm
+        return [NAME]
+
+    def shutdown(self) -> list[str]:
+        """Give its device memory back. No sum is under way. Raises GroupDead, CudaError; repeatable."""
+        if self._comm is None:
+            return []
+        self._in_time("ncclCommFinalize", self._comm)
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is not None:  # else it was aborted meanwhile
+            self._in_time("ncclCommDestroy", comm)
+        return [NAME]
+
+    def all_reduce(self, address: int, count: int, dtype: int, stream: Handle) -> None:
+        """Queue the sum of so many elements over all ranks, in place. Raises GroupDead, CudaError."""
+        if self._comm is None:
+            raise GroupDead(self._dead or "the group of the matrices' sums is shut")
+        where = Pointer(address)
+        self._call("ncclAllReduce", where, where, Size(count), dtype, _SUM, self._comm, stream)
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around launching sums, or graphs with them, and waiting for them. Raises GroupDead if they were ended."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+        if self._dead:
+            raise GroupDead(self._dead)
+
+    def prove(self) -> None:
+        """After a failed step: a sum of one element. Raises GroupDead."""
+        if self._dead:
+            raise GroupDead(self._dead)
+        self._driver.enter()
+        stream = self._driver.stream()
+        try:
+            with self.under_way():
+                self.all_reduce(self._one(stream), 1, FLOAT32, stream)
+                self._driver.wait(stream)
+        except CudaError as error:
+            raise GroupDead(f"the group of the matrices' sums is dead: {error}") from error
+
+    def _one(self, stream: Handle) -> int:
+        if not self._element:
+            self._element = self._driver.allocate(4, "the sum that is tried")
+        self._driver.fill(self._element, 4, 0, stream)
+        return self._element
+
+    def _watch(self) -> None:
+        """End sums that will not end by themselves."""
+        poll = select.poll()
+        for fd in self._peers:
+            poll.register(fd, select.POLLIN)
+        while not self._dead:
+            gone = [self._peers[fd] for fd, _ in poll.poll(_LOOK_S * 1000)]
+            since = self._since
+            if gone:
+                self._abort(f"the process of rank {gone[0]} is gone")
+            elif since is not None and time.monotonic() - since > self._deadline_s:
+                self._abort(f"a sum over the ranks took more than {self._deadline_s:g} s")
+
+    def _abort(self, why: str) -> None:
+        with self._lock:
+            self._dead = why
+            comm, self._comm = self._comm, None
+        if comm is not None:
+            log.error("ending the sums over the ranks: %s", why)
+            self._driver.enter()
+            self._nccl.ncclCommAbort(comm)
+
+    def _in_time(self, name: str, *arguments: Any) -> None:
+        """A call that waits for other ranks. Its thread is left behind if they do not come; the process ends then."""
+        result: list[BaseException | None] = []
+
+        def run() -> None:
+            try:
+                self._driver.enter()
+                self._call(name, *arguments)
+                result.append(None)
+            except BaseException as error:
+                result.append(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        end = time.monotonic() + self._deadline_s
+        while thread.is_alive() and time.monotonic() < end and not self._dead:
+            thread.join(_LOOK_S)
+        if not result:
+            self._dead = self._dead or f"{name}: not all ranks came within {self._deadline_s:g} s"
+            raise GroupDead(self._dead)
+        if result[0] is not None:
+            raise result[0]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._nccl, name)(*arguments)
+        if code:
+            text = self._nccl.ncclGetErrorString(code)
+            raise CudaError(f"{name}: {text.decode() if text else code}", code)
