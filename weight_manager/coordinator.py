@@ -96,7 +96,7 @@ class Coordinator:
 
     def device_sockets(self) -> list[str]:
         """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
-        paths = (socket_of(self._config.run_dir, number) for number in sorted(self._fleet.numbers()))
+        paths = (socket_of(self._config.run_dir, number) for number in sorted(self.fleet.numbers()))
         return [str(path) for path in paths if path.is_socket()]
 
     def check_root(self) -> None:
