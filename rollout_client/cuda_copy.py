@@ -10,8 +10,9 @@
  4. The other stream hashes the same tensors (cuda_hash.py). Batch by batch, as copies and digests are done, the
     digests go to the store, which computes its own from the slot. Batches are small, so the store is never far
     behind the copies.
- 5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py).
- 6. Both streams are idle before the slot's writer lock is let go, whatever happened.
+ 5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py), on a stream of its own:
+    such a copy waits for its turn on a GPU that a rank computes on, and a copy to the host must not wait with it.
+ 6. All streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
 """
@@ -24,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -70,7 +72,7 @@ class CudaCopier:
         self._torch: Any = sys.modules["torch"]
         self._pinned: dict[int, int] = {}  # slot -> address
         self._refused: set[int] = set()
-        self._streams: dict[Any, tuple[Any, Any]] = {}
+        self._streams: dict[Any, tuple[Any, Any, Any]] = {}
         self._digesters: dict[Any, CudaHash | CudaSums] = {}
         self._driver: Any = None
 
@@ -131,9 +133,9 @@ class CudaCopier:
     ) -> None:
         torch = self._torch
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        copying, summing = self._streams[device]
-        for stream in copying, summing:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)
+        copying, summing, lending = self._streams[device]
+        for stream in copying, summing, lending:
             stream.wait_stream(torch.cuda.current_stream(device))
         try:
             if slot in self._pinned and not self._arrives(memory, copying, device, jobs[0][1][0][1]):
@@ -146,10 +148,11 @@ class CudaCopier:
                 copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
             if lent is not None:
                 lent.open(self._driver)
-            digester, place = self._digester(device), _Place(memory, self._driver, copying, lent)
+            digester, place = self._digester(device), _Place(memory, self._driver, copying)
+            loan = None if lent is None else _Loan(lent, lending)
             waiting: deque[_Batch] = deque()
             for batch in _batches(jobs):
-                waiting.append(_Batch(torch, place, summing, digester, batch))
+                waiting.append(_Batch(torch, place, summing, digester, batch, loan))
                 while len(waiting) > AHEAD and waiting[0].done():
                     waiting.popleft().report(reporter)
             while waiting:
@@ -158,6 +161,7 @@ class CudaCopier:
         finally:
             copying.synchronize()
             summing.synchronize()
+            lending.synchronize()
 
     def _digester(self, device: Any) -> CudaHash | CudaSums:
         """Of the current device."""
@@ -197,8 +201,8 @@ class CudaCopier:
 class _Place:
     """The slot as the driver writes to it."""
 
-    def __init__(self, memory: memoryview, driver: Any, stream: Any, lent: LentSlots | None) -> None:
-        self.stream, self._lent = stream, lent
+    def __init__(self, memory: memoryview, driver: Any, stream: Any) -> None:
+        self.stream = stream
         self._dma, self._bytes, self._queue = driver.cuMemcpyDtoHAsync_v2, memory.nbytes, stream.cuda_stream
         self._start = np.frombuffer(memory, np.uint8).ctypes.data
 
@@ -207,18 +211,35 @@ class _Place:
         start = copy.dst_offset * _itemsize(copy.dst_dtype)
         if start < 0 or start + nbytes > self._bytes:
             raise ValueError(f"{nbytes} bytes at {start} leave a slot of {self._bytes}")
-        if self._lent is not None:
-            self._lent.send(piece.data_ptr(), start, nbytes, self._queue)
         code = self._dma(self._start + start, piece.data_ptr(), nbytes, self._queue)
         if code:
             raise RuntimeError(f"cuMemcpyDtoHAsync failed: CUDA error {code}")
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """Memory of ranks, as it is written to."""
+
+    slots: LentSlots
+    stream: Any
+
+    def send(self, piece: Any, copy: Copy, nbytes: int) -> None:
+        """Queue the copy of a contiguous CUDA tensor."""
+        start = copy.dst_offset * _itemsize(copy.dst_dtype)
+        self.slots.send(piece.data_ptr(), start, nbytes, self.stream.cuda_stream)
 
 
 class _Batch:
     """Some jobs that are under way; making one starts it. What is read stays alive with it."""
 
     def __init__(
-        self, torch: Any, place: _Place, summing: Any, digester: CudaHash | CudaSums, jobs: Sequence[Job]
+        self,
+        torch: Any,
+        place: _Place,
+        summing: Any,
+        digester: CudaHash | CudaSums,
+        jobs: Sequence[Job],
+        loan: _Loan | None,
     ) -> None:
         self._torch, self._digester = torch, digester
         self._numbers: list[tuple[int, int]] = []  # copy, bytes
@@ -234,23 +255,30 @@ class _Batch:
                     places.append(copy)
                     self._numbers.append((number, _nbytes(copy)))
             ready = place.stream.record_event() if made else None
-            for tensor, copy, (_, nbytes) in zip(tensors, places, self._numbers, strict=True):
-                place.send(tensor, copy, nbytes)
-            self._copied = place.stream.record_event()
+            pieces = list(zip(tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
+            for piece in pieces:
+                place.send(*piece)
+            self._events = [place.stream.record_event()]
+        if loan is not None:
+            if ready is not None:
+                loan.stream.wait_event(ready)
+            for piece in pieces:
+                loan.send(*piece)
+            self._events.append(loan.stream.record_event())
         with torch.cuda.stream(summing):
             if ready is not None:
                 summing.wait_event(ready)
             self._digesting = digester.start(tensors, summing)
-            self._digested = summing.record_event()
+            self._events.append(summing.record_event())
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
-        return bool(self._copied.query() and self._digested.query())
+        return all(event.query() for event in self._events)
 
     def wait(self) -> None:
         """Until it is done."""
-        self._copied.synchronize()
-        self._digested.synchronize()
+        for event in self._events:
+            event.synchronize()
 
     def report(self, reporter: Reporter) -> None:
         """Once it is done: tell the store, and hear what it has to say."""
