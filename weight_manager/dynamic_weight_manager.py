@@ -46,6 +46,10 @@ class SupportsStage(Protocol):
         """As `prepare`; proves that its own memory holds the very version. Raises ValueError."""
         ...
 
+    def read(self, handle: object, name: str) -> npt.NDArray[Any]:
+        """A parameter's bytes in its own memory, of a version that was staged. [bytes] uint8."""
+        ...
+
 
 class WeightsRefused(WeightManagerError):
     """This rank cannot take the version; the message says why and names the tensor if one is to blame."""
@@ -121,7 +125,11 @@ class DynamicWeightManager:
 
     def verify(self) -> dict[str, str]:
         """xxh3-64 (16 hex digits) of the bytes of every parameter this rank holds, by canonical name."""
-        return {name: xxhash.xxh3_64_hexdigest(view.data) for name, view in self._parameters().items()}
+        held, engine = self._live, self._engine
+        found = self._parameters()
+        if held is not None and isinstance(engine, SupportsStage):
+            return {name: xxhash.xxh3_64_hexdigest(engine.read(held.handle, name).data) for name in found}
+        return {name: xxhash.xxh3_64_hexdigest(view.data) for name, view in found.items()}
 
     def fenced(self) -> bool:
         """True if this rank's step is void: it slept through a commit and its slot was given away, or the fleet of

@@ -91,6 +91,11 @@ class GpuEngine:
         self._check(views)
         return self._lending.stage(live, views)
 
+    def read(self, handle: object, name: str) -> npt.NDArray[Any]:
+        """A parameter's bytes as they lie on the device, of a version that was staged."""
+        assert isinstance(handle, Staged)
+        return self._slots.read(handle, name, ITEMSIZE[self._dtype])
+
     def _check(self, views: Mapping[str, npt.NDArray[Any]]) -> None:
         for name in self._shard.shapes:
             if name not in views:

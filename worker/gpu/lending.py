@@ -132,7 +132,10 @@ class Lending:
             self._take_back()  # of a session that is over, as the store has one at a time
             self._filled, slot = None, self._slots.spare
             if slot is None:
-                connection.send(encode(No("no slot of this rank is free")))
+                idle = (
+                    "nothing is served yet" if self._slots.bound is None else "a commit may still go back to its spare"
+                )
+                connection.send(encode(No(idle)))
                 return
             region = self._slots.regions[slot]
             try:

@@ -118,6 +118,15 @@ class DeviceSlots:
         self._held[slot] = weakref.ref(staged)
         return staged
 
+    def read(self, staged: Staged, name: str, itemsize: int) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes, fetched."""
+        self._driver.enter()
+        tensor = self.tensors(staged.slot)[name]
+        found = np.empty(int(np.prod(tensor.shape)) * itemsize, np.uint8)
+        self._driver.to_host(found, tensor.address, self._stream)
+        self._driver.wait(self._stream)
+        return found
+
     def enter(self) -> None:
         """Make this thread one that may change what is behind the slots."""
         self._driver.enter()

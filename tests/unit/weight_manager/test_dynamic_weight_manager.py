@@ -206,6 +206,35 @@ def test_verify_names_what_differs(manager, put, arena):
     assert {name for name, digest in manager.verify().items() if digest != before[name]} == {"down"}
 
 
+class Device(Engine):
+    """Its memory is its own."""
+
+    def stage(self, live, views):
+        if self.fails:
+            raise ValueError(self.fails)
+        self.log.append(f"stage {live.version}")
+        return {name: view.copy() for name, view in views.items()}
+
+    def read(self, handle, name):
+        return handle[name].view(np.uint8).reshape(-1)
+
+
+def test_an_engine_with_memory_of_its_own_proves_and_is_asked_for_what_it_holds(arena, put):
+    engine = Device()
+    manager = DynamicWeightManager(arena.path, LAYOUT, 1, engine)
+    take(manager, put(1, 0))
+    assert engine.log == ["stage 1", "bind"]
+    before = manager.verify()
+    assert before["embed"] == xxhash.xxh3_64_hexdigest(np.ones(18, np.float32).tobytes())
+    arena.slot(0)[:] = bytes(LAYOUT.slot_bytes)
+    assert manager.verify() == before
+    engine.bound["embed"][0, 0] = 9
+    assert {name for name, digest in manager.verify().items() if digest != before[name]} == {"embed"}
+    engine.fails = "the device does not hold version 2"
+    with pytest.raises(WeightsRefused, match="does not hold version 2"):
+        manager.prepare(put(2, 1))
+
+
 def test_aliases_are_one_region_after_any_number_of_changes(manager, engine, put, arena):
     for version in range(1, 6):
         manager.prepare(put(version, version % 2))
