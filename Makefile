@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup kernels run model demo test chaos ray-test acceptance check format bench bench-generate bench-push bench-life bench-host image image-test clean
+.PHONY: help setup kernels run model demo test simulate chaos ray-test acceptance check format bench bench-generate bench-push bench-life bench-host image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 
 test: check kernels model ## everything that must hold before a commit: check, then all tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+simulate: $(STAMP) ## the hub's stores under a simulated clock, network, disk and death, 10,000 seeds; SIMULATE_ARGS
+	$(BIN)/python -m tests.simulation $(SIMULATE_ARGS)
 
 chaos: kernels ## break a service at random under load for ten minutes, then account for every token; CHAOS_ARGS
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)

@@ -7,10 +7,13 @@ import pytest
 
 from tests.faults.small_model import LAYOUT
 from weight_manager.config import StoreConfig
-from weight_manager.history import History
+from weight_manager.history import History, Record
+from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
-from weight_manager.relay.link import own_name
+from weight_manager.relay.link import Part, own_name
+from weight_manager.relay.messages import version_of
+from weight_manager.relay.stream import Stream
 from weight_manager.watching import Watching
 
 
@@ -133,3 +136,30 @@ def test_a_join_that_was_held_does_not_take_the_place_of_a_later_one(above):
     (link,) = above.below.links.all()
     assert link.identity == b"new"
     assert above.below.links.of_peer(b"old") is None
+
+
+def test_a_commit_gives_no_lease_to_a_store_that_does_not_vote_in_it(above):
+    """The commit waits for the leases that there were when it began, and for no other."""
+    live = Live("run", 1, 1, 0, "d" * 16)
+    above.history.commit(live, Record("run", 1, 1, "d" * 16, 0.0, "push"))
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, version_of(live)))
+
+    def leased():
+        above.below.request(b"1", wire.Beat(1))
+        return above.said[-1][1].lease_s
+
+    coordinator = above.below._coordinator
+    assert leased() > 0
+    coordinator.settled, coordinator.ballot = False, SimpleNamespace(voters={0, "second"})
+    assert leased() == 0
+    coordinator.ballot.voters.add("first")
+    assert leased() > 0
+    coordinator.settled, coordinator.ballot = True, None
+    assert leased() > 0
+
+
+def test_a_store_that_joins_twice_hears_which_session_goes_on(above):
+    above.join(b"1", "a" * 16, "first")
+    (link,) = above.below.links.all()
+    link.part = Part("the session", Stream(LAYOUT), memoryview(b""), required=True)
+    assert above.join(b"1", "a" * 16, "first").session == "the session"

@@ -9,9 +9,12 @@ import zmq
 from tests.faults.small_model import LAYOUT
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition
+from weight_manager.life import Event
+from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay import upstream as module
 from weight_manager.relay.lease import Lease
+from weight_manager.relay.relayed import Relayed
 from weight_manager.relay.upstream import Upstream
 from weight_manager.watching import Watching
 
@@ -92,3 +95,60 @@ def test_when_nobody_knows_what_is_live_the_store_ends(pair):
     below._coordinator.fails = IllegalTransition("twice")
     with pytest.raises(IllegalTransition):
         say(wire.Rollback("s", "why"))
+
+
+def test_who_claims_to_be_fenced_takes_no_lease_that_was_on_its_way(pair):
+    below, _ = pair
+    below._below = SimpleNamespace(serving=lambda now: False)
+    asked = below.lease.ask(time.monotonic())
+    below.over("s")
+    below.lease.given(asked, 2.0)
+    assert below.lease.closed, "the commit above goes on without it"
+    below.lease.given(below.lease.ask(time.monotonic()), 2.0)
+    assert not below.lease.closed
+
+
+def test_who_could_not_catch_up_asks_again_also_when_it_was_welcomed_meanwhile(pair):
+    below, say = pair
+    _, heard = say(wire.Joined(None, 2.0))
+    assert isinstance(heard()[1], wire.Beat)
+    now = time.monotonic()
+    below.failed_to_catch_up(now)
+    below._handle(wire.Joined(None, 2.0), now)
+    assert below.next_deadline() <= now + module.FAILED_AGAIN_S
+    below.tick(now + module.FAILED_AGAIN_S)
+    assert any(isinstance(heard()[1], wire.Join) for _ in range(3))
+
+
+@pytest.mark.parametrize(("told", "ends"), [("mine", False), ("", True), ("another", True)])
+def test_a_welcome_ends_the_session_that_it_does_not_name(pair, told, ends):
+    below, say = pair
+    ended = []
+    session = SimpleNamespace(life=SimpleNamespace(state=None))
+    below.relayed = SimpleNamespace(id="mine", session=session, lost_at=float("inf"), tick=lambda now: None, voted="")
+    below._coordinator = SimpleNamespace(
+        settled=True,
+        ballot=None,
+        in_doubt=False,
+        layout=LAYOUT,
+        changes=0,
+        history=Coordinator.history,
+        session=session,
+    )
+    below._coordinator.abort = lambda session, refusal, now, event: ended.append(event)
+    say(wire.Joined(None, 2.0, told))
+    assert ended == [Event.ABOVE_LOST] * ends
+
+
+@pytest.mark.parametrize("given_away", [False, True])
+def test_a_slot_is_reused_by_a_note_of_it_only_while_it_was_not_given_away(given_away):
+    """A crash leaves the note of a version that the slot held before another was staged there."""
+    noted = Live("run", 1, 5, 1, "d" * 16, write_epoch=7)
+    arena = SimpleNamespace(backed=lambda slot: True, write_epoch=lambda slot: 7 + given_away)
+    coordinator = SimpleNamespace(
+        history=SimpleNamespace(saved=SimpleNamespace(live=None, previous=None, doubt=noted)),
+        slots=SimpleNamespace(arena=arena),
+    )
+    stage = wire.Stage("s", "run", 1, digest="d" * 16)
+    relayed = Relayed(stage, coordinator, *[SimpleNamespace()] * 5)
+    assert relayed._held() == (None if given_away else noted)
