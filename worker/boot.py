@@ -26,6 +26,7 @@ from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
 from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
+from worker.gpu.driver import CudaError
 from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.rendezvous import LISTEN
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 EXIT_USAGE = 2
 """The configuration is wrong: starting again would not help."""
+EXIT_DEVICE = 1
+"""The GPU cannot be used: a first start is not tried again, a later one is, as memory may be free again by then."""
 EXIT_GROUP_DEAD = 71
 """The other ranks are gone, so this one cannot go on: the supervisor restarts the replica whole."""
 
@@ -68,6 +71,9 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
     except GroupDead as error:
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
         return EXIT_GROUP_DEAD
+    except CudaError as error:  # what is on the device is lost, or it never came so far: said in one line, not a stack
+        log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
+        return EXIT_DEVICE
     finally:
         if channel:
             channel.close()

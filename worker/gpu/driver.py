@@ -23,6 +23,10 @@ Handle = ctypes.c_void_p
 """Of a stream, an event, a graph."""
 
 _OUT_OF_MEMORY = 2
+_LESS_MEMORY = (
+    "Other processes (a trainer, another replica) may hold the rest; else fewer worker.num_blocks (KV cache), a "
+    "smaller worker.max_batch or worker.max_tokens_per_step (buffers), or dtype bfloat16 need less"
+)
 _SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -71,8 +75,10 @@ class Driver:
         if code:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorName(code, ctypes.byref(text))
-            kind = DeviceMemoryError if code == _OUT_OF_MEMORY else CudaError
-            raise kind(f"{name}: {(text.value or b'unknown error').decode()}", code)
+            said = f"{name}: {(text.value or b'unknown error').decode()}"
+            if code == _OUT_OF_MEMORY:
+                raise DeviceMemoryError(f"{said}. {_LESS_MEMORY}", code)
+            raise CudaError(said, code)
 
     @property
     def name(self) -> str:
@@ -124,8 +130,7 @@ class Driver:
         free, total = self.memory()
         return DeviceMemoryError(
             f"no room on {self.name} for {nbytes / 2**30:.2f} GiB of {what}: {free / 2**30:.2f} of {total / 2**30:.2f} "
-            "GiB are free. Other processes (a trainer) may hold the rest; else fewer worker.num_blocks (KV cache), a "
-            "smaller worker.max_batch or worker.max_tokens_per_step (buffers), or dtype bfloat16 need less",
+            f"GiB are free. {_LESS_MEMORY}",
             _OUT_OF_MEMORY,
         )
 
@@ -133,7 +138,11 @@ class Driver:
         """A host array that copies at the bus's speed; it lives as long as the process."""
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         address = Pointer()
-        self.call("cuMemHostAlloc", ctypes.byref(address), Size(max(count, 1)), UInt(1))
+        try:
+            self.call("cuMemHostAlloc", ctypes.byref(address), Size(max(count, 1)), UInt(1))
+        except DeviceMemoryError:
+            text = f"the host lets no {count:,} bytes be pinned: see its free memory, the container's limit, ulimit -l"
+            raise DeviceMemoryError(text, _OUT_OF_MEMORY) from None
         buffer: Any = (ctypes.c_ubyte * max(count, 1)).from_address(address.value or 0)
         array: Array = np.frombuffer(buffer, np.uint8, count).view(dtype).reshape(shape)
         return array

@@ -1,0 +1,103 @@
+"""What a rank says when a device cannot be used. NVIDIA's library is a stand-in."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from worker.gpu import driver
+from worker.gpu.driver import CudaError, DeviceMemoryError, Driver
+
+
+class Cuda:
+    """Everything works but what is named in `codes`."""
+
+    def __init__(self, count=1, **codes):
+        self.count, self.codes, self.device = count, codes, None
+
+    def __getattr__(self, name):
+        return lambda *_: self.codes.get(name, 0)
+
+    def cuDeviceGetCount(self, out):  # noqa: N802
+        out._obj.value = self.count
+        return 0
+
+    def cuDeviceGet(self, out, ordinal):  # noqa: N802
+        out._obj.value = ordinal
+        return 0
+
+    def cuGetErrorName(self, code, out):  # noqa: N802
+        out._obj.value = b"CUDA_ERROR_OUT_OF_MEMORY" if code == 2 else b"CUDA_ERROR_NOT_FOUND"
+
+    def cuMemGetInfo_v2(self, free, total):  # noqa: N802
+        free._obj.value, total._obj.value = 3 << 30, 80 << 30
+        return 0
+
+    def cuDeviceGetName(self, out, length, device):  # noqa: N802
+        out.value = b"NVIDIA H100 MIG 1g.10gb"
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    def install(*args, **codes):
+        made = Cuda(*args, **codes)
+        monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: made)
+        return made
+
+    return install
+
+
+def test_a_host_without_visible_devices_is_told_where_to_look(cuda):
+    cuda(0)
+    with pytest.raises(CudaError, match="no GPU is visible here; see nvidia-smi and CUDA_VISIBLE_DEVICES"):
+        Driver(0)
+
+
+@pytest.mark.parametrize(("count", "taken"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (8, [0, 1, 2])])
+def test_ranks_take_the_devices_they_see_in_turn(cuda, count, taken):
+    cuda(count)
+    assert [Driver(rank).ordinal for rank in range(3)] == taken
+
+
+def _start():
+    one = Driver(0)
+    one.allocate(5 << 30, "weights")
+    driver.Module(one, b"")
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuDevicePrimaryCtxRetain", "cuModuleLoadData"])
+def test_wherever_memory_is_short_it_is_said_what_needs_less(cuda, call):
+    cuda(**{call: 2})
+    with pytest.raises(DeviceMemoryError, match=r"worker\.num_blocks.*worker\.max_batch.*bfloat16"):
+        _start()
+
+
+def test_memory_of_the_host_is_another_matter(cuda):
+    cuda(cuMemHostAlloc=2)
+    with pytest.raises(DeviceMemoryError, match="no 16 bytes be pinned"):
+        Driver(0).pinned(16, "u1")
+
+
+def test_how_much_is_missing_is_said_too(cuda):
+    cuda(cuMemAlloc_v2=2)
+    said = r"no room on NVIDIA H100 MIG 1g\.10gb for 5\.00 GiB of logits: 3\.00 of 80\.00"
+    with pytest.raises(DeviceMemoryError, match=said):
+        Driver(0).allocate(5 << 30, "logits")
+
+
+def test_a_rank_says_so_in_a_line_and_leaves(tmp_path):
+    config = {"worker": {"model_dir": str(tmp_path), "engine": "fake"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script = (
+        "import sys; from pathlib import Path; from worker import boot\n"
+        "from worker.gpu.driver import DeviceMemoryError\n"
+        "def fail(*_): raise DeviceMemoryError('no room on the card')\n"
+        "boot.build_loop = fail; sys.exit(boot.run_rank(Path(sys.argv[1]), 0, 0))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "config.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["message"] == "leaving: no room on the card"
