@@ -54,7 +54,12 @@ REFUSED: dict[str, Refused] = {
     **_all("adapters are not served; push merged weights", "lora_path", "lora_id"),
     **_all(
         "code of a client is never run; use logit_bias or allowed_token_ids",
-        *("custom_logit_processor", "custom_params", "vllm_xargs", "extra_args", "logits_processors"),
+        *("custom_logit_processor", "vllm_xargs", "extra_args", "logits_processors"),
+    ),
+    **_all(
+        "only code of a client and patched servers read it; use logit_bias or allowed_token_ids, and for the ids that "
+        "top-p left open sampling_mask of /v1/rollout/generate or /inference/v1/generate",
+        "custom_params",
     ),
     **_all(
         'calls of tools are not read out of the text; send tool_choice "none" to have the tools in the prompt and read '
