@@ -7,6 +7,7 @@ and is recomputed later; a sequence that is first in order always makes progress
 
 from bisect import insort
 
+from worker.cohort import Cohort
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import KvCache
 from worker.prefix_cache import BlockHash
@@ -21,10 +22,12 @@ def _by_order(sequence: Sequence) -> tuple[int, int, int]:
 class Batcher:
     """The queue and the running set of one replica; both sorted by order."""
 
-    def __init__(self, kv: KvCache, max_batch: int, metrics: GenerationMetrics) -> None:
+    def __init__(self, kv: KvCache, cohort: Cohort, max_batch: int, metrics: GenerationMetrics) -> None:
+        """cohort: who of those that run is kept in arrays; each leaves before anything happens to it here."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._kv = kv
+        self._cohort = cohort
         self._max_batch = max_batch
         self._metrics = metrics
         self._spare = max(1, kv.pool.num_blocks // 100)  # admitting to the last block would preempt at once
@@ -37,6 +40,7 @@ class Batcher:
         draft, or as a step that was thrown away had found it in the cache.
         """
         if epoch != self._kv.epoch:
+            self._cohort.dissolve()
             for sequence in [sequence for sequence in self.running if sequence.partial]:
                 self.send_back(sequence)
         self._kv.enter(epoch)
@@ -57,12 +61,14 @@ class Batcher:
 
     def drop(self, sequence: Sequence) -> None:
         """Gone; its blocks are given back."""
+        self._cohort.leave(sequence)
         (self.running if sequence.running else self.waiting).remove(sequence)
         sequence.running = False
         self._kv.release(sequence.kv)
 
     def send_back(self, sequence: Sequence) -> None:
         """From running to the queue, to be computed again from its tokens."""
+        self._cohort.leave(sequence)
         self._metrics.counters["wasted_tokens"] += sequence.kv.computed
         self.drop(sequence)
         sequence.draft = None
@@ -74,8 +80,10 @@ class Batcher:
     def fill(self, step: Step, now: float, *, admit: bool) -> None:
         """Choose the step's rows. admit=False: nobody who has not begun."""
         self._make_way(admit)
-        decodes = [sequence for sequence in self.running if sequence.pending == 1 and sequence.feed]
-        prefills = [sequence for sequence in self.running if sequence.pending > 1]
+        self._take_cohort(step)
+        others = [sequence for sequence in self.running if sequence.row < 0]
+        decodes = [sequence for sequence in others if sequence.pending == 1 and sequence.feed]
+        prefills = [sequence for sequence in others if sequence.pending > 1]
         if self._take(step, decodes + prefills):
             self._admit(step, now, admit)
 
@@ -92,9 +100,20 @@ class Batcher:
                 return
             self._preempt(self.running[-1])
 
+    def _take_cohort(self, step: Step) -> None:
+        """All of it at once, unless somebody may have to stand back for an earlier one."""
+        if not len(self._cohort):
+            return
+        if len(self.running) <= min(step.seats, step.budget) and self._cohort.reserve():
+            step.take_cohort(self._cohort)
+        else:
+            self._cohort.dissolve()
+
     def _take(self, step: Step, chosen: list[Sequence]) -> bool:
         """Rows for some of what runs; False when somebody had to give way, so nobody should be let in now."""
-        unscheduled = set(self.running)
+        if not chosen:
+            return True
+        unscheduled = {sequence for sequence in self.running if sequence.row < 0}
         calm = True
         for sequence in chosen:
             if step.full:
@@ -117,7 +136,7 @@ class Batcher:
         return calm
 
     def _admit(self, step: Step, now: float, admit: bool) -> None:
-        if not self.waiting:
+        if not self.waiting or len(self.running) >= self._max_batch:
             return
         coming = self._names_coming()
         for sequence in list(self.waiting):
@@ -157,7 +176,7 @@ class Batcher:
     def _names_coming(self) -> set[BlockHash]:
         names: set[BlockHash] = set()
         for sequence in self.running:
-            if sequence.pending > 1:
+            if sequence.row < 0 and sequence.pending > 1:
                 names |= self._names_coming_from(sequence)
         return names
 

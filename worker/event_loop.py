@@ -2,7 +2,7 @@
 
 A tick reads: receive -> agree -> act -> schedule -> step -> reply. Weights change in `act` and nowhere else.
 
-A device that samples for itself computes the next step while the host takes in the tokens of the last one (ahead.py):
+A device that samples for itself computes the next step while the host takes in the tokens of the last one:
 then a tick takes the tokens of the step that the tick before launched, and launches the next. Before anything but the
 next step happens, what is on its way is taken in.
 """

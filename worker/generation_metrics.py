@@ -1,6 +1,7 @@
 """What generation counted and timed, for the metrics page."""
 
 from collections import deque
+from itertools import repeat
 
 from worker.messages import FinishReason
 from worker.sequence import Sequence
@@ -61,6 +62,11 @@ class GenerationMetrics:
         else:
             self._samples["itl_s"].append(now - sequence.last_token_at)
         sequence.last_token_at = now
+
+    def tokens(self, count: int, after_s: float) -> None:
+        """So many sequences got one more token each, so long after the one before."""
+        self.counters["generation_tokens"] += count
+        self._samples["itl_s"].extend(repeat(after_s, count))
 
     def finished(self, sequence: Sequence, reason: FinishReason, version: int, now: float) -> None:
         """A sequence ended while `version` was live."""

@@ -118,6 +118,11 @@ class KvCache:
         kv.table.extend(self.pool.allocate() for _ in range(missing))
         return True
 
+    def sole(self, kv: KvState) -> bool:
+        """Nobody shares the block that the next token is written to, if there is one already."""
+        index, offset = divmod(kv.computed, self.block_size)
+        return offset == 0 or self.pool.count(kv.table[index]) == 1
+
     @property
     def copies(self) -> list[BlockCopy]:
         """Copies the step under way has to make first."""

@@ -48,6 +48,11 @@ class LogitEdits:
                 self._seen.append(token)
             self._counts[token] = self._counts.get(token, 0) + 1
 
+    def pass_over(self, tokens: int) -> None:
+        """So many more are part of the output, while nothing was active: which they are is no matter."""
+        assert not self._fixed, "these edits depend on the tokens before"
+        self._length += tokens
+
     def apply(self, row: Float32) -> None:
         """Change logits [vocab] in place. Masked ids become -inf."""
         if self._allowed is not None:

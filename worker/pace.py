@@ -48,7 +48,11 @@ class Pace:
 
     def cost(self, length: int, start: int) -> float:
         """Seconds that `length` tokens from position `start` on take; 0 while nothing is known."""
-        return self._token_s * length + self._cell_s * attended(length, start)
+        return self.cost_of(length, attended(length, start))
+
+    def cost_of(self, tokens: int, cells: float) -> float:
+        """Seconds that tokens take which attend to so many cells in all; 0 while nothing is known."""
+        return self._token_s * tokens + self._cell_s * cells
 
     def fitting(self, length: int, start: int, left_s: float) -> int:
         """How many of `length` tokens from position `start` on fit into so much time: all, or a round number."""

@@ -32,8 +32,13 @@ def uniforms(seeds: list[int], samples: list[int], positions: list[int], purpose
     purpose: numbers for different purposes at one position are independent.
     """
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], np.uint64)
-    zeros = np.zeros_like(seed)
-    counter = (np.array(positions, np.uint64), np.array(samples, np.uint64), zeros + np.uint64(purpose), zeros)
-    high, low, _, _ = philox(counter, (seed & _LOW, seed >> _HALF))
+    return uniforms_of(seed, np.array(samples, np.uint64), np.array(positions, np.uint64), purpose)
+
+
+def uniforms_of(seeds: UInt64, samples: UInt64, positions: UInt64, purpose: int = 0) -> npt.NDArray[np.float64]:
+    """`uniforms` of arrays."""
+    zeros = np.zeros_like(seeds)
+    counter = (positions, samples, zeros + np.uint64(purpose), zeros)
+    high, low, _, _ = philox(counter, (seeds & _LOW, seeds >> _HALF))
     mantissa = (high >> np.uint64(5)) * np.uint64(1 << 26) + (low >> np.uint64(6))
     return mantissa.astype(np.float64) * 2.0**-53

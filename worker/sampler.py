@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Float32
-from worker.inverse_cdf import Cuts, Drawing, Drawn, Float64, Logits, RowSampler, locate
+from worker.inverse_cdf import Cuts, Drawing, Drawn, Float64, Int64, Logits, RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.random_streams import uniforms
+from worker.random_streams import UInt64, uniforms, uniforms_of
 from worker.speculation import ACCEPT, DRAFT, REPLACE, Proposal, judged
 from worker.truncation import Ids, largest, open_ids, truncates
 
@@ -51,14 +51,16 @@ class Draw(NamedTuple):
     broken: bool = False  # because the engine's logits were not finite
 
 
-class Begun(NamedTuple):
-    """Tokens of a whole step that a device is drawing."""
+class Asked(NamedTuple):
+    """Plain draws in columns [R]. The last three: a pick's seed, sample and position."""
 
-    drawing: Drawing
-
-    def draws(self) -> list[Draw]:
-        """Wait for them."""
-        return _plain_draws(self.drawing.drawn())
+    rows: Int64
+    inverse_temperature: Float32
+    greedy: npt.NDArray[np.bool_]
+    cuts: Cuts
+    seeds: UInt64
+    samples: UInt64
+    positions: UInt64
 
 
 class TokenSampler(Protocol):
@@ -71,8 +73,16 @@ class TokenSampler(Protocol):
         """A token for every pick."""
         ...
 
-    def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
-        """Begin what `sample` does, if a device can do all of it."""
+    def plain(self, sampling: SamplingParams, *, cut: bool) -> bool:
+        """Whether nothing but a temperature makes a token from its logits, or with `cut` top-k, top-p and min-p too."""
+        ...
+
+    def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
+        """What `sample` draws where everything is plain: with cuts where the logits are on a device, else without."""
+        ...
+
+    def begin(self, logits: Logits, asked: Asked) -> Drawing | None:
+        """Begin what `draw` does; None when nothing can be begun."""
         ...
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
@@ -104,8 +114,8 @@ class Sampler:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""
         numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
-        on_host = isinstance(logits, np.ndarray)
-        plain = [i for i, pick in enumerate(picks) if self._is_plain(pick, cut=not on_host)]
+        cut = not isinstance(logits, np.ndarray)
+        plain = [i for i, pick in enumerate(picks) if not pick.edits.active and self.plain(pick.sampling, cut=cut)]
         with np.errstate(all="ignore"):
             if plain:
                 found = self._sample_plain(logits, [picks[i] for i in plain], numbers[plain])
@@ -116,11 +126,27 @@ class Sampler:
                 for i, (pick, draw) in enumerate(zip(picks, draws, strict=True))
             ]
 
-    def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
-        """Begin to draw every pick where the logits are; None when one needs its row here."""
-        if not all(self._is_plain(pick, cut=True) for pick in picks):
-            return None
-        return Begun(logits.begin(*self._asked(picks, _numbers(picks)), _cuts(picks)))
+    def plain(self, sampling: SamplingParams, *, cut: bool) -> bool:
+        """The row needs no pass of its own, unless its logits are edited."""
+        greedy = is_greedy(sampling)
+        if sampling.reports_others or (self._raw and not greedy and sampling.temperature != 1.0):
+            return False
+        if greedy or cut:
+            return not sampling.sampling_mask
+        return not truncates(sampling, self._vocab)
+
+    def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
+        """Draw a token for every row that is asked for."""
+        if isinstance(logits, np.ndarray):
+            numbers = uniforms_of(asked.seeds, asked.samples, asked.positions)
+            with np.errstate(all="ignore"):
+                return self._whole.draw(logits, asked.rows, asked.inverse_temperature, asked.greedy, numbers)
+        return self.begin(logits, asked).drawn()
+
+    def begin(self, logits: Logits, asked: Asked) -> Drawing:
+        """Begin to draw where the logits are."""
+        numbers = uniforms_of(asked.seeds, asked.samples, asked.positions)
+        return logits.begin(asked.rows, asked.inverse_temperature, asked.greedy, numbers, asked.cuts)
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
         """Draw from a draft's logits as `sample` would from the model's, and keep what was drawn from."""
@@ -157,7 +183,7 @@ class Sampler:
         """
         scores: list[list[tuple[int, float, int]]] = []
         others = sampling.prompt_logprobs or 0
-        inverse = np.float32(1.0 if self._raw else _inverse_temperature(sampling))
+        inverse = np.float32(1.0 if self._raw else inverse_temperature(sampling))
         with np.errstate(all="ignore"):
             for row, target in zip(logits, targets, strict=True):
                 if not _finite(row):
@@ -169,32 +195,16 @@ class Sampler:
                 scores.append([(i, _logprob(scaled, i, norm), rank) for i, rank in ranked])
         return scores
 
-    def _is_plain(self, pick: Pick, *, cut: bool = False) -> bool:
-        """Nothing but a temperature, or with `cut` a cut as well: the row needs no pass of its own."""
-        sampling = pick.sampling
-        greedy = sampling.temperature < _COLD
-        if sampling.logprobs or pick.edits.active or (self._raw and not greedy and sampling.temperature != 1.0):
-            return False
-        if greedy or cut:
-            return not sampling.sampling_mask
-        return not truncates(sampling, self._vocab)
-
     def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
-        asked = self._asked(picks, numbers)
-        if isinstance(logits, np.ndarray):
-            return _plain_draws(self._whole.draw(logits, *asked))
-        return _plain_draws(logits.begin(*asked, _cuts(picks)).drawn())
-
-    @staticmethod
-    def _asked(
-        picks: Sequence[Pick], numbers: Float64
-    ) -> tuple[npt.NDArray[np.int64], Float32, npt.NDArray[np.bool_], Float64]:
-        return (
+        how = (
             np.array([pick.row for pick in picks], np.int64),
-            np.array([_inverse_temperature(pick.sampling) for pick in picks], np.float32),
-            np.array([pick.sampling.temperature < _COLD for pick in picks], np.bool_),
+            np.array([inverse_temperature(pick.sampling) for pick in picks], np.float32),
+            np.array([is_greedy(pick.sampling) for pick in picks], np.bool_),
             numbers,
         )
+        if isinstance(logits, np.ndarray):
+            return draws_of(self._whole.draw(logits, *how))
+        return draws_of(logits.begin(*how, _cuts(picks)).drawn())
 
     def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
         spread = self._spread(row, pick)
@@ -207,7 +217,7 @@ class Sampler:
         if isinstance(spread, Draw):
             return Proposal(None)
         token = self._drawn(spread, number)
-        return Proposal(token, None if pick.sampling.temperature < _COLD else self._shares(spread))
+        return Proposal(token, None if is_greedy(pick.sampling) else self._shares(spread))
 
     def _spread(self, row: Float32, pick: Pick) -> "_Spread | Draw":
         """Fill `_scaled` and `_weights` from a row; a Draw when nothing can be drawn."""
@@ -222,12 +232,12 @@ class Sampler:
         if not np.isfinite(peak):
             return Draw(0, 0.0, error="every token is masked")
         scaled -= peak
-        scaled *= np.float32(_inverse_temperature(sampling))
+        scaled *= np.float32(inverse_temperature(sampling))
         weights = np.exp(scaled, out=self._weights.reshape(-1)[: self._vocab])
         sums = self._weights.sum(axis=1)[None]
         total = float(sums.sum(dtype=np.float64))
         ids = None
-        if sampling.temperature < _COLD:
+        if is_greedy(sampling):
             ids = np.array([scaled.argmax()])
         elif truncates(sampling, self._vocab):
             ids = open_ids(scaled, weights, total, sampling)
@@ -283,7 +293,8 @@ def _cuts(picks: Sequence[Pick]) -> Cuts:
     )
 
 
-def _plain_draws(drawn: Drawn) -> list[Draw]:
+def draws_of(drawn: Drawn) -> list[Draw]:
+    """One by one."""
     return [
         Draw(token, logprob) if finite else _BROKEN
         for token, logprob, finite in zip(
@@ -300,8 +311,14 @@ def _finite(row: Float32) -> bool:
     return bool(np.isfinite(row.max()) and np.isfinite(row.min()))
 
 
-def _inverse_temperature(sampling: SamplingParams) -> float:
-    return 1.0 if sampling.temperature < _COLD else 1.0 / sampling.temperature
+def is_greedy(sampling: SamplingParams) -> bool:
+    """The most likely id is taken."""
+    return sampling.temperature < _COLD
+
+
+def inverse_temperature(sampling: SamplingParams) -> float:
+    """What logits are multiplied by."""
+    return 1.0 if is_greedy(sampling) else 1.0 / sampling.temperature
 
 
 def _log_sum(row: Float32) -> float:

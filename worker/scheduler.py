@@ -12,18 +12,19 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from rollout_client.protocol import InFlight
-from worker.ahead import batch_after, following, steady
 from worker.batcher import Batcher
+from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.generation_metrics import GenerationMetrics
 from worker.intake import accepted, refusal
-from worker.inverse_cdf import Logits
+from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.kv_cache import KvCache, KvState
+from worker.lines import Line
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
-from worker.sampler import Begun, Draw, LogprobsMode, Pick, Sampler, TokenSampler
+from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler, draws_of
 from worker.sequence import Request, Sequence
 from worker.step import Step, StepRow
 from worker.stopping import StopCheck
@@ -65,7 +66,8 @@ class Scheduler:
         self._clock = clock
         self._metrics = GenerationMetrics()
         self._kv = KvCache(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
-        self._batcher = Batcher(self._kv, max_batch, self._metrics)
+        self._cohort = Cohort(self._kv, self._metrics, spec.vocab_size, max_batch)
+        self._batcher = Batcher(self._kv, self._cohort, max_batch, self._metrics)
         self._sampler: TokenSampler = sampler or Sampler(spec.vocab_size, logprobs_mode)
         self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
@@ -73,11 +75,10 @@ class Scheduler:
         self._arrivals = 0
         self._version = 0
         self._step: Step | None = None
-        self._batch: ForwardBatch | None = None  # of the step
-        self._begun: Begun | None = None  # its tokens, when a device draws them
+        self._on_device = False  # logits are
+        self._begun: Drawing | None = None  # its tokens, when a device draws them
         self._next: Step | None = None  # launched behind it
-        self._next_batch: ForwardBatch | None = None
-        self._outputs: dict[bytes, list[Chunk]] = {}
+        self._outputs: dict[bytes, list[Chunk | Line]] = {}
 
     def add(self, origin: bytes, g: Generate) -> None:
         """Queue a request of the API connection `origin`."""
@@ -120,35 +121,33 @@ class Scheduler:
                 self._batcher.fill_draft(step)
             else:
                 self._batcher.fill(step, self._clock(), admit=admit)
-            if step.rows:
-                self._step, self._batch = step, step.batch(self._kv)
-                return self._batch
+            if not step.empty:
+                self._step = step
+                return step.batch(self._kv, self._cohort)
         return None
 
     def follow(self, logits: Logits) -> Logits | None:
-        """Begin to draw the tokens of the step under way, and launch the step after it behind them (`ahead`).
+        """Begin to draw the tokens of the step under way, and launch the step after it behind them, before they are
+        known: a device goes on at once while the host takes them in.
 
-        None when the next step cannot be known yet, or somebody waits to be let in.
+        None when the next step cannot be known yet: it is not the cohort's alone, somebody waits to be let in, or
+        blocks are short. Of a sequence that turns out to have ended, the token that is computed too many is dropped;
+        what it writes lies in blocks that whoever gets them next writes later, as a device does one step after the
+        other.
         """
-        step, batch = self._step, self._batch
+        step, cohort = self._step, self._cohort
         assert step is not None, "no step is under way"
-        rows = [row for row in step.rows if row.sequence.running]
-        if batch is None or not steady(step) or len(rows) != len(self._batcher.running):
+        if step.rows or not len(cohort) or len(cohort) != len(self._batcher.running):
             return None
-        self._begun = self._sampler.begin(
-            logits, [row.sequence.pick(at) for at, row in enumerate(step.rows) if row.sequence.running]
-        )
-        going = following(step.rows)
-        if self._begun is None or not going or self._batcher.lets_in:
+        sources = cohort.sources(step.together, step.changes)
+        self._begun = self._sampler.begin(logits, cohort.asked(sources))
+        going = cohort.going()
+        if self._begun is None or not len(going) or self._batcher.lets_in or not cohort.reserve(ahead=1, rows=going):
             return None
-        ahead = batch_after(batch, step.rows, going, self._kv)
-        if ahead is None:
-            return None
-        place = {id(row): index for index, row in enumerate(rows)}
         self._next = Step(step.version, step.epoch, 0, 0, self._pace)
-        self._next.rows.extend(StepRow(step.rows[at].sequence, step.rows[at].start + 1, 1, 0) for at in going)
-        self._next_batch = ahead
-        return self._begun.drawing.follow(ahead, np.array([place[id(step.rows[at])] for at in going], np.int32))
+        self._next.together = [cohort.sequences[row] for row in going.tolist()]
+        self._next.changes = cohort.changes if len(going) == len(cohort) else -1
+        return self._begun.follow(cohort.batch(ahead=1, rows=going), going.astype(np.int32))
 
     @property
     def flying(self) -> bool:
@@ -160,24 +159,26 @@ class Scheduler:
         nothing is learned from it.
         """
         step, self._step = self._step, self._next
-        begun, self._begun = self._begun, None
-        self._batch, self._next, self._next_batch = self._next_batch, None, None
+        begun, self._begun, self._next = self._begun, None, None
         assert step is not None, "no step is under way"
         step.took(seconds)
         self._kv.settle()
+        self._on_device = not isinstance(logits, np.ndarray)
         if step.draft:
             assert isinstance(logits, np.ndarray), "no device drafts"
             self._drafting.propose(step, logits)
             return
+        now = self._clock()
+        if len(self._cohort):
+            sources = self._cohort.sources(step.together, step.changes)
+            drawn = self._sampler.draw(logits, self._cohort.asked(sources)) if begun is None else begun.drawn()
+            self._go_on(step, drawn, now)
         picks: list[Pick] = []
         drawing: list[Sequence] = []
         judged: list[Judged] = []
-        at = 0
+        at = len(step.together)
         for row in step.rows:
             sequence = row.sequence
-            if not sequence.running:  # it ended while this step, launched ahead, was on its way
-                at += 1
-                continue
             self._kv.advance(sequence.kv, sequence.tokens, row.length - row.proposed)
             scored = not row.scored or self._score(row, logits[at : at + row.scored])
             at += row.wanted
@@ -192,13 +193,12 @@ class Scheduler:
             elif row.reaches_end:
                 self._fork(sequence)
                 self._end_request(sequence.request, "length")
-        now = self._clock()
         if judged:
             assert isinstance(logits, np.ndarray), "no device drafts"
             for sequence, pick in self._drafting.judge(judged, logits, step, now):  # one more token each
                 drawing.append(sequence)
                 picks.append(pick)
-        draws = self._sampler.sample(logits, picks) if begun is None else begun.draws()
+        draws = self._sampler.sample(logits, picks) if picks else []
         for sequence, draw in zip(drawing, draws, strict=True):
             if sequence.running:  # a sibling's bad logits end it too
                 self._advance(sequence, draw, step, now)
@@ -209,10 +209,17 @@ class Scheduler:
             self._kv.undo()
             self._metrics.counters["discarded_steps"] += 1
             self._metrics.counters["wasted_tokens"] += self._step.tokens
-            self._step = self._next = self._begun = self._batch = self._next_batch = None
+            self._step = self._next = self._begun = None
 
     def take_outputs(self) -> dict[bytes, list[Chunk]]:
         """What happened since the last call, per origin: a chunk per step for streams, else one at the end."""
+        return {
+            origin: [chunk for item in items for chunk in (item.chunks() if isinstance(item, Line) else (item,))]
+            for origin, items in self.take_lines().items()
+        }
+
+    def take_lines(self) -> dict[bytes, list[Chunk | Line]]:
+        """The same, with what steps gave to many streams in columns."""
         outputs, self._outputs = self._outputs, {}
         return outputs
 
@@ -286,6 +293,7 @@ class Scheduler:
         sequence = Sequence(
             request, index, tokens, kv, LogitEdits(request.sampling, prompt, stops), StopCheck(rules, stream)
         )
+        sequence.plain = not (rules.strings or request.speculative)
         request.live.append(sequence)
         return sequence
 
@@ -308,6 +316,22 @@ class Scheduler:
         request.prompt_logprobs.extend(scores)
         return True
 
+    def _go_on(self, step: Step, drawn: Drawn, now: float) -> None:
+        """Give the cohort its tokens. Logits that are not finite end a request: then each is looked at."""
+        if not drawn.finite.all():
+            sequences = self._cohort.sequences.copy()
+            self._cohort.dissolve()
+            for sequence, draw in zip(sequences, draws_of(drawn), strict=True):
+                if sequence.running:
+                    self._kv.advance(sequence.kv, sequence.tokens, 1)
+                    self._advance(sequence, draw, step, now)
+            return
+        ended, lines = self._cohort.advance(drawn, now)
+        for sequence, ending in ended:
+            self._end(sequence, *ending)
+        for origin, line in lines:
+            self._outputs.setdefault(origin, []).append(line)
+
     def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
         if draw.error:
             sequence.request.at_fault = not draw.broken
@@ -318,8 +342,11 @@ class Scheduler:
         ending = sequence.stop.after(draw.token, sequence.length)
         if ending is not None:
             self._end(sequence, *ending)
-        elif sequence.request.stream:
+            return
+        if sequence.request.stream:
             self._emit(sequence.request, sequence.chunk(self._version))
+        if self._cohort.takes(sequence) and self._sampler.plain(sequence.request.sampling, cut=self._on_device):
+            self._cohort.join(sequence, now)
 
     @staticmethod
     def _not_finite(step: Step) -> str:

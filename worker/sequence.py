@@ -61,10 +61,16 @@ class Sequence:
     last_token_at: float | None = None
     renewing: bool = False  # its KV was given back; no token has come since
     draft: Proposal | None = None  # of the next token
+    plain: bool = False  # nobody needs to see its tokens one by one
+    row: int = -1  # in the cohort, which then knows its newest tokens; -1: it is not there
     _spans: list[Span] = field(default_factory=list)
     _epoch: int = -1  # of the weights that made the newest token
     _mixed: bool = False  # its KV, as far as it has been used, is of several epochs
-    _fresh: list[Draw] = field(default_factory=list)  # drawn and not yet in a chunk
+    _told: int = 0  # output tokens that chunks have reported
+    _logprobs: list[float] = field(default_factory=list)  # of those that none has; so are the next three, where asked
+    _top: list[list[tuple[int, float]]] = field(default_factory=list)
+    _ranks: list[int] = field(default_factory=list)
+    _masks: list[list[int]] = field(default_factory=list)
     _reported: bool = False
 
     @property
@@ -120,7 +126,23 @@ class Sequence:
         self._stamp(version, epoch)
         self.tokens.append(draw.token)
         self.edits.record(draw.token)
-        self._fresh.append(draw)
+        self._logprobs.append(draw.logprob)
+        sampling = self.request.sampling
+        if sampling.reports_others:
+            self._top.append(list(draw.top))
+            self._ranks.append(draw.rank)
+        if sampling.sampling_mask:
+            self._masks.append(list(draw.mask))
+
+    def extend(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Take more tokens of the weights that made the newest, drawn without edits. logprobs: of the last of them, as
+        many as have not been reported.
+        """
+        self.tokens += tokens
+        self.edits.pass_over(len(tokens))
+        self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=self.length)
+        self._told += len(tokens) - len(logprobs)
+        self._logprobs += logprobs
 
     def chunk(
         self,
@@ -130,18 +152,16 @@ class Sequence:
         error: str = "",
     ) -> Chunk:
         """Everything not yet reported. live_version: what the span of an empty output shows."""
-        request, draws, first = self.request, self._fresh, not self._reported
-        self._fresh, self._reported = [], True
-        sampling = request.sampling
-        return Chunk(
+        request, first = self.request, not self._reported
+        reported = Chunk(
             request_id=request.request_id,
             index=self.index,
-            token_ids=[draw.token for draw in draws],
-            logprobs=[draw.logprob for draw in draws],
+            token_ids=self.tokens[request.prompt_length + self._told :],
+            logprobs=self._logprobs,
             spans=list(self._spans) or [Span(live_version, 0, 0)],
-            top=[list(draw.top) for draw in draws] if sampling.reports_others else [],
-            ranks=[draw.rank for draw in draws] if sampling.reports_others else [],
-            masks=[list(draw.mask) for draw in draws] if sampling.sampling_mask else [],
+            top=self._top,
+            ranks=self._ranks,
+            masks=self._masks,
             finish=finish,
             stop_reason=stop_reason,
             error=error,
@@ -149,6 +169,16 @@ class Sequence:
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs if first and self.index == 0 and not request.scoring else None,
         )
+        self._logprobs, self._top, self._ranks, self._masks = [], [], [], []
+        self._told, self._reported = self.length, True
+        return reported
+
+    def chunk_of(self, token: int, logprob: float, length: int) -> Chunk:
+        """Output token number `length` (from 1) alone, of the weights that made the one before it."""
+        spans = [span for span in self._spans if span.start < length]
+        spans[-1] = msgspec.structs.replace(spans[-1], end=length)
+        request = self.request
+        return Chunk(request.request_id, self.index, [token], [logprob], spans, cached_tokens=request.cached_tokens)
 
     def _stamp(self, version: int, epoch: int) -> None:
         """Extend the last span, or begin one: with other weights, and where all KV has become that of these.

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from worker.engine.base import ForwardBatch
+from worker.cohort import Cohort
+from worker.engine.base import ForwardBatch, joined
 from worker.kv_cache import KvCache
 from worker.pace import LEAST, Pace, attended
 from worker.sequence import Sequence
@@ -53,6 +54,7 @@ class StepRow:
 class Step:
     """A step being filled, then under way. version, epoch: of the weights it runs under. budget: tokens it may still
     take; seats: sequences. pace: says how much of a prompt fits into its time. draft: the drafting layer runs alone.
+    together: those of the cohort as they stood in its rows when the number of its `changes` was this; they come first.
     """
 
     version: int
@@ -62,6 +64,9 @@ class Step:
     pace: Pace
     draft: bool = False
     rows: list[StepRow] = field(default_factory=list)
+    together: list[Sequence] = field(default_factory=list)
+    changes: int = 0
+    _cells: float = 0.0  # that the cohort's tokens attend to
     _cost_s: float = 0.0  # of the rows
     _prompt_tokens: int = 0  # in rows of several tokens
 
@@ -100,19 +105,38 @@ class Step:
         self._cost_s += self.pace.cost(length, start)
         self._prompt_tokens += length if length > 1 else 0
 
+    def take_cohort(self, cohort: Cohort) -> None:
+        """Its newest tokens; their KV is already writable."""
+        count = len(cohort)
+        self.together, self.changes, self._cells = cohort.sequences.copy(), cohort.changes, cohort.cells()
+        self.budget -= count
+        self.seats -= count
+        self._cost_s += self.pace.cost_of(count, self._cells)
+
+    @property
+    def empty(self) -> bool:
+        """Nobody goes."""
+        return not self.rows and not self.together
+
     def took(self, seconds: float) -> None:
         """It ran so long. Steps of decodes wait for memory and say nothing of prompts."""
         if 2 * self._prompt_tokens >= self.tokens and not self.draft:
-            cells = sum(attended(row.length, row.start) for row in self.rows)
+            cells = self._cells + sum(attended(row.length, row.start) for row in self.rows)
             self.pace.ran(self.tokens, cells, seconds)
 
     @property
     def tokens(self) -> int:
         """Tokens this step feeds."""
-        return sum(row.length for row in self.rows)
+        return len(self.together) + sum(row.length for row in self.rows)
 
-    def batch(self, kv: KvCache) -> ForwardBatch:
+    def batch(self, kv: KvCache, cohort: Cohort) -> ForwardBatch:
         """What the engine gets."""
+        if not self.together:
+            return self._batch_of_rows(kv)
+        decodes = cohort.batch()
+        return joined(decodes, self._batch_of_rows(kv)) if self.rows else decodes
+
+    def _batch_of_rows(self, kv: KvCache) -> ForwardBatch:
         tokens: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []

@@ -68,6 +68,24 @@ class ForwardBatch:
         )
 
 
+def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
+    """One step of the sequences of both, neither of which is a draft."""
+    columns = max(first.block_tables.shape[1], second.block_tables.shape[1])
+    tables = [
+        np.pad(batch.block_tables, ((0, 0), (0, columns - batch.block_tables.shape[1]))) for batch in (first, second)
+    ]
+    return ForwardBatch(
+        token_ids=np.concatenate((first.token_ids, second.token_ids)),
+        positions=np.concatenate((first.positions, second.positions)),
+        slots=np.concatenate((first.slots, second.slots)),
+        query_lens=np.concatenate((first.query_lens, second.query_lens)),
+        context_lens=np.concatenate((first.context_lens, second.context_lens)),
+        block_tables=np.concatenate(tables),
+        logits_rows=np.concatenate((first.logits_rows, second.logits_rows + np.int32(len(first.token_ids)))),
+        block_copies=np.concatenate((first.block_copies, second.block_copies)),
+    )
+
+
 PLAIN_TOKENS = 1024
 """That a sequence is expected to have, where nothing else is said."""
 

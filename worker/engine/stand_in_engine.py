@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
-from worker.inverse_cdf import Logits
+from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.messages import SamplingParams
-from worker.sampler import Begun, Draw, Pick
+from worker.sampler import Asked, Draw, Pick
 from worker.speculation import Proposal
 
 _LOGPROB = -1.25
@@ -58,7 +58,17 @@ class StandInSampler:
         """A token for every pick, by its place in its sequence."""
         return [Draw(1 + (p.seed + p.position * _STRIDE) % (self._limit - 1), _LOGPROB) for p in picks]
 
-    def begin(self, logits: Logits, picks: Sequence[Pick]) -> Begun | None:
+    def plain(self, sampling: SamplingParams, *, cut: bool) -> bool:
+        """All is: nothing else than a token is ever given."""
+        return True
+
+    def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
+        """As `sample`."""
+        tokens = 1 + (asked.seeds + asked.positions * np.uint64(_STRIDE)) % np.uint64(self._limit - 1)
+        count = len(tokens)
+        return Drawn(tokens.astype(np.int64), np.full(count, _LOGPROB), np.ones(count, np.bool_))
+
+    def begin(self, logits: Logits, asked: Asked) -> Drawing | None:
         """Nothing is begun: it is all there."""
         return None
 

@@ -279,3 +279,10 @@ def test_logprobs_of_chosen_ids_come_after_the_sampled_one(fields: dict[str, Any
         assert logprob == pytest.approx(-9999.0 if token_id == 7 else expected[token_id], abs=1e-5)
     assert draw.rank >= 1
     assert not plain.top
+
+
+def test_chosen_ids_alone_are_reported_too() -> None:
+    logits = _logits(2)
+    draws = Sampler(VOCAB).sample(logits, [_pick(0), _pick(1, logprob_token_ids=[3, 5])])
+    assert not draws[0].top
+    assert [i for i, _ in draws[1].top] == list(dict.fromkeys([draws[1].token, 3, 5]))

@@ -40,14 +40,15 @@ _calm: list[st.SearchStrategy[Action]] = [
 ]
 
 
-def _actions(*policies: str) -> st.SearchStrategy[list[Action]]:
+def actions(*policies: str) -> st.SearchStrategy[list[Action]]:
+    """What may happen to a replica, with updates of these policies."""
     # The same number again is a forced push, one less a rollback: other commits, so other KV.
     moves = st.tuples(st.sampled_from(policies), st.sampled_from([1, 1, 1, 0, -1]))
     updates = st.tuples(st.just("update"), moves)
     return st.lists(st.one_of(*_calm, updates), min_size=3, max_size=30)
 
 
-def _play(rig: Any, actions: list[Action]) -> None:
+def play(rig: Any, actions: list[Action]) -> None:
     """Runs the actions, then everything to its end."""
     for kind, value in actions:
         if kind == "add":
@@ -110,10 +111,10 @@ def test_every_token_follows_from_what_its_spans_claim(rig: Callable[..., Any], 
     another request left is a wrong token."""
 
     @_thorough
-    @given(_actions("keep", "keep", "recompute", "abort", "wait"))
+    @given(actions("keep", "keep", "recompute", "abort", "wait"))
     def check(actions: list[Action]) -> None:
         played = rig(kv_weights=True, **sizes)
-        _play(played, actions)
+        play(played, actions)
         for request_id, index in played.results:
             played.check_replay(request_id, index)
 

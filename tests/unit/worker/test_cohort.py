@@ -1,0 +1,129 @@
+"""Sequences in arrays: nothing comes out that would not come out one by one, and a step costs the same for many."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.unit.worker.test_scheduler_properties import actions, play
+from worker.cohort import Cohort
+
+POLICIES = ("keep", "keep", "recompute", "abort", "wait")
+
+
+def _said(replica: Any) -> dict[Any, Any]:
+    return {key: [*result.chunks] for key, result in replica.results.items()}
+
+
+def _both(rig: Callable[..., Any], sizes: dict[str, Any], use: Callable[[Any], None]) -> tuple[Any, Any]:
+    together, apart = rig(**sizes), rig(**sizes)
+    use(together)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Cohort, "takes", lambda self, sequence: False)
+        use(apart)
+    return together, apart
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"num_blocks": 64, "max_tokens": 9}, id="roomy"),
+        pytest.param({"num_blocks": 9, "max_model_len": 36, "max_batch": 3, "max_tokens": 5}, id="tight"),
+    ],
+)
+def test_every_chunk_is_what_it_would_be_without(rig: Callable[..., Any], sizes: dict[str, Any]) -> None:
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    @given(actions(*POLICIES))
+    def check(played: list[Any]) -> None:
+        together, apart = _both(rig, sizes, lambda replica: play(replica, played))
+        assert _said(together) == _said(apart)
+        counts = [dict(replica.scheduler.counters) for replica in (together, apart)]
+        assert counts[0] == counts[1]
+        samples = [{k: len(v) for k, v in r.scheduler.drain_samples().items()} for r in (together, apart)]
+        assert samples[0] == samples[1]
+
+    check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_outputs_outlast_what_is_kept_of_them(rig: Callable[..., Any], stream: bool) -> None:
+    def use(replica: Any) -> None:
+        for number in range(3):
+            replica.add(str(number), [1 + number], max_tokens=600 + number, seed=number, stream=stream)
+        replica.run()
+
+    together, apart = _both(rig, {"max_model_len": 700, "num_blocks": 8, "block_size": 512}, use)
+    assert _said(together) == _said(apart)
+    assert len(together.results["2", 0].tokens) == 602
+
+
+def test_what_stops_one_does_not_stop_another(rig: Callable[..., Any]) -> None:
+    plain = rig()
+    plain.add("a", [1, 2, 3], max_tokens=20, temperature=0.0)
+    plain.run()
+    stop = plain.results["a", 0].tokens[7]
+    first = plain.results["a", 0].tokens.index(stop)
+    replica = rig()
+    replica.add("goes on", [1, 2, 3], max_tokens=20, temperature=0.0, stream=True)
+    replica.add("ends", [1, 2, 3], max_tokens=20, temperature=0.0, stop_token_ids=[stop], stream=True)
+    replica.run()
+    assert replica.results["goes on", 0].tokens == plain.results["a", 0].tokens
+    assert replica.results["ends", 0].tokens == plain.results["a", 0].tokens[: first + 1]
+    assert replica.results["ends", 0].last.stop_reason == stop
+
+
+def test_lines_tell_streams_what_chunks_would(rig: Callable[..., Any]) -> None:
+    replica = rig()
+    for number in range(4):
+        replica.add(str(number), [1 + number, 2], max_tokens=9, seed=number, stream=number != 2)
+    replica.step()
+    replica.step()
+    batch = replica.schedule()
+    replica.scheduler.apply(replica.engine.forward(batch))
+    (line,) = replica.scheduler.take_lines()[b"api"]
+    assert [sequence.request.request_id for sequence in line.sequences] == ["0", "1", "3"]
+    assert line.lengths.tolist() == [3, 3, 3]
+    assert [chunk.token_ids for chunk in line.chunks()] == [[token] for token in line.tokens.tolist()]
+    assert all([(s.start, s.end) for s in chunk.spans] == [(0, 3)] for chunk in line.chunks())
+
+
+def _calls_of_a_step(replica: Any) -> int:
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    batch_of, engine = replica.schedule, replica.engine
+    sys.setprofile(count)
+    try:
+        batch = batch_of()
+    finally:
+        sys.setprofile(None)
+    logits = engine.forward(batch)
+    sys.setprofile(count)
+    try:
+        replica.scheduler.apply(logits)
+        lines = replica.scheduler.take_lines()
+    finally:
+        sys.setprofile(None)
+    assert sum(len(line.sequences) for line in lines[b"api"]) == len(replica.sent)
+    return counted
+
+
+def test_a_step_of_many_calls_no_more_functions_than_one_of_few(rig: Callable[..., Any]) -> None:
+    counted = []
+    for many in (8, 64):
+        replica = rig(max_batch=64, max_tokens=256, num_blocks=256, block_size=16)
+        for number in range(many):
+            replica.add(str(number), [1, 2, 3], max_tokens=12, seed=number, stream=True)
+        for _ in range(4):
+            replica.step()
+        counted.append(_calls_of_a_step(replica))
+    assert counted[0] == counted[1]

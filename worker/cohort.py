@@ -1,0 +1,300 @@
+"""Sequences that decode in step, a token each, kept in arrays: what a token costs the host shows here.
+
+A sequence is let in once it needs nothing from the host but its next token: no edits of its logits, no other logprobs
+than its own, no stop strings, no drafts, and a last block that nobody shares. From then on its tokens stand here, and
+its `Sequence` is behind by those that came since it was last brought up: when one of its blocks is full, when it
+leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. All tokens here are
+made by one commit of weights, so none of them begins a span.
+
+Rows are numbered from 0 without gaps; the last takes the place of one that leaves.
+"""
+
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.base import ForwardBatch, Int32
+from worker.generation_metrics import GenerationMetrics
+from worker.inverse_cdf import Cuts, Drawn, Float64, Int64
+from worker.kv_cache import KvCache
+from worker.lines import Line
+from worker.sampler import Asked, inverse_temperature, is_greedy
+from worker.sequence import Sequence
+from worker.stopping import Ending
+
+_KEPT = 256
+"""Steps whose tokens are kept before every sequence is brought up."""
+_ROW = np.dtype(
+    [
+        ("known", np.int32),  # tokens, the newest among them, which has no KV
+        ("limit", np.int32),  # of known tokens
+        ("prompt", np.int32),  # tokens
+        ("token", np.int32),  # the newest
+        ("since", np.int32),  # step from which on its sequence lacks tokens
+        ("seed", np.uint64),
+        ("sample", np.uint64),
+        ("inverse_temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float64),
+        ("min_p", np.float32),
+        ("greedy", np.bool_),
+    ]
+)
+
+
+class Ended(NamedTuple):
+    """A sequence, which has left, and what its newest token ended it with."""
+
+    sequence: Sequence
+    ending: Ending
+
+
+class Cohort:
+    """most: rows. vocab_size: tokens are below it."""
+
+    def __init__(self, kv: KvCache, metrics: GenerationMetrics, vocab_size: int, most: int) -> None:
+        self.sequences: list[Sequence] = []
+        self.changes = 0  # of rows; the same number: the same sequences in the same rows
+        self._kv = kv
+        self._metrics = metrics
+        self._most = most
+        self._rows = np.zeros(most, _ROW)
+        self._tables: Int32 = np.zeros((most, 16), np.int32)
+        self._tokens: Int32 = np.zeros((_KEPT, most), np.int32)
+        self._logprobs: Float64 = np.zeros((_KEPT, most), np.float64)
+        self._steps = 0  # whose tokens are kept
+        self._told = 0  # of them, that streams have heard of
+        self._at = 0.0  # when the newest came
+        self._stops: npt.NDArray[np.bool_] = np.zeros(vocab_size, np.bool_)  # of any sequence here
+        self._streams: dict[bytes, tuple[Int64, list[Sequence]]] | None = None  # rows per connection
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether it may join now: it has just been given a token, made by the weights that are live."""
+        return (
+            sequence.plain
+            and len(self.sequences) < self._most
+            and not sequence.edits.active
+            and self._kv.sole(sequence.kv)
+        )
+
+    def join(self, sequence: Sequence, now: float) -> None:
+        """It goes on here from the token it got at time `now`, as all the others did."""
+        row, request, rules = len(self.sequences), sequence.request, sequence.request.rules
+        sampling, known = request.sampling, len(sequence.tokens)
+        self._rows[row] = (
+            known,
+            request.prompt_length + rules.limit,
+            request.prompt_length,
+            sequence.tokens[-1],
+            self._steps,
+            request.seed & 0xFFFFFFFFFFFFFFFF,
+            sequence.index,
+            inverse_temperature(sampling),
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            is_greedy(sampling),
+        )
+        table = sequence.kv.table
+        self._widen(len(table))
+        self._tables[row, : len(table)] = table
+        self._tables[row, len(table) :] = 0
+        for stop in (*rules.ids, *rules.eos):
+            if 0 <= stop < len(self._stops):
+                self._stops[stop] = True
+        sequence.row = row
+        self.sequences.append(sequence)
+        self._at = now
+        self._changed()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Bring it up, and let it go; nothing when it is not here."""
+        row = sequence.row
+        if row < 0:
+            return
+        self._bring_up(row)
+        sequence.last_token_at = self._at
+        sequence.row = -1
+        last = self.sequences.pop()
+        if last is not sequence:
+            end = len(self.sequences)
+            self.sequences[row], last.row = last, row
+            self._rows[row] = self._rows[end]
+            self._tables[row] = self._tables[end]
+            self._tokens[: self._steps, row] = self._tokens[: self._steps, end]
+            self._logprobs[: self._steps, row] = self._logprobs[: self._steps, end]
+        if not self.sequences:
+            self._steps = self._told = 0
+            self._stops[:] = False
+        self._changed()
+
+    def dissolve(self) -> None:
+        """Everybody leaves."""
+        for sequence in reversed(self.sequences.copy()):
+            self.leave(sequence)
+
+    def reserve(self, *, ahead: int = 0, rows: Int64 | None = None) -> bool:
+        """Make the newest token's cell writable in each row (of `rows`), or that of the token `ahead` after it. False,
+        and nothing done, when blocks run out.
+        """
+        size = self._kv.block_size
+        known = self._rows["known"][: len(self)]
+        first = np.flatnonzero((known + (ahead - 1)) % size == 0)  # the cell is the first of its block
+        if rows is not None:
+            first = first[np.isin(first, rows)]
+        if not len(first):
+            return True
+        indices: list[int] = ((known[first] + (ahead - 1)) // size).tolist()
+        found = [(row, index, self.sequences[row].kv) for row, index in zip(first.tolist(), indices, strict=True)]
+        if sum(len(kv.table) <= index for _, index, kv in found) > self._kv.pool.available:
+            return False
+        self._widen(max(indices) + 1)
+        for row, index, kv in found:
+            extended = self._kv.extend(kv, index * size + 1)
+            assert extended, "there were blocks for all"
+            self._tables[row, index] = kv.table[index]
+        return True
+
+    def batch(self, *, ahead: int = 0, rows: Int64 | None = None) -> ForwardBatch:
+        """A step of all rows (or of `rows`) for which `reserve` was true. ahead: token ids are not known yet, 0."""
+        chosen = slice(len(self)) if rows is None else rows
+        entries = self._rows[chosen]
+        count, size = len(entries), self._kv.block_size
+        contexts = entries["known"] + np.int32(ahead)
+        positions = contexts - np.int32(1)
+        columns = -(-int(contexts.max()) // size)
+        tables = self._tables[chosen, :columns].copy()
+        lines = np.arange(count, dtype=np.int32)
+        return ForwardBatch(
+            token_ids=np.zeros(count, np.int32) if ahead else entries["token"].copy(),
+            positions=positions,
+            slots=tables[lines, positions // size] * np.int32(size) + positions % np.int32(size),
+            query_lens=np.ones(count, np.int32),
+            context_lens=contexts,
+            block_tables=tables,
+            logits_rows=lines,
+            block_copies=np.zeros((0, 2), np.int32),
+        )
+
+    def asked(self, sources: Int64) -> Asked:
+        """The draw of the next token of each row, from the rows `sources` of a step's logits."""
+        rows = self._rows[: len(self)]
+        return Asked(
+            sources,
+            rows["inverse_temperature"].copy(),
+            rows["greedy"].copy(),
+            Cuts(rows["top_k"].copy(), rows["top_p"].copy(), rows["min_p"].copy()),
+            rows["seed"].copy(),
+            rows["sample"].copy(),
+            (rows["known"] - rows["prompt"]).astype(np.uint64),
+        )
+
+    def sources(self, together: Several[Sequence], changes: int) -> Int64:
+        """Per row, where it stood in `together`: what `sequences` was when `changes` was the number of them."""
+        if changes == self.changes:
+            return np.arange(len(self), dtype=np.int64)
+        found: Int64 = np.empty(len(self), np.int64)
+        for at, sequence in enumerate(together):
+            if sequence.row >= 0:
+                found[sequence.row] = at
+        return found
+
+    def going(self) -> Int64:
+        """Rows that will not reach their limit with their next token."""
+        rows = self._rows[: len(self)]
+        return np.flatnonzero(rows["known"] + 1 < rows["limit"])
+
+    def cells(self) -> float:
+        """Cells that the newest tokens attend to, in all."""
+        return float(self._rows["known"][: len(self)].sum(dtype=np.int64))
+
+    def advance(self, drawn: Drawn, now: float) -> tuple[list[Ended], list[tuple[bytes, Line]]]:
+        """Every row's newest token was computed at time `now`, and a finite token drawn.
+
+        Returns those that ended, and per connection what goes on and is streamed.
+        """
+        if self._steps == _KEPT:
+            for row in range(len(self)):
+                self._bring_up(row)
+            self._steps = self._told = 0
+            self._rows["since"][: len(self)] = 0
+        count, rows = len(self), self._rows[: len(self)]
+        computed = rows["known"].copy()
+        self._metrics.tokens(count, now - self._at)
+        self._tokens[self._steps, :count] = drawn.tokens
+        self._logprobs[self._steps, :count] = drawn.logprobs
+        self._steps += 1
+        self._at = now
+        rows["token"] = drawn.tokens
+        rows["known"] += 1
+        full = [self.sequences[row] for row in np.flatnonzero(computed % self._kv.block_size == 0).tolist()]
+        ends = self._stops[drawn.tokens] | (rows["known"] >= rows["limit"])
+        ended = self._ended(np.flatnonzero(ends).tolist()) if ends.any() else []
+        lines = self._lines()
+        self._told = self._steps
+        for sequence in full:
+            if sequence.row >= 0:
+                self._bring_up(sequence.row)
+        return ended, lines
+
+    def _ended(self, rows: list[int]) -> list[Ended]:
+        ended = []
+        for sequence in [self.sequences[row] for row in rows]:
+            entry = self._rows[sequence.row]
+            ending = sequence.stop.after(int(entry["token"]), int(entry["known"] - entry["prompt"]))
+            if ending is not None:  # None: the stop id is another's
+                self.leave(sequence)
+                ended.append(Ended(sequence, ending))
+        return ended
+
+    def _lines(self) -> list[tuple[bytes, Line]]:
+        if self._streams is None:
+            by_origin: dict[bytes, list[int]] = {}
+            for row, sequence in enumerate(self.sequences):
+                if sequence.request.stream:
+                    by_origin.setdefault(sequence.request.origin, []).append(row)
+            self._streams = {
+                origin: (np.array(rows, np.int64), [self.sequences[row] for row in rows])
+                for origin, rows in by_origin.items()
+            }
+        newest = self._steps - 1
+        entries = self._rows
+        return [
+            (
+                origin,
+                Line(
+                    sequences,
+                    self._tokens[newest, rows],
+                    self._logprobs[newest, rows],
+                    entries["known"][rows] - entries["prompt"][rows],
+                ),
+            )
+            for origin, (rows, sequences) in self._streams.items()
+        ]
+
+    def _bring_up(self, row: int) -> None:
+        """Its sequence gets what came since, and offers the blocks that are full to the prefix cache."""
+        since, sequence = int(self._rows["since"][row]), self.sequences[row]
+        if since == self._steps:
+            return
+        told = self._told if sequence.request.stream else 0
+        sequence.extend(
+            self._tokens[since : self._steps, row].tolist(),
+            self._logprobs[max(since, told) : self._steps, row].tolist(),
+        )
+        self._kv.advance(sequence.kv, sequence.tokens, len(sequence.tokens) - 1 - sequence.kv.computed)
+        self._rows["since"][row] = self._steps
+
+    def _widen(self, columns: int) -> None:
+        have = self._tables.shape[1]
+        if columns > have:
+            self._tables = np.pad(self._tables, ((0, 0), (0, max(columns, 2 * have) - have)))
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self._streams = None
