@@ -6,6 +6,8 @@ import pytest
 
 from rollout_client import protocol as wire
 from rollout_client.device_slots import socket_of
+from rollout_client.publisher import WeightPublisher
+from rollout_client.shm_transport import ShmTransport
 
 
 @pytest.fixture
@@ -37,3 +39,18 @@ def test_any_other_is_not(lenders, replica, trainer, weights, fields):
     placement = trainer().begin(weights(1), 1, **fields)
     assert isinstance(placement, wire.Placement)
     assert placement.devices == []
+
+
+@pytest.mark.parametrize("reachable", [True, False], ids=["tensors of the CPU", "another host"])
+def test_a_trainer_that_cannot_is_warned_and_pushes_all_the_same(
+    store, replica, weights, digest_of, caplog, monkeypatch, reachable
+):
+    replica(0)
+    if not reachable:
+        monkeypatch.setattr(ShmTransport, "reach", classmethod(lambda cls, welcome: None))
+    with WeightPublisher(store.endpoint, run_id="run", transport="cuda_ipc", progress=False) as publisher:
+        report = publisher.push(weights(1), 1)
+    assert (report.digest, report.filled) == (digest_of(weights(1)), 0)
+    assert report.transport == ("shm" if reachable else "zmq")
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "rollout_client.publisher"]
+    assert line.startswith("no copies from GPU to GPU: ")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from weight_manager.layout import PAGE, rank_views
 from weight_manager.manifest import ITEMSIZE, Layout
-from worker.gpu.driver import Driver
+from worker.gpu.driver import DeviceMemoryError, Driver
 from worker.gpu.memory import Region
 from worker.gpu.pinned import Pinned
 
@@ -108,7 +108,7 @@ class DeviceSlots:
         self._driver.enter()
         slot = 0 if self.bound is None else 1 - self.bound
         region, staged = self.regions[slot], Staged(slot)
-        region.fill()
+        self._claim()
         base = min(view.ctypes.data for view in views.values()) - self._where.runs[0].source
         last = self._where.runs[-1]
         self.pinned.pin(base, -(-(last.source + last.nbytes) // PAGE) * PAGE)
@@ -117,6 +117,17 @@ class DeviceSlots:
         self._driver.wait(self._stream)
         self._held[slot] = weakref.ref(staged)
         return staged
+
+    def _claim(self) -> None:
+        """Memory for both slots or for none that has none: a version is served only where the next one has room."""
+        fresh = [region for region in self.regions if not region.filled]
+        try:
+            for region in fresh:
+                region.fill()
+        except DeviceMemoryError:
+            for region in fresh:
+                region.empty()
+            raise
 
     def read(self, staged: Staged, name: str, itemsize: int) -> npt.NDArray[np.uint8]:
         """A tensor's bytes, fetched."""

@@ -15,7 +15,7 @@ from rollout_client.device_slots import Ask, LentSlot, LentSlots, NotLent, encod
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views, region_digests, version_digest
 from weight_manager.messages import Live
-from worker.gpu.driver import CudaError
+from worker.gpu.driver import CudaError, DeviceMemoryError
 from worker.gpu.lending import Lending
 from worker.gpu.weights import DeviceSlots, placement
 
@@ -318,6 +318,28 @@ def test_nothing_is_lent_while_nothing_is_served(rank, lent):
         lent(two)
     assert rank.holds(rank.lending.stage(two.live, two.views), two)  # woken, from the arena
     assert rank.driver.copied
+
+
+def test_a_rank_that_wakes_has_both_slots_again_or_neither(rank):
+    two = Version(2)
+    rank.lending.withdraw()
+    rank.slots.bind(None)
+    create, left = rank.driver.create, [1]
+
+    def one_only(nbytes, **how):
+        if not left:
+            raise DeviceMemoryError("full")
+        left.pop()
+        return create(nbytes, **how)
+
+    rank.driver.create = one_only
+    rank.driver.no_room = lambda nbytes, what: DeviceMemoryError(f"no room for {what}")
+    with pytest.raises(DeviceMemoryError, match="no room for weights"):
+        rank.lending.stage(two.live, two.views)
+    assert [region.filled for region in rank.slots.regions] == [False, False]
+    rank.driver.create = create
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+    assert [region.filled for region in rank.slots.regions] == [True, True]
 
 
 def test_ranks_that_cannot_be_filled_are_left_out_and_told_of(rank, tmp_path, caplog):
