@@ -1,0 +1,92 @@
+"""Two sessions at once: one that is recorded and waits for stall figures, and the next one. On a simulated host."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.simulation.host import Host, Memory, edges
+from tests.simulation.network import Network
+from tests.simulation.parties import Replica
+from tests.simulation.run import TIMES
+from tests.simulation.world import World
+from weight_manager.errors import PushRefused
+from weight_manager.life import Event, State
+from weight_manager.messages import Finalized
+from weight_manager.push_session import Intent
+
+
+class Owner:
+    """Commits once it is sealed, and notes how it ends."""
+
+    def __init__(self, coordinator, world):
+        self._coordinator, self._world = coordinator, world
+        self.outcome = None
+
+    def sealed(self, session):
+        self._coordinator.commit(session, 5.0, self._world.now)
+
+    def committed(self, session, report):
+        self.outcome = report.version
+
+    def ended(self, session, refusal):
+        self.outcome = refusal.code
+
+
+@pytest.fixture
+def hub():
+    """A store that serves version 0 on a replica which never says `Finalized`."""
+    Memory.made.clear()
+    world = World(1)
+    net = Network(world)
+    with world.inside(**edges(world, net)):
+        host = Host(world, net, "a", None, lambda *_: None, **(TIMES | {"finalize_s": 5.0}))
+        host.start()
+        replica = Replica(host, 0, lambda *_: None)
+        send = replica.membership._send
+        replica.membership._send = lambda message: isinstance(message, Finalized) or send(message)
+        coordinator = host.store._coordinator
+
+        def push(version):
+            owner = Owner(coordinator, world)
+            # the bytes are those of the version before, where they lie
+            intent = Intent("run", version, "disk", force=True)
+            session = coordinator.begin(intent, owner, world.now, reuse=coordinator.history.live)
+            return session, owner
+
+        def seal(session):
+            coordinator.seal(session, world.now + 5.0, world.now)
+            host.store.wake()
+            world.run(world.now + 1.0)
+
+        first, _ = push(0)
+        seal(first)
+        yield SimpleNamespace(coordinator=coordinator, world=world, replica=replica, push=push, seal=seal)
+
+
+def test_what_a_recorded_push_still_says_does_not_end_the_next_one(hub):
+    recorded, owner = hub.push(1)
+    hub.seal(recorded)
+    assert (recorded.life.state, owner.outcome) == (State.LIVE, None)
+    following, _ = hub.push(2)
+    hub.coordinator.abort(recorded, PushRefused("bad_message", "said too late"), hub.world.now)
+    with pytest.raises(PushRefused, match="is already live"):
+        hub.coordinator.abort(recorded, PushRefused("aborted", "x"), hub.world.now, Event.TRAINER_ABORTS)
+    assert hub.coordinator.session is following
+    assert (following.life.state, recorded.life.state) == (State.STAGING, State.LIVE)
+
+
+def test_the_next_push_may_be_ended_while_the_last_one_waits_for_figures(hub):
+    recorded, owner = hub.push(1)
+    hub.seal(recorded)
+    following, next_owner = hub.push(2)
+    following.owner = SimpleNamespace(
+        sealed=lambda session: None, ended=next_owner.ended
+    )  # leaves the commit to others
+    hub.seal(following)
+    assert following.life.state is State.SEALED
+    hub.coordinator.drive(hub.world.now)
+    assert following.life.state is State.SEALED, "what the last commit comes to moves no other"
+    hub.coordinator.abort(following, PushRefused("aborted", "x"), hub.world.now, Event.OPERATOR_ABORTS)
+    assert (next_owner.outcome, owner.outcome) == ("aborted", None)
+    hub.world.run(hub.world.now + 6.0)
+    assert owner.outcome == 1
