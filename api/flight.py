@@ -131,6 +131,13 @@ class Flight:
             if self.open == 0:
                 self._end()
 
+    def go_on(self, index: int, token: int, logprob: float) -> None:
+        """A sequence has one more token, of the weights that made the one before it."""
+        sample = self.samples[index]
+        *before, last = sample.spans
+        before.append(Span(last.version, last.start, last.end + 1, last.recomputed))
+        self.add(Chunk(self.attempt_id, index, [token], [logprob], before, cached_tokens=sample.cached_tokens))
+
     def can_restart(self) -> bool:
         """Whether losing its replica can go unnoticed: nobody has seen a token."""
         return not self._streamed

@@ -9,7 +9,7 @@ from api.link import Link
 from rollout_client.curve import TrainerKeys
 from weight_manager.messages import Live
 from worker import messages
-from worker.messages import Abort, CallFailed, Chunks, GetStats, StateChanged, Stats, ToApi
+from worker.messages import Abort, CallFailed, Chunks, GetStats, StateChanged, Stats, ToApi, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Replica:
         self.lost = 0  # times it went away
         self.down_reason = "not there yet"
         self._full_until = 0.0
+        self._members: list[tuple[str, int]] = []  # sequences of the last `Tokens`
         self._quiet_s = quiet_s
         self.link: Link[ToApi] = Link(
             endpoint,
@@ -141,6 +142,8 @@ class Replica:
                     if flight.open == 0:
                         del self.flights[chunk.request_id]
                         self._fleet.landed(flight)
+            case Tokens():
+                self._go_on(message)
             case StateChanged():
                 said = {"replica": self.index, "version": message.version, "state": message.state}
                 log.info("replica %d: %s: %s", self.index, message.state, message.reason, extra=said)
@@ -175,6 +178,14 @@ class Replica:
                 flight.end_aborted(version or 0)
                 self._fleet.landed(flight)
         self._fleet.changed()
+
+    def _go_on(self, message: Tokens) -> None:
+        if message.members is not None:
+            self._members = message.members
+        for (request_id, index), token, logprob in zip(self._members, *message.drawn(), strict=True):
+            flight = self.flights.get(request_id)
+            if flight is not None:
+                flight.go_on(index, token, logprob)
 
     def _refused(self, flight: Flight, why: str) -> None:
         """It began nothing (draining, or too many held): another may take the flight, this one not for a while."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection
 
+from worker.lines import Line
 from worker.messages import CallFailed, Chunk, Generate, Span, ToApi
 from worker.scheduler import Scheduler
 
@@ -75,17 +76,17 @@ class Admission:
             self.abort(owed.keys(), version)
         return len(owed)
 
-    def take_outputs(self) -> dict[bytes, list[Chunk]]:
+    def take_outputs(self) -> dict[bytes, list[Chunk | Line]]:
         """Everything to be sent now, per connection that is still there."""
-        outputs = self._scheduler.take_outputs()
+        outputs = self._scheduler.take_lines()
         for origin, chunks in self._ended:
             outputs.setdefault(origin, []).extend(chunks)
         self._ended.clear()
-        for origin, chunks in outputs.items():
-            for chunk in chunks:
-                if chunk.finish is not None:
-                    self._settle(origin, chunk.request_id)
-        return {origin: chunks for origin, chunks in outputs.items() if chunks}
+        for origin, items in outputs.items():
+            for item in items:
+                if isinstance(item, Chunk) and item.finish is not None:
+                    self._settle(origin, item.request_id)
+        return {origin: items for origin, items in outputs.items() if items}
 
     def _settle(self, origin: bytes, request_id: str) -> None:
         owed = self._owed.get(origin)

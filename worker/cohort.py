@@ -10,6 +10,7 @@ Rows are numbered from 0 without gaps; the last takes the place of one that leav
 """
 
 from collections.abc import Sequence as Several
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,8 @@ class Cohort:
         self._told = 0  # of them, that streams have heard of
         self._at = 0.0  # when the newest came
         self._stops: npt.NDArray[np.bool_] = np.zeros(vocab_size, np.bool_)  # of any sequence here
-        self._streams: dict[bytes, tuple[Int64, list[Sequence]]] | None = None  # rows per connection
+        self._streams: dict[bytes, tuple[int, Int64, list[Sequence]]] | None = None  # roster and rows per connection
+        self._rosters = count(1)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -223,11 +225,11 @@ class Cohort:
                 self._bring_up(row)
             self._steps = self._told = 0
             self._rows["since"][: len(self)] = 0
-        count, rows = len(self), self._rows[: len(self)]
+        many, rows = len(self), self._rows[: len(self)]
         computed = rows["known"].copy()
-        self._metrics.tokens(count, now - self._at)
-        self._tokens[self._steps, :count] = drawn.tokens
-        self._logprobs[self._steps, :count] = drawn.logprobs
+        self._metrics.tokens(many, now - self._at)
+        self._tokens[self._steps, :many] = drawn.tokens
+        self._logprobs[self._steps, :many] = drawn.logprobs
         self._steps += 1
         self._at = now
         rows["token"] = drawn.tokens
@@ -259,7 +261,7 @@ class Cohort:
                 if sequence.request.stream:
                     by_origin.setdefault(sequence.request.origin, []).append(row)
             self._streams = {
-                origin: (np.array(rows, np.int64), [self.sequences[row] for row in rows])
+                origin: (next(self._rosters), np.array(rows, np.int64), [self.sequences[row] for row in rows])
                 for origin, rows in by_origin.items()
             }
         newest = self._steps - 1
@@ -268,13 +270,14 @@ class Cohort:
             (
                 origin,
                 Line(
+                    roster,
                     sequences,
                     self._tokens[newest, rows],
                     self._logprobs[newest, rows],
                     entries["known"][rows] - entries["prompt"][rows],
                 ),
             )
-            for origin, (rows, sequences) in self._streams.items()
+            for origin, (roster, rows, sequences) in self._streams.items()
         ]
 
     def _bring_up(self, row: int) -> None:

@@ -16,11 +16,11 @@ from worker.config import WorkerConfig
 from worker.draining import Draining
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
+from worker.lines import Telling
 from worker.membership import Membership
 from worker.messages import (
     Abort,
     CallFailed,
-    Chunks,
     Clear,
     Done,
     Drain,
@@ -94,6 +94,7 @@ class Leader:
             send=send,
             memory=lambda: memory_of(pids),
         )
+        self._telling = Telling()
         self._subscribers = Subscribers(send, config.stats_busy_s, config.stats_idle_s, clock)
         self.stepping = Stepping(
             scheduler,
@@ -127,6 +128,7 @@ class Leader:
                     self.membership.store_down()
                 case channel.OriginGone(origin):
                     self._subscribers.remove(origin)
+                    self._telling.forget(origin)
                     self.counters["orphaned"] += self._admission.forget(origin, self._version)
                 case channel.Terminate():
                     self._drain(None, Drain("", self._config.drain_s))
@@ -224,8 +226,9 @@ class Leader:
 
     def reply(self) -> None:
         """Send what the tick produced."""
-        for origin, chunks in self._admission.take_outputs().items():
-            self._channel.send_api(origin, Chunks(chunks))
+        for origin, items in self._admission.take_outputs().items():
+            for message in self._telling.messages(origin, items):
+                self._channel.send_api(origin, message)
         if self._version_or_none != self._announced_version:
             self._on_change(self.lifecycle.state, "")
         busy = self._busy

@@ -5,6 +5,7 @@ handles them in arrival order: there is one inbox and so one order. Bad bytes ar
 `CallFailed` (call "") and counted; the loop goes on.
 """
 
+import struct
 from typing import Any, Literal
 
 import msgspec
@@ -52,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class Generate(Message, tag="generate", frozen=True):
-    """[API] start a request; answered by `Chunks` until every sequence has a finish reason.
+    """[API] start a request; answered by `Chunks` and `Tokens` until every sequence has a finish reason.
 
     A replica that cannot take it (draining, too many held, id in use) answers `CallFailed` with the request
     id as call: nothing was begun, so it may be sent to another replica.
@@ -186,6 +187,24 @@ class Chunks(Message, tag="chunks", frozen=True):
     items: list[Chunk]
 
 
+class Tokens(Message, tag="tokens", frozen=True):
+    """[RANK 0] one more token of each of many streamed sequences, made by the weights that made the one before it: the
+    last span of each is one longer. Everything else about a sequence comes as a `Chunk`: its first token, the first
+    after other weights, its end.
+
+    A step of many costs 12 bytes a sequence, and who they are is said when it changes.
+    """
+
+    token_ids: bytes  # int32, little-endian, one of each
+    logprobs: bytes  # float64, little-endian
+    members: list[tuple[str, int]] | None = None  # request id and index of each; None: as in the message before
+
+    def drawn(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Tokens and logprobs, one of each member. Raises struct.error when they are not whole."""
+        count = len(self.token_ids) // 4
+        return struct.unpack(f"<{count}i", self.token_ids), struct.unpack(f"<{count}d", self.logprobs)
+
+
 class Done(Message, tag="done", frozen=True):
     """[RANK 0] a control call took effect on every rank."""
 
@@ -236,7 +255,7 @@ class Stats(Message, tag="stats", frozen=True):
 
 
 FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain
-ToApi = Chunks | Done | CallFailed | StateChanged | Stats
+ToApi = Chunks | Tokens | Done | CallFailed | StateChanged | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_api = msgspec.msgpack.Decoder(FromApi).decode

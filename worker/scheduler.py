@@ -219,7 +219,7 @@ class Scheduler:
         }
 
     def take_lines(self) -> dict[bytes, list[Chunk | Line]]:
-        """The same, with what steps gave to many streams in columns."""
+        """The same in its order, with what a step gave to many streams in columns."""
         outputs, self._outputs = self._outputs, {}
         return outputs
 

@@ -6,6 +6,7 @@ store's service socket. Neither checks weights or numerics; integration tests ru
 """
 
 import asyncio
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from worker.messages import (
     Span,
     StateChanged,
     Stats,
+    Tokens,
     Verify,
 )
 
@@ -72,6 +74,7 @@ class ScriptedReplica:
         self.mute = False
         self.received: list[Any] = []
         self.running: dict[tuple[bytes, str], asyncio.Task[None]] = {}
+        self._members: dict[bytes, list[tuple[str, int]]] = {}  # of the last `Tokens` to each connection
         self._socket: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._origins: set[bytes] = set()
@@ -173,7 +176,7 @@ class ScriptedReplica:
                     await self.gate.acquire()
                 made += 1
                 if g.stream and made < len(ids):
-                    self._emit(origin, g, [token_id], made, None)
+                    self._go_on(origin, g, token_id, made)
             last = ids[-1:] if g.stream else ids
             self._emit(origin, g, last, made, self.finish)
         except asyncio.CancelledError:
@@ -186,6 +189,16 @@ class ScriptedReplica:
         if after is None or made <= after:
             return [Span(self.version, 0, made)]
         return [Span(self.version, 0, after), Span(self.version, after, made, recomputed=True)]
+
+    def _go_on(self, origin: bytes, g: Generate, token_id: int, made: int) -> None:
+        """As rank 0 does: in columns what only extends the last span, and nothing else than a token is wanted of."""
+        if made == 1 or made - 1 == self.recomputed_after or g.sampling.reports_others:
+            self._emit(origin, g, [token_id], made, None)
+            return
+        members = [(g.request_id, index) for index in range(g.sampling.n)]
+        columns = struct.pack(f"<{len(members)}i", *[token_id] * len(members)), struct.pack("<d", -0.5) * len(members)
+        self._send(origin, Tokens(*columns, None if members == self._members.get(origin) else members))
+        self._members[origin] = members
 
     def _emit(self, origin: bytes, g: Generate, ids: list[int], made: int, finish: Any) -> None:
         chunks = [

@@ -1,12 +1,14 @@
 import asyncio
 import json
+import struct
 from typing import Any
 
 import pytest
 
 from api.app import create_app
+from api.flight import Flight
 from api.schemas.rollout import GenerateResponse
-from worker.messages import Chunk, Chunks, Generate, Span
+from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, Tokens
 
 URL = "/v1/rollout/generate"
 
@@ -138,3 +140,38 @@ async def test_an_error_is_the_requests_own_or_the_engines(client, replicas, mon
     monkeypatch.setattr(type(replicas[0]), "_emit", fail)
     reply = await client.post(URL, json={"prompt_ids": [65], "max_tokens": 1})
     assert (reply.status_code, reply.json()["error"]["message"]) == (status, "no way")
+
+
+async def test_columns_for_requests_that_are_gone_are_nobodys(client, replicas, monkeypatch):
+    def go_on(replica, origin, g, token_id, made):
+        if made == 1:
+            replica._emit(origin, g, [token_id], made, None)
+        else:
+            members = [("another", 0), (g.request_id, 0)]
+            columns = struct.pack("<2i", 7, token_id), struct.pack("<2d", -9.0, -0.25)
+            replica._send(origin, Tokens(*columns, members if made == 2 else None))
+
+    monkeypatch.setattr(type(replicas[0]), "_go_on", go_on)
+    for _ in range(2):  # the second time the columns are another's
+        reply = await client.post(URL, json={"prompt_ids": [65], "max_tokens": 5, "stream": True})
+        outputs = [output for said in events(reply.text) for output in said["outputs"]]
+        assert [token for output in outputs for token in output["token_ids"]] == [66, 67, 68, 69, 70]
+        assert [logprob for output in outputs for logprob in output["logprobs"]] == [-0.5, -0.25, -0.25, -0.25, -0.5]
+
+
+def test_a_token_alone_makes_the_last_span_longer():
+    flight = Flight(Generate("r", [1], SamplingParams(n=2)))
+    heard = []
+    flight.watch(heard.append)
+    spans = [Span(3, 0, 1), Span(4, 1, 2, recomputed=True)]
+    flight.add(Chunk("r", 1, [5, 6], [-1.0, -2.0], spans, cached_tokens=8))
+    flight.go_on(1, 7, -3.0)
+    sample = flight.samples[1]
+    assert (sample.token_ids, sample.logprobs) == ([5, 6, 7], [-1.0, -2.0, -3.0])
+    assert sample.spans == [Span(3, 0, 1), Span(4, 1, 3, recomputed=True)]
+    assert spans[-1].end == 2
+    _, chunk = heard[-1]
+    assert (chunk.index, chunk.token_ids, chunk.spans, chunk.cached_tokens) == (1, [7], sample.spans, 8)
+    flight.end_aborted(0)
+    flight.go_on(1, 9, -1.0)
+    assert sample.token_ids == [5, 6, 7]

@@ -3,6 +3,7 @@
 import itertools
 import time
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -11,7 +12,7 @@ from weight_manager.layout import rank_views, region_digests, version_digest
 from weight_manager.messages import Live
 from worker import messages
 from worker.engine.fake_engine import views_hash
-from worker.messages import CallFailed, Chunks, Done, Generate, GetStats, SamplingParams, Stats
+from worker.messages import CallFailed, Chunk, Chunks, Done, Generate, GetStats, SamplingParams, Stats, Tokens
 
 PATIENCE_S = 20.0
 """For what must happen; how soon is another test's claim, and a busy machine's threads wait for one another."""
@@ -162,6 +163,12 @@ class ScriptedApi:
                 case Chunks():
                     for chunk in message.items:
                         self.chunks.setdefault(chunk.request_id, []).append(chunk)
+                case Tokens():
+                    self.members = message.members or self.members
+                    for (request_id, index), token, logprob in zip(self.members, *message.drawn(), strict=True):
+                        *before, last = self.chunks[request_id][-1].spans
+                        spans = [*before, msgspec.structs.replace(last, end=last.end + 1)]
+                        self.chunks[request_id].append(Chunk(request_id, index, [token], [logprob], spans))
                 case Done() | CallFailed():
                     self.answers[message.call] = message
                 case Stats() if message.call:
