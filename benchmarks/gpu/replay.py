@@ -1,0 +1,193 @@
+"""Every token of a service on a GPU derived again, after versions that came while it generated.
+
+    python -m benchmarks.gpu.replay record OUT [--updates 200] [--device gpu]    on a host with a device
+    python -m benchmarks.gpu.replay check OUT                                    anywhere, in numpy
+
+`record` serves a small model in float32, pushes made-up versions under the four in-flight policies in turn while
+clients sample with seeds, some with top-p or top-k, and writes down what they got. `check` computes each token's logits
+from the versions that its spans name, in numpy, and draws again with its seed: a torn or wrongly stamped token, KV of
+another version or a token of another row shows as another token or logprob.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_client import AsyncRolloutClient, WeightPublisher
+from rollout_client.spans import Span, forward_passes
+from weight_manager.families import decoder_spec, manifest_for
+from weight_manager.layout import make_layout, rank_views, region_views
+from worker.engine.base import ForwardBatch
+from worker.gpu.reference import ReferenceOps
+from worker.logit_edits import LogitEdits
+from worker.messages import SamplingParams
+from worker.models.decoder import hidden
+from worker.models.weights import Weights, collect
+from worker.sampler import Pick, Sampler
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+POLICIES = ("keep", "recompute", "abort", "wait")
+CLIENTS, LOGPROB_GAP = 24, 2e-4
+
+
+def weights(version: int) -> dict[str, np.ndarray]:
+    """A version, by HF names."""
+    rng = np.random.default_rng(version)
+    made = {}
+    for p in manifest_for(CONFIG, "float32").parameters:
+        values = rng.standard_normal(p.shape, dtype=np.float32)
+        made[p.name] = 1 + 0.1 * values if p.name.endswith("norm.weight") else values * np.float32(p.shape[-1] ** -0.5)
+    return made
+
+
+def record(out: Path, updates: int, device: str) -> None:
+    """Serve, push and sample."""
+    from benchmarks.gpu.service import EmptyService
+
+    log = out.with_suffix(".log")
+    options = (
+        "--dtype",
+        "float32",
+        "--device",
+        device,
+        "--set",
+        "worker.max_batch=32",
+        "--set",
+        "worker.num_blocks=512",
+    )
+    done = threading.Event()
+    found: list[dict[str, Any]] = []
+    with (
+        EmptyService(CONFIG, 1, log, *options) as service,
+        WeightPublisher(service.push_endpoint, run_id="replay") as publisher,
+    ):
+        publisher.push(weights(1), 1, timeout_s=60)
+        service.wait_ready()
+        clients = threading.Thread(target=lambda: asyncio.run(sample(service.url, done, found)))
+        clients.start()
+        for version in range(2, updates + 2):
+            publisher.push(weights(version), version, in_flight=POLICIES[version % 4], timeout_s=60)
+        done.set()
+        clients.join()
+    out.write_text(json.dumps(found))
+    print(f"{updates} updates, {len(found)} answers, {sum(len(f['tokens']) for f in found)} tokens, "
+          f"{sum(len(f['spans']) > 1 for f in found)} answers of more than one version")  # fmt: skip
+
+
+async def sample(url: str, done: threading.Event, found: list[dict[str, Any]]) -> None:
+    client = AsyncRolloutClient(url)
+
+    async def one(number: int) -> None:
+        rng = random.Random(number)
+        while not done.is_set():
+            prompt = [rng.randrange(512) for _ in range(rng.randrange(3, 40))]
+            more = rng.choice([{}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.2}])
+            asked = {"max_tokens": rng.randrange(8, 120), "temperature": 1.0, "seed": rng.randrange(1 << 40), **more}
+            reply = await client.generate(prompt_ids=prompt, ignore_eos=True, **asked)
+            for output in reply.outputs:
+                spans = [[s.version, s.start, s.end, s.recomputed] for s in output.spans]
+                found.append({"prompt": prompt, "asked": asked, "tokens": list(output.token_ids), "spans": spans,
+                              "logprobs": list(output.logprobs), "finish": output.finish_reason})  # fmt: skip
+
+    await asyncio.gather(*(one(number) for number in range(CLIENTS)))
+    await client.aclose()
+
+
+class Replayed:
+    """Logits of a sequence whose positions were computed by these versions."""
+
+    def __init__(self) -> None:
+        self._spec = decoder_spec(CONFIG)
+        self._layout = make_layout(manifest_for(CONFIG, "float32"), 1)
+        self._held: dict[int, Weights[np.ndarray]] = {}
+
+    def logits(self, tokens: list[int], versions: list[int], wanted: int) -> np.ndarray:
+        """[len(tokens) - wanted, vocab] of the tokens after positions [wanted, len(tokens))."""
+        ops = ReferenceOps(self._spec, 4, 2, 256, 16, 16)
+        rows, start = [], 0
+        while start < len(tokens):
+            end = next((i for i in range(start, len(tokens)) if versions[i] != versions[start]), len(tokens))
+            at = np.arange(start, end, dtype=np.int32)
+            table = np.arange(16, dtype=np.int32)[None]
+            one, none = np.array([end - start], np.int32), np.zeros((0, 2), np.int32)
+            batch = ForwardBatch(
+                np.array(tokens[start:end], np.int32), at, at, one, np.array([end], np.int32), table, at - start, none
+            )
+            held = self._weights(versions[start])
+            ops.begin(batch)
+            x = ops.norm(hidden(ops, self._spec, held), held.norm)
+            rows.append(x @ held.head.T)
+            start = end
+        return np.concatenate(rows)[wanted:]
+
+    def _weights(self, version: int) -> Weights[np.ndarray]:
+        if version not in self._held:
+            named = weights(version)
+            slot = np.zeros(self._layout.slot_bytes, np.uint8)
+            for region, view in zip(self._layout.regions, region_views(self._layout, slot), strict=True):
+                view[:] = named[region.name].reshape(-1)
+            self._held[version] = collect(self._spec, rank_views(self._layout, 0, slot))
+        return self._held[version]
+
+
+def check(path: Path) -> int:
+    """Exit status: 1 when a token or a logprob does not follow."""
+    replayed, sampler = Replayed(), Sampler(CONFIG["vocab_size"])
+    other = far = tokens = 0
+    worst = 0.0
+    for answer in json.loads(path.read_text()):
+        prompt, out, asked = answer["prompt"], answer["tokens"], answer["asked"]
+        cuts = {k: v for k, v in asked.items() if k in {"top_p", "top_k", "repetition_penalty"}}
+        sampling = SamplingParams(temperature=asked["temperature"], **cuts)
+        for one in forward_passes([Span(*span) for span in answer["spans"]], len(prompt)):
+            known = (prompt + out)[: len(one.versions)]
+            rows = replayed.logits(known, one.versions, len(prompt) - 1 + one.start)
+            for at, row in zip(range(one.start, one.end), rows, strict=True):
+                edits = LogitEdits(sampling, prompt, frozenset())
+                for token in out[:at]:
+                    edits.record(token)
+                draw = sampler.sample(row[None], [Pick(0, sampling, edits, asked["seed"], 0, at)])[0]
+                tokens += 1
+                other += draw.token != out[at]
+                if draw.token == out[at]:
+                    gap = abs(draw.logprob - answer["logprobs"][at])
+                    worst, far = max(worst, gap), far + (gap > LOGPROB_GAP)
+    print(
+        f"{tokens} tokens: {other} are others, {far} logprobs are further off than {LOGPROB_GAP}; at most {worst:.2g}"
+    )
+    return int(bool(other or far))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["record", "check"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--device", default="gpu")
+    args = parser.parse_args()
+    if args.what == "check":
+        sys.exit(check(args.out))
+    record(args.out, args.updates, args.device)
+
+
+if __name__ == "__main__":
+    main()
