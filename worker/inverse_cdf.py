@@ -20,20 +20,36 @@ _PIECE = 1 << 16
 _BLOCK = 256
 
 
+MOST_TOPS = 64
+"""Of the likeliest ids of a row that a device reports."""
+
+
+class Tops(NamedTuple):
+    """Per row [R]: the likeliest ids, best first, their logprobs, and the rank of the id drawn (1 = the likeliest)."""
+
+    ids: Int64
+    logprobs: Float64
+    ranks: Int64
+
+
 class Drawn(NamedTuple):
     """Per row [R]: the id, its logprob, and whether all logits were finite (else the other two mean nothing)."""
 
     tokens: Int64
     logprobs: Float64
     finite: npt.NDArray[np.bool_]
+    tops: Tops | None = None  # when a row asked for some
 
 
 class Cuts(NamedTuple):
-    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `truncation.open_ids` means them."""
+    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `truncation.open_ids` means them; and how
+    many of the likeliest ids to report (None: of no row any).
+    """
 
     top_k: Int32
     top_p: Float64
     min_p: Float32
+    tops: Int32 | None = None
 
 
 class Drawing(Protocol):
@@ -57,7 +73,12 @@ class Logits(Protocol):
     def __getitem__(self, rows: slice) -> Float32: ...
 
     def begin(
-        self, rows: Int64, inverse_temperature: Float32, greedy: npt.NDArray[np.bool_], numbers: Float64, cuts: Cuts
+        self,
+        rows: Int64,
+        inverse_temperature: Float32,
+        greedy: npt.NDArray[np.bool_],
+        numbers: Float64,
+        cuts: Cuts,
     ) -> Drawing:
         """Begin to draw as `RowSampler.draw` does from an array, from what `cuts` leave open where not greedy."""
         ...

@@ -8,11 +8,12 @@ the most likely id (the lowest of equals) and reports logprobs at temperature 1.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Float32
-from worker.inverse_cdf import Cuts, Drawing, Drawn, Float64, Int64, Logits, RowSampler, locate
+from worker.inverse_cdf import MOST_TOPS, Cuts, Drawing, Drawn, Float64, Int64, Logits, RowSampler, Tops, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import UInt64, uniforms, uniforms_of
@@ -114,8 +115,13 @@ class Sampler:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""
         numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
-        cut = not isinstance(logits, np.ndarray)
-        plain = [i for i, pick in enumerate(picks) if not pick.edits.active and self.plain(pick.sampling, cut=cut)]
+        device = not isinstance(logits, np.ndarray)
+        plain = [
+            i
+            for i, pick in enumerate(picks)
+            if not pick.edits.active
+            and (self.plain(pick.sampling, cut=device) or (device and self._likeliest(pick.sampling)))
+        ]
         with np.errstate(all="ignore"):
             if plain:
                 found = self._sample_plain(logits, [picks[i] for i in plain], numbers[plain])
@@ -134,6 +140,12 @@ class Sampler:
         if greedy or cut:
             return not sampling.sampling_mask
         return not truncates(sampling, self._vocab)
+
+    def _likeliest(self, sampling: SamplingParams) -> bool:
+        """On a device, top logprobs of a row that is else plain come with its token."""
+        if sampling.logprob_token_ids or not 0 < sampling.logprobs <= MOST_TOPS:
+            return False
+        return self.plain(msgspec.structs.replace(sampling, logprobs=0), cut=True)
 
     def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
         """Draw a token for every row that is asked for."""
@@ -204,7 +216,8 @@ class Sampler:
         )
         if isinstance(logits, np.ndarray):
             return draws_of(self._whole.draw(logits, *how))
-        return draws_of(logits.begin(*how, _cuts(picks)).drawn())
+        drawn = logits.begin(*how, _cuts(picks)).drawn()
+        return _with_tops(draws_of(drawn), drawn.tops, picks)
 
     def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
         spread = self._spread(row, pick)
@@ -290,7 +303,19 @@ def _cuts(picks: Sequence[Pick]) -> Cuts:
         np.array([pick.sampling.top_k for pick in picks], np.int32),
         np.array([pick.sampling.top_p for pick in picks], np.float64),
         np.array([pick.sampling.min_p for pick in picks], np.float32),
+        np.array([pick.sampling.logprobs for pick in picks], np.int32),
     )
+
+
+def _with_tops(draws: list[Draw], tops: Tops | None, picks: Sequence[Pick]) -> list[Draw]:
+    if tops is None:
+        return draws
+    for at, (draw, pick) in enumerate(zip(draws, picks, strict=True)):
+        count = min(pick.sampling.logprobs, tops.ids.shape[1])
+        if count and not draw.error:
+            top = list(zip(tops.ids[at, :count].tolist(), tops.logprobs[at, :count].tolist(), strict=True))
+            draws[at] = draw._replace(top=top, rank=int(tops.ranks[at]))
+    return draws
 
 
 def draws_of(drawn: Drawn) -> list[Draw]:

@@ -24,7 +24,7 @@ MACROS = {
 
 
 def _all_open(count):
-    return Cuts(np.zeros(count, np.int32), np.ones(count), np.zeros(count, np.float32))
+    return Cuts(np.zeros(count, np.int32), np.ones(count), np.zeros(count, np.float32), np.zeros(count, np.int32))
 
 
 def _no_step(batch, sources):
@@ -108,3 +108,30 @@ def test_cuts_leave_the_same_ids_open(driver, vocab, spread):
     for a, b in zip(found, expected, strict=True):
         if a.token == b.token:
             assert abs(a.logprob - b.logprob) < 3e-5
+
+
+@pytest.mark.parametrize("vocab", [96, 1000, 151936])
+def test_the_likeliest_ids_and_ranks_are_the_hosts(driver, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((3, vocab), dtype=np.float32) * 3
+    logits[0] = np.round(logits[0])  # many equals
+    stream = driver.stream()
+    address = driver.allocate(logits.nbytes, "test")
+    driver.to_device(address, logits, stream)
+    module = Module(driver, compiled(source(), MACROS, driver.capability))
+    drawing = Drawing(driver, module, stream, address, vocab, 3, _no_step)
+    picks = []
+    for seed in range(60):
+        sampling = SamplingParams(
+            temperature=float(rng.choice([0.0, 1.0, 0.7])),
+            logprobs=int(rng.choice([0, 1, 5, 20, 64])),
+            top_p=float(rng.choice([1.0, 0.9])),
+        )
+        picks.append(Pick(seed % 3, sampling, LogitEdits(sampling, [], frozenset()), seed, 0, 3))
+    found = Sampler(vocab).sample(drawing.logits(3), picks)
+    expected = Sampler(vocab).sample(logits, picks)
+    for a, b, pick in zip(found, expected, picks, strict=True):
+        assert [i for i, _ in a.top] == [i for i, _ in b.top], pick.sampling
+        np.testing.assert_allclose([p for _, p in a.top], [p for _, p in b.top], atol=3e-5)
+        if a.token == b.token:
+            assert a.rank == b.rank

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
-from worker.inverse_cdf import Cuts, Drawn, Float64, Int64, Logits
+from worker.inverse_cdf import MOST_TOPS, Cuts, Drawn, Float64, Int64, Logits, Tops
 
 Flags = npt.NDArray[np.bool_]
 _PIECE, _NEAR, _CUT = 256, 8192, 2  # as in kernels/sampling.cu
@@ -40,9 +40,13 @@ class Drawing:
         self._logits, self._vocab, self._most = logits, vocab, most
         self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
-        # numbers and top-p (8 bytes each), then rows, inverse temperatures, how, top-k and min-p (4 each)
-        self._asked = driver.pinned(9 * most, np.int32)
-        self._asked_there = driver.allocate(36 * most, "sampling")
+        # numbers and top-p (8 bytes each), then rows, inverse temperatures, how, top-k, min-p and tops (4 each)
+        self._asked = driver.pinned(10 * most, np.int32)
+        self._asked_there = driver.allocate(40 * most, "sampling")
+        # ids and logprobs of the likeliest, then ranks
+        self._tops = driver.pinned((2 * MOST_TOPS + 1) * most, np.int32)
+        self._tops_there = driver.allocate(self._tops.nbytes, "sampling")
+        self._tops_wanted = 0
         self._pieces = driver.allocate(8 * most * -(-vocab // _PIECE), "sampling")
         self._drawn = driver.pinned(most * _DRAWN.itemsize, np.uint8).view(_DRAWN)
         self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
@@ -69,7 +73,7 @@ class Drawing:
                 inverse_temperature[at],
                 greedy[at],
                 numbers[at],
-                Cuts(cuts.top_k[at], cuts.top_p[at], cuts.min_p[at]),
+                _part(cuts, at),
             )
         return DeviceDrawing(self, before, count)
 
@@ -78,10 +82,15 @@ class Drawing:
         if count:
             self._driver.wait(self._drawn_event, event=True)
         found = self._drawn[:count]
-        columns = (found["token"].astype(np.int64), found["logprob"].astype(np.float64), found["finite"] != 0)
-        if not before:
-            return Drawn(*columns)
-        return Drawn(*(np.concatenate(column) for column in zip(*before, columns, strict=True)))
+        tokens, logprobs = found["token"].astype(np.int64), found["logprob"].astype(np.float64)
+        last = Drawn(tokens, logprobs, found["finite"] != 0, self._likeliest(count) if self._tops_wanted else None)
+        return last if not before else _joined([*before, last])
+
+    def _likeliest(self, count: int) -> Tops:
+        wanted, most = self._tops_wanted, self._tops_wanted * count
+        ids = self._tops[:most].reshape(count, wanted).astype(np.int64)
+        logprobs = self._tops[most : 2 * most].view(np.float32).reshape(count, wanted).astype(np.float64)
+        return Tops(ids, logprobs, self._tops[2 * most : 2 * most + count].astype(np.int64))
 
     def wait(self, *, drawn: bool) -> None:
         """Until the step, or the drawing that was launched last, is through."""
@@ -113,11 +122,14 @@ class Drawing:
         asked[: 2 * count] = numbers.view(np.int32)
         asked[2 * count : 4 * count] = cuts.top_p.view(np.int32)
         how = np.where(cut, _CUT, greedy)
-        words = (rows, inverse_temperature.view(np.int32), how, cuts.top_k, cuts.min_p.view(np.int32))
+        words = (
+            *(rows, inverse_temperature.view(np.int32), how),
+            *(cuts.top_k, cuts.min_p.view(np.int32), 0 if cuts.tops is None else cuts.tops),
+        )
         for place, column in enumerate(words, start=4):
             asked[place * count : (place + 1) * count] = column
-        self._driver.to_device(there, asked, self._stream, 36 * count)
-        at_rows, hot, at_how, top_k, min_p = (U64(there + 4 * count * place) for place in range(4, 9))
+        self._driver.to_device(there, asked, self._stream, 40 * count)
+        at_rows, hot, at_how, top_k, min_p, tops = (U64(there + 4 * count * place) for place in range(4, 10))
         numbers_there, top_p = U64(there), U64(there + 8 * count)
         logits, pieces, vocab = U64(self._logits), U64(self._pieces), Int(self._vocab)
         blocks = -(-self._vocab // _PIECE // 8) if count <= 32 else max(1, 2048 // count)
@@ -128,9 +140,41 @@ class Drawing:
         if cut.any():
             arguments = (*picks, top_k, top_p, min_p, numbers_there, pieces, out, vocab)
             launch("draw_cut", (count,), 1024, self._stream, arguments, shared=8 * _NEAR)
+        wanted = self._tops_wanted = 0 if cuts.tops is None else int(cuts.tops.max())
+        if wanted:
+            most, base = wanted * count, self._tops_there
+            found = (U64(base), U64(base + 4 * most), U64(base + 8 * most), Int(wanted), vocab)
+            shared = 12 * -(-self._vocab // _PIECE)
+            launch(
+                "tops", (count,), 256, self._stream, (logits, at_rows, hot, tops, pieces, out, *found), shared=shared
+            )
+            self._driver.to_host(self._tops[: 2 * most + count], base, self._stream)
         self._driver.to_host(self._drawn[:count], self._drawn_there, self._stream)
         self._driver.record(self._drawn_event, self._stream)
         return count
+
+
+def _part(cuts: Cuts, at: slice) -> Cuts:
+    tops = None if cuts.tops is None else cuts.tops[at]
+    return Cuts(cuts.top_k[at], cuts.top_p[at], cuts.min_p[at], tops)
+
+
+def _joined(parts: Sequence[Drawn]) -> Drawn:
+    tops = None
+    if any(part.tops is not None for part in parts):
+        width = max(part.tops.ids.shape[1] for part in parts if part.tops is not None)
+        tops = Tops(
+            *(np.concatenate(column) for column in zip(*(_widened(part, width) for part in parts), strict=True))
+        )
+    columns = [np.concatenate(column) for column in zip(*(part[:3] for part in parts), strict=True)]
+    return Drawn(columns[0], columns[1], columns[2], tops)
+
+
+def _widened(part: Drawn, width: int) -> Tops:
+    count = len(part.tokens)
+    tops = part.tops or Tops(np.zeros((count, 0), np.int64), np.zeros((count, 0)), np.zeros(count, np.int64))
+    padding = ((0, 0), (0, width - tops.ids.shape[1]))
+    return Tops(np.pad(tops.ids, padding), np.pad(tops.logprobs, padding), tops.ranks)
 
 
 class DeviceDrawing:

@@ -55,7 +55,7 @@ class Ahead:
     def begin(self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any, cuts: Any) -> "Ahead":
         sampler = RowSampler(self.engine.spec.vocab_size)
         self.found = sampler.draw(self.rows, rows, inverse_temperature, greedy, numbers)
-        for i, (k, p, least) in enumerate(zip(*cuts, strict=True)):
+        for i, (k, p, least) in enumerate(zip(*cuts[:3], strict=True)):
             sampling = SamplingParams(top_k=int(k), top_p=float(p), min_p=float(least))
             if truncates(sampling, self.rows.shape[1]) and not greedy[i]:
                 scaled = (self.rows[rows[i]] - self.rows[rows[i]].max()) * inverse_temperature[i]

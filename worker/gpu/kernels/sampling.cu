@@ -267,6 +267,89 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
   if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
 }
 
+// The `wanted[p]` likeliest ids of a pick's row with their logprobs, best first and of equals the lower id, and the rank of
+// the id drawn. ids, logprobs: [picks][most]. Behind `draw`. grid (picks), 256 threads, 12 bytes of shared memory a piece.
+KERNEL __launch_bounds__(256) tops(const float *logits, const int *rows, const float *inverse_temperature, const int *wanted,
+    const float2 *pieces, const Drawn *drawn, int *ids, float *logprobs, int *ranks, int most, int vocab) {
+  extern __shared__ __align__(16) char piece_memory[];
+  __shared__ double sums[8];
+  __shared__ float best[8];
+  __shared__ int where[8], above;
+  follow();
+  const int pick = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (vocab + PIECE - 1) / PIECE;
+  if (!wanted[pick] || !drawn[pick].finite) return;
+  float *left = (float *)piece_memory, *taken = left + count;  // the largest that is left of a piece; the last one taken
+  int *taken_id = (int *)(taken + count);
+  const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
+  const float2 *mine = pieces + (u64)pick * count;
+  float top = -INF;
+  for (int i = threadIdx.x; i < count; i += 256) {
+    left[i] = mine[i].x;
+    taken[i] = INF;
+    taken_id[i] = -1;
+    top = fmaxf(top, mine[i].x);
+  }
+  // Over the block: the larger of (value, -place), and whose it is.
+  auto largest = [&](float &value, int &place) {
+    for (int o = 16; o; o >>= 1) {
+      const float v = __shfl_xor_sync(~0u, value, o);
+      const int p = __shfl_xor_sync(~0u, place, o);
+      if (v > value || (v == value && p < place)) { value = v; place = p; }
+    }
+    __syncthreads();
+    if (!lane) { best[warp] = value; where[warp] = place; }
+    __syncthreads();
+    value = best[0]; place = where[0];
+    for (int w = 1; w < 8; w++)
+      if (best[w] > value || (best[w] == value && where[w] < place)) { value = best[w]; place = where[w]; }
+  };
+  int nobody = 0;
+  largest(top, nobody);
+  double total = 0;
+  for (int i = threadIdx.x; i < count; i += 256) total += (double)(mine[i].y * expf((mine[i].x - top) * hot));
+  for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+  if (!lane) sums[warp] = total;
+  if (!threadIdx.x) above = 0;
+  __syncthreads();
+  total = 0;
+  for (int w = 0; w < 8; w++) total += sums[w];
+  const float norm = (float)log(total);
+  for (int n = 0; n < min(wanted[pick], vocab); n++) {
+    float value = -INF;
+    int piece = FULL;
+    for (int i = threadIdx.x; i < count; i += 256)
+      if (left[i] > value || (left[i] == value && i < piece)) { value = left[i]; piece = i; }
+    largest(value, piece);
+    const int id = piece * PIECE + threadIdx.x;
+    const float x = id < vocab ? row[id] : -INF, last = taken[piece];
+    const bool free = id < vocab && (x < last || (x == last && id > taken_id[piece]));  // not taken before
+    float first = free ? x : -INF;
+    int chosen = free ? id : FULL;
+    largest(first, chosen);
+    float next = free && id != chosen ? x : -INF;
+    int unused = 0;
+    largest(next, unused);
+    if (!threadIdx.x) {
+      left[piece] = next;
+      taken[piece] = first;
+      taken_id[piece] = chosen;
+      ids[(u64)pick * most + n] = chosen;
+      logprobs[(u64)pick * most + n] = fminf(0.f, (first - top) * hot - norm);
+    }
+    __syncthreads();
+  }
+  const float own = row[drawn[pick].token];
+  int larger = 0;
+  for (int i = threadIdx.x >> 5; i < count; i += 8) {  // a warp a piece; most hold nothing above
+    if (mine[i].x <= own) continue;
+    for (int j = lane; j < PIECE; j += 32)
+      if (i * PIECE + j < vocab && row[i * PIECE + j] > own) larger++;
+  }
+  if (larger) atomicAdd(&above, larger);
+  __syncthreads();
+  if (!threadIdx.x) ranks[pick] = above + 1;
+}
+
 // tokens[i] = the token drawn sources[i]-th: the next step goes on before the host has seen it. grid (count / 256).
 KERNEL feed(const Drawn *drawn, const int *sources, int *tokens, int count) {
   follow();
