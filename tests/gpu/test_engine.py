@@ -159,7 +159,7 @@ def test_the_other_slot_is_served_after_a_flip_and_the_first_after_a_rollback():
         return run.all_logits(0)
 
     before, old = logits(), device.bound
-    staged = device.slots.stage(model.views(change=lambda x: x * np.float32(1.1)))
+    staged = device.stage(model.views(change=lambda x: x * np.float32(1.1)))
     device.slots.bind(staged)
     after = logits()
     fresh = gpu_engines.Device(model.config, "float32", model.views(change=lambda x: x * np.float32(1.1)))
