@@ -19,12 +19,13 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 0 = left on purpose."""
     parser = argparse.ArgumentParser(prog="python -m api", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.json of the service")
+    parser.add_argument("--index", type=int, default=0, help="which of the API processes this is (%(default)s)")
     args = parser.parse_args(argv)
     try:
         config = ApiConfig.read(args.config)
         setup("api", config.log_level)
-        service = Service(config, Model.load(config))
-        listener = listen(config)
+        service = Service(config, Model.load(config), args.index)
+        listener = listen(config, args.index)
     except (OSError, ValueError) as error:
         print(f"api: {error}", file=sys.stderr)
         return 2

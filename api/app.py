@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from api import openapi, replies
 from api.bodies import Bodies
 from api.hosts import Hosts
+from api.processes.forwarding import Claiming, Internal, ToLead
 from api.reply_counts import ReplyCounts
 from api.routes import (
     chat,
@@ -70,7 +71,15 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(router)
     replies.install(app)
     openapi.install(app)
+    peers, passing = service.peers, service.passing
+    if peers is not None and passing is not None:
+        app.add_middleware(Claiming, peers=peers, passing=passing)
     app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
     app.add_middleware(Hosts, config=service.config)
     app.add_middleware(ReplyCounts, answered=service.metrics.answered)
+    if peers is not None and passing is not None:
+        if not peers.leads:
+            longest = service.config.max_body_bytes
+            app.add_middleware(ToLead, passing=passing, max_bytes=longest, answered=service.metrics.answered)
+        app.add_middleware(Internal, abort=service.abort_here)
     return app

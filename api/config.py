@@ -44,6 +44,8 @@ class ApiConfig(BaseModel):
     """Address to bind; anything but loopback needs a data token."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free one; run_dir/http_url tells which."""
+    workers: int = Field(default=1, ge=1, le=32)
+    """API processes behind the one port (`--api-workers`)."""
     run_dir: Path
     """Where the sockets of the service live."""
     state_dir: Path | None = None
@@ -79,7 +81,8 @@ class ApiConfig(BaseModel):
     """Names by which clients may call the service (Host header) besides localhost, `host` and any address; "*" = any.
     Without a token only these are answered, with one any name is unless this says some: see api/hosts.py."""
     max_connections: int = Field(default=8192, ge=8, le=1 << 20)
-    """HTTP connections at once; over it idle ones are closed, and when all are at work a new one gets 503."""
+    """HTTP connections at once, in equal shares where there are several `workers`; over it idle ones are closed, and
+    when all are at work a new one gets 503."""
     head_timeout_s: float = Field(default=10.0, gt=0, le=600)
     """How long a client may take over the head of a request; then 408."""
     stall_timeout_s: float = Field(default=60.0, gt=0, le=3600)
@@ -195,6 +198,8 @@ class ServeOptions(BaseSettings):
     """fake is for tests of the service around the model, stand-in for measuring it."""
     speculative: Literal["off", "mtp"] = "off"
     """mtp: the checkpoint's own drafting layer proposes a token a step; the distribution stays the model's."""
+    api_workers: int = Field(default=1, ge=1, le=32)
+    """API processes behind the one port: more than one when it has no processor time left (docs/scaling.md)."""
     host: str = "127.0.0.1"
     """HTTP address."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -268,6 +273,7 @@ def compose(options: ServeOptions) -> ServeConfig:
         "name": options.name,
         "host": options.host,
         "port": options.port,
+        "workers": options.api_workers,
         "run_dir": run_dir,
         "state_dir": options.store.get("state_dir"),
         "replicas": options.replicas,

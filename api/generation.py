@@ -6,7 +6,7 @@ the first still runs share its job, and it is ended when the last of them has go
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -151,6 +151,7 @@ class Generations:
         self._model = model
         self._max_requests = max_requests
         self._jobs: dict[str, Job] = {}
+        self.abort_elsewhere: Callable[[list[str] | None, float], Awaitable[int]] = _nobody
 
     def submit(self, ask: Ask) -> Job:
         """Start a request, or join the running one of the same id. Raises BadInput, Conflict, TooMany."""
@@ -163,8 +164,8 @@ class Generations:
         # A stop id that the model cannot sample stops nothing; clients take theirs from a tokenizer that may know more.
         stops = [i for i in ask.sampling.stop_token_ids if i < self._model.vocab_size]
         sampling = msgspec.structs.replace(ask.sampling, stop_token_ids=stops)
-        if len(self._fleet.flights) + len(ask.prompts) > self._max_requests:
-            raise TooMany(f"{len(self._fleet.flights)} requests are held or running; the limit is {self._max_requests}")
+        if (there := self._fleet.open_everywhere) + len(ask.prompts) > self._max_requests:
+            raise TooMany(f"{there} requests are held or running; the limit is {self._max_requests}")
         deadline = asyncio.get_running_loop().time() + ask.version_timeout_s
         flights = [
             Flight(
@@ -192,7 +193,15 @@ class Generations:
         """End requests by exact client id, or all; returns how many were open, once they have ended.
 
         Their callers get what there is. Works while paused. An end that takes longer than timeout_s comes later.
+        Raises Unavailable, TimedOut when another process of the API, which may have some of them, does not answer.
         """
+        own, elsewhere = await asyncio.gather(
+            self.abort_here(request_ids, timeout_s=timeout_s), self.abort_elsewhere(request_ids, timeout_s)
+        )
+        return own + elsewhere
+
+    async def abort_here(self, request_ids: list[str] | None, *, timeout_s: float) -> int:
+        """The same, of this process only."""
         wanted = list(self._jobs) if request_ids is None else [i for i in dict.fromkeys(request_ids) if i in self._jobs]
         flights = [[f for f in self._jobs[i].flights if not f.done.is_set()] for i in wanted]
         ends = [asyncio.ensure_future(flight.done.wait()) for of_job in flights for flight in of_job]
@@ -207,8 +216,8 @@ class Generations:
 
     @property
     def open(self) -> int:
-        """Requests in progress."""
-        return len(self._jobs)
+        """Requests in progress; a request of several prompts that another process of the API has counts as many."""
+        return len(self._jobs) + self._fleet.open_everywhere - len(self._fleet.flights)
 
     def _check(self, ask: Ask) -> None:
         model, sampling = self._model, ask.sampling
@@ -240,6 +249,11 @@ class Generations:
             raise BadInput(f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
         if sampling.stop and model.tokenizer is None:
             raise BadInput("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+
+
+async def _nobody(request_ids: list[str] | None, timeout_s: float) -> int:
+    """There is no other process of the API."""
+    return 0
 
 
 def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput:

@@ -45,7 +45,7 @@ def server_info(service: Service) -> dict[str, Any]:
         "weight_version": service.versions.live,
         "version": SERVER_VERSION,
         "internal_states": [
-            {"replica": r.index, "state": r.state, "weight_version": r.version, "running": r.load}
+            {"replica": r.index, "state": r.state, "weight_version": r.version, "running": service.fleet.load_of(r)}
             for r in service.fleet.replicas
         ],
     }

@@ -15,6 +15,7 @@ Each connection uses a fresh socket, so nothing from before a death is delivered
 import asyncio
 import itertools
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -67,8 +68,12 @@ class Link(Generic[T]):
         silence_s: float,
         stuck_s: float,
         keys: TrainerKeys | None = None,
+        name: str = "",
     ) -> None:
-        """quiet_s: after how long the other side is asked for a word. keys: who we are, where it asks for that."""
+        """quiet_s: after how long the other side is asked for a word. keys: who we are, where it asks for that.
+
+        name: what all connections of ours are called, one after the other; "" = nothing.
+        """
         self.endpoint = endpoint
         self._listener = listener
         self._encode = encode
@@ -77,6 +82,7 @@ class Link(Generic[T]):
         self._silence_s = silence_s
         self._stuck_s = stuck_s
         self._keys = keys
+        self._name = name
         self._socket: zmq.asyncio.Socket | None = None
         self._calls: dict[str, asyncio.Future[T]] = {}
         self._ids = itertools.count(1)
@@ -127,6 +133,8 @@ class Link(Generic[T]):
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             if self.endpoint.startswith("tcp://"):
                 socket.setsockopt(zmq.IPV6, int("[" in self.endpoint))
+            if self._name:
+                socket.setsockopt(zmq.IDENTITY, f"{self._name}-{secrets.token_hex(8)}".encode())
             if self._keys is not None:
                 self._keys.hold(socket)
             monitor = socket.get_monitor_socket(_EVENTS)

@@ -25,16 +25,19 @@ async def now(fleet: Fleet) -> list[Loads]:
             call.cancel()
         for call in done:
             call.exception()  # of one that went away: it has no load
-    count, held = len(fleet.replicas), len(fleet.held)
-    return [_load(replica, held // count + (place < held % count)) for place, replica in enumerate(fleet.replicas)]
+    count, held = len(fleet.replicas), fleet.held_everywhere
+    return [
+        _load(replica, fleet.load_of(replica), held // count + (place < held % count))
+        for place, replica in enumerate(fleet.replicas)
+    ]
 
 
-def _load(replica: Replica, held: int) -> Loads:
+def _load(replica: Replica, load: int, held: int) -> Loads:
     stats = replica.stats
     used = stats.kv_blocks_used * stats.block_size if stats else 0
     total = stats.kv_blocks_total * stats.block_size if stats else 0
-    running = min(stats.running if stats else 0, replica.load)
-    waiting = replica.load - running + held
+    running = min(stats.running if stats else 0, load)
+    waiting = load - running + held
     return Loads(
         dp_rank=replica.index,
         num_reqs=running + waiting,

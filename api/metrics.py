@@ -17,7 +17,7 @@ from api.histogram import SECONDS, VERSIONS, Histogram
 from api.metric_names import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_COUNTERS, counter
 from api.recent import Recent
 from api.replica import Replica
-from api.replicas import Fleet
+from api.replicas import RETRIED, Fleet
 from api.weights import Weights
 from weight_manager.messages import Status
 from worker.messages import Stats
@@ -49,6 +49,9 @@ class Metrics(Collector):
 
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP reply."""
+        if self._fleet.peers is not None:
+            self._fleet.peers.counts.add(f"{status} {route}")
+            return
         key = (route, status)
         self.requests[key] = self.requests.get(key, 0) + 1
 
@@ -78,18 +81,25 @@ class Metrics(Collector):
     def _of_fleet(self) -> Iterator[Metric]:
         fleet = self._fleet
         for name, value in {
-            "held_requests": len(fleet.held),
-            "open_requests": len(fleet.flights),
+            "held_requests": fleet.held_everywhere,
+            "open_requests": fleet.open_everywhere,
             "paused": float(fleet.paused is not None),
             "pause_age_seconds": max(0.0, time.time() - fleet.paused.since) if fleet.paused else 0.0,
             "cleared": float(bool(fleet.cleared)),
             "version_skew": skew(fleet),
         }.items():
             yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
-        yield counter("retried_requests", COUNTERS["retried_requests"], [((), fleet.retried)])
+        retried, requests = fleet.retried, self.requests
+        if fleet.peers is not None:
+            counted = fleet.peers.counts.total()
+            retried = counted.pop(RETRIED, 0)
+            requests = {
+                (route, int(status)): n for name, n in counted.items() for status, _, route in [name.partition(" ")]
+            }
+        yield counter("retried_requests", COUNTERS["retried_requests"], [((), retried)])
         yield counter("paused_seconds", COUNTERS["paused_seconds"], [((), fleet.paused_seconds)])
         yield counter("pause_leases_expired", COUNTERS["pause_leases_expired"], [((), fleet.lease_expiries)])
-        replies = [((route, str(status)), count) for (route, status), count in sorted(self.requests.items())]
+        replies = [((route, str(status)), count) for (route, status), count in sorted(requests.items())]
         yield counter("http_requests", COUNTERS["http_requests"], replies, labels=("route", "status"))
 
     def _of_replicas(self) -> Iterator[Metric]:

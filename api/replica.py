@@ -50,7 +50,9 @@ class Replica:
         silence_s: float,
         stuck_s: float,
         keys: TrainerKeys | None = None,
+        name: str = "",
     ) -> None:
+        """name: of this process, where several of the API talk to the replica."""
         self.index = index
         self._fleet = fleet
         self.state = UNREACHABLE
@@ -73,6 +75,7 @@ class Replica:
             silence_s=silence_s,
             stuck_s=stuck_s,
             keys=keys if endpoint.startswith("tcp://") else None,
+            name=name,
         )
 
     @property

@@ -18,6 +18,8 @@ from api.flight import Flight
 from api.intents import PauseIntent, meet
 from api.link import LinkDown
 from api.members import Members
+from api.processes.board import home
+from api.processes.peers import Peers
 from api.replica import Replica
 from weight_manager.messages import Live
 from worker.messages import Clear, Resume, Stats, Tag
@@ -26,6 +28,10 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 """How late a deadline may be noticed."""
+ELSEWHERE_S = 0.05
+"""How late it may be noticed that no process of the API has anything running."""
+RETRIED = "retried"
+"""Name of that counter where several processes count."""
 IDLE_SWEEP_S = 1.0
 """The same while no request is here and nothing is paused: only a pause that begins meanwhile may wait for it."""
 LAST_WORD_S = 10.0
@@ -37,14 +43,16 @@ STICKY_SESSIONS = 65536
 class Fleet:
     """All replicas, the requests that wait for them, and what operators asked of all of them."""
 
-    def __init__(self, endpoints: dict[int, str], settings: FleetSettings) -> None:
+    def __init__(self, endpoints: dict[int, str], settings: FleetSettings, peers: Peers | None = None) -> None:
+        """peers: the other API processes, if there are any."""
         self.settings = settings
+        self.peers = peers
         self.members = Members(self._replica, endpoints)
         self.held: deque[Flight] = deque()
         self.flights: set[Flight] = set()
         self.live: Live | None = None
-        self.paused: PauseIntent | None = None
-        self.cleared: set[Tag] = set()
+        self._paused: PauseIntent | None = None
+        self._cleared: set[Tag] = set()
         self.closing = False
         self.returning: set[Tag] = set()  # of what is cleared, on its way back
         self.resumed = self.reloaded = False  # somebody asked for it since this process began
@@ -54,6 +62,7 @@ class Fleet:
         self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
         self.on_landed: Callable[[Flight], None] = lambda flight: None
         self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._say()
 
     async def run(self) -> None:
         """Keep every link going and every deadline kept, until cancelled."""
@@ -74,10 +83,75 @@ class Fleet:
     def _replica(self, index: int, endpoint: str) -> Replica:
         kept = self.settings
         waits = {"quiet_s": kept.quiet_s, "silence_s": kept.silence_s, "stuck_s": kept.stuck_s}
-        return Replica(index, endpoint, self, **waits, keys=kept.keys)
+        name = "" if self.peers is None else f"api-{self.peers.index}"
+        return Replica(index, endpoint, self, **waits, keys=kept.keys, name=name)
+
+    # What operators asked of all replicas, and what other processes of the API must know
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides what is asked of the fleet; the others do what it says (api/processes)."""
+        return self.peers is None or self.peers.leads
+
+    @property
+    def paused(self) -> PauseIntent | None:
+        """The pause that was asked for."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, intent: PauseIntent | None) -> None:
+        self._paused = intent
+        self._say()
+
+    @property
+    def cleared(self) -> set[Tag]:
+        """What was released. Assign it, also what `|=` makes of it: the others have to be told."""
+        return self._cleared
+
+    @cleared.setter
+    def cleared(self, tags: set[Tag]) -> None:
+        self._cleared = tags
+        self._say()
+
+    def _say(self) -> None:
+        if self.peers is not None and self.peers.leads:
+            self.peers.say(self._paused, self._cleared)
+
+    def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
+        """The lead says this now."""
+        over = self._paused is not None and paused is None
+        self._paused, self._cleared = paused, cleared
+        if over:
+            now = asyncio.get_running_loop().time()
+            for flight in self.held:
+                flight.unready_since = now
+
+    def _look(self) -> bool:
+        return self.peers is not None and not self.peers.leads and self.peers.look(self)
+
+    def _count(self) -> None:
+        if self.peers is not None:
+            self.peers.board.count_requests(len(self.flights), len(self.held))
+            self.peers.publish_loads(self.replicas)
+
+    @property
+    def open_everywhere(self) -> int:
+        """Prompts held or running, in all processes of the API."""
+        return len(self.flights) + (self.peers.board.open_elsewhere if self.peers else 0)
+
+    @property
+    def held_everywhere(self) -> int:
+        """Those of them that no replica has got."""
+        return len(self.held) + (self.peers.board.held_elsewhere if self.peers else 0)
+
+    def load_of(self, replica: Replica) -> int:
+        """Sequences that a replica works on, for all processes of the API."""
+        return replica.load + (self.peers.board.load_elsewhere(replica.index) if self.peers else 0)
 
     async def _keep_time(self) -> None:
         while True:
+            if self.peers is not None:
+                self.peers.board.beat()
             if self.flights or self.paused is not None:
                 await asyncio.sleep(SWEEP_S)
             else:
@@ -99,13 +173,19 @@ class Fleet:
 
     @property
     def running(self) -> int:
-        """Requests that a replica has got."""
-        return sum(1 for flight in self.flights if not flight.held_since)
+        """Requests that a replica has got, of all processes of the API."""
+        own = sum(1 for flight in self.flights if not flight.held_since)
+        board = self.peers.board if self.peers else None
+        return own + (max(0, board.open_elsewhere - board.held_elsewhere) if board else 0)
 
     async def nothing_runs(self) -> None:
         """Return when no replica has a request any more, if only for a moment."""
-        while running := [flight.done.wait() for flight in self.flights if not flight.held_since]:
-            await asyncio.gather(*running)
+        while True:
+            while running := [flight.done.wait() for flight in self.flights if not flight.held_since]:
+                await asyncio.gather(*running)
+            if not self.running:
+                return
+            await asyncio.sleep(ELSEWHERE_S)
 
     def submit(self, flight: Flight) -> None:
         """Take a flight; it runs now or is held. Raises Unavailable while the service leaves."""
@@ -117,6 +197,7 @@ class Fleet:
         flight.held_since = flight.unready_since = flight.started
         self.held.append(flight)
         self.pump()
+        self._count()
 
     def close(self) -> None:
         """Take nothing more, and send away what is held: it never ran, so its clients may try elsewhere."""
@@ -125,6 +206,7 @@ class Fleet:
             flight.fail(Unavailable("the service is stopping; the request never ran"))
             self.landed(flight)
         self.held.clear()
+        self._count()
 
     def hold_again(self, flight: Flight) -> None:
         """Its replica died unseen: it is first in the line."""
@@ -133,6 +215,8 @@ class Fleet:
             self.landed(flight)
             return
         self.retried += 1
+        if self.peers is not None:
+            self.peers.counts.add(RETRIED)
         flight.held_since = flight.unready_since = asyncio.get_running_loop().time()
         flight.start_version = None
         self.held.appendleft(flight)
@@ -172,11 +256,15 @@ class Fleet:
     def landed(self, flight: Flight) -> None:
         """A flight ended, however it did."""
         self.flights.discard(flight)
+        self._count()
         self.on_landed(flight)
 
     def pump(self) -> None:
         """Give every held flight that may run to a replica, in order."""
-        if self.paused is not None or not self.held:
+        if not self.held:
+            return
+        self._look()
+        if self._paused is not None:
             return
         waiting: list[Flight] = []
         try:
@@ -185,6 +273,7 @@ class Fleet:
                     waiting.append(flight)
         finally:
             self.held.extendleft(reversed(waiting))
+            self._count()
 
     def _started(self, flight: Flight) -> bool:
         """Whether the flight is off the line: it runs, or cannot be sent to anybody, which is its own failure alone."""
@@ -209,9 +298,14 @@ class Fleet:
             ready = [r for r in ready if r.version is not None and r.version >= flight.min_version]
         if not ready:
             return None
-        if flight.session and (home := self._sessions.get(flight.session)) is not None:
+        if self.peers is not None:
+            if flight.session:
+                at = home(flight.session, (r.index for r in ready))
+                return next(r for r in ready if r.index == at)
+            return min(ready, key=lambda r: (r.in_long_step, self.load_of(r)))
+        if flight.session and (at_home := self._sessions.get(flight.session)) is not None:
             for replica in ready:
-                if replica.index == home:
+                if replica.index == at_home:
                     self._sessions.move_to_end(flight.session)
                     return replica
         best = min(ready, key=lambda r: (r.in_long_step, r.load))
@@ -237,10 +331,14 @@ class Fleet:
 
     def joined(self, replica: Replica, stats: Stats) -> None:
         """First word of a replica: bring it to what was asked of the others, or learn that from it."""
-        meet(self, replica, stats, asyncio.get_running_loop().time())
+        if self.leads:
+            meet(self, replica, stats, asyncio.get_running_loop().time())
 
     def changed(self) -> None:
         """Something moved: a pause a restarted API had learned may be over, and held flights may go."""
+        if not self.leads:
+            self.pump()
+            return
         states = {replica.state for replica in self.replicas}
         if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
             self.unpause()
@@ -270,7 +368,13 @@ class Fleet:
 
     def sweep(self, now: float) -> None:
         """Deadlines: the pause lease, held flights, running flights."""
-        if self.paused is not None and now >= self.paused.lease_until:
+        if self._look():
+            self.pump()
+        if not self.leads:
+            if self.paused is not None and now >= self.paused.lease_until:
+                self.heed(None, self.cleared)  # the replicas go on by themselves, whether there is a lead or not
+                self.pump()
+        elif self.paused is not None and now >= self.paused.lease_until:
             log.warning("the lease of pause (%s) ran out: going on", self.paused.mode)
             self.lease_expiries += 1
             self.unpause()

@@ -18,6 +18,8 @@ from api.service import Service
 
 TICK_S = 1.0
 """The resolution of HTTP's Date header."""
+INTERNAL_PLACES = 1024
+"""Requests that other API processes may have here at once."""
 LAST_WORDS_S = 3
 """How long replicas and clients may take over what requests had when they were ended."""
 
@@ -27,7 +29,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        room = Room(places(config.max_connections), config.head_timeout_s, config.stall_timeout_s)
+        # Each process has its share: the system deals connections out evenly, and none has to ask the others.
+        share = math.ceil(config.max_connections / config.workers)
+        room = Room(places(share), config.head_timeout_s, config.stall_timeout_s)
         connection: Any = functools.partial(Connection, room=room)
         super().__init__(
             uvicorn.Config(
@@ -48,6 +52,23 @@ class Server(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
         logging.getLogger("uvicorn.error").addFilter(_plain)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """On its sockets; and, where there are several API processes, on the one by which they reach this one."""
+        await super().startup(sockets)
+        peers = self._service.peers
+        if peers is None:
+            return
+        room = Room(places(INTERNAL_PLACES), self._service.config.head_timeout_s, self._service.config.stall_timeout_s)
+        state = {**self.lifespan.state, "internal": True}
+
+        def made() -> asyncio.Protocol:
+            return Connection(self.config, self.server_state, state, room=room)
+
+        path = peers.socket(peers.index)
+        path.unlink(missing_ok=True)
+        loop = asyncio.get_running_loop()
+        self.servers.append(await loop.create_unix_server(made, path, backlog=1024))
 
     async def main_loop(self) -> None:
         """Uvicorn's own looks ten times a second whether it should leave; this one is told."""

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -18,6 +18,8 @@ from api.http_push import HttpPush
 from api.members import ReplicasFile
 from api.metrics import Metrics
 from api.model import Model
+from api.processes.peers import Peers
+from api.processes.rates import SharedRateLimit
 from api.rate_limit import RateLimit
 from api.replicas import Fleet
 from api.versions import VersionNames
@@ -25,12 +27,18 @@ from api.weight_checks import WeightChecks
 from api.weights import Weights
 from rollout_client.curve import TrainerKeys
 
+if TYPE_CHECKING:
+    from api.processes.passing import Passing
+
 
 class Service:
     """See module. `running` keeps its links and deadlines going."""
 
-    def __init__(self, config: ApiConfig, model: Model) -> None:
+    def __init__(self, config: ApiConfig, model: Model, index: int = 0) -> None:
+        """index: of this process among those of the API."""
         self.config = config
+        self.peers = Peers(config.run_dir, index, config.workers) if config.workers > 1 else None
+        self.passing = _passing(self.peers, config.silence_s) if self.peers else None
         self.model = model
         self.started = time.time()
         self.fleet = Fleet(
@@ -44,15 +52,37 @@ class Service:
                 request_timeout_s=config.request_timeout_s,
                 keys=TrainerKeys.read(config.replica_keys) if config.replica_keys else None,
             ),
+            self.peers,
         )
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.weight_checks = WeightChecks(self.control)
         self.http_push = HttpPush(self.weights, self.versions)
-        self.rate_limit = RateLimit(config.requests_per_s) if config.requests_per_s else None
+        self.rate_limit = self._rate_limit()
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
         self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
+        if self.peers is not None:
+            self.generations.abort_elsewhere = self._abort_elsewhere
+            self.versions.on_given = self.peers.board.tell
+            self.peers.on_news = self.versions.read_again
+
+    def _rate_limit(self) -> RateLimit | SharedRateLimit | None:
+        per_s = self.config.requests_per_s
+        if not per_s:
+            return None
+        return RateLimit(per_s) if self.peers is None else SharedRateLimit(per_s, self.peers.directory)
+
+    async def abort_here(self, request_ids: list[str] | None, timeout_s: float) -> int:
+        """End requests of this process, by id or all; returns how many."""
+        return await self.generations.abort_here(request_ids, timeout_s=timeout_s)
+
+    async def _abort_elsewhere(self, request_ids: list[str] | None, timeout_s: float) -> int:
+        assert self.peers is not None
+        assert self.passing is not None
+        others = [index for index in range(self.peers.count) if index != self.peers.index]
+        asked = (self.passing.abort(index, request_ids, timeout_s) for index in others)
+        return sum(await asyncio.gather(*asked))
 
     @property
     def push_endpoint(self) -> str:
@@ -82,8 +112,16 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.passing is not None:
+                await self.passing.close()
             if self.model.template_process is not None:
                 await self.model.template_process.close()
+
+
+def _passing(peers: Peers, silence_s: float) -> "Passing":
+    from api.processes.passing import Passing  # noqa: PLC0415  an HTTP client, which one process alone does not need
+
+    return Passing(peers, silence_s=silence_s)
 
 
 async def _service(request: Request) -> Service:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class VersionNames:
         self._path = state_dir / FILE
         self._given = _read(self._path)
         self._writing = asyncio.Lock()
+        self.on_given: Callable[[], None] = lambda: None
 
     def name(self, version: int) -> str:
         """The name of a version."""
@@ -73,6 +74,11 @@ class VersionNames:
             del self._given[next(iter(self._given))]
         async with self._writing:
             await asyncio.to_thread(_write, self._path, list(self._given.values()))
+        self.on_given()
+
+    def read_again(self) -> None:
+        """Another process has given a name."""
+        self._given = _read(self._path)
 
     def spans(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
         """`weight_versions`: half-open, over all output tokens, without gaps."""

@@ -7,6 +7,8 @@ from worker.lines import Line
 from worker.messages import CallFailed, Chunk, Generate, Span, ToApi
 from worker.scheduler import Scheduler
 
+NAMELESS = b"\0"
+"""How ROUTER's own names of connections begin."""
 Send = Callable[[bytes, ToApi], object]
 
 
@@ -61,6 +63,17 @@ class Admission:
                 kept.append((origin, request))
         self._held = kept
         return ended + self._scheduler.abort(ids)
+
+    def abort_of(self, origin: bytes, version: int) -> int:
+        """End all requests of whoever made this connection, those of its earlier connections too. Returns how many.
+
+        A connection has a name, `api-1-<nonce>`, where several processes of one API ask; without a name it speaks for
+        all there is.
+        """
+        if origin.startswith(NAMELESS):
+            return self.abort(None, version)
+        name = origin.rpartition(b"-")[0] + b"-"
+        return self.abort([i for other, ids in self._owed.items() if other.startswith(name) for i in ids], version)
 
     def refuse_held(self, why: str) -> None:
         """Send every held request away: it may go to another replica."""

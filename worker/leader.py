@@ -149,7 +149,10 @@ class Leader:
             case Generate():
                 self._generate(origin, message)
             case Abort():
-                ended = self._admission.abort(message.request_ids, self._version)
+                if message.request_ids is None:
+                    ended = self._admission.abort_of(origin, self._version)
+                else:
+                    ended = self._admission.abort(message.request_ids, self._version)
                 self._channel.send_api(origin, Done(message.call, {"aborted": ended}))
             case Pause():
                 self.pausing.pause(origin, message)
@@ -162,7 +165,8 @@ class Leader:
                 self._channel.send_api(origin, Done(message.call, {"empty": empty}))
             case GetStats():
                 self._subscribers.add(origin)
-                self._channel.send_api(origin, self._stats(message.call))
+                # What several listen to is told to all of them at once: each sample to each, and none to one alone.
+                self._channel.send_api(origin, self._stats(message.call, samples=self._subscribers.count == 1))
             case Drain():
                 self._drain(origin, message)
 
@@ -276,15 +280,18 @@ class Leader:
         change = StateChanged(state.value, self._announced_version, reason, self._draining.begun)
         self._subscribers.announce(change)
 
-    def _stats(self, call: str) -> Stats:
+    def _stats(self, call: str, *, samples: bool = True) -> Stats:
+        """samples: with all that were taken since the last time, which are then forgotten."""
         serving = self.membership.serving
         own = {
             **{name: float(count) for name, count in (self.counters + self.stepping.counters).items()},
             "bad_messages": float(self._channel.bad_messages),
             "leases_expired": float(self.pausing.leases_expired),
         }
-        samples = {"step_s": self.stepping.seconds, "stall_s": self.membership.stalls}
-        self.stepping.seconds, self.membership.stalls = [], []
+        taken = None
+        if samples:
+            taken = {"step_s": self.stepping.seconds, "stall_s": self.membership.stalls}
+            self.stepping.seconds, self.membership.stalls = [], []
         return Stats(
             call=call,
             replica=self._replica,
@@ -296,5 +303,5 @@ class Leader:
             ranks=memory_of(self._pids),
             draining=self._draining.begun,
             released=tuple(sorted(self._actions.released)),
-            **of_scheduler(self._scheduler, self._actions.engine.spec, own, samples),
+            **of_scheduler(self._scheduler, self._actions.engine.spec, own, taken),
         )

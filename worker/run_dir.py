@@ -11,6 +11,10 @@ _SOCKET_PATH = 107
 _OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json")
 
 
+_SHARED = "api"
+"""What several API processes share."""
+
+
 class AlreadyRunning(RuntimeError):
     """Another supervisor holds this directory; the message names it."""
 
@@ -65,3 +69,4 @@ class RunDir:
         for pattern in _OURS:
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+        shutil.rmtree(self.path / _SHARED, ignore_errors=True)

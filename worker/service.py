@@ -14,15 +14,27 @@ from worker.unit import ProcessSpec, UnitSpec
 
 
 def units_of_service(
-    config_path: Path, *, replicas: int, tp: int, drain_s: float = 10.0, shutdown_s: float = 10.0
+    config_path: Path, *, replicas: int, tp: int, drain_s: float = 10.0, shutdown_s: float = 10.0, api_workers: int = 1
 ) -> list[UnitSpec]:
-    """What `serve` starts. Every process reads `config_path`; drain_s, shutdown_s: of WorkerConfig and ApiConfig."""
+    """What `serve` starts. Every process reads `config_path`; drain_s, shutdown_s: of WorkerConfig and ApiConfig.
+
+    api_workers: processes of the API. The first is the one that leads; the others can end and come back without it.
+    """
     python = (sys.executable, "-m")
     config = ("--config", str(config_path))
     return [
         UnitSpec("store", "store", (ProcessSpec("store", (*python, "weight_manager", *config)),)),
         *(replica_unit(config_path, replica, tp, drain_s) for replica in range(replicas)),
         UnitSpec("api", "api", (ProcessSpec("api", (*python, "api", *config)),), stop_s=shutdown_s + 5),
+        *(
+            UnitSpec(
+                f"api-{index}",
+                "api-worker",
+                (ProcessSpec(f"api-{index}", (*python, "api", *config, "--index", str(index))),),
+                stop_s=shutdown_s + 5,
+            )
+            for index in range(1, api_workers)
+        ),
     ]
 
 

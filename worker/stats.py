@@ -26,9 +26,12 @@ def memory_of(pids: list[int]) -> list[dict[str, Any]]:
 
 
 def of_scheduler(
-    scheduler: Scheduler, spec: EngineSpec, counters: dict[str, float], samples: dict[str, list[float]]
+    scheduler: Scheduler, spec: EngineSpec, counters: dict[str, float], samples: dict[str, list[float]] | None
 ) -> dict[str, Any]:
-    """The fields of `Stats` that are about generation; counters, samples: what else there is of them."""
+    """The fields of `Stats` that are about generation; counters, samples: what else there is of them.
+
+    samples None: none at all, those of the scheduler stay where they are.
+    """
     return {
         "running": scheduler.running,
         "waiting": scheduler.waiting,
@@ -38,7 +41,7 @@ def of_scheduler(
         "kernels": spec.kernels.name,
         "kernels_why": spec.kernels.why,
         "counters": {**scheduler.counters, **counters},
-        "histograms": {**scheduler.drain_samples(), **samples},
+        "histograms": {} if samples is None else {**scheduler.drain_samples(), **samples},
     }
 
 
@@ -52,6 +55,11 @@ class Subscribers:
         self._idle_s = idle_s
         self._clock = clock
         self._origins: list[bytes] = []
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._origins)
 
     def add(self, origin: bytes) -> None:
         """From now on."""

@@ -27,7 +27,10 @@ from worker.unit import Unit, UnitSpec
 
 log = logging.getLogger(__name__)
 
-STOP_ORDER = ("api", "replica", "fleet", "store")
+STOP_ORDER = (("api", "api-worker"), ("replica",), ("fleet",), ("store",))
+"""Kinds that go together."""
+NEEDED = ("api", "replica", "fleet", "store")
+"""Without any unit of one of these nothing works; an API process that does not lead is only missed."""
 
 
 def to_stderr(_name: str, line: str) -> None:
@@ -91,7 +94,7 @@ class Supervisor:
                     if task.done() and task.exception():
                         log.critical("the supervisor failed over %s", unit.spec.name, exc_info=task.exception())
                         return 1
-                if any(self._hopeless(kind) for kind in STOP_ORDER):
+                if any(self._hopeless(kind) for kind in NEEDED):
                     log.critical("stopping: %s", "; ".join(u.why_gave_up for u in self.units if u.why_gave_up))
                     return 1
         finally:
@@ -102,8 +105,8 @@ class Supervisor:
         return bool(states) and all(state == "gave_up" for state in states)
 
     async def _shut_down(self, lives: dict[Unit, "asyncio.Task[None]"]) -> None:
-        for kind in STOP_ORDER:
-            some = [unit for unit in self.units if unit.spec.kind == kind]
+        for kinds in STOP_ORDER:
+            some = [unit for unit in self.units if unit.spec.kind in kinds]
             for unit in some:
                 unit.stop()
             results = await asyncio.gather(*(lives[unit] for unit in some), return_exceptions=True)

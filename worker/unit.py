@@ -18,7 +18,7 @@ from worker.supervisor_messages import Process
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["store", "fleet", "replica", "api"]
+Kind = Literal["store", "fleet", "replica", "api", "api-worker"]
 EXIT_CONFIG = 78
 """sysexits' EX_CONFIG: starting again would end the same way, so nobody tries."""
 _USAGE = 2

@@ -59,7 +59,12 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
         written, worker = config.write(), config.worker
         replicas = 0 if config.fleet else config.api.replicas
         units = units_of_service(
-            written, replicas=replicas, tp=worker.tp, drain_s=worker.drain_s, shutdown_s=config.api.shutdown_s
+            written,
+            replicas=replicas,
+            tp=worker.tp,
+            drain_s=worker.drain_s,
+            shutdown_s=config.api.shutdown_s,
+            api_workers=config.api.workers,
         )
         spares = spares_of_service(written, (worker.tp if worker.spares is None else worker.spares) if replicas else 0)
         if config.fleet:

@@ -225,7 +225,7 @@ def _pause_state(service: Service) -> schema.PauseState:
         paused=paused is not None,
         mode=paused.mode if paused else None,
         lease_left_s=left,
-        held=len(service.fleet.held),
+        held=service.fleet.held_everywhere,
     )
 
 
@@ -242,7 +242,7 @@ def _weights(service: Service) -> schema.WeightsResponse:
                 state=r.state,
                 version=r.version,
                 ready=r.serves(service.fleet.live),
-                running=r.load,
+                running=service.fleet.load_of(r),
                 store=by_store.get(str(r.index)),
                 kernels=r.stats.kernels if r.stats else "",
                 kernels_why=r.stats.kernels_why if r.stats else "",

@@ -70,7 +70,7 @@ async def areal_update_weights(body: schema.DiskUpdate, service: Uses) -> Respon
 async def update_weights_from_disk(body: schema.DiskUpdate, service: Uses) -> Response:
     """Make a checkpoint directory live on every replica, or change nothing and say why."""
     in_flight: InFlight = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"
-    waiting = len(service.fleet.flights) if service.control.paused else 0
+    waiting = service.fleet.open_everywhere if service.control.paused else 0
     try:
         report = await disk.load(
             service.weights, service.versions, body.model_path, name=body.weight_version, in_flight=in_flight

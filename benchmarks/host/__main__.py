@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from benchmarks.host.client import Load, run
+from benchmarks.host.client import Load, run, run_apart
 from tests.integration.live import LiveService
 from tests.processor import used
 from tests.reference.checkpoint import Checkpoint
@@ -40,22 +40,34 @@ def main() -> None:
     )
     parser.add_argument("--sequences", default="1,64,256,1024", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--api-workers", default="1", help="numbers of API processes to compare (%(default)s)")
+    parser.add_argument("--replicas", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--clients", type=int, default=1, help="processes that ask, each for its part (%(default)s)")
     parser.add_argument("--flames", type=Path, help="directory for flame graphs")
     options = parser.parse_args()
     counts = [int(count) for count in options.sequences.split(",")]
     loads = [Load(n, TOKENS.get(n, max(64, 65_536 // n)), streamed) for n in counts for streamed in (False, True)]
-    with tempfile.TemporaryDirectory() as scratch:
-        live = start(Path(scratch) / "model", max(counts))
-        try:
-            if options.flames:
-                flames(live, options.flames)
-            else:
-                report(rounds(live, loads, options.rounds))
-        finally:
-            live.stop()
+    for workers in map(int, options.api_workers.split(",")):
+        with tempfile.TemporaryDirectory() as scratch:
+            live = start(Path(scratch) / "model", max(counts), options.replicas, workers)
+            try:
+                if options.flames:
+                    flames(live, options.flames)
+                else:
+                    found = rounds(live, loads, options.rounds, options.clients)
+                    report({cell + named(options, workers): values for cell, values in found.items()})
+            finally:
+                live.stop()
 
 
-def start(directory: Path, most: int) -> LiveService:
+def named(options: argparse.Namespace, workers: int) -> str:
+    """What a cell's name says beyond the usual case of one process of each kind."""
+    if workers == options.replicas == options.clients == 1:
+        return ""
+    return f", {workers} API, {options.replicas} replicas, {options.clients} clients"
+
+
+def start(directory: Path, most: int, replicas: int = 1, workers: int = 1) -> LiveService:
     """A service around the stand-in; `most`: sequences at once."""
     Checkpoint.random(
         directory, 1, vocab_size=VOCABULARY, hidden_size=16, max_position_embeddings=4096, eos_token_id=VOCABULARY - 1
@@ -70,35 +82,41 @@ def start(directory: Path, most: int) -> LiveService:
         "worker.fake": json.dumps({"ids_below": WITH_TEXT}),
         "api.max_requests": 8192,
     }
+    many = ("--replicas", str(replicas), "--api-workers", str(workers))
     return LiveService(
-        directory, *(word for pair in settings.items() for word in ("--set", "=".join(map(str, pair))))
+        directory, *many, *(word for pair in settings.items() for word in ("--set", "=".join(map(str, pair))))
     ).start()
 
 
-def processes(live: LiveService) -> dict[str, int]:
+def processes(live: LiveService) -> dict[str, list[int]]:
     """Their pids."""
-    (rank,) = live.rank_zeros()
     words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in live.processes()}
-    (api,) = (pid for pid, said in words.items() if said[1:3] == [b"-m", b"api"])
-    return {"rank_0": rank, "api": api}
+    api = [pid for pid, said in words.items() if said[1:3] == [b"-m", b"api"]]
+    return {"rank_0": live.rank_zeros(), "api": api}
 
 
-def rounds(live: LiveService, loads: list[Load], count: int) -> dict[str, dict[str, float]]:
-    """Medians per cell, in microseconds a token; tokens a second beside them."""
+def rounds(live: LiveService, loads: list[Load], count: int, clients: int = 1) -> dict[str, dict[str, float]]:
+    """Medians per cell, in microseconds a token, of all processes of a kind together; tokens a second beside them."""
     pids = processes(live)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     run(live.url, Load(8, 64, True))
     for number in range(count):
         for load in loads:
-            before, own = {name: used([pid]).seconds for name, pid in pids.items()}, time.process_time()
-            seconds = run(live.url, load)
+            before, own = {name: used(some).seconds for name, some in pids.items()}, _own()
+            seconds = run(live.url, load) if clients == 1 else run_apart(live.url, load, clients)
             cell = cells[f"{load.sequences} {'streamed' if load.streamed else 'whole'}"]
-            cell["client"].append((time.process_time() - own) / load.total * 1e6)
-            for name, pid in pids.items():
-                cell[name].append((used([pid]).seconds - before[name]) / load.total * 1e6)
+            cell["client"].append((_own() - own) / load.total * 1e6)
+            for name, some in pids.items():
+                cell[name].append((used(some).seconds - before[name]) / load.total * 1e6)
             cell["tokens_per_s"].append(load.total / seconds)
         print(f"round {number + 1} of {count}", file=sys.stderr, flush=True)
     return {name: {what: round(median(values), 2) for what, values in cell.items()} for name, cell in cells.items()}
+
+
+def _own() -> float:
+    """CPU seconds of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def report(cells: dict[str, dict[str, float]]) -> None:
@@ -117,7 +135,7 @@ def flames(live: LiveService, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     load = Load(256, 512, True)
     run(live.url, Load(8, 64, True))
-    for name, pid in processes(live).items():
+    for name, (pid, *_) in processes(live).items():
         command = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid)]
         command += ["--duration", "12", "--rate", "200", "--output", str(directory / f"{name}.svg")]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as recorder:

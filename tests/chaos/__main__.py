@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--think-s", type=float, default=0.5, help="between a client's requests (%(default)g)")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--api-workers", type=int, default=1, help="API processes, each of which may die too")
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
     parser.add_argument("--replay-later", action="store_true", help="keep the samples, for --replay")
     parser.add_argument("--replay", action="store_true", help="finish the report of a run with --replay-later")

@@ -84,7 +84,7 @@ class Breaker:
                 await asyncio.sleep(0.05)
             else:
                 self._violations.append(f"{target}, killed at {began:.1f} s, is not back at {self.clock():.1f} s")
-        if target == "api":
+        if target.startswith("api"):
             self.away.append((began, self.clock()))
         self.returns.setdefault(target.rstrip("0123456789-") or target, []).append(round(self.clock() - began, 2))
 
@@ -92,8 +92,8 @@ class Breaker:
         """Answers: the API at all, the store to the API, a replica with the live version, or away as it was asked."""
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
             weights = (await http.get("/v1/rollout/weights")).json()
-            if target == "api":
-                return True
+            if target.startswith("api"):
+                return target in by_name(self._live)
             if target == "store":
                 return bool(weights["store_connected"])
             replica = weights["replicas"][int(target.split("-")[1])]
@@ -111,7 +111,7 @@ class Breaker:
         finally:
             handle.send(signal.SIGCONT)
             handle.close()
-        if target == "api":
+        if target.startswith("api"):
             self.away.append((began, self.clock()))
 
     async def _operate(self, do: str, body: object, undo: str, undo_body: object, seconds: float) -> None:

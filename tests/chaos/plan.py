@@ -24,10 +24,10 @@ class Fault:
     seconds: float = 0.0
 
 
-def processes(replicas: int, tp: int) -> list[str]:
+def processes(replicas: int, tp: int, api_workers: int = 1) -> list[str]:
     """Everything that may be killed or stopped; the supervisor is only stopped, for nobody would start it again."""
     ranks = [f"replica-{replica}-rank-{rank}" for replica in range(replicas) for rank in range(tp)]
-    return [*ranks, "store", "api", "trainer", "spare"]
+    return [*ranks, "store", "api", *(f"api-{index}" for index in range(1, api_workers)), "trainer", "spare"]
 
 
 def unit_of(process: str) -> str:
@@ -35,10 +35,10 @@ def unit_of(process: str) -> str:
     return process.rpartition("-rank-")[0] or process
 
 
-def draw(seed: int, seconds: float, every_s: float, replicas: int, tp: int) -> list[Fault]:
+def draw(seed: int, seconds: float, every_s: float, replicas: int, tp: int, api_workers: int = 1) -> list[Fault]:
     """A run's faults, in order; on average one every `every_s`."""
     rng = random.Random(seed)
-    names = processes(replicas, tp)
+    names = processes(replicas, tp, api_workers)
     kills: dict[str, list[float]] = defaultdict(list)
     faults: list[Fault] = []
     at = QUIET_S

@@ -33,12 +33,12 @@ def run_and_report(options: argparse.Namespace, say: Callable[[str], None]) -> d
 def break_it(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
     """The run: its report without the replay, and every token that a client was given."""
     seed = options.seed
-    faults = draw(seed, options.seconds, options.every_s, options.replicas, options.tp)
+    faults = draw(seed, options.seconds, options.every_s, options.replicas, options.tp, options.api_workers)
     say(f"seed {seed}: {len(faults)} faults in {options.seconds:g} s, {options.clients} clients")
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
     Checkpoint.random(directory / "model", seed * 1_000_003)
     load = os.getloadavg()[0]
-    live = service.serve(directory / "model", options.replicas, options.tp)
+    live = service.serve(directory / "model", options.replicas, options.tp, options.api_workers)
     try:
         live.start()
         run = Run(live, seed, faults, options.seconds, options.clients, options.think_s, say)

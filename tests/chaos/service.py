@@ -24,13 +24,14 @@ class Held:
     rss_mb: float
 
 
-def serve(model: Path, replicas: int, tp: int) -> LiveService:
+def serve(model: Path, replicas: int, tp: int, api_workers: int = 1) -> LiveService:
     """Not started yet. Its ports are fixed, so that what is restarted is found where it was."""
     http, push = free_ports(2)
     # Few blocks, so that sequences are preempted, and short steps, so that a flip falls between two parts of a prompt
     # or of what is computed again.
     small = ("worker.block_size=4", "worker.num_blocks=160", "worker.max_tokens_per_step=72")
     options = ("--replicas", str(replicas), "--tp", str(tp), *(word for one in small for word in ("--set", one)))
+    options += ("--api-workers", str(api_workers))
     return LiveService(model, *options, "--port", str(http), "--push-endpoint", f"tcp://127.0.0.1:{push}")
 
 
@@ -48,7 +49,7 @@ def _name(pid: int) -> str:
     if "weight_manager" in words:
         return "store"
     if "api" in words:
-        return "api"
+        return f"api-{words[words.index('--index') + 1]}" if "--index" in words else "api"
     if "worker" not in words:
         return "supervisor"
     rank = re.fullmatch(r"replica-(\d+)\.(\d+)\n", Path(f"/proc/{pid}/comm").read_text())

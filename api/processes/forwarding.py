@@ -1,0 +1,193 @@
+"""Requests that another API process has to answer, and how they get there.
+
+    data, health and static routes          here (LOCAL)
+    ... with the id of a request that runs elsewhere    by the process that runs it
+    everything else                          by the lead
+
+They travel as they came, over the Unix socket of the other process, tokens and all, so that every check is made there
+too. A process that is not there is waited for, as long as nothing was sent to it; one that goes away in between, or
+does not move, has its request answered with 503 or 504: nobody knows then whether it was done.
+"""
+
+import contextlib
+import re
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.errors import ApiError
+from api.processes.passed import ABORT, CLIENT, AbortHere
+from api.processes.peers import LEAD, Peers
+from api.replies import Json, error_response
+
+if TYPE_CHECKING:
+    from api.processes.passing import Passing
+
+GENERATE = frozenset(
+    {"/v1/rollout/generate", "/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"}
+)
+"""Routes whose requests have ids."""
+LOCAL = GENERATE | {
+    *("/live", "/health", "/ping", "/ready", "/health_generate"),
+    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    *("/v1/completions/render", "/v1/chat/completions/render"),
+    *("/openapi.json", "/", "/ui", "/version"),
+}
+LOCAL_BELOW = ("/v1/models", "/docs")
+"""With all that is below them."""
+_HAS_ID = re.compile(rb'"(?:request_id|rid)"\s*:')
+
+
+class Internal:
+    """ASGI middleware of the Unix socket: what comes from there is answered here, for the client it names.
+
+    abort: ends requests of this process, by id or all, within so many seconds.
+    """
+
+    def __init__(self, app: ASGIApp, abort: Callable[[list[str] | None, float], Awaitable[int]]) -> None:
+        self._app = app
+        self._abort = abort
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            internal = is_internal(scope)
+            client = dict(scope["headers"]).get(CLIENT) if internal else None
+            scope["headers"] = [(k, v) for k, v in scope["headers"] if k != CLIENT]
+            if client is not None:
+                scope["client"] = (client.decode("latin-1"), 0)
+            elif internal and scope["path"] == ABORT:  # said by a process itself: what it passes on names its client
+                asked = msgspec.json.decode(await _body(receive), type=AbortHere)
+                ended = await self._abort(asked.request_ids, asked.timeout_s)
+                await Json(ended)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class ToLead:
+    """ASGI middleware around everything else of a process that does not lead. answered: counts what fails here."""
+
+    def __init__(self, app: ASGIApp, passing: "Passing", max_bytes: int, answered: Callable[[str, int], None]) -> None:
+        self._app = app
+        self._passing = passing
+        self._max_bytes = max_bytes
+        self._answered = answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or is_internal(scope) or is_local(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return  # the client is gone
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                # The lead would refuse it by its length; it need not travel.
+                scope["headers"] = [*scope["headers"], (b"content-length", str(len(body)).encode())]
+                await self._app(scope, _nothing_more, send)
+                return
+            if not message.get("more_body", False):
+                break
+        try:
+            await self._passing.hand_on(LEAD, scope, bytes(body), receive, send)
+        except ClientDisconnect:
+            pass
+        except ApiError as error:
+            response = error_response(error)
+            self._answered("none", response.status_code)
+            await response(scope, receive, send)
+
+
+class Claiming:
+    """ASGI middleware right around the routes (bodies are whole here): one process runs the requests of an id."""
+
+    def __init__(self, app: ASGIApp, peers: Peers, passing: "Passing") -> None:
+        self._app = app
+        self._peers = peers
+        self._passing = passing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["path"] not in GENERATE or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            first: Message | HTTPException = await receive()
+        except HTTPException as error:
+            first = error  # the body cannot be taken: the application says so
+        ids = named(first["body"]) if not isinstance(first, HTTPException) and first["type"] == "http.request" else []
+        given = False
+
+        async def again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            if isinstance(first, HTTPException):
+                raise first
+            return first
+
+        if not ids:
+            await self._app(scope, again, send)
+            return
+        with self._peers.claims.claimed(ids) as owner:
+            if owner is None or is_internal(scope):
+                await self._app(scope, again, send)
+                return
+        assert not isinstance(first, HTTPException)
+        try:
+            await self._passing.hand_on(owner, scope, first["body"], receive, send)
+        except ClientDisconnect:
+            pass
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+
+
+class _Ids(msgspec.Struct):
+    request_id: str | None = None
+    rid: str | list[str] | None = None
+
+
+_read_ids = msgspec.json.Decoder(_Ids).decode
+
+
+def named(body: bytes) -> list[str]:
+    """The ids that a client gave the request of this body; none if it cannot be read, which others will say."""
+    if _HAS_ID.search(body) is None:
+        return []
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        ids = _read_ids(body)
+        rids = [ids.rid] if isinstance(ids.rid, str) else ids.rid or []
+        return [ids.request_id] if ids.request_id else [rid for rid in rids if rid]
+    return []
+
+
+def is_local(path: str) -> bool:
+    """Whether every process answers this by itself."""
+    path = path.rstrip("/") or "/"
+    return path in LOCAL or any(path == below or path.startswith(below + "/") for below in LOCAL_BELOW)
+
+
+def is_internal(scope: Scope) -> bool:
+    """Whether it came over the Unix socket, from another API process."""
+    return bool(scope.get("state", {}).get("internal"))
+
+
+async def _body(receive: Receive) -> bytes:
+    body = bytearray()
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return bytes(body)
+
+
+async def _nothing_more() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}

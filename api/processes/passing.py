@@ -1,0 +1,128 @@
+"""The way to another API process: HTTP over the Unix socket that it listens on. Loaded where there are several only."""
+
+import asyncio
+import logging
+
+import httpx
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from api.errors import ApiError, TimedOut, Unavailable
+from api.processes.passed import ABORT, CLIENT, AbortHere
+from api.processes.peers import Peers
+from api.sse import while_connected
+
+log = logging.getLogger(__name__)
+
+COME_BACK_S = 15.0
+"""How long a process that has died may take to be there again."""
+AGAIN_S = 0.1
+LOOK_S = 1.0
+MARGIN_S = 5.0
+_HOP = {
+    *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"),
+    *(b"proxy-connection", b"content-length", b"http2-settings"),
+}
+
+
+class Passing:
+    """Hands requests to other processes. silence_s: after which one that does not beat is taken for stuck."""
+
+    def __init__(self, peers: Peers, *, silence_s: float) -> None:
+        self._peers = peers
+        self._silence_s = silence_s
+        self._clients: dict[int, httpx.AsyncClient] = {}
+
+    async def close(self) -> None:
+        """Let connections go."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    async def abort(self, index: int, request_ids: list[str] | None, timeout_s: float) -> int:
+        """What a process ended. One that is not there has none. Raises Unavailable when it does not answer."""
+        message = AbortHere(request_ids, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s + MARGIN_S):
+                reply = await self._client(index).post(ABORT, content=msgspec.json.encode(message))
+        except httpx.ConnectError:
+            return 0
+        except (httpx.TransportError, TimeoutError) as error:
+            raise Unavailable(f"API process {index} does not answer: {type(error).__name__}") from None
+        if reply.status_code != 200:
+            raise Unavailable(f"API process {index} answered {reply.status_code}")
+        return msgspec.json.decode(reply.content, type=int)
+
+    async def hand_on(self, index: int, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Have a process answer. Raises ApiError while no answer has begun, ConnectionError after that."""
+        begun = False
+
+        async def passed(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        work = asyncio.ensure_future(self._exchange(index, scope, body, passed))
+        try:
+            await while_connected(receive, self._while_it_beats(index, work))
+        except ApiError as error:
+            if begun:
+                raise ConnectionError(error.message) from None
+            raise
+        finally:
+            work.cancel()
+
+    async def _while_it_beats(self, index: int, work: "asyncio.Future[None]") -> None:
+        while not work.done():
+            await asyncio.wait([work], timeout=LOOK_S)
+            if not work.done() and (silent := self._peers.board.silent_s(index)) > self._silence_s:
+                log.error("API process %d has not moved for %.0f s: a request to it is given up", index, silent)
+                raise TimedOut(f"API process {index} does not move; whether it did what was asked is not known")
+        work.result()
+
+    async def _exchange(self, index: int, scope: Scope, body: bytes, send: Send) -> None:
+        client = self._client(index)
+        url = httpx.URL("http://api").copy_with(raw_path=_target(scope))
+        headers = [(k, v) for k, v in scope["headers"] if k not in _HOP]
+        headers.append((CLIENT, (scope["client"][0] if scope.get("client") else "").encode("latin-1")))
+        request = client.build_request(scope["method"], url, headers=headers, content=body)
+        answer = await self._reached(index, client, request)
+        try:
+            kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _HOP - {b"content-length"}]
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+            async for part in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.TransportError:
+            raise Unavailable(f"API process {index} went away before it had answered") from None
+        finally:
+            await answer.aclose()
+
+    async def _reached(self, index: int, client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+        until = asyncio.get_running_loop().time() + COME_BACK_S
+        while True:
+            try:
+                return await client.send(request, stream=True)
+            except httpx.ConnectError:
+                if asyncio.get_running_loop().time() >= until:
+                    raise Unavailable(f"API process {index} is not there; nothing was done") from None
+                await asyncio.sleep(AGAIN_S)
+            except httpx.TransportError:
+                raise Unavailable(
+                    f"API process {index} went away before it answered; whether it did what was asked is not known"
+                ) from None
+
+    def _client(self, index: int) -> httpx.AsyncClient:
+        if index not in self._clients:
+            # No connection is kept: one that the other side has just closed would fail a request that was never read.
+            limits = httpx.Limits(max_keepalive_connections=0)
+            transport = httpx.AsyncHTTPTransport(uds=str(self._peers.socket(index)), limits=limits)
+            self._clients[index] = httpx.AsyncClient(
+                base_url="http://api", transport=transport, timeout=httpx.Timeout(None, connect=2.0), trust_env=False
+            )
+        return self._clients[index]
+
+
+def _target(scope: Scope) -> bytes:
+    query: bytes = scope.get("query_string", b"")
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    return path + b"?" + query if query else path

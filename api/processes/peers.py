@@ -1,0 +1,118 @@
+"""One API process among several: what it tells the others of its requests, and what the lead has told it."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from api.intents import PauseIntent
+from api.processes.board import Board
+from api.processes.claims import Claims
+from api.processes.counts import Counts
+from worker.messages import PauseMode, Tag
+
+if TYPE_CHECKING:
+    from api.replica import Replica
+
+log = logging.getLogger(__name__)
+
+LEAD = 0
+LOADS_EVERY_S = 0.002
+"""How old what the others know of our loads may be."""
+
+
+class SaidPause(msgspec.Struct, frozen=True):
+    """A pause in force. lease_until: system's monotonic clock, None = without end; since: seconds since 1970."""
+
+    mode: PauseMode
+    clear_cache: bool
+    lease_until: float | None
+    since: float
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What the lead tells the others: api/said.json."""
+
+    paused: SaidPause | None = None
+    cleared: tuple[Tag, ...] = ()
+
+
+class Follows(Protocol):
+    """Who takes over what the lead says."""
+
+    def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
+        """It says this now."""
+
+
+class Peers:
+    """See module. Used from the event loop only."""
+
+    def __init__(self, run_dir: Path, index: int, count: int) -> None:
+        directory = run_dir / "api"
+        self.index = index
+        self.count = count
+        self.board = Board(directory, index, count)
+        self.counts = Counts(directory, index)
+        self.claims = Claims(directory, index)
+        self.directory = directory
+        self._said = directory / "said.json"
+        self._run_dir = run_dir
+        self._seen = -1
+        self.on_news: Callable[[], None] = lambda: None
+        self._publishing: asyncio.TimerHandle | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that decides."""
+        return self.index == LEAD
+
+    def socket(self, index: int) -> Path:
+        """Where a process takes requests of the others."""
+        return self._run_dir / f"api-{index}.sock"
+
+    def say(self, paused: PauseIntent | None, cleared: Iterable[Tag]) -> None:
+        """[LEAD] This is asked of the fleet from now on; everybody who looks after this call sees it."""
+        pause = None
+        if paused is not None:
+            until = None if paused.lease_until == float("inf") else paused.lease_until
+            pause = SaidPause(paused.mode, paused.clear_cache, until, paused.since)
+        fresh = self._said.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(Said(pause, tuple(sorted(cleared)))))
+        os.replace(fresh, self._said)
+        self.board.tell()
+
+    def look(self, fleet: Follows) -> bool:
+        """Take over what the lead has said since the last look. Returns whether there was anything; it costs nothing
+        when there was not."""
+        news = self.board.news
+        if news == self._seen:
+            return False
+        try:
+            said = msgspec.json.decode(self._said.read_bytes(), type=Said)
+        except FileNotFoundError:
+            said = Said()
+        except (OSError, msgspec.DecodeError) as error:
+            log.error("%s cannot be read: %s", self._said, error)
+            return False
+        self._seen = news
+        pause = said.paused
+        intent = None
+        if pause is not None:
+            until = float("inf") if pause.lease_until is None else pause.lease_until
+            intent = PauseIntent(pause.mode, pause.clear_cache, until, pause.since)
+        fleet.heed(intent, set(said.cleared))
+        self.on_news()
+        return True
+
+    def publish_loads(self, replicas: list["Replica"]) -> None:
+        """Soon: many requests come and go in the meantime, and each would write all of them."""
+        if self._publishing is None:
+            self._publishing = asyncio.get_running_loop().call_later(LOADS_EVERY_S, self._publish, replicas)
+
+    def _publish(self, replicas: list["Replica"]) -> None:
+        self._publishing = None
+        self.board.count_loads((r.index, r.load) for r in replicas)
