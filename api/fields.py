@@ -2,9 +2,10 @@
 
 A field is *done* when the body's schema has it. Every other field that those servers' own schemas list stands in one
 of two tables: REFUSED changes the answer, so anything but a value that asks for nothing is a 400 which says what to do;
-HARMLESS leaves the answer as it is, so it is accepted and has no effect. What stands nowhere (no release that was
-looked at has it) is accepted, as those servers do. scripts/peer_fields.json has their lists, and tests hold this file
-against them.
+HARMLESS leaves the answer as it is, so it is accepted and has no effect. A field that only another route reads, or the
+same route in another place, is refused likewise where something is generated: MISPLACED. What stands nowhere (no
+release that was looked at has it) is accepted, as those servers do. scripts/peer_fields.json has their lists, and tests
+hold this file against them.
 """
 
 from collections.abc import Iterable
@@ -26,6 +27,8 @@ class Refused(NamedTuple):
 def _all(advice: str, *names: str, unless: tuple[Any, ...] = ()) -> dict[str, Refused]:
     return dict.fromkeys(names, Refused(advice, unless))
 
+
+_INTO = "this route does not read it here; where a route has sampling_params, it belongs into those"
 
 REFUSED: dict[str, Refused] = {
     **_all(
@@ -128,6 +131,59 @@ REFUSED: dict[str, Refused] = {
 }
 
 
+MISPLACED: dict[str, Refused] = {
+    **_all(
+        "this route does not read it here; how long output may get is max_tokens on routes of OpenAI and vLLM, "
+        "max_new_tokens on SGLang's, and both belong into sampling_params where a route has them",
+        *("max_tokens", "max_completion_tokens", "max_new_tokens"),
+    ),
+    **_all(
+        "this route does not read it here; it is min_tokens on routes of vLLM, min_new_tokens on SGLang's, and both "
+        "belong into sampling_params where a route has them",
+        *("min_tokens", "min_new_tokens"),
+        unless=(0,),
+    ),
+    **_all(_INTO, "temperature", "top_p", "repetition_penalty", "n", unless=(1, 1.0)),
+    **_all(_INTO, "min_p", "presence_penalty", "frequency_penalty", unless=(0, 0.0)),
+    **_all(_INTO, "top_k", unless=(-1, 0)),
+    **_all(_INTO, "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
+    **_all(_INTO, "skip_special_tokens", unless=(True,)),
+    **_all(
+        "this route does not read it here; it is seed on routes of OpenAI and vLLM, sampling_seed on SGLang's, and "
+        "both belong into sampling_params where a route has them",
+        *("seed", "sampling_seed"),
+    ),
+    **_all(
+        "SGLang's routes keep what ends the output by no_stop_trim, in sampling_params", "include_stop_str_in_output"
+    ),
+    **_all("routes by token ids answer without text, so nothing is cut off it", "no_stop_trim"),
+    **_all("ids are left open by routes of vLLM only; use logit_bias", "allowed_token_ids"),
+    **_all("routes of SGLang report chosen ids by token_ids_logprob, with return_logprob", "logprob_token_ids"),
+    **_all("routes of OpenAI and vLLM report chosen ids by logprob_token_ids", "token_ids_logprob"),
+    **_all(
+        "this route does not read it here; logprobs are asked for by logprobs, top_logprobs and prompt_logprobs on "
+        "routes of OpenAI and vLLM, by return_logprob, top_logprobs_num and logprob_start_len on SGLang's",
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_logprob", "top_logprobs_num", "logprob_start_len"),
+        unless=(0, -1),
+    ),
+    **_all("this route has its sampling parameters beside the prompt", "sampling_params"),
+    **_all("it belongs beside sampling_params, not into it", "stream", "priority", "cache_salt"),
+    **_all("the prompt of this route has another name", "prompt", "text", "token_ids"),
+    **_all("only texts get them here", "add_special_tokens", unless=(True,)),
+    **_all(
+        "only conversations go through a chat template; send them to /v1/chat/completions",
+        *("messages", "tools", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort"),
+        *("continue_final_message",),
+    ),
+    **_all(
+        "only conversations go through a chat template; send them to /v1/chat/completions",
+        "add_generation_prompt",
+        unless=(True,),
+    ),
+}
+"""What some generating route does: on another, or beside the place where it belongs, nothing would come of it."""
+
+
 HARMLESS: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -198,17 +254,22 @@ HARMLESS: dict[str, str] = {
 }
 
 
-def check(body: Any, done: Iterable[str]) -> None:
-    """Raises PydanticCustomError naming the first field of a body that would change the answer and is not done."""
+def check(body: Any, done: Iterable[str], *, generates: bool) -> None:
+    """Raises PydanticCustomError naming the first field of a body that would change the answer and is not done.
+
+    generates: the body asks for output, so that fields of MISPLACED would change it.
+    """
+    rules = REFUSED | MISPLACED if generates else REFUSED
     for name in body if isinstance(body, dict) else ():
-        rule = REFUSED.get(name) if name not in done else None
+        rule = rules.get(name) if name not in done else None
         if rule is not None and not _asks_for_nothing(body[name], rule.unless):
             raise refusal(name)
 
 
 def refusal(name: str) -> PydanticCustomError:
-    """The error for a field of REFUSED."""
-    return PydanticCustomError(REFUSAL, "{field}: {advice}", {"field": name, "advice": REFUSED[name].advice})
+    """The error for a field of REFUSED or MISPLACED."""
+    rule = REFUSED.get(name) or MISPLACED[name]
+    return PydanticCustomError(REFUSAL, "{field}: {advice}", {"field": name, "advice": rule.advice})
 
 
 def _asks_for_nothing(value: Any, unless: tuple[Any, ...]) -> bool:

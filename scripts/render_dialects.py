@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from api.absent import ABSENT
 from api.app import ROUTERS
-from api.fields import HARMLESS, REFUSED
+from api.fields import HARMLESS, MISPLACED, REFUSED, Refused
 from api.model import ANY
 from api.schemas import sglang
 from api.schemas.openai import (
@@ -128,19 +128,26 @@ def _body(part: str, facts: dict[str, Any]) -> str:
 
 
 def _reasons() -> str:
-    refused: dict[Any, list[str]] = defaultdict(list)
-    for name, rule in REFUSED.items():
-        refused[rule.advice, json.dumps(rule.unless)].append(name)
     ignored: dict[str, list[str]] = defaultdict(list)
     for name, reason in HARMLESS.items():
         ignored[reason].append(name)
-    lines = ["### Why refused", "", "| fields | not refused | the answer says |", "| --- | --- | --- |"]
-    for (advice, unless), names in refused.items():
-        values = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(unless))
-        lines.append(f"| {_names(names)} | {values} | {advice} |")
+    lines = ["### Why refused", "", *_refusals(REFUSED)]
+    lines += ["", "### Refused on routes that generate, where another route or place reads them", ""]
+    lines += _refusals(MISPLACED)
     lines += ["", "### Why ignored", "", "| fields | they say |", "| --- | --- |"]
     lines += [f"| {_names(names)} | {reason} |" for reason, names in ignored.items()]
     return "\n".join(lines)
+
+
+def _refusals(rules: dict[str, Refused]) -> list[str]:
+    refused: dict[Any, list[str]] = defaultdict(list)
+    for name, rule in rules.items():
+        refused[rule.advice, json.dumps(rule.unless)].append(name)
+    lines = ["| fields | not refused | the answer says |", "| --- | --- | --- |"]
+    for (advice, unless), names in refused.items():
+        values = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(unless))
+        lines.append(f"| {_names(names)} | {values} | {advice} |")
+    return lines
 
 
 def _routes(facts: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ Every number and every list that a client sends has a bound: messages to the wor
 and a list is given up at its first wrong item, since an error for each of a million takes minutes to tell.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -88,10 +88,12 @@ class Lenient(BaseModel):
 class Asked(Lenient):
     """Those that say how to generate: a field that would change the answer is done, or refused by its name."""
 
+    generates: ClassVar[bool] = False
+
     @model_validator(mode="before")
     @classmethod
     def _heeded(cls, body: Any) -> Any:
-        check(body, cls.model_fields)
+        check(body, cls.model_fields, generates=cls.generates)
         return body
 
 

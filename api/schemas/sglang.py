@@ -38,6 +38,8 @@ TopN = Annotated[int, Field(ge=0, le=64)]
 class SglangSampling(Asked):
     """sampling_params."""
 
+    generates = True
+
     max_new_tokens: Count | None = 128
     """Null: whatever fits the context. More than fits is a 400."""
     min_new_tokens: Count | None = 0
@@ -83,6 +85,8 @@ class SglangSampling(Asked):
 
 class SglangGenerate(Asked):
     """/generate: text or input_ids, one or a batch (then a list is answered); or `prompts`, as older TRL sends."""
+
+    generates = True
 
     text: str | Texts | None = None
     input_ids: Ids | ManyIds | None = None

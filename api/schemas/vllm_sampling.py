@@ -41,6 +41,8 @@ def stops_of(stop: Stop) -> list[str]:
 class VllmSampling(Asked):
     """Mixed into the bodies of /v1/completions and /v1/chat/completions, and on its own in /inference/v1/generate."""
 
+    generates = True
+
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
@@ -107,6 +109,8 @@ class VllmSampling(Asked):
 
 class Scheduling(Asked):
     """How a request is run, on every data route of this dialect."""
+
+    generates = True
 
     model: str | None = None
     """May be left out: the service serves one model, and knows it by the names in /v1/models and api.model_aliases."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.fields import HARMLESS, REFUSED
+from api.fields import HARMLESS, MISPLACED, REFUSED
 from scripts.peer_fields import FACTS
 from scripts.render_dialects import BODIES
 from weight_manager.messages import ReadTensor, Result
@@ -85,9 +85,42 @@ def test_every_listed_field_is_decided(project, part):
 
 
 def test_nothing_is_decided_twice_or_for_nobody():
-    assert not REFUSED.keys() & HARMLESS.keys()
+    assert not (REFUSED.keys() | MISPLACED.keys()) & HARMLESS.keys()
+    assert not REFUSED.keys() & MISPLACED.keys()
     names = {name for _, _, name in listed()} | OF_NO_LIST
-    assert not (REFUSED.keys() | HARMLESS.keys()) - names
+    assert not (REFUSED.keys() | MISPLACED.keys() | HARMLESS.keys()) - names
+
+
+GENERATING = (
+    *("/v1/completions", "/v1/chat/completions", "/generate", "/generate sampling_params"),
+    *("/inference/v1/generate", "/inference/v1/generate sampling_params"),
+)
+OF_THE_REPORT = {
+    *("model", "request_id", "session_id", "stream_options", "truncation_side", "return_token_ids"),
+    *("return_tokens_as_token_ids", "return_text_in_logprobs", "return_prompt_text"),
+}
+"""Names, the form of what is reported in any case, and what goes with a field that is refused itself."""
+
+
+@pytest.mark.parametrize("part", GENERATING)
+def test_a_field_of_another_route_is_decided_too(part):
+    """Clients are moved from one dialect to the next, and put fields beside sampling_params that belong into them."""
+    everywhere = {name for _, other, name in listed() if other in GENERATING}
+    decided = REFUSED.keys() | MISPLACED.keys() | HARMLESS.keys()
+    undecided = everywhere - BODIES[part].model_fields.keys() - decided
+    assert undecided <= OF_THE_REPORT
+
+
+@pytest.mark.parametrize("part", GENERATING)
+async def test_a_field_of_another_route_is_refused_by_its_name(client, part):
+    asked = 0
+    for name in {name for _, other, name in listed() if other in GENERATING}:
+        if name in REFUSED | MISPLACED and name not in BODIES[part].model_fields:
+            path, body = valid(part, name, "x")
+            reply = await client.post(path, json=body)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), reply.text
+            asked += 1
+    assert asked > 20
 
 
 async def test_what_changes_the_answer_is_refused_by_its_name(client):
