@@ -14,7 +14,7 @@ from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.openapi import IF_ASKED
-from api.schemas.base import ERRORS
+from api.schemas.base import ERRORS, MAX_TOP
 from api.schemas.openai import StreamOptions
 from api.schemas.tokens import TokenRequest, TokenResponse
 from api.service import Service, Uses
@@ -23,7 +23,6 @@ from worker.messages import Chunk
 
 router = APIRouter(tags=["vllm"], responses=ERRORS, dependencies=[Depends(require_data)])
 
-MAX_TOP = 64
 SessionHeader = Annotated[str, Header(max_length=256)]
 
 

@@ -14,12 +14,16 @@ MAX_SEQUENCES = 4096
 """Prompts times n in one request."""
 MAX_BIASED = 1024
 """Tokens with a bias, as vLLM has it."""
+MAX_TOP = 128
+"""Alternatives with a logprob, per token. TRL asks a teacher for 100."""
 MAX_FIELDS = 256
 """No body has so many."""
 T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 """Of tokens, versions, and the like."""
+TopN = Annotated[int, Field(ge=0, le=MAX_TOP)]
+"""How many of the most likely ids are reported, per token."""
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]

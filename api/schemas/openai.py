@@ -5,11 +5,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from api.fields import refusal
-from api.schemas.base import Asked, Count, Finite, Ids, Lenient, ManyIds, Rid, Texts
+from api.schemas.base import Asked, Count, Finite, Ids, Lenient, ManyIds, Rid, Texts, TopN
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
-
-TopN = Annotated[int, Field(ge=0, le=64)]
 
 
 def _with_roles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from api.schemas.base import (
     Seed,
     Strict,
     Texts,
+    TopN,
     Version,
 )
 from worker.messages import FinishReason, PauseMode, SamplingParams
@@ -56,9 +57,9 @@ class GenerateRequest(Strict):
     stop: Texts | str = Field(default_factory=list)
     stop_token_ids: Ids = Field(default_factory=list)
     ignore_eos: bool = False
-    logprobs: int = Field(default=0, ge=0, le=64)
+    logprobs: TopN = 0
     """Top alternatives per token, beside the sampled token's own logprob, which always comes."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=64)
+    prompt_logprobs: TopN | None = None
     sampling_mask: bool = False
     """Also report the ids that top-k, top-p and min-p left open, per token."""
     skip_special_tokens: bool = True

@@ -22,6 +22,7 @@ from api.schemas.base import (
     Seed,
     Session,
     Texts,
+    TopN,
     Version,
 )
 from api.schemas.openai import VersionSpan
@@ -32,7 +33,6 @@ PerPrompt = Field(max_length=MAX_SEQUENCES, fail_fast=True)
 """A value for each prompt of a batch."""
 Salt = Annotated[str, Field(max_length=256)]
 From = Annotated[int, Field(ge=-1, lt=1 << 31)]
-TopN = Annotated[int, Field(ge=0, le=64)]
 
 
 class SglangSampling(Asked):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from api.schemas.base import Ids, Lenient
+from api.schemas.base import MAX_TOP, Ids, Lenient
 from api.schemas.openai import PromptLogprobs, StreamOptions, Usage, VersionSpan
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
@@ -13,8 +13,8 @@ from worker.messages import FinishReason
 class TokenSampling(VllmSampling):
     """sampling_params."""
 
-    logprobs: Annotated[int, Field(ge=-1, le=64)] | None = None
-    """Top alternatives per token; None = no logprobs at all, -1 = the whole vocabulary, where that is 64 at most."""
+    logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP)] | None = None
+    """Top alternatives per token; None = no logprobs at all, -1 = the whole vocabulary, where that is 128 at most."""
     sampling_mask: bool | None = False
     """Ours: also report the ids that top-k, top-p and min-p left open."""
 

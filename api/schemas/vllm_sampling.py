@@ -17,6 +17,7 @@ from api.schemas.base import (
     Seed,
     Session,
     Texts,
+    TopN,
     Version,
 )
 from worker.messages import SamplingParams
@@ -66,7 +67,7 @@ class VllmSampling(Asked):
     """Words that do not come out in the tokens that the tokenizer spells them with."""
     logprob_token_ids: Annotated[Ids, Field(max_length=MAX_BIASED)] | None = None
     """With logprobs: report these ids instead of the most likely ones."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    prompt_logprobs: TopN | None = None
 
     def params(
         self,

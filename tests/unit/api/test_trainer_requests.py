@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from api.schemas.base import MAX_TOP
 from tests.unit.api.scripted import CONTEXT
 
 IDS = [65, 66]
@@ -114,3 +115,29 @@ async def test_what_is_left_of_the_context_is_taken(client):
     ids = [65] * (CONTEXT - 3)
     body = {"sampling_params": SLIME | {"max_new_tokens": 3}, "return_logprob": True, "input_ids": ids}
     assert len((await post(client, "/generate", body))["output_ids"]) == 3
+
+
+@pytest.mark.parametrize("top", [100, MAX_TOP])
+async def test_trl_scores_a_teachers_sequences(client, top):
+    """Its distillation trainers ask a teacher for 100 logprobs at each token, when nobody says another number."""
+    body = {"prompt": [IDS, [67, 68, 69]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
+    choices = (await post(client, "/v1/completions", body))["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": IDS}, "logprobs"),
+        ("/v1/completions", {"prompt": IDS}, "prompt_logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A"}], "logprobs": True}, "top_logprobs"),
+        ("/generate", {"input_ids": IDS, "return_logprob": True}, "top_logprobs_num"),
+        ("/v1/rollout/generate", {"prompt_ids": IDS}, "logprobs"),
+        ("/v1/rollout/generate", {"prompt_ids": IDS}, "prompt_logprobs"),
+    ],
+)
+async def test_every_dialect_reports_equally_many(client, path, body, field):
+    assert (await client.post(path, json=body | {field: MAX_TOP})).status_code == 200
+    reply = await client.post(path, json=body | {field: MAX_TOP + 1})
+    assert reply.status_code == 400
+    assert field in reply.json()["error"]["message"]
