@@ -50,6 +50,11 @@ class Batcher:
         """Somebody waits, and there is a seat: the next step may be another."""
         return bool(self.waiting) and len(self.running) < self._max_batch
 
+    @property
+    def crowded(self) -> bool:
+        """More run than a step has seats for, as forks may."""
+        return len(self.running) > self._max_batch
+
     def queue(self, sequence: Sequence) -> None:
         """Wait for admission."""
         insort(self.waiting, sequence, key=_by_order)
@@ -80,8 +85,9 @@ class Batcher:
     def fill(self, step: Step, now: float, *, admit: bool) -> None:
         """Choose the step's rows. admit=False: nobody who has not begun."""
         self._make_way(admit)
-        self._take_cohort(step)
         others = [sequence for sequence in self.running if sequence.row < 0]
+        if not self._take_cohort(step, sum(sequence.pending == 1 for sequence in others)):
+            others = self.running.copy()
         decodes = [sequence for sequence in others if sequence.pending == 1 and sequence.feed]
         prefills = [sequence for sequence in others if sequence.pending > 1]
         if self._take(step, decodes + prefills):
@@ -100,14 +106,19 @@ class Batcher:
                 return
             self._preempt(self.running[-1])
 
-    def _take_cohort(self, step: Step) -> None:
-        """All of it at once, unless somebody may have to stand back for an earlier one."""
-        if not len(self._cohort):
-            return
-        if len(self.running) <= min(step.seats, step.budget) and self._cohort.reserve():
+    def _take_cohort(self, step: Step, others: int) -> bool:
+        """All of it at once; or it is dissolved, where somebody may have to stand back for one who is earlier: when
+        seats, tokens or blocks do not do for it and the `others` that decode, each of which needs a block at most.
+        """
+        if (
+            len(self._cohort)
+            and len(self.running) <= min(step.seats, step.budget)
+            and self._cohort.reserve(spare=others)
+        ):
             step.take_cohort(self._cohort)
-        else:
-            self._cohort.dissolve()
+            return True
+        self._cohort.dissolve()
+        return False
 
     def _take(self, step: Step, chosen: list[Sequence]) -> bool:
         """Rows for some of what runs; False when somebody had to give way, so nobody should be let in now."""

@@ -140,9 +140,9 @@ class Cohort:
         for sequence in reversed(self.sequences.copy()):
             self.leave(sequence)
 
-    def reserve(self, *, ahead: int = 0, rows: Int64 | None = None) -> bool:
+    def reserve(self, *, ahead: int = 0, rows: Int64 | None = None, spare: int = 0) -> bool:
         """Make the newest token's cell writable in each row (of `rows`), or that of the token `ahead` after it. False,
-        and nothing done, when blocks run out.
+        and nothing done, when fewer than `spare` blocks would be left.
         """
         size = self._kv.block_size
         known = self._rows["known"][: len(self)]
@@ -150,10 +150,10 @@ class Cohort:
         if rows is not None:
             first = first[np.isin(first, rows)]
         if not len(first):
-            return True
+            return self._kv.pool.available >= spare
         indices: list[int] = ((known[first] + (ahead - 1)) // size).tolist()
         found = [(row, index, self.sequences[row].kv) for row, index in zip(first.tolist(), indices, strict=True)]
-        if sum(len(kv.table) <= index for _, index, kv in found) > self._kv.pool.available:
+        if sum(len(kv.table) <= index for _, index, kv in found) + spare > self._kv.pool.available:
             return False
         self._widen(max(indices) + 1)
         for row, index, kv in found:

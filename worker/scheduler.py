@@ -345,7 +345,9 @@ class Scheduler:
             return
         if sequence.request.stream:
             self._emit(sequence.request, sequence.chunk(self._version))
-        if self._cohort.takes(sequence) and self._sampler.plain(sequence.request.sampling, cut=self._on_device):
+        if self._batcher.crowded or not self._cohort.takes(sequence):
+            return
+        if self._sampler.plain(sequence.request.sampling, cut=self._on_device):
             self._cohort.join(sequence, now)
 
     @staticmethod

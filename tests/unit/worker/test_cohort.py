@@ -127,3 +127,25 @@ def test_a_step_of_many_calls_no_more_functions_than_one_of_few(rig: Callable[..
             replica.step()
         counted.append(_calls_of_a_step(replica))
     assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("lengths", [(2, 3, 4), (3, 2, 2), (4, 4, 4), (1, 4, 3)], ids=str)
+def test_who_is_first_never_gives_way_to_those_in_arrays(rig: Callable[..., Any], lengths: tuple[int, ...]) -> None:
+    replica = rig(num_blocks=9, max_model_len=36, prefix_caching=False)
+    for number, length in enumerate(lengths):
+        replica.add(
+            str(number), [1] * length, max_tokens=24, seed=number, repetition_penalty=1.1 if not number else 1.0
+        )
+    while not replica.scheduler.idle:
+        replica.step()
+        assert all(s.request.request_id != "0" for s in replica.scheduler._batcher.waiting)
+    assert replica.scheduler.counters["preempted"]
+
+
+def test_nobody_joins_whom_the_next_step_sends_away(rig: Callable[..., Any]) -> None:
+    replica = rig(max_batch=2)
+    replica.add("a", [1, 2, 3], n=5, max_tokens=9, seed=1)
+    for _ in range(4):
+        replica.step()
+        assert not len(replica.scheduler._cohort)
+    replica.run()
