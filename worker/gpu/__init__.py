@@ -6,7 +6,7 @@ cublaslt    matrix products of NVIDIA's                  products   which way a 
 memory      address ranges that outlive their memory     weights    two weight slots on the device
 inputs      a step's numbers, in one copy                operations decoder.Ops as launches
 backend     a decoder on one device: steps and graphs    engine     worker.engine.base.Engine over it
-sampling    drawing tokens where the logits are          reference  the same operations in numpy
+drawing     tokens drawn where the logits are               reference  the same operations in numpy
 self_test   refuses a device that computes wrong         lending    a slot's memory, lent to trainers on this host
 digests     of versions, computed where they lie         pinned     mappings of the arena that copy at the bus's speed
 nccl        sums over the GPUs of a replica; no engine uses it yet

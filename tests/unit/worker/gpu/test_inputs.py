@@ -1,0 +1,103 @@
+"""A step's numbers as a device gets them, and the shapes that products are chosen for. The driver is a stand-in."""
+
+import numpy as np
+import pytest
+
+from worker.engine.base import ForwardBatch
+from worker.gpu.inputs import Inputs, tiles_of
+from worker.gpu.products import Shape, instances, one_row_threads, tokens_padded
+
+BASE = 1 << 40
+
+
+class DriverThatKeeps:
+    """Keeps what was copied last: it stands for device memory at BASE."""
+
+    def allocate(self, nbytes, what):
+        return BASE
+
+    def pinned(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def event(self):
+        return None
+
+    def wait(self, _, *, event):
+        pass
+
+    def record(self, event, stream):
+        pass
+
+    def to_device(self, address, source, stream, nbytes):
+        assert address == BASE
+        self.words = source[: nbytes // 4].copy()
+
+    def at(self, address, count):
+        start = (address - BASE) // 4
+        return self.words[start : start + count].tolist()
+
+
+def _batch(lengths, contexts, rows, copies=()):
+    lengths, contexts = np.array(lengths, np.int32), np.array(contexts, np.int32)
+    positions = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)]).astype(np.int32)
+    tables = np.arange(len(lengths) * 3, dtype=np.int32).reshape(len(lengths), 3)
+    return ForwardBatch(
+        token_ids=np.arange(100, 100 + len(positions), dtype=np.int32),
+        positions=positions,
+        slots=positions + 7,
+        query_lens=lengths,
+        context_lens=contexts,
+        block_tables=tables,
+        logits_rows=np.array(rows, np.int32),
+        block_copies=np.array(copies, np.int32).reshape(-1, 2),
+    )
+
+
+def test_a_decode_step_has_the_addresses_that_its_graph_holds_and_rows_beyond_it_are_nowhere():
+    driver = DriverThatKeeps()
+    inputs = Inputs(driver, 64, 16, 8)
+    step = inputs.decode(_batch([1, 1, 1], [5, 9, 2], [0, 1, 2], [(4, 6)]), 8, None)
+    fixed = inputs.fixed(8)
+    assert (step.tokens, step.positions, step.tables) == (fixed.tokens, fixed.positions, fixed.tables)
+    assert driver.at(step.stride, 1) == [3]
+    assert driver.at(step.tokens, 8) == [100, 101, 102, 0, 0, 0, 0, 0]
+    assert driver.at(step.positions, 8) == [4, 8, 1, -1, -1, -1, -1, -1]
+    assert driver.at(step.tables, 9) == list(range(9))
+    assert step.copies is not None
+    assert driver.at(step.copies[0], 2) == [4, 6]
+
+
+def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
+    driver = DriverThatKeeps()
+    batch = _batch([1, 70, 1, 2], [4, 90, 8, 2], [0, 70, 71, 73])
+    step = Inputs(driver, 128, 8, 8).ragged(batch, 80, 64, None)
+    assert step.singles is not None
+    assert driver.at(*step.singles) == [0, 71]
+    assert step.tiles is not None
+    assert driver.at(step.tiles[0], 2 * step.tiles[1]) == [1, 64, 1, 0, 3, 0]  # the most to read first
+    assert driver.at(step.starts, 5) == [0, 1, 71, 72, 74]
+    assert driver.at(step.sequences, 74) == [0] + [1] * 70 + [2] + [3] * 2
+    assert driver.at(step.slots, 80)[74:] == [-1] * 6
+    every = Inputs(driver, 128, 8, 8).ragged(batch, 80, 0, None)  # heads that no tile takes
+    assert every.singles is not None
+    assert driver.at(*every.singles) == list(range(74))
+    assert every.tiles is not None
+    assert every.tiles[1] == 0
+
+
+def test_no_long_row_no_tile():
+    one = np.ones(3, np.int32)
+    assert tiles_of(one, one, one > 1, 64).shape == (0, 2)
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(1, 1), (16, 16), (17, 32), (250, 256), (257, 320), (8192, 8192)])
+def test_rows_are_padded_to_few_sizes(tokens, padded):
+    assert tokens_padded(tokens) == padded
+
+
+def test_own_kernels_are_made_for_widths_that_they_fit():
+    fits, odd = Shape("ADD", 1024, 2048, False), Shape("ADD", 576, 1536 + 8, False)
+    assert "ONE_ROW(one_ADD_2048, 4, 2, ADD, false)" in instances([fits])
+    assert instances([odd]) == ""
+    assert one_row_threads(odd, 132) == []
+    assert one_row_threads(fits, 132) == [128, 256]
