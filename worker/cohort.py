@@ -27,6 +27,7 @@ from worker.stopping import Ending
 
 _KEPT = 256
 """Steps whose tokens are kept before every sequence is brought up."""
+_NO_COPIES: Int32 = np.zeros((0, 2), np.int32)
 _ROW = np.dtype(
     [
         ("known", np.int32),  # tokens, the newest among them, which has no KV
@@ -71,6 +72,9 @@ class Cohort:
         self._stops: npt.NDArray[np.bool_] = np.zeros(vocab_size, np.bool_)  # of any sequence here
         self._streams: dict[bytes, tuple[int, Int64, list[Sequence]]] | None = None  # roster and rows per connection
         self._rosters = count(1)
+        self._asked: Asked | None = None  # what of it stays from step to step
+        self._numbers = np.arange(most, dtype=np.int32)
+        self._ones = np.ones(most, np.int32)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -171,30 +175,32 @@ class Cohort:
         positions = contexts - np.int32(1)
         columns = -(-int(contexts.max()) // size)
         tables = self._tables[chosen, :columns].copy()
-        lines = np.arange(count, dtype=np.int32)
+        lines = self._numbers[:count]
         return ForwardBatch(
             token_ids=np.zeros(count, np.int32) if ahead else entries["token"].copy(),
             positions=positions,
             slots=tables[lines, positions // size] * np.int32(size) + positions % np.int32(size),
-            query_lens=np.ones(count, np.int32),
+            query_lens=self._ones[:count],
             context_lens=contexts,
             block_tables=tables,
             logits_rows=lines,
-            block_copies=np.zeros((0, 2), np.int32),
+            block_copies=_NO_COPIES,
         )
 
     def asked(self, sources: Int64) -> Asked:
         """The draw of the next token of each row, from the rows `sources` of a step's logits."""
         rows = self._rows[: len(self)]
-        return Asked(
-            sources,
-            rows["inverse_temperature"].copy(),
-            rows["greedy"].copy(),
-            Cuts(rows["top_k"].copy(), rows["top_p"].copy(), rows["min_p"].copy()),
-            rows["seed"].copy(),
-            rows["sample"].copy(),
-            (rows["known"] - rows["prompt"]).astype(np.uint64),
-        )
+        if self._asked is None:
+            self._asked = Asked(
+                sources,
+                rows["inverse_temperature"].copy(),
+                rows["greedy"].copy(),
+                Cuts(rows["top_k"].copy(), rows["top_p"].copy(), rows["min_p"].copy()),
+                rows["seed"].copy(),
+                rows["sample"].copy(),
+                np.empty(0, np.uint64),
+            )
+        return self._asked._replace(rows=sources, positions=(rows["known"] - rows["prompt"]).astype(np.uint64))
 
     def sources(self, together: Several[Sequence], changes: int) -> Int64:
         """Per row, where it stood in `together`: what `sequences` was when `changes` was the number of them."""
@@ -300,4 +306,4 @@ class Cohort:
 
     def _changed(self) -> None:
         self.changes += 1
-        self._streams = None
+        self._streams = self._asked = None
