@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models
 
 from tests.unit.worker.loop.rig import MODEL
-from worker.messages import Abort, CallFailed, Verify
+from worker.messages import Abort, CallFailed, Stats, Verify
 
 
 def test_a_request_is_answered_with_tokens_of_the_live_version(rig):
@@ -93,6 +93,24 @@ def test_requests_of_a_connection_that_is_gone_end(make_rig):
     other.close()
     rig.api.until(lambda: rig.api.stats().counters.get("orphaned") == 1)
     assert rig.api.stats().running == 0
+
+
+def test_samples_are_told_to_all_who_listen_and_none_to_one_alone(make_rig):
+    """Two processes of one API: what one of them asks for is not missing in the other's histograms."""
+    rig = make_rig(stats_busy_s=0.1, stats_idle_s=0.1)
+    rig.serve()
+    other = rig.connect()
+    other.stats()
+    rig.api.generate("a", max_tokens=12)
+    rig.api.finish("a")
+    told = [api.stats().histograms for api in (rig.api, other, rig.api)]
+    assert not any(samples for one in told for samples in one.values())
+
+    def ends(api):
+        return [s for told in api.announced if isinstance(told, Stats) for s in told.histograms.get("e2e_s", ())]
+
+    for api in (rig.api, other):
+        api.until(lambda api=api: len(ends(api)) == 1)
 
 
 def test_an_id_that_runs_already_is_refused_and_the_first_goes_on(make_rig):
