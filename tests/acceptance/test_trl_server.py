@@ -73,3 +73,10 @@ def test_with_prefixes_of_older_weights_it_goes_red(mutant: LiveService, train: 
 @pytest.mark.parametrize("mutant", [("", "--set", "worker.logprobs_mode=raw")], indirect=True)
 def test_with_raw_logprobs_it_goes_red(mutant: LiveService, train: Any) -> None:
     assert not faithful(train(mutant, MUTANT_STEPS, "on", "0.7")["0.7"]["logged"], MUTANT_STEPS)
+
+
+def test_trls_client_generates_chats_and_scores(service: LiveService, run_client: RunClient) -> None:
+    """Its own logprobs of what was generated are those that it was generated with."""
+    found = run_client("trl", "trl_client", service.url, service.push_endpoint)
+    assert found["tokens"] > 4
+    assert found["apart"] < DIFFERENCE
