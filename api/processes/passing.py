@@ -32,6 +32,7 @@ class Passing:
         self._peers = peers
         self._silence_s = silence_s
         self._clients: dict[int, httpx.AsyncClient] = {}
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
     async def close(self) -> None:
         """Let connections go."""
