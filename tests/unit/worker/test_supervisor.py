@@ -94,6 +94,22 @@ def test_one_replica_given_up_leaves_the_others_running(run_dir, lines):
     assert supervise(units, run_dir, lines, script) == 0
 
 
+def test_an_api_process_that_is_given_up_is_only_missed_and_the_first_takes_all_along(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+        await asyncio.sleep(0.2)
+        assert supervisor.units[1].state == "running"
+
+    units = [unit("api-1", "api-worker", "raise SystemExit(1)"), unit("api", "api", SLEEP)]
+    assert supervise(units, run_dir, lines, script) == 0
+    units = [unit("api", "api", "raise SystemExit(1)"), unit("api-1", "api-worker", SLEEP)]
+
+    async def watch(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+
+    assert supervise(units, run_dir, lines, watch) == 1
+
+
 def test_the_end_comes_in_order_and_the_stubborn_are_killed(run_dir, lines):
     polite = (
         "import signal, sys, time\n"
