@@ -160,7 +160,7 @@ class Generations:
             if not running.ask.same_work(ask):
                 raise Conflict(f"request id {request_id!r} is in use by a different request")
             return running
-        self._check(ask)
+        self.check(ask)
         # A stop id that the model cannot sample stops nothing; clients take theirs from a tokenizer that may know more.
         stops = [i for i in ask.sampling.stop_token_ids if i < self._model.vocab_size]
         sampling = msgspec.structs.replace(ask.sampling, stop_token_ids=stops)
@@ -219,7 +219,8 @@ class Generations:
         """Requests in progress; a request of several prompts that another process of the API has counts as many."""
         return len(self._jobs) + self._fleet.open_everywhere - len(self._fleet.flights)
 
-    def _check(self, ask: Ask) -> None:
+    def check(self, ask: Ask) -> None:
+        """Raises BadInput for what no replica could do."""
         model, sampling = self._model, ask.sampling
         if not ask.prompts:
             raise BadInput("no prompt: send at least one")

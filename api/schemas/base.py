@@ -27,7 +27,9 @@ TopN = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_NAME = 256
+"""Characters of a request's id."""
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Session = Annotated[str, Field(max_length=256)]
 Rid = Annotated[str, Field(max_length=256)]
 """SGLang's request id. Empty: none was given."""

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from api.schemas.tokens import TokenRequest
+from tests.unit.api.scripted import CONTEXT
 from worker.messages import Generate
 
 HI = [{"role": "user", "content": "A"}]
@@ -76,6 +77,26 @@ async def test_logprobs_of_a_conversation(client):
 )
 async def test_what_cannot_be_asked_cannot_be_rendered(client, path, body):
     assert (await client.post(path, json={})).status_code == 400
+    for unfit in ({"truncate_prompt_tokens": 0}, {"max_tokens": 10_000}, {"allowed_token_ids": [10_000]}):
+        assert (await client.post(path, json=body | unfit)).status_code == 400, unfit
     assert (await client.post(path, json=body | {"model": "other"})).status_code == 404
     assert (await client.post(path, json=body | {"response_format": {"type": "json_object"}})).status_code == 400
     assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_names_that_would_be_too_long_are_refused(client):
+    body = {"prompt": ["A", "BC"], "max_tokens": 1}
+    reply = await client.post("/v1/completions/render", json=body | {"request_id": "r" * 255})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "request_id"
+    made = (await client.post("/v1/completions/render", json=body | {"request_id": "r" * 254})).json()
+    for request in made:
+        TokenRequest.model_validate(request)
+
+
+async def test_a_length_that_nobody_asked_for_is_what_fits(client):
+    body = {"prompt": [65] * (CONTEXT - 3)}
+    (request,) = (await client.post("/v1/completions/render", json=body)).json()
+    reply = await client.post("/inference/v1/generate", json=request)
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["choices"][0]["token_ids"]) == 3
