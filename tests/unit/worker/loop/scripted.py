@@ -111,7 +111,8 @@ class ScriptedApi:
 
     def generate(self, request_id, prompt=(1, 2, 3), *, stream=True, **sampling):
         options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling}
-        self.chunks[request_id] = []
+        if request_id not in self.chunks or self.finished(request_id):  # else it is refused, and the first goes on
+            self.chunks[request_id] = []
         self.send(Generate(request_id, list(prompt), SamplingParams(**options), stream=stream))
 
     def start(self, kind, *args, **kwargs):
