@@ -3,7 +3,6 @@
 Usage: python -m scripts.render_dialects [--check]
 """
 
-import argparse
 import json
 import re
 import sys
@@ -30,6 +29,7 @@ from api.schemas.openai import (
 )
 from api.schemas.sglang import SglangGenerate, SglangSampling
 from api.schemas.tokens import TokenRequest, TokenSampling
+from scripts.generated_page import write_or_check
 from scripts.peer_fields import FACTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "dialects.md"
@@ -197,16 +197,7 @@ def _names(names: Iterable[str]) -> str:
 
 def main() -> int:
     """Exit status 1 when --check finds another text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not current")
-    text = render()
-    if parser.parse_args().check:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE} is not what the code says: run `make format`", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
+    return write_or_check(PAGE, render, __doc__)
 
 
 if __name__ == "__main__":

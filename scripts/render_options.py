@@ -3,7 +3,6 @@
 Usage: python -m scripts.render_options [--check]
 """
 
-import argparse
 import ast
 import inspect
 import sys
@@ -16,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from api.config import ApiConfig, ServeOptions
 from fleet_ray.config import FleetConfig
+from scripts.generated_page import write_or_check
 from weight_manager.config import StoreConfig
 from worker.config import WorkerConfig
 
@@ -116,16 +116,7 @@ def cell(text: str) -> str:
 
 def main() -> int:
     """Exit status 1 when --check finds another text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not current")
-    text = render()
-    if parser.parse_args().check:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE} is not what the classes say: run `make format`", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
+    return write_or_check(PAGE, render, __doc__)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 Usage: python -m scripts.render_states [--check]
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from scripts.generated_page import write_or_check
 from weight_manager import life
 from weight_manager.life import Bug, Cell, Go, Ignored, Refused, Role
 from worker import lifecycle
@@ -157,16 +157,7 @@ def lines_of(rows: Iterable[Iterable[str]]) -> str:
 
 def main() -> int:
     """Exit status 1 when --check finds another text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not current")
-    text = render()
-    if parser.parse_args().check:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE} is not what the tables say: run `make format`", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
+    return write_or_check(PAGE, render, __doc__)
 
 
 if __name__ == "__main__":
