@@ -14,7 +14,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 .PHONY: help setup kernels run model demo test simulate chaos ray-test acceptance check format bench bench-generate bench-push bench-life bench-host image image-test clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: kernels ## create .venv and install everything (does nothing when it is up to date)
 
