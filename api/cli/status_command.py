@@ -1,6 +1,7 @@
 """``paddle-rollout status``: a table of replicas and weights that stays live."""
 
 import time
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -80,5 +81,12 @@ def _replicas(weights: Weights) -> Table:
 
 
 def _plain(facts: dict[str, Any]) -> str:
-    shown = {name: round(value, 3) if isinstance(value, float) else value for name, value in facts.items()}
-    return "  ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict | list))
+    """Names and values in a line: moments by the local clock, without what is empty or has parts."""
+    shown = {name: value for name, value in facts.items() if value != "" and not isinstance(value, dict | list)}
+    return "  ".join(f"{name} {_readable(name, value)}" for name, value in shown.items())
+
+
+def _readable(name: str, value: Any) -> Any:
+    if name == "time":
+        return datetime.fromtimestamp(int(value)).isoformat(" ")
+    return round(value, 3) if isinstance(value, float) else value

@@ -1,6 +1,7 @@
 """The command line, up to where it hands over: the supervisor and the service have tests of their own."""
 
 import json
+from datetime import datetime
 
 import httpx
 import pytest
@@ -122,7 +123,7 @@ REPLIES = {
         "live": {"run_id": "r", "version": 7, "epoch": 8, "digest": "d" * 16},
         "replicas": [{"replica": 0, "state": "serving", "version": 7, "ready": True, "running": 3, **SLOW}],
         "store_connected": True,
-        "last_push": {"version": 7, "seconds": 0.5},
+        "last_push": {"run_id": "", "version": 7, "seconds": 0.5, "time": 1_700_000_000.5},
     },
 }
 
@@ -157,6 +158,8 @@ def test_status_shows_a_table(run, served):
     assert "serving" in out
     assert "paused (keep, resumes in 9 s); 2 requests held" in out
     assert "not at full speed: replica 0 (onednn): no C compiler" in out
+    pushed = datetime.fromtimestamp(1_700_000_000).isoformat(" ")  # as the clock on the wall of whoever asks
+    assert f"last push: version 7  seconds 0.5  time {pushed}\n" in out
     assert json.loads(run("status", "--json").stdout)["live"]["version"] == 7
 
 
