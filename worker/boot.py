@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -63,10 +64,12 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
         channel = Channel(config_path.parent, replica, os.environ.get(LISTEN, ""), keys)
     _claim_signals(channel)
     try:
-        loop = build_loop(config, channel, replica, rank)
+        watchdog = Watchdog(config.hang_s)
+        loop = build_loop(config, channel, replica, rank, watchdog.moved)
         _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process,
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # so __main__ held that back
         collect_rarely()
+        watchdog.start()  # it ends this process, so only here: loops of tests run in processes that go on
         loop.run()
     except GroupDead as error:
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
@@ -89,8 +92,10 @@ def _claim_signals(channel: Channel | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank: int) -> EventLoop:
-    """The loop of one rank with everything it needs."""
+def build_loop(
+    config: WorkerConfig, channel: Channel | None, replica: int, rank: int, moved: Callable[[], None]
+) -> EventLoop:
+    """The loop of one rank with everything it needs. moved: told of every turn and operation (see watchdog.py)."""
     if config.engine == "paddle" and config.device == "cpu" and "paddle" not in sys.modules:  # a spare has done so
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
     hf_config = read_config(config.model_dir)
@@ -132,9 +137,7 @@ def build_loop(config: WorkerConfig, channel: Channel | None, replica: int, rank
             pids=world.pids,
             layout_digest=layout.digest,
         )
-    watchdog = Watchdog(config.hang_s)
-    watchdog.start()
-    return EventLoop(world.signals, actions, leader, watchdog.moved)
+    return EventLoop(world.signals, actions, leader, moved)
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,6 @@ class World:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] not in ("weight_manager", "worker"):
                 continue
-            if name == "worker.watchdog":  # threads of loops that other tests ran in this process: they sleep on
-                continue
             wanted = dict(swaps.get(name, {}))
             wanted |= {
                 k: v for k, v in (("time", clock), ("secrets", chance)) if vars(module).get(k) in (time, secrets)

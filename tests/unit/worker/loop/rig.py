@@ -116,7 +116,7 @@ class Rig:
     def _run(self):
         channel = Channel(self.run_dir, 0)
         try:
-            self.loop = build_loop(self.config, channel, 0, 0)
+            self.loop = build_loop(self.config, channel, 0, 0, lambda: None)
             self._built.set()
             self.loop.run()
         except BaseException as error:

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import msgspec
 import tokenizers
@@ -133,3 +134,9 @@ def test_a_loop_that_cannot_go_on_says_so_before_it_ends(make_rig):
     rig._thread.join(5)
     assert isinstance(rig.error, AssertionError)
     rig.error = None
+
+
+def test_a_loop_ends_no_process_that_it_is_not_all_of(rig):
+    """A watchdog would end these tests two minutes later; `run_rank` starts one for its own process."""
+    rig.serve()
+    assert "watchdog" not in {thread.name for thread in threading.enumerate()}
