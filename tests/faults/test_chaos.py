@@ -14,7 +14,15 @@ SECONDS = 15.0
 @pytest.mark.timeout(150)  # alone it takes half a minute
 def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path):
     options = argparse.Namespace(
-        seed=SEED, seconds=SECONDS, clients=8, every_s=1.5, think_s=0.2, replicas=2, tp=1, out=tmp_path / "chaos.json"
+        seed=SEED,
+        seconds=SECONDS,
+        clients=8,
+        every_s=1.5,
+        think_s=0.2,
+        replicas=2,
+        tp=1,
+        api_workers=1,
+        out=tmp_path / "chaos.json",
     )
     report = run_and_report(options, say=print)
     assert report["violations"] == []

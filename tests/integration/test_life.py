@@ -55,7 +55,8 @@ def test_a_replica_told_to_stop_finishes_what_it_runs(tiny: Checkpoint, tp: int)
 
 
 def test_a_service_told_to_stop_hands_over_what_running_requests_have(tiny: Checkpoint) -> None:
-    live = LiveService(tiny.directory, "--set", "api.shutdown_s=0.2")
+    paced = ("--set", "worker.engine=fake", "--set", 'worker.fake={"step_s": 0.02}')  # none can end before the pause
+    live = LiveService(tiny.directory, "--set", "api.shutdown_s=0.2", *paced)
     try:
         live.start()
         with live.client() as client, live.client() as other:

@@ -44,7 +44,7 @@ def served(service: LiveService) -> Served:
             client.generate(prompt_ids=PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True, session=s).outputs
             for s in ("a", "b", "c", "d")
         ]
-    checksums = httpx.post(f"{service.url}/v1/rollout/weights/verify").json()["replicas"]
+    checksums = httpx.post(f"{service.url}/v1/rollout/weights/verify").raise_for_status().json()["replicas"]
     assert all(output.spans[-1].version == live.version for some in outputs for output in some)
     tokens = [[output.token_ids for output in some] for some in outputs]
     assert all(t == tokens[0] for t in tokens), "replicas differ"

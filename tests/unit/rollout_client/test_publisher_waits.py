@@ -213,7 +213,7 @@ def test_slices_and_ranks_are_named_in_begin(store, publisher):
 def test_wrong_arguments_say_what_is_wrong():
     with pytest.raises(ValueError, match="run_id"):
         WeightPublisher(run_id="")
-    with pytest.raises(ValueError, match="auto, shm or zmq"):
+    with pytest.raises(ValueError, match="auto, shm, zmq or cuda_ipc"):
         WeightPublisher(run_id="r", transport="tcp")
     with pytest.raises(ValueError, match="is no endpoint"):
         WeightPublisher("5600", run_id="r")
