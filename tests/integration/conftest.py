@@ -22,10 +22,10 @@ def service(tiny: Checkpoint) -> Iterator[LiveService]:
 
 
 def running(model: Path, *args: str) -> Iterator[LiveService]:
-    """Body of a fixture: a ready service, and afterwards the proof that nothing is left of it."""
+    """Body of a fixture: a service of which all replicas are ready, and afterwards the proof that nothing is left."""
     live = LiveService(model, *args)
     try:
-        live.start()
+        live.start().wait_for_all()
         yield live
         assert live.stop() == 0, live.tail()
         live.assert_nothing_left()

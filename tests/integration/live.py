@@ -66,6 +66,13 @@ class LiveService:
             time.sleep(0.02)
         raise AssertionError(f"not ready after {READY_S} s:\n{self.tail()}")
 
+    def wait_for_all(self) -> None:
+        """Until every replica serves; `start` returns with the first that does, as /ready does."""
+        until = time.monotonic() + READY_S
+        while not all(replica["ready"] for replica in httpx.get(f"{self.url}/ready", timeout=5.0).json()["replicas"]):
+            assert time.monotonic() < until, f"not all ready after {READY_S} s:\n{self.tail()}"
+            time.sleep(0.02)
+
     def client(self) -> RolloutClient:
         """A blocking HTTP client."""
         return RolloutClient(self.url)
