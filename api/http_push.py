@@ -104,6 +104,9 @@ class HttpPush:
         epoch, deadline = self._epoch, clock() + timeout_s
         nobody_since = whole_since = 0.0
         while True:
+            # Asked before the state: an update that names everything must not pass for a part of the push because
+            # its last bytes arrived between the two answers.
+            arrived = bool(names) and not await self._missing(names)
             status, now = await self._weights.refresh(), clock()
             if status.live is not None and status.live.epoch != epoch:
                 return True
@@ -123,7 +126,7 @@ class HttpPush:
                     whole_since = whole_since or now
                     if now - whole_since >= COMMIT_S:
                         return False
-                elif names and still and not await self._missing(names):
+                elif arrived and still:
                     return False
                 else:
                     whole_since = 0.0

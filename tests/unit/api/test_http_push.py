@@ -71,6 +71,25 @@ async def test_an_update_beside_the_push_waits_until_it_is_live(started, store, 
     assert (await started.get("/weight_info")).json() == {"weight_version": "1"}
 
 
+async def test_an_update_whose_last_bytes_arrive_between_two_looks_waits_until_it_is_live(started, store, monkeypatch):
+    look = store.status
+
+    def then_the_rest_arrives(call):
+        seen = look(call)
+        if call and store.session is not None:
+            store.session, store.arrived = {"state": "staging", "bytes": ALL, "verified_bytes": ALL}, {"a", "b"}
+        return seen
+
+    monkeypatch.setattr(store, "status", then_the_rest_arrives)
+    store.push("staging", verified=3)
+    waiting = asked(started)
+    await still_waits(waiting)
+    store.session = None
+    store.commit(1)
+    assert (await waiting).status_code == 200
+    assert (await started.get("/weight_info")).json() == {"weight_version": "1"}
+
+
 async def test_an_update_after_the_push_is_answered_at_once(started, store):
     await committed_by_its_trainer(store)
     for path, body in (("/update_weights", BUCKET), ("/update_weights", BUCKET), ("/finish_weight_update", {})):
