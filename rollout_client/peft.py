@@ -1,0 +1,188 @@
+"""What PEFT trains and saves -> what an adapter's push sends: a checked config, and A and B by module.
+
+PEFT is never imported: a config is its object, a mapping, or what adapter_config.json holds; a state dict is what
+`get_peft_model_state_dict` returns or `adapter_model.safetensors` holds, or a model's own `state_dict()`.
+Whatever would change the served function and cannot be served is refused here, in words.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+A, B = "lora_A", "lora_B"
+_WRAPPERS = frozenset(
+    ("base_model", "pretrained_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+)
+_LORA = re.compile(r"(?P<module>.+)\.(?P<which>lora_A|lora_B)(?:\.(?P<adapter>[^.]+))?\.weight")
+_LORA_BARE = re.compile(r"(?P<module>.+)\.(?P<which>lora_A|lora_B)")
+_BASE = re.compile(r".+\.base_layer\.(weight|bias)")
+# Of a LoraConfig, what must be as here for B @ A * scale to be all that the adapter does.
+_MUST_BE_UNSET = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias on lora_B (lora_bias)",
+    "modules_to_save": "whole modules trained beside it (modules_to_save)",
+    "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
+    "fan_in_fan_out": "weights stored transposed (fan_in_fan_out)",
+    "use_qalora": "QA-LoRA",
+    "layer_replication": "replicated layers (layer_replication)",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "use_bdlora": "BD-LoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+
+
+class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What of a LoraConfig decides what an adapter computes: W x + scale B A x. Patterns match as PEFT's do."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}  # regular expression at the end of a module's name -> r
+    alpha_pattern: dict[str, float] = {}
+    target_modules: list[str] | str | None = None  # ends of names, or one expression for whole names; None: not said
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+
+    def targets(self, module: str) -> bool:
+        """Whether PEFT adapts a module of this name; False where `target_modules` does not say."""
+        if self.target_modules is None or self.target_modules == "all-linear":
+            return False
+        if not _listed(self.target_modules, module) or _listed(self.exclude_modules or [], module):
+            return False
+        if self.layers_to_transform is None:
+            return True
+        layers = self.layers_to_transform
+        index = re.match(r".*\.[^.]*\.(\d+)\.", module)
+        return index is not None and int(index[1]) in ([layers] if isinstance(layers, int) else layers)
+
+    def rank(self, module: str) -> int:
+        """r of a module."""
+        return _of_pattern(self.rank_pattern, module, self.r)
+
+    def scale(self, module: str) -> float:
+        """What B A is multiplied by: alpha / r, of rsLoRA alpha / sqrt(r)."""
+        alpha, r = _of_pattern(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
+        return alpha / math.sqrt(r) if self.use_rslora else alpha / r
+
+
+def adapter_config(config: Any) -> AdapterConfig:
+    """Of a peft.LoraConfig, a mapping (adapter_config.json) or an AdapterConfig.
+
+    Raises ValueError listing everything that cannot be served, TypeError for what is no config.
+    """
+    if isinstance(config, AdapterConfig):
+        return _checked(config)
+    fields = _fields(config)
+    problems = [why for key, why in _MUST_BE_UNSET.items() if fields.get(key) not in (None, False, [], {}, ())]
+    kind = fields.get("peft_type", "LORA")
+    if getattr(kind, "value", kind) != "LORA":
+        problems.append(f"peft_type {getattr(kind, 'value', kind)}")
+    if fields.get("bias", "none") != "none":
+        problems.append(f"trained biases (bias={fields['bias']!r})")
+    if problems:
+        raise ValueError(f"an adapter with {', '.join(problems)} cannot be served: plain LoRA can")
+    known = {name: fields[name] for name in AdapterConfig.__struct_fields__ if fields.get(name) is not None}
+    for name in ("target_modules", "exclude_modules"):  # PEFT keeps sets
+        if isinstance(known.get(name), set | frozenset | tuple):
+            known[name] = sorted(known[name])
+    try:
+        return _checked(msgspec.convert(known, AdapterConfig))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the adapter's config: {error}") from None
+
+
+def adapter_tensors(
+    named: Mapping[str, T] | Iterable[tuple[str, T]], adapter: str | None = None
+) -> list[tuple[str, T]]:
+    """(name, tensor) of each A and B, names without wrappers: ``model.layers.0.self_attn.q_proj.lora_A``.
+
+    adapter: which of several adapters in a model's own state dict; None = the only one. Of such a dict the base's
+    tensors are left out. Raises ValueError naming what else is there, since it was trained and would be lost.
+    """
+    items = list(named.items() if isinstance(named, Mapping) else named)
+    found: list[tuple[str, str, T]] = []
+    others: list[str] = []
+    for name, tensor in items:
+        match = _LORA.fullmatch(name) or _LORA_BARE.fullmatch(name)
+        if match is None:
+            others.append(name)
+            continue
+        served = f"{_unwrapped(match['module'])}.{match['which']}"
+        found.append((match.groupdict().get("adapter") or "", served, tensor))
+    adapters = {of for of, _, _ in found}
+    if not found:
+        raise ValueError("no LoRA tensors (….lora_A.weight and ….lora_B.weight) are in this state dict")
+    if adapter is None and len(adapters) > 1:
+        raise ValueError(f"several adapters are in this state dict, say which: {', '.join(sorted(adapters))}")
+    if adapter is not None and "" not in adapters:
+        if adapter not in adapters:
+            raise ValueError(f"no adapter {adapter!r} is in this state dict, only {', '.join(sorted(adapters))}")
+        found = [item for item in found if item[0] == adapter]
+    _check_others(others, whole_model=any(_BASE.fullmatch(name) for name in others))
+    return [(name, tensor) for _, name, tensor in found]
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for what cannot be an adapter's name: it becomes a model's name, and part of a file's."""
+    if not ADAPTER_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be an adapter's name: letters, digits, '.', '_' and '-', 128 at most")
+
+
+def _check_others(others: list[str], *, whole_model: bool) -> None:
+    """Everything that is neither A nor B. whole_model: the base's own tensors are among them, and stay as they are."""
+    trained = [name for name in others if not whole_model or "lora_" in name or "modules_to_save" in name]
+    if trained:
+        shown = ", ".join(sorted(trained)[:20]) + (f" and {len(trained) - 20} more" if len(trained) > 20 else "")
+        raise ValueError(f"not part of a plain LoRA adapter, and cannot be served: {shown}")
+
+
+def _unwrapped(module: str) -> str:
+    path = [segment for segment in module.split(".") if segment not in _WRAPPERS]
+    while path[:2] == ["model", "model"]:  # PEFT's own, before the model's
+        path = path[1:]
+    return ".".join(path)
+
+
+def _fields(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if is_dataclass(config) and not isinstance(config, type):
+        return asdict(config)
+    raise TypeError(f"{type(config).__name__} is no adapter config: a peft.LoraConfig or its adapter_config.json")
+
+
+def _checked(config: AdapterConfig) -> AdapterConfig:
+    ranks = (config.r, *config.rank_pattern.values())
+    alphas = (config.lora_alpha, *config.alpha_pattern.values())
+    if min(ranks) < 1 or not all(math.isfinite(alpha) for alpha in alphas):
+        raise ValueError(f"the adapter's config: r is {config.r}, lora_alpha {config.lora_alpha}")
+    whole = [names for names in (config.target_modules, config.exclude_modules) if isinstance(names, str)]
+    for pattern in (*config.rank_pattern, *config.alpha_pattern, *whole):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"the adapter's config: {pattern!r} is no pattern of module names: {error}") from None
+    return config
+
+
+def _listed(names: list[str] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
+    """Of the first pattern that the module's name ends with, after a dot or as a whole."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
