@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from weight_manager.relay.links import CHUNK_BYTES
+from weight_manager.relay.roster import CHUNK_BYTES
 
 RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parent.parent / "docs" / "scaling.png"

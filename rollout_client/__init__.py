@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollout_client.errors import PushError, RolloutError, StoreUnavailable
     from rollout_client.http import AsyncRolloutClient, RolloutClient
-    from rollout_client.publisher import WeightPublisher
-    from rollout_client.push_report import PushReport
+    from rollout_client.publisher import PushReport, WeightPublisher
     from rollout_client.slices import local_slices
     from rollout_client.tensors import Slice
 
@@ -29,7 +28,7 @@ __all__ = [
 _HOMES = {
     "AsyncRolloutClient": "http",
     "PushError": "errors",
-    "PushReport": "push_report",
+    "PushReport": "publisher",
     "RolloutClient": "http",
     "RolloutError": "errors",
     "Slice": "tensors",

@@ -1,4 +1,4 @@
-"""A trainer's connection to a store: one DEALER, one thread at a time, no wait without an end."""
+"""A trainer's connection to a store: one DEALER socket, used by one thread at a time; no wait is without an end."""
 
 import time
 from collections.abc import Sequence
@@ -7,11 +7,49 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import zmq
+import zmq.utils.monitor
 
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import RolloutError, StoreUnavailable, Unauthorized, from_wire
-from rollout_client.link import Link
 from rollout_client.protocol import MAX_HEADER_BYTES, Error, Message, Reply, decode_reply, encode
+
+_FAILED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_WATCHED = _FAILED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+
+class ConnectionMonitor:
+    """What ZMQ says of the connection behind a socket with one endpoint. Only the socket's thread touches it.
+
+    ZMQ makes a lost connection anew by itself, but answers to what was sent over the old one never come.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        """To be called before the socket connects."""
+        self._socket = socket
+        self.events: Any = socket.get_monitor_socket(int(_WATCHED))
+        self.up = False
+        self.losses = 0  # connections that were there and are gone
+        self.refused = False  # by name: the store knows the key and does not want it
+        self.failed = False  # the other side broke off: another store's key, or no keys there at all
+
+    def hear(self) -> None:
+        """Take in what has happened."""
+        while self.events.poll(0):
+            event = zmq.utils.monitor.parse_monitor_message(self.events.recv_multipart(zmq.DONTWAIT))["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.up = True
+            elif event == zmq.Event.DISCONNECTED:
+                self.losses += self.up
+                self.up = False
+            else:
+                self.failed = True
+                self.refused = self.refused or event == zmq.Event.HANDSHAKE_FAILED_AUTH
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._socket.disable_monitor()
+        self.events.close(0)
+
 
 R = TypeVar("R", bound=Message)
 QUEUED_MESSAGES = 8
@@ -37,7 +75,7 @@ class Channel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed = False
         try:
-            self._socket, self._link = self._open()
+            self._socket, self._monitor = self._open()
         except ValueError:
             self._context.term()
             raise
@@ -65,7 +103,7 @@ class Channel:
             raise StoreUnavailable(f"the connection to the store at {self.endpoint} broke within a message") from error
 
     def _refuse(self, message: Message, timeout_s: float) -> NoReturn:
-        failed = self._keys is not None and self._link.failed
+        failed = self._keys is not None and self._monitor.failed
         hint = ", and a handshake failed: is it this store's key?" if failed else ""
         what = type(message).__name__
         raise StoreUnavailable(
@@ -76,14 +114,14 @@ class Channel:
         """Whether a message can be queued; waits up to timeout_s for it. Raises Unauthorized if the key is refused."""
         if self._closed:
             raise RolloutError("this connection to the store was closed")
-        link, end = self._link, time.monotonic() + timeout_s
+        monitor, end = self._monitor, time.monotonic() + timeout_s
         while True:
-            link.hear()
-            if link.refused:
+            monitor.hear()
+            if monitor.refused:
                 raise Unauthorized("unauthorized", f"the store at {self.endpoint} does not know this trainer's key")
             left = max(int((end - time.monotonic()) * 1000), 0)
-            if not link.up:  # the socket may still take a message for a connection that is gone
-                if not link.monitor.poll(left):
+            if not monitor.up:  # the socket may still take a message for a connection that is gone
+                if not monitor.events.poll(left):
                     return False
             elif self._socket.poll(min(left, SLICE_MS), zmq.POLLOUT):
                 return True
@@ -93,8 +131,8 @@ class Channel:
     @property
     def losses(self) -> int:
         """Connections to the store that are gone."""
-        self._link.hear()
-        return self._link.losses
+        self._monitor.hear()
+        return self._monitor.losses
 
     def receive(self, timeout_s: float) -> Reply | None:
         """The next answer, or None when there is none in time. Answers that cannot be read are dropped."""
@@ -112,7 +150,7 @@ class Channel:
         session = getattr(message, "session", "")
         end = time.monotonic() + timeout_s
         self.send(message, timeout_s=timeout_s)
-        losses = self._link.losses
+        losses = self._monitor.losses
         while (reply := self._answer(losses, end)) is not None:
             if getattr(reply, "session", "") not in ("", session) and session:
                 continue  # of a session given up before
@@ -130,7 +168,7 @@ class Channel:
         """The next one. losses: when the question was sent; with more, ConnectionLost once a store is there again."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._link.monitor, zmq.POLLIN)
+        poller.register(self._monitor.events, zmq.POLLIN)
         while True:
             reply = self.receive(0)
             left = max(end - time.monotonic(), 0)
@@ -146,7 +184,7 @@ class Channel:
         """Forget everything that was queued or is still to come."""
         if not self._closed:
             self._shut()
-            self._socket, self._link = self._open()
+            self._socket, self._monitor = self._open()
 
     def close(self) -> None:
         """Close at once; what is queued is lost. Idempotent."""
@@ -164,10 +202,10 @@ class Channel:
 
     def _shut(self) -> None:
         if not self._socket.closed:
-            self._link.close()
+            self._monitor.close()
             self._socket.close()
 
-    def _open(self) -> tuple["zmq.Socket[bytes]", Link]:
+    def _open(self) -> tuple["zmq.Socket[bytes]", ConnectionMonitor]:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a store that is not there
@@ -178,11 +216,11 @@ class Channel:
         socket.set(zmq.IPV6, 1 if "[" in self.endpoint else 0)
         if self._keys is not None:
             self._keys.hold(socket)
-        link = Link(socket)
+        monitor = ConnectionMonitor(socket)
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
-            link.close()
+            monitor.close()
             socket.close()
             raise ValueError(f"{self.endpoint!r} is no endpoint, expected something like tcp://host:5600") from error
-        return socket, link
+        return socket, monitor

@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_client.cuda_hash import CudaHash
-from rollout_client.cuda_sums import CudaSums
+from rollout_client.cuda_hash import CudaHash, CudaSums
 from rollout_client.device_slots import LentSlots
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source

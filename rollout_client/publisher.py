@@ -1,4 +1,4 @@
-"""WeightPublisher: makes a trainer's tensors the next version, on every rank of every replica or on none."""
+"""What a trainer is told of a push that went well."""
 
 import contextlib
 import logging
@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar, get_args
@@ -15,8 +16,8 @@ import msgspec
 
 from rollout_client.channel import Channel, ConnectionLost
 from rollout_client.curve import TrainerKeys
+from rollout_client.delta import Kept
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
-from rollout_client.kept import Kept
 from rollout_client.native import kernels
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
@@ -33,11 +34,49 @@ from rollout_client.protocol import (
     Sealed,
     Welcome,
 )
-from rollout_client.push_report import PushReport, report_of
 from rollout_client.shm_transport import ShmTransport
 from rollout_client.tensors import Named, Source, sources
 from rollout_client.transport import Reporter, Transport
 from rollout_client.zmq_transport import ZmqTransport
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What became of a push.
+
+    version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
+    seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
+    stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
+    sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows. filled: ranks whose memory on a
+    GPU was filled from here, too.
+    """
+
+    version: int
+    digest: str
+    replicas: int
+    nbytes: int
+    transport: str
+    seconds: dict[str, float]
+    stall_ms: dict[str, float]
+    already: bool = False
+    sent: int = 0
+    filled: int = 0
+
+
+def report_of(
+    committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0, filled: int = 0
+) -> PushReport:
+    """From the store's answer and what was measured here."""
+    seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
+    return PushReport(
+        *(committed.version, committed.digest, committed.replicas, 0 if committed.already else nbytes, transport),
+        seconds={stage: round(value, 6) for stage, value in seconds.items()},
+        stall_ms=committed.stall_ms,
+        already=committed.already,
+        sent=sent,
+        filled=filled,
+    )
+
 
 log = logging.getLogger(__name__)
 

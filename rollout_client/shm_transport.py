@@ -1,26 +1,195 @@
-"""Same host: the trainer writes into the staged slot itself, one copy in all.
+"""The transport of a trainer on the store's host: it writes into the staged slot itself, one copy in all.
 
-Tensors in a GPU's memory are copied by the GPU (cuda_copy.py). A few threads move all others, largest
-first; the thread that owns the channel reports what they finish. The writer lock is held from before the
-first byte until no thread and no GPU can write any more: a trainer that is stopped in between keeps the store
-from giving the slot away (slot_lock.py).
+A trainer keeps its mappings of the arena from push to push, as page tables of gigabytes take long to fill. What it
+staged last time is served now, so a stray write through an old mapping (a bug in a kernel of its own, a tensor that was
+freed) would be served as well. `TrainerArena` makes it a crash of the trainer instead, by SIGSEGV: only the slot that
+is being staged can be written, and only while it is. Changing what a mapping allows walks its page tables: 0.1 ms for
+540 MB in huge pages, which the store moves the arena into after its start, and some 25 ms without them (Linux before
+6.1, or huge_pages off), twice in a push.
+
+Tensors in a GPU's memory are copied by the GPU (cuda_copy.py). A few threads move all others, largest first: several
+small copies at a time, or pieces of a large one. The thread that owns the channel reports what they finish. The writer
+lock is held from before the first byte until no thread and no GPU can write any more: a trainer that is stopped in
+between keeps the store from giving the slot away (slot_lock.py).
 """
 
+import contextlib
 import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from threading import Event
+from typing import NamedTuple
 
 from rollout_client import slot_lock
+from rollout_client.aligned_map import protect
+from rollout_client.arena_file import ArenaFile
+from rollout_client.copying import Array, move_all, slot_view, source_view
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.device_slots import LentSlots
+from rollout_client.digest import PIECE, joined
 from rollout_client.errors import ArenaError, SessionLost
-from rollout_client.moving import Gathered, Moved, Unit, move_units, together, units
 from rollout_client.protocol import Copy, Placement, Welcome
-from rollout_client.staged_slot import TrainerArena
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
+
+
+class TrainerArena(ArenaFile):
+    """`slot` is readable; `staging` makes one slot writable for a while. One thread at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Maps every slot that has memory. Raises ArenaError if `path` is no arena, OSError if it cannot be mapped."""
+        super().__init__(path, write=True)
+        try:
+            for slot in range(self.slots):
+                if self.backed(slot):
+                    self.slot(slot)  # page tables now, not in the middle of the first push
+        except BaseException:
+            self.close()
+            raise
+
+    def slot(self, slot: int) -> memoryview:
+        """See ArenaFile; read-only."""
+        known = slot in self._maps
+        view = super().slot(slot)
+        if not known:
+            protect(view, write=False)
+        return view.toreadonly()
+
+    @contextlib.contextmanager
+    def staging(self, slot: int) -> Iterator[memoryview]:
+        """The slot's bytes, writable until the end of the block, however that comes. Nothing may write after it."""
+        self.slot(slot)
+        view = self._maps[slot]
+        protect(view, write=True)
+        try:
+            yield view
+        finally:
+            protect(view, write=False)
+
+
+TOGETHER_BYTES = 8 << 20
+"""Less than this is not worth a thread's waking, nor Python's lock: small copies are moved several at a time."""
+
+
+class Moved(NamedTuple):
+    """A copy that is in its place, or one of the pieces that it was parted into, with the digest of that."""
+
+    copy: int
+    digest: int
+    nbytes: int
+    piece: int = 0
+    of: int = 1
+
+
+class Gathered:
+    """Pieces, until a copy has all of its."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, dict[int, Moved]] = {}
+
+    def add(self, moved: Moved) -> tuple[int, int, int] | None:
+        """(copy, digest, bytes) once all of it is there."""
+        if moved.of == 1:
+            return moved.copy, moved.digest, moved.nbytes
+        held = self._pieces.setdefault(moved.copy, {})
+        held[moved.piece] = moved
+        if len(held) < moved.of:
+            return None
+        del self._pieces[moved.copy]
+        ordered = [held[index] for index in range(moved.of)]
+        return moved.copy, joined([piece.digest for piece in ordered]), sum(piece.nbytes for piece in ordered)
+
+
+class Loaded:
+    """A source's elements: fetched by the first that needs them, and let go after the last."""
+
+    def __init__(self, source: Source) -> None:
+        self.dtype = source.part.dtype
+        self.users = 0
+        self._source = source
+        self._flat: Array | None = None
+        self._lock = threading.Lock()
+
+    def flat(self) -> Array:
+        """In C order."""
+        with self._lock:
+            if self._flat is None:
+                self._flat = self._source.load()
+            return self._flat
+
+    def leave(self) -> None:
+        """One user less."""
+        with self._lock:
+            self.users -= 1
+            if not self.users:
+                self._flat = None
+
+
+class Unit(NamedTuple):
+    """A copy, or a piece of a large one; target: its elements in the slot, from the copy's element `start` on."""
+
+    number: int
+    copy: Copy
+    loaded: Loaded
+    target: Array
+    start: int
+    piece: int
+    of: int
+
+
+def units(source: Source, copies: Sequence[tuple[int, Copy]], slot: memoryview) -> list[Unit]:
+    """Of one part, which is fetched once for all of them. Raises ValueError for a copy that leaves the slot."""
+    loaded = Loaded(source)
+    found = []
+    for number, copy in copies:
+        target = slot_view(slot, copy)
+        step = PIECE // target.itemsize
+        if copy.src_strides == copy.dst_strides == (1,) and target.size > step:
+            starts = range(0, target.size, step)
+            pieces = [target[start : start + step] for start in starts]
+            found += [
+                Unit(number, copy, loaded, piece, start, index, len(starts))
+                for index, (start, piece) in enumerate(zip(starts, pieces, strict=True))
+            ]
+        else:
+            found.append(Unit(number, copy, loaded, target, 0, 0, 1))
+    loaded.users = len(found)
+    return found
+
+
+def together(every: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """What a thread moves at a time."""
+    held: list[Unit] = []
+    size = 0
+    for unit in every:
+        held.append(unit)
+        size += unit.target.nbytes
+        if size >= TOGETHER_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def move_units(batch: Sequence[Unit]) -> list[Moved]:
+    """All of them. Raises ValueError for a copy that leaves its tensor."""
+    runs = []
+    for unit in batch:
+        source = source_view(unit.loaded.flat(), unit.copy)
+        if unit.of > 1:
+            source = source[unit.start : unit.start + unit.target.size]
+        runs.append((source, unit.loaded.dtype, unit.target, unit.copy.dst_dtype))
+    digests = move_all(runs)
+    for unit in batch:
+        unit.loaded.leave()
+    return [
+        Moved(unit.number, digest, unit.target.nbytes, unit.piece, unit.of)
+        for unit, digest in zip(batch, digests, strict=True)
+    ]
+
 
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
@@ -31,7 +200,7 @@ Job = tuple[int, list[tuple[int, Copy]]]
 
 
 class ShmTransport(Transport):
-    """Writes through a mapping of the arena that is kept from push to push, writable while it does (staged_slot.py)."""
+    """Writes through a mapping of the arena that is kept from push to push, writable while it does."""
 
     name = "shm"
 

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from rollout_client.channel import Channel
 from rollout_client.copying import WIRE_DTYPE, blocks, source_view
 from rollout_client.data_socket import DataSocket
-from rollout_client.delta import DeltaSender
+from rollout_client.delta import DeltaSender, Kept
 from rollout_client.digest import Digest
-from rollout_client.kept import Kept
 from rollout_client.protocol import Chunk, Copy, Placement
 from rollout_client.tensors import Array, Source
 from rollout_client.transport import Reporter, Transport, by_part

@@ -3,16 +3,76 @@
 `fileno` becomes readable when results wait, so the loop sleeps in one poll for sockets, processes and these.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 import xxhash
 
-from weight_manager.gang import Gang
-from weight_manager.inbox import Inbox
 from weight_manager.reading import Opening
+
+
+class Inbox:
+    """Calls from threads to the loop, which polls `fileno`."""
+
+    def __init__(self) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def fileno(self) -> int:
+        """Readable while something waits."""
+        return self._wake
+
+    def put(self, call: Callable[[], None]) -> None:
+        """From any thread: have the loop call this."""
+        self._waiting.append(call)
+        os.eventfd_write(self._wake, 1)
+
+    def deliver(self) -> None:
+        """In the loop: call everything that waits."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        for _ in range(len(self._waiting)):  # what comes meanwhile waits for the next turn
+            self._waiting.popleft()()
+
+    def close(self) -> None:
+        """After the last thread has ended."""
+        os.close(self._wake)
+
+
+class Gang:
+    """Have as many threads call `work` as should share it."""
+
+    def __init__(self, units: Iterable[Callable[[], None]], finished: Callable[[BaseException | None], None]) -> None:
+        """finished: called by the thread that ends the last unit, with what one of them raised."""
+        self._units = deque(units)
+        self._left = len(self._units)
+        self._error: BaseException | None = None
+        self._finished = finished
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        """Take units until there are none."""
+        while True:
+            try:
+                unit = self._units.popleft()
+            except IndexError:
+                return
+            try:
+                unit()
+            except BaseException as error:
+                self._error = error
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if last:
+                self._finished(self._error)
+
 
 T = TypeVar("T")
 

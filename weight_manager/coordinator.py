@@ -1,6 +1,6 @@
 """Takes one push session from begin to live, or to nothing. The only place where a version becomes live.
 
-Whoever pushes (trainers.py over the wire, disk_load.py from a directory, relay/relayed.py for the store above) owns
+Whoever pushes (trainers.py over the wire, own_sessions.py from a directory, relay/relayed.py for the store above) owns
 the session and is told what becomes of it through `Owner`. What may happen when is life.py's table; who owes an answer
 is ballot.py's. Everything here runs in the store's loop and returns at once.
 """
@@ -17,7 +17,6 @@ from weight_manager.ballot import Ballot, Limits, Voter
 from weight_manager.checking import Checker
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
-from weight_manager.fleet import Fleet
 from weight_manager.history import History
 from weight_manager.layout import version_digest
 from weight_manager.life import Event, Go, Ignored, Refused, Role, State
@@ -26,6 +25,8 @@ from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.push_session import Intent, Owner, PushSession
 from weight_manager.relay.downstreams import Downstreams
+from weight_manager.relay.lease import Lease
+from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.staging import Staging
 from weight_manager.watching import Watching
@@ -51,23 +52,17 @@ class Coordinator:
         watching: Watching,
         counters: Counters,
         send: Callable[[bytes, ToReplica], bool],
-        left_s: Callable[[float], float],
+        lease: Lease | None,
     ) -> None:
-        """send: to a replica; False if nobody of that identity is connected. left_s: of our own lease from above."""
+        """send: to a replica; False if nobody of that identity is connected. lease: from above; None at the root."""
         self._config = config
         self.layout = layout
         self.slots = slots
         self._counters = counters
         self.history = history
-        self.fleet = Fleet(
-            *(config, layout.digest, str(slots.arena.path)),
-            send=send,
-            watching=watching,
-            counters=counters,
-            on_gone=self._replica_gone,
-        )
+        self.replicas = Replicas(config, self, send=send, lease=lease, watching=watching, counters=counters)
         self.below = Downstreams(
-            config, layout, coordinator=self, slots=slots, history=history, background=background, left_s=left_s
+            config, layout, coordinator=self, slots=slots, history=history, background=background, lease=lease
         )
         self.checker = Checker(
             *(background, slots, counters),
@@ -96,13 +91,13 @@ class Coordinator:
 
     def device_sockets(self) -> list[str]:
         """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
-        paths = (socket_of(self._config.run_dir, number) for number in sorted(self.fleet.numbers()))
+        paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.numbers()))
         return [str(path) for path in paths if path.is_socket()]
 
     def check_root(self) -> None:
         """Only the store at the root takes pushes, and commits them. Raises PushRefused."""
         if self._config.upstream is not None:
-            raise PushRefused("refused", f"this store follows {self._config.upstream}; ask the root of the fleet")
+            raise PushRefused("refused", f"this store follows {self._config.upstream}; push to the root of its tree")
 
     def begin(
         self, intent: Intent, owner: Owner, now: float, *, role: Role = Role.ROOT, reuse: Live | None = None
@@ -249,7 +244,7 @@ class Coordinator:
     def _ballot(self, session: PushSession, live: Live, seconds: float) -> Ballot:
         """All who vote, and their time. seconds: to prepare."""
         config, stores = self._config, self.below.voters()
-        replicas = self.fleet.numbers() if self.history.live else set()
+        replicas = self.replicas.numbers() if self.history.live else set()
         voters: set[Voter] = {*replicas, *stores}
         hops = 2 if stores else 1
         times = (seconds, config.flip_s * hops, config.rollback_s * hops, config.finalize_s * hops)
@@ -265,12 +260,12 @@ class Coordinator:
         outbox, ballot.outbox = ballot.outbox, []
         for voter, message in outbox:
             if isinstance(voter, int):
-                self.fleet.send(voter, message)
+                self.replicas.send(voter, message)
             else:
                 self.below.tell(voter, message, ballot.patience(voter, now), fence=voter in ballot.behind)
         lost, ballot.lost = ballot.lost, []
         for voter in lost:
-            drop = self.fleet.drop if isinstance(voter, int) else self.below.drop
+            drop = self.replicas.drop if isinstance(voter, int) else self.below.drop
             drop(voter, "did not answer in time during a commit")  # type: ignore[arg-type]
 
     def _note(self, ballot: Ballot, session: PushSession, now: float) -> None:
@@ -296,12 +291,12 @@ class Coordinator:
             else:  # it is live above: hold the output, and try again with the next word from there
                 self.note_error(refusal, session.extra())
             return
-        self.fleet.went_live(live, voted=any(isinstance(v, int) for v in ballot.voters))
+        self.replicas.went_live(live, voted=any(isinstance(v, int) for v in ballot.voters))
         self.below.went_live(live, ballot)
         ballot.recorded(now)
         self.session = None
         self._counters.add("commits")
-        self.fleet.admit_held(live, now)
+        self.replicas.admit_held(now)
         self.changes += 1
         log.info("%s is live", intent, extra=session.extra() | {"epoch": live.epoch, "slot": live.slot})
 
@@ -314,7 +309,7 @@ class Coordinator:
         if ballot.refusal is not None:
             self._counters.add("commits_rolled_back")
             self._end(session, ballot.refusal)
-            self.fleet.admit_held(self.history.live, now)
+            self.replicas.admit_held(now)
             return
         live = ballot.live
         self.history.amend(live.epoch, ballot.stall_ms)
@@ -323,7 +318,8 @@ class Coordinator:
         report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
         session.owner.committed(session, report)
 
-    def _replica_gone(self, number: int, why: str) -> None:
+    def replica_gone(self, number: int, why: str) -> None:
+        """A replica has left: a commit goes on without its answers."""
         self.changes += 1
         if self.ballot is not None:
             now = time.monotonic()

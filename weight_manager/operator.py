@@ -14,9 +14,7 @@ from weight_manager.checkpoint import below_roots
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import read_checkpoint
-from weight_manager.disk_load import DiskLoad
 from weight_manager.errors import IllegalTransition, PushRefused
-from weight_manager.fleet import Fleet
 from weight_manager.inspect import checksums, read_tensor
 from weight_manager.life import Event, Refused
 from weight_manager.messages import (
@@ -34,8 +32,8 @@ from weight_manager.messages import (
     ToApi,
 )
 from weight_manager.metrics import Counters
+from weight_manager.own_sessions import DiskLoad, RollbackToPrevious
 from weight_manager.push_session import MAX_VERSION, Intent, PushSession
-from weight_manager.rollback import RollbackToPrevious
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,6 @@ class Operator:
         config: StoreConfig,
         coordinator: Coordinator,
         *,
-        fleet: Fleet,
         files: Background,
         counters: Counters,
         relay: Callable[[float], dict[str, Any] | None],
@@ -59,7 +56,6 @@ class Operator:
     ) -> None:
         self._config = config
         self._coordinator = coordinator
-        self._fleet = fleet
         self._files = files
         self._counters = counters
         self._relay = relay
@@ -119,7 +115,7 @@ class Operator:
             history.live,
             history.previous,
             self._session(now),
-            self._fleet.status(history.live, now),
+            coordinator.replicas.status(now),
             coordinator.last_error,
             coordinator.last_push,
             history.tail(HISTORY_SHOWN),

@@ -6,38 +6,41 @@ layout -> arena (take over the old one, or make one) -> sockets -> first weights
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import zmq
 
+from rollout_client.curve import TrainerKeys
 from rollout_client.native import kernels
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
-from weight_manager.background import Background
+from weight_manager.background import Background, Inbox
+from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.curve import Gate, StoreKeys
 from weight_manager.data_plane import DataPlane
 from weight_manager.data_port import DataPort
-from weight_manager.errors import PushRefused, StartError
+from weight_manager.errors import CheckpointError, PushRefused, StartError
+from weight_manager.families import manifest_for
 from weight_manager.first_weights import FirstWeights, open_arena
 from weight_manager.history import History
 from weight_manager.huge_pages import HugePages
-from weight_manager.inbox import Inbox
+from weight_manager.layout import make_layout
 from weight_manager.life import Event
+from weight_manager.manifest import Layout
 from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
-from weight_manager.opening import bound_before, keys_of, layout_of, lock_run_dir, relay_keys_of
 from weight_manager.operator import Operator
-from weight_manager.relay.dealer import connect
 from weight_manager.relay.lease import Lease
-from weight_manager.relay.upstream import Upstream
-from weight_manager.replica_messages import ReplicaMessages
+from weight_manager.relay.upstream import Upstream, connect
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainers import Trainers
@@ -102,12 +105,12 @@ class Store:
             watching=self._watching,
             counters=counters,
             send=self.send,
-            left_s=(lambda now: float("inf")) if lease is None else lease.left_s,
+            lease=lease,
         )
-        self._fleet, self._below = self._coordinator.fleet, self._coordinator.below
+        self._replicas, self._below = self._coordinator.replicas, self._coordinator.below
         if config.relay_endpoint is not None:
             router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
-            self._below.links.open(router, self._data_port(router, config.relay_data_port), self._watching)
+            self._below.roster.open(router, self._data_port(router, config.relay_data_port), self._watching)
         self._data = self._open_data(slots)
         self._above: Upstream | None = None
         own = relay_keys_of(config)
@@ -124,11 +127,9 @@ class Store:
                 watching=self._watching,
             )
         self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data)
-        self._replicas = ReplicaMessages(self._coordinator, self._fleet, fenced=self._fenced, refuse=self.send)
         self._operator = Operator(
             config,
             self._coordinator,
-            fleet=self._fleet,
             files=self._files,
             counters=counters,
             relay=self._relay_status,
@@ -222,15 +223,15 @@ class Store:
             receive_internal(self._internal, self._from_inside, self._malformed, self._counters)
         if self._push.socket in ready:
             receive_pushes(self._push, self._trainers, self._config.max_frame, self._counters)
-        if self._below.links.router is not None and self._below.links.router.socket in ready:
-            receive_stores(self._below.links.router, self._below, self._counters)
+        if self._below.roster.router is not None and self._below.roster.router.socket in ready:
+            receive_stores(self._below.roster.router, self._below, self._counters)
         if self._above is not None and self._above.socket in ready:
             self._above.receive()
         self._watching.call(ready)
 
     def _patience(self, now: float) -> int | None:
         """Milliseconds until something must be done though nothing arrives; None = for ever."""
-        silence = self._fleet.next_silence() if self._coordinator.settled else None
+        silence = self._replicas.next_silence() if self._coordinator.settled else None
         above = self._above.next_deadline() if self._above is not None else None
         relay = (self._below.next_deadline(), above)
         strangers = [port.next_deadline() for port in self._data_ports]
@@ -245,25 +246,22 @@ class Store:
         for port in self._data_ports:
             port.tick(now)
         if self._above is not None and self._above.tick(now) and self._coordinator.settled:
-            self._fleet.admit_held(self._history.live, now)
+            self._replicas.admit_held(now)
         if self._coordinator.settled:
-            self._fleet.drop_silent(now)
-        self._below.links.pump()
+            self._replicas.drop_silent(now)
+        self._below.roster.pump()
 
     def _relay_status(self, now: float) -> dict[str, Any] | None:
-        if self._above is None and self._below.links.router is None:
+        if self._above is None and self._below.roster.router is None:
             return None
         above = self._above.status(now) if self._above is not None else None
-        return {"above": above, "below": self._below.status(now), "sent_bytes": self._below.links.sent_bytes}
+        return {"above": above, "below": self._below.status(now), "sent_bytes": self._below.roster.sent_bytes}
 
     def _from_inside(self, peer: bytes, message: FromReplica | FromApi) -> None:
         if isinstance(message, FromApi):
             self._operator.request(peer, message)
         else:
-            self._replicas.take(peer, message)
-
-    def _fenced(self) -> bool:
-        return self._above is not None and self._above.lease.closed
+            self._replicas.request(peer, message)
 
     def _malformed(self, peer: bytes, message: str) -> None:
         log.warning("bad message inside the service: %s", message)
@@ -276,8 +274,8 @@ class Store:
             session, refusal = self._coordinator.session, PushRefused("aborted", "the store is stopping")
             if session is not None:
                 self._coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
-            self._fleet.close()
-            self._below.links.close()
+            self._replicas.close()
+            self._below.roster.close()
             if self._above is not None:
                 self._above.close()
         self._pages.close()
@@ -295,3 +293,55 @@ class Store:
         self._arena.close()
         self._lock.close()
         log.info("store has stopped")
+
+
+def layout_of(config: StoreConfig) -> Layout:
+    """Where everything lies that the model serves."""
+    try:
+        return make_layout(manifest_for(read_config(config.model), config.dtype), config.tp)
+    except (ValueError, CheckpointError) as error:
+        raise StartError(f"{config.model} cannot be served with tp {config.tp}: {error}") from error
+
+
+def keys_of(config: StoreConfig) -> StoreKeys | None:
+    """Its key file, if it has one."""
+    try:
+        return None if config.curve_keys is None else StoreKeys.read(config.curve_keys)
+    except (OSError, ValueError) as error:
+        raise StartError(f"curve_keys: {error}") from error
+
+
+def relay_keys_of(config: StoreConfig) -> TrainerKeys | None:
+    """Its own keys for the store above, if it has some."""
+    try:
+        return None if config.relay_keys is None else TrainerKeys.read(config.relay_keys)
+    except (OSError, ValueError) as error:
+        raise StartError(f"relay_keys: {error}") from error
+
+
+def bound_before(endpoint: str, file: Path) -> str | None:
+    """Of an endpoint that asks for a free port: the same with the port of the process before this one, if there was
+    one.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or port not in ("*", "0"):
+        return None
+    try:
+        return f"{host}:{urlsplit(file.read_text().strip()).port or port}"
+    except (OSError, ValueError):
+        return None
+
+
+def lock_run_dir(run_dir: Path) -> BinaryIO:
+    """Held as long as the file is open: one store to a run directory."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (run_dir / "store.lock").open("wb")
+    except OSError as error:
+        raise StartError(f"run_dir {run_dir} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise StartError(f"another store runs in {run_dir}; stop it, or choose another name or run_dir") from None
+    return lock

@@ -1,7 +1,10 @@
-"""The trainer ranks of one push session: who joined, their leases, and which of their requests await an answer."""
+"""The trainer ranks of one push: what each stages, its lease, and which of its requests await an answer."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from rollout_client.protocol import (
     Abort,
@@ -14,21 +17,63 @@ from rollout_client.protocol import (
     Placement,
     Renew,
     Renewed,
+    Reply,
     Seal,
     Sealed,
     Written,
 )
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
-from weight_manager.data_plane import DataPlane
+from weight_manager.data_plane import Arrived, DataPlane, Ended, News, Taken
 from weight_manager.errors import PushRefused
 from weight_manager.life import Event, Refused
-from weight_manager.members import Answer, Member, Members, check_same_push, late_answer
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
 from weight_manager.push_session import Intent, PushSession
-from weight_manager.receiver import Arrived, Ended, News, Taken
+
+Answer = Callable[[bytes, Reply], None]
+Outcome = Committed | PushRefused
+SessionRequest = Renew | Seal | Commit | Abort
+
+
+@dataclass
+class TrainerRank:
+    """One trainer rank. Its copies are numbers [first, first + count) of the session's staging."""
+
+    begin: Begin
+    first: int
+    count: int
+    lease: float  # monotonic; runs only while the trainer owes us the next message
+    sealed: bool = False
+    owed: list[Seal | Commit | Abort] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"trainer rank {self.begin.rank} of {self.begin.world}"
+
+    def number(self, copy: int) -> int:
+        """Of one of its copies, in the session's staging."""
+        if not 0 <= copy < self.count:
+            raise PushRefused("bad_message", f"copy {copy} is not among the {self.count} that were placed")
+        return self.first + copy
+
+
+def late_answer(outcome: Outcome, request: SessionRequest, intent: object) -> Reply:
+    """To a request that came after its session was over."""
+    if isinstance(outcome, PushRefused):
+        return Aborted(request.session) if isinstance(request, Abort) else outcome.to_wire(request.session)
+    if isinstance(request, Commit):
+        return outcome
+    return PushRefused("refused", f"{intent} is already live").to_wire(request.session)
+
+
+def check_same_push(begin: Begin, joined: Sequence[Begin], known: bool) -> bool:
+    """Whether this rank fits those that joined before it. known: by connection."""
+    first = joined[0]
+    mine, theirs = ((b.world, b.in_flight, b.transport, b.base_version, b.force) for b in (begin, first))
+    return first.world > 1 and not known and begin.rank not in {b.rank for b in joined} and mine == theirs
 
 
 class TrainerGroup:
@@ -42,7 +87,7 @@ class TrainerGroup:
         self._answer = answer
         self._counters = counters
         self._data = data
-        self.members = Members(config.lease_s, answer)
+        self.ranks: dict[bytes, TrainerRank] = {}  # by connection, in the order in which they joined
         self.session: PushSession | None = None
         self.outcome: Committed | PushRefused | None = None
         self._kept: tuple[str, ...] = ()  # tensors taken from the base version
@@ -76,11 +121,11 @@ class TrainerGroup:
 
     def join(self, peer: bytes, begin: Begin, now: float) -> Placement:
         """Another rank of the same push. Raises PushRefused; wrong tensors end the session for all ranks."""
-        if not check_same_push(begin, self.members.begins, peer in self.members):
+        if not check_same_push(begin, self._begins, peer in self.ranks):
             message = f"a push of {self._running.intent} is running, rank {begin.rank} of {begin.world} cannot join it"
             raise PushRefused("busy", message, retryable=True)
         try:
-            copies = self._plan([*self.members.begins, begin])
+            copies = self._plan([*self._begins, begin])
         except PushRefused as refusal:
             self.refuse(refusal, now)
             raise
@@ -89,8 +134,8 @@ class TrainerGroup:
     def chunk(self, peer: bytes, chunk: Chunk, now: float) -> Sequence[memoryview] | None:
         """Where the payload goes; None when it is refused, which ends the session."""
         try:
-            member = self._staging_member(peer, now)
-            number = member.number(chunk.copy)
+            rank = self._staging_member(peer, now)
+            number = rank.number(chunk.copy)
             return self._running.staging.destinations(number, chunk.offset, chunk.sizes, chunk.span)
         except PushRefused as refusal:
             self.refuse(refusal, now)
@@ -108,7 +153,7 @@ class TrainerGroup:
             return
         match news:
             case Arrived():
-                self.members.heard(peer, now)
+                self._heard(peer, now)
                 self._arrived(peer, news.copy, news.offset, news.size)
             case Taken():
                 self.written(peer, Written(self.id, [(news.copy, news.digest)]), now)
@@ -118,9 +163,9 @@ class TrainerGroup:
     def written(self, peer: bytes, written: Written, now: float) -> None:
         """Copies that are complete: check them while the rest arrives."""
         try:
-            member = self._staging_member(peer, now)
-            digests = [(member.number(copy), digest) for copy, digest in written.digests]
-            sums = [(member.number(copy), digest) for copy, digest in written.sums]
+            rank = self._staging_member(peer, now)
+            digests = [(rank.number(copy), digest) for copy, digest in written.digests]
+            sums = [(rank.number(copy), digest) for copy, digest in written.sums]
             checks = self._running.staging.written(digests, sums)
         except PushRefused as refusal:
             self.refuse(refusal, now)
@@ -128,69 +173,31 @@ class TrainerGroup:
         self._counters.add("bytes_staged", sum(target.nbytes for check in checks for target, _ in check))
         self._coordinator.checker.check(self._running, checks)
 
-    def renew(self, peer: bytes, renew: Renew, now: float) -> None:
-        """Keep the lease."""
-        if self._over(peer, renew):
-            return
-        self.members.heard(peer, now)
-        verified = self._running.staging.verified_bytes
-        self._answer(peer, Renewed(self.id, self._config.lease_s, verified))
-
-    def seal(self, peer: bytes, seal: Seal, now: float) -> None:
-        """This rank has sent everything; answered once all ranks have and all bytes are checked."""
-        if self._over(peer, seal):
-            return
-        session, member = self._running, self.members[peer]
-        if session.life.whole:
-            self._answer(peer, Sealed(self.id, session.digest))
-            return
-        member.owed.append(seal)
-        member.sealed = True
-        missing = session.staging.unwritten(member.first, member.count)
-        if missing:
-            message = f"sealed, but these were not reported complete: {', '.join(missing[:20])}"
-            self.refuse(PushRefused("missing_tensor", message, missing), now)
-            return
-        deadline = now + self._config.patience(seal.deadline_s)
-        if session.deadline is not None:
-            deadline = min(deadline, session.deadline)
-        session.deadline = deadline
-        if self.members.complete and self.members.sealed:
-            self._coordinator.seal(session, deadline, now)
-
-    def commit(self, peer: bytes, commit: Commit, now: float) -> None:
-        """Make it live; the first rank to ask starts it, all who ask are answered."""
-        if self._over(peer, commit):
-            return
-        cell = self._running.life.cell(Event.COMMIT)
-        if isinstance(cell, Refused):
-            self._answer(peer, PushRefused("refused", cell.why).to_wire(self.id))
-            return
-        self.members[peer].owed.append(commit)
-        self._coordinator.commit(self._running, self._config.patience(commit.deadline_s), now)
-
-    def abort(self, peer: bytes, abort: Abort, now: float) -> None:
-        """Give it up."""
+    def take(self, peer: bytes, request: SessionRequest, now: float) -> None:
+        """Carry a request out. Once the session is over, it is answered from what became of that."""
         if self.outcome is not None:
-            self._settle(peer, abort)
+            self._answer(peer, late_answer(self.outcome, request, self._running.intent))
             return
-        session = self._running
-        refusal = PushRefused("aborted", abort.reason or f"aborted by its trainer {session.intent.client}")
-        cell = session.life.cell(Event.TRAINER_ABORTS)
-        if isinstance(cell, Refused):
-            self._answer(peer, PushRefused("refused", f"{session.intent} {cell.why}").to_wire(self.id))
-            return
-        self.members[peer].owed.append(abort)
-        self._coordinator.abort(session, refusal, now, Event.TRAINER_ABORTS)
+        match request:
+            case Renew():
+                self._heard(peer, now)
+                verified = self._running.staging.verified_bytes
+                self._answer(peer, Renewed(self.id, self._config.lease_s, verified))
+            case Seal():
+                self._seal(peer, request, now)
+            case Commit():
+                self._commit(peer, request, now)
+            case Abort():
+                self._abort(peer, request, now)
 
     def expire(self, now: float) -> None:
         """End the session if a trainer has not been heard of in time."""
         if not self._needs_lease:
             return
-        for member in self.members.late(now):
+        for rank in [m for m in self.ranks.values() if not m.owed and now >= m.lease]:
             if self.outcome is None:
                 self._counters.add("leases_expired")
-                who = f"{member.label} ({self._running.intent.client})"
+                who = f"{rank.label} ({self._running.intent.client})"
                 message = f"{who} was not heard of for {self._config.lease_s:g} s; its push was undone"
                 refusal = PushRefused("lease_expired", message)
                 self._coordinator.abort(self._running, refusal, now, Event.TRAINER_SILENT)
@@ -199,29 +206,93 @@ class TrainerGroup:
         """When `expire` may have something to do."""
         if self.outcome is not None or not self._needs_lease:
             return None
-        return self.members.next_expiry()
+        return min((m.lease for m in self.ranks.values() if not m.owed), default=None)
 
     def sealed(self, session: PushSession) -> None:
         """Owner: every byte is there and matches."""
-        self.members.reply_all(Seal, Sealed(session.id, session.digest))
+        self._reply_all(Seal, Sealed(session.id, session.digest))
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
         self._over_with(report)
-        self.members.reply_all(Commit, report)
+        self._reply_all(Commit, report)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
         self._over_with(refusal)
-        self.members.reply_all(Abort, Aborted(session.id))
-        self.members.reply_all((Seal, Commit), refusal.to_wire(session.id))
+        self._reply_all(Abort, Aborted(session.id))
+        self._reply_all((Seal, Commit), refusal.to_wire(session.id))
 
     def _over_with(self, outcome: Committed | PushRefused) -> None:
         """Keep what late requests are answered from, not the plan."""
         self.outcome = outcome
         self._data.end(self._running)
         self._running.staging.forget()
-        self.members.forget_parts()
+        for rank in self.ranks.values():
+            rank.begin = msgspec.structs.replace(rank.begin, parts=[])
+
+    def _seal(self, peer: bytes, seal: Seal, now: float) -> None:
+        """This rank has sent everything; answered once all ranks have and all bytes are checked."""
+        session, rank = self._running, self.ranks[peer]
+        if session.life.whole:
+            self._answer(peer, Sealed(self.id, session.digest))
+            return
+        rank.owed.append(seal)
+        rank.sealed = True
+        missing = session.staging.unwritten(rank.first, rank.count)
+        if missing:
+            message = f"sealed, but these were not reported complete: {', '.join(missing[:20])}"
+            self.refuse(PushRefused("missing_tensor", message, missing), now)
+            return
+        deadline = now + self._config.patience(seal.deadline_s)
+        if session.deadline is not None:
+            deadline = min(deadline, session.deadline)
+        session.deadline = deadline
+        if self._complete and all(rank.sealed for rank in self.ranks.values()):
+            self._coordinator.seal(session, deadline, now)
+
+    def _commit(self, peer: bytes, commit: Commit, now: float) -> None:
+        """Make it live; the first rank to ask starts it, all who ask are answered."""
+        cell = self._running.life.cell(Event.COMMIT)
+        if isinstance(cell, Refused):
+            self._answer(peer, PushRefused("refused", cell.why).to_wire(self.id))
+            return
+        self.ranks[peer].owed.append(commit)
+        self._coordinator.commit(self._running, self._config.patience(commit.deadline_s), now)
+
+    def _abort(self, peer: bytes, abort: Abort, now: float) -> None:
+        session = self._running
+        refusal = PushRefused("aborted", abort.reason or f"aborted by its trainer {session.intent.client}")
+        cell = session.life.cell(Event.TRAINER_ABORTS)
+        if isinstance(cell, Refused):
+            self._answer(peer, PushRefused("refused", f"{session.intent} {cell.why}").to_wire(self.id))
+            return
+        self.ranks[peer].owed.append(abort)
+        self._coordinator.abort(session, refusal, now, Event.TRAINER_ABORTS)
+
+    def _reply_all(self, kind: type | tuple[type, ...], reply: Reply) -> None:
+        """To every rank that waits for the answer to such a request."""
+        for peer, rank in self.ranks.items():
+            answered = [r for r in rank.owed if isinstance(r, kind)]
+            rank.owed = [r for r in rank.owed if not isinstance(r, kind)]
+            rank.lease = time.monotonic() + self._config.lease_s
+            for _ in answered:
+                self._answer(peer, reply)
+
+    def _heard(self, peer: bytes, now: float) -> TrainerRank:
+        """The rank is alive: its lease begins anew."""
+        rank = self.ranks[peer]
+        rank.lease = now + self._config.lease_s
+        return rank
+
+    @property
+    def _begins(self) -> list[Begin]:
+        return [rank.begin for rank in self.ranks.values()]
+
+    @property
+    def _complete(self) -> bool:
+        """All ranks of the push have joined."""
+        return len(self.ranks) == self._begins[0].world
 
     @property
     def _needs_lease(self) -> bool:
@@ -239,8 +310,8 @@ class TrainerGroup:
         session = self._running
         base = self._base(begin)
         first = session.staging.add(copies, [begin.parts[c.part].name for c in copies], base)
-        self.members.add(peer, begin, first, len(copies), now)
-        if self.members.complete and begin.base_version is not None:
+        self.ranks[peer] = TrainerRank(begin, first, len(copies), now + self._config.lease_s)
+        if self._complete and begin.base_version is not None:
             live = self._coordinator.history.live
             assert live is not None
             self._coordinator.checker.carry(session, self._kept, live.slot)
@@ -269,16 +340,16 @@ class TrainerGroup:
             return None
         return self._coordinator.slots.arena.slot(live.slot)
 
-    def _staging_member(self, peer: bytes, now: float) -> Member:
-        member = self.members.heard(peer, now)
-        if member.sealed:
-            raise PushRefused("bad_message", f"{member.label} sent more after its seal")
-        return member
+    def _staging_member(self, peer: bytes, now: float) -> TrainerRank:
+        rank = self._heard(peer, now)
+        if rank.sealed:
+            raise PushRefused("bad_message", f"{rank.label} sent more after its seal")
+        return rank
 
     def _arrived(self, peer: bytes, copy: int, offset: int, size: int) -> None:
         """Bytes are in the slot, unless they still have to be scattered: stores below may have them."""
         session = self._running
-        target = session.staging.targets[self.members[peer].first + copy]
+        target = session.staging.targets[self.ranks[peer].first + copy]
         if target.contiguous and size:
             self._coordinator.below.arrived(session, target.start + offset, size)
 
@@ -286,17 +357,6 @@ class TrainerGroup:
         """What a rank has sent cannot be taken: the session ends, unless its outcome is known."""
         if self.outcome is None:
             self._coordinator.abort(self._running, refusal, now)
-
-    def _over(self, peer: bytes, request: Renew | Seal | Commit) -> bool:
-        if self.outcome is None:
-            return False
-        self._settle(peer, request)
-        return True
-
-    def _settle(self, peer: bytes, request: Renew | Seal | Commit | Abort) -> None:
-        """Answer a request that came after the session was over."""
-        assert self.outcome is not None
-        self._answer(peer, late_answer(self.outcome, request, self._running.intent))
 
 
 def _name(live: Live | None) -> str:

@@ -31,7 +31,7 @@ from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
 from weight_manager.metrics import Counters
 from weight_manager.push_session import MAX_VERSION, Intent
-from weight_manager.trainer_group import TrainerGroup
+from weight_manager.trainer_group import SessionRequest, TrainerGroup
 from weight_manager.wire import Router
 
 log = logging.getLogger(__name__)
@@ -182,26 +182,18 @@ class Trainers:
             if count > cap:
                 raise PushRefused("too_large", f"{count} {what} in one push, at most {cap} are taken")
 
-    def _of_session(self, peer: bytes, request: Renew | Seal | Commit | Abort, now: float) -> None:
+    def _of_session(self, peer: bytes, request: SessionRequest, now: float) -> None:
         group = self._group(peer, request.session)
         if group is None:
             self._counters.add("bad_messages")
             message = f"session {request.session!r} is not known here as yours; the store may have restarted"
             self._answer(peer, Error("unknown_session", message, request.session))
             return
-        match request:
-            case Renew():
-                group.renew(peer, request, now)
-            case Seal():
-                group.seal(peer, request, now)
-            case Commit():
-                group.commit(peer, request, now)
-            case Abort():
-                group.abort(peer, request, now)
+        group.take(peer, request, now)
 
     def _group(self, peer: bytes, session: str) -> TrainerGroup | None:
         group = self._groups.get(session)
-        return group if group is not None and peer in group.members else None
+        return group if group is not None and peer in group.ranks else None
 
     def _running(self) -> TrainerGroup | None:
         session = self._coordinator.session

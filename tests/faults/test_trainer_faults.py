@@ -32,7 +32,7 @@ TRAINER = """
         for n, (name, tensor) in enumerate(tensors.items()):
             yield name, tensor
 
-    import rollout_client.moving as shm
+    import rollout_client.shm_transport as shm
     move_all = shm.move_all
     def slowly_moved(run):
         print("moving", flush=True)

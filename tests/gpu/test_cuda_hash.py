@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from rollout_client import cuda_copy
-from rollout_client.cuda_hash import CudaHash
-from rollout_client.cuda_sums import CudaSums
+from rollout_client.cuda_hash import CudaHash, CudaSums
 from rollout_client.digest import PIECE, digest_of
 from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.publisher import WeightPublisher

@@ -396,9 +396,9 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         getpid=lambda: 1,
     )
     return {
-        "weight_manager.fleet": {"os": system},
+        "weight_manager.replicas": {"os": system},
         "weight_manager.store": {"os": system, "connect": connect},
-        "weight_manager.inbox": {"os": system},
+        "weight_manager.background": {"os": system},
         "weight_manager.history": {"write_atomically": lambda path, content: path.disk.write(path, content)},
         "weight_manager.first_weights": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},
         "weight_manager.relay.upstream": {"BEATS": 8},

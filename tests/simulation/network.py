@@ -155,7 +155,7 @@ class Router(Mailbox):
 
 
 class Dealer(Mailbox):
-    """As the zmq.Socket that relay/dealer.py makes."""
+    """As the zmq.Socket that relay/upstream.py makes."""
 
     def __init__(self, net: "Network", place: str, address: str, wake: Callable[[], None]) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ class Replica:
     def registered(self) -> bool:
         """As it and its store see it."""
         store = self.host.store
-        return self.membership.registered and store is not None and self.number in store._fleet.numbers()
+        return self.membership.registered and store is not None and self.number in store._replicas.numbers()
 
     @property
     def void(self) -> bool:

@@ -340,7 +340,7 @@ class Run:
             held = host.store._history.live
             if held is None or (held.run_id, held.version, held.digest) != name:
                 raise self.world.violated(f"stuck {when}: {host.name} holds {held}, the root {live}")
-            if host.store._fenced():
+            if host.store._above is not None and host.store._above.lease.closed:
                 raise self.world.violated(f"stuck {when}: {host.name} is fenced")
         for replica in self.replicas:
             served = replica.serves

@@ -12,9 +12,8 @@ from weight_manager.layout import region_digests
 from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
-from weight_manager.relay.link import Link, Part
-from weight_manager.relay.links import Links
 from weight_manager.relay.messages import version_of
+from weight_manager.relay.roster import Downstream, Enrolment, Roster
 from weight_manager.relay.stream import Stream
 from weight_manager.slots import Slots
 
@@ -27,7 +26,7 @@ class CatchUp:
     def __init__(
         self,
         layout: Layout,
-        links: Links,
+        roster: Roster,
         slots: Slots,
         history: History,
         background: Background,
@@ -36,7 +35,7 @@ class CatchUp:
     ) -> None:
         """busy: a session runs; it brings them there, too."""
         self._layout = layout
-        self._links = links
+        self._roster = roster
         self._slots = slots
         self._history = history
         self._background = background
@@ -51,10 +50,10 @@ class CatchUp:
         """And has."""
         self._digests = live.epoch, self._digests[1]
 
-    def offer(self, link: Link) -> None:
+    def offer(self, store: Downstream) -> None:
         """Begin, if it is needed and nothing runs for this store."""
         live = self._history.live
-        if live is None or self._busy() or link.part is not None or link.holds == version_of(live):
+        if live is None or self._busy() or store.enrolment is not None or store.holds == version_of(live):
             return
         if self._digests[0] != live.epoch:
             self._read_digests(live)
@@ -62,10 +61,10 @@ class CatchUp:
         stream = Stream(self._layout)
         stream.finish(self._digests[1])
         slot = self._slots.arena.slot(live.slot)
-        part = Part(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
-        port, key = self._links.give(link, part)
-        stage = wire.Stage(part.session, live.run_id, live.version, digest=live.digest, catch_up=True)
-        self._links.send(link, msgspec.structs.replace(stage, data_port=port, data_key=key))
+        enrolment = Enrolment(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
+        port, key = self._roster.give(store, enrolment)
+        stage = wire.Stage(enrolment.session, live.run_id, live.version, digest=live.digest, catch_up=True)
+        self._roster.send(store, msgspec.structs.replace(stage, data_port=port, data_key=key))
 
     def _read_digests(self, live: Live) -> None:
         slot = self._slots.arena.slot(live.slot)
@@ -73,8 +72,8 @@ class CatchUp:
         def done(digests: list[int]) -> None:
             if self._history.live == live:
                 self._digests = live.epoch, digests
-                for link in self._links.all():
-                    self.offer(link)
+                for store in self._roster.all():
+                    self.offer(store)
 
         def failed(error: BaseException) -> None:
             log.error("the live version cannot be read", exc_info=error)

@@ -22,7 +22,7 @@ A push, beside the steps of rollout_client/protocol.py:
     the layout, so it is received into its final place; `Claims` give the digest of each region that is complete.
     [BELOW] forwards them in turn, compares every region in place, and moves the `Credit` on.
     If `Stage` names a port, [BELOW] connects to it instead of giving credit, and spans and claims come that way
-    (feed.py); if nobody answers there it gives credit, and they come here.
+    (roster.py); if nobody answers there it gives credit, and they come here.
  6. [ABOVE] `Seal` with the digest of the version. [BELOW] answers `Staged` once all its regions match, the digest
     of its own slot is the same, and its own stores below are staged. `Failed` at any time names what is wrong.
     The trainer is told `Sealed` after that.
@@ -120,7 +120,7 @@ class Stage(Message, tag="stage", frozen=True):
     digest: str = ""  # when known already: whoever has these bytes need not be sent them
     catch_up: bool = False  # live above already: commit it without asking
     quorum: bool = False  # the policy of the root
-    data_port: int = 0  # where the bytes can be fetched (feed.py); 0 = chunks
+    data_port: int = 0  # where the bytes can be fetched (roster.py); 0 = chunks
     data_key: bytes = b""
 
 

@@ -1,24 +1,152 @@
-"""A session of the store above, carried out here: the bytes into a slot of ours, the commit gated by its word."""
+"""A session of the store above, carried out here: the bytes into a slot of ours, the commit gated by its word.
 
+The bytes come through a data connection (a thread, roster.py has the format) or, where there is none, as chunks.
+"""
+
+import logging
+import socket
+import threading
 import time
 from collections.abc import Sequence
 from math import prod
 from typing import Protocol
+from urllib.parse import urlsplit
 
+from rollout_client.data_socket import CONNECT_S, MAGIC, READY
+from rollout_client.digest import Digest
 from rollout_client.protocol import Committed, Copy
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
-from weight_manager.data_plane import DataPlane
+from weight_manager.data_plane import (
+    PIECE_BYTES,
+    Arrived,
+    DataPlane,
+    Ended,
+    Finished,
+    Hear,
+    News,
+    Receiver,
+    SocketReader,
+    Taken,
+    Unconnected,
+)
 from weight_manager.errors import PushRefused
 from weight_manager.life import Event, Go, Refused, Role
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import MAX_VERSION, Intent, PushSession
-from weight_manager.receiver import Arrived, Ended, Finished, Hear, News, Taken, Unconnected
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
-from weight_manager.relay.reception import Reception
-from weight_manager.relay.way import Way
+from weight_manager.relay.roster import CLAIM, END, RECORD
+from weight_manager.staging import Staging
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 60.0
+"""After a data connection that failed."""
+
+
+class DataRoute:
+    """Kept over sessions, and over new connections to the store above."""
+
+    def __init__(self, endpoint: str) -> None:
+        """endpoint: of its ZMQ socket, tcp://host:port."""
+        self._host = urlsplit(endpoint).hostname or ""
+        self._closed_until = 0.0
+
+    def host(self) -> str:
+        """Where data connections go; "" = chunks are wanted."""
+        return "" if time.monotonic() < self._closed_until else self._host
+
+    def failed(self, why: str) -> None:
+        """Chunks are wanted for a while."""
+        self._closed_until = time.monotonic() + AGAIN_S
+        log.warning("the data port of the store above %s: ZMQ frames for the next %g s", why, AGAIN_S)
+
+
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+"""Seconds and a count: a way that is dead while nothing comes is noticed after eleven."""
+
+
+class UpstreamReceiver(Receiver):
+    """Connects first. Each target of the staging is a region of the layout."""
+
+    def __init__(self, address: tuple[str, int], key: bytes, staging: Staging, tell: Hear) -> None:
+        """address: host, as ZMQ is given it, and port. tell: called in the thread."""
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(socket.socket(family), tell, "from-above")
+        self._address = address
+        self._key = key
+        self._staging = staging
+        self._targets = list(staging.targets)
+        self._sums: dict[int, tuple[Digest, int]] = {}  # of regions that came in order so far: bytes
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """The session is over; the thread ends soon, and says so."""
+        self._stopped.set()
+        super().stop()
+
+    def _receive_all(self) -> None:
+        if self._connected():
+            incoming = SocketReader(self._socket)
+            while not self._stopped.is_set() and self._record(incoming):
+                pass
+        elif not self._stopped.is_set():
+            self._tell(Unconnected())
+
+    def _connected(self) -> bool:
+        try:
+            self._socket.settimeout(CONNECT_S)
+            self._socket.connect(self._address)
+            self._socket.sendall(MAGIC + self._key)
+            if self._socket.recv(1) != READY:
+                return False
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, seconds in KEEPALIVE:
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        except OSError:
+            return False
+        return True
+
+    def _record(self, incoming: SocketReader) -> bool:
+        region, first, second = RECORD.unpack(incoming.exactly(RECORD.size))
+        if region == END:
+            self._tell(Finished())
+            return False
+        if region == CLAIM:
+            self._claimed(first, second)
+            return True
+        if not second:
+            raise PushRefused("bad_message", f"a record of no bytes, of region {region}")
+        place = self._staging.expect(region, first, second)
+        self._receive(incoming, region, first, place)
+        self._staging.arrived(region, second)
+        self._tell(Arrived(region, first, second))
+        return True
+
+    def _receive(self, incoming: SocketReader, region: int, offset: int, place: memoryview) -> None:
+        state, known = self._sums.pop(region, (Digest(), 0))
+        done = 0
+        while done < len(place):
+            piece = place[done : done + PIECE_BYTES]
+            count = incoming.some(piece, len(place) - done)
+            if known == offset + done:
+                state.update(piece[:count])
+                known += count
+            done += count
+        self._sums[region] = state, known  # out of order it stays where it was, and the region is read again
+
+    def _claimed(self, region: int, digest: int) -> None:
+        if region >= len(self._targets):
+            raise PushRefused("bad_message", f"region {region} is not in the layout")
+        target = self._targets[region]
+        state, known = self._sums.pop(region, (Digest(), 0))
+        if known == target.nbytes:
+            target.streamed = state.intdigest()
+        self._tell(Taken(region, digest))
+
 
 LOST_S = 2.0
 """A data connection that closed early: for the store above to say why, before the session is given up."""
@@ -57,7 +185,7 @@ class Relayed:
         voice: Voice,
         config: StoreConfig,
         data: DataPlane,
-        way: Way,
+        route: DataRoute,
     ) -> None:
         self.id = stage.session
         self.session: PushSession | None = None
@@ -69,7 +197,7 @@ class Relayed:
         self._voice = voice
         self._config = config
         self._data = data
-        self._way = way
+        self._route = route
         self._received = self._credited = 0
         self._fetching = False  # through a data connection
         self._sealed: wire.Seal | None = None  # heard before all bytes had come
@@ -98,7 +226,7 @@ class Relayed:
             return
         layout = self._coordinator.layout
         session.staging.add(_regions(layout), [region.name for region in layout.regions])
-        host = self._way.host()
+        host = self._route.host()
         if stage.data_port and host:
             self._fetch(session, (host, stage.data_port))
         else:
@@ -128,8 +256,8 @@ class Relayed:
     def _fetch(self, session: PushSession, address: tuple[str, int]) -> None:
         self._fetching = True
 
-        def make(tell: Hear) -> Reception:
-            return Reception(address, self._stage.data_key, session.staging, tell)
+        def make(tell: Hear) -> UpstreamReceiver:
+            return UpstreamReceiver(address, self._stage.data_key, session.staging, tell)
 
         self._data.start(session, make, lambda news: self._fetched(session, news, time.monotonic()))
 
@@ -145,7 +273,7 @@ class Relayed:
                     self.take(self._sealed, now)
             case Unconnected():
                 self._fetching, self._sealed, self._again = False, None, True
-                self._way.failed("cannot be reached")
+                self._route.failed("cannot be reached")
                 self._credit()
             case Ended(refusal) if refusal is not None:
                 self._coordinator.abort(session, refusal, now)
@@ -164,7 +292,7 @@ class Relayed:
             self.lost_at = float("inf")
             session = self._coordinator.session
             if session is not None and session is self.session:
-                self._way.failed("broke")
+                self._route.failed("broke")
                 refusal = PushRefused("aborted", "the data connection to the store above broke", retryable=True)
                 self._coordinator.abort(session, refusal, now)
 

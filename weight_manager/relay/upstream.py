@@ -4,27 +4,60 @@
 """
 
 import logging
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
+from rollout_client.curve import TrainerKeys
+from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.life import Event, State
 from weight_manager.relay import messages as wire
-from weight_manager.relay.dealer import drain, receive_payload
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.lease import Lease
-from weight_manager.relay.link import own_name
 from weight_manager.relay.messages import Version, version_of
-from weight_manager.relay.relayed import Relayed
-from weight_manager.relay.way import Way
+from weight_manager.relay.relayed import DataRoute, Relayed
 from weight_manager.watching import Watching
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
+
+
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: TrainerKeys | None) -> "zmq.Socket[bytes]":
+    """Bounded by the credit that is given, not by a queue of messages. keys: for a store above that wants some."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
+    if keys is not None:
+        keys.hold(socket)
+    socket.connect(endpoint)
+    return socket
+
+
+def drain(socket: "zmq.Socket[bytes]") -> None:
+    """Throw the rest of a message away."""
+    while socket.get(zmq.RCVMORE):
+        socket.recv(copy=False)
+
+
+def receive_payload(socket: "zmq.Socket[bytes]", buffers: Sequence[memoryview] | None) -> bool:
+    """The payload frames of a message into these buffers; False if they do not fit, or None: thrown away."""
+    fits = buffers is not None
+    for buffer in buffers or ():
+        if not socket.get(zmq.RCVMORE) or socket.recv_into(buffer) != len(buffer):
+            fits = False
+            break
+    if socket.get(zmq.RCVMORE):
+        drain(socket)
+        fits = False
+    return fits
+
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +68,11 @@ DOUBT_S = 2.0
 BEATS = 30
 """Per lease. A store hands on what is left of its own lease, so each hop costs up to the time between two beats: with
 six a lease, stores seven hops below the root had none at times."""
+
+
+def own_name(config: StoreConfig, store: str) -> str:
+    """What a store is called by the one above; no other store is."""
+    return f"{config.name}@{socket.gethostname()}-{store}"
 
 
 class Upstream:
@@ -71,7 +109,7 @@ class Upstream:
         self._next: wire.Stage | None = None
         self.relayed: Relayed | None = None
         self.refusal = ""
-        self._way = Way(config.upstream)
+        self._route = DataRoute(config.upstream)
         self.socket = self._connect()
         watching.add(self.socket)
 
@@ -291,7 +329,7 @@ class Upstream:
             self.send(wire.Holds(named))
             self.beat_soon()
             return
-        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data, self._way)
+        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data, self._route)
         self.relayed.start(now)
 
     def _vote(self, relayed: Relayed, state: State, now: float) -> None:

@@ -3,11 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout_client import moving
+from rollout_client import shm_transport
 from rollout_client.digest import PIECE, digest_of
-from rollout_client.moving import TOGETHER_BYTES, Gathered, move_units, together, units
 from rollout_client.native import kernels
 from rollout_client.protocol import Copy
+from rollout_client.shm_transport import TOGETHER_BYTES, Gathered, move_units, together, units
 from rollout_client.tensors import sources
 
 MIB = 1 << 20
@@ -110,7 +110,7 @@ def test_what_goes_together_is_moved_as_if_it_went_alone():
 
 
 def test_a_part_is_fetched_once_and_let_go_after_its_last_copy(monkeypatch):
-    monkeypatch.setattr(moving, "PIECE", 64)
+    monkeypatch.setattr(shm_transport, "PIECE", 64)
     (source,) = sources({"w": content(256)})
     fetched = []
     slot = Slot(1024)

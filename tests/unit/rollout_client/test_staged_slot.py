@@ -11,7 +11,7 @@ import pytest
 from rollout_client import errors, shm_transport
 from rollout_client import protocol as wire
 from rollout_client.protocol import Copy
-from rollout_client.staged_slot import TrainerArena
+from rollout_client.shm_transport import TrainerArena
 from weight_manager.arena import Arena
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -11,9 +11,10 @@ from weight_manager.history import History, Record
 from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
-from weight_manager.relay.link import Part, own_name
 from weight_manager.relay.messages import version_of
+from weight_manager.relay.roster import Enrolment
 from weight_manager.relay.stream import Stream
+from weight_manager.relay.upstream import own_name
 from weight_manager.watching import Watching
 
 
@@ -31,11 +32,11 @@ class Above:
             slots=None,
             history=self.history,
             background=None,
-            left_s=lambda now: float("inf"),
+            lease=None,
         )
         self.taken = True
         router = SimpleNamespace(send=self._send)
-        self.below.links.open(router, None, Watching())
+        self.below.roster.open(router, None, Watching())
 
     def _send(self, peer, content):
         self.said.append((peer, wire.decode_from_above(content)))
@@ -49,7 +50,7 @@ class Above:
 
     @property
     def names(self):
-        return [link.name for link in self.below.links.all()]
+        return [store.name for store in self.below.roster.all()]
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_two_stores_of_one_name_do_not_vote_as_one(above):
     refused = above.join(b"2", "1234bbbb", "t@host")
     assert isinstance(refused, wire.NotJoined)
     assert refused.refused
-    assert [link.store for link in above.below.links.all()] == ["1234aaaa"]
+    assert [store.id for store in above.below.roster.all()] == ["1234aaaa"]
     assert isinstance(above.join(b"3", "1234aaaa", "t@host"), wire.Joined), "a new life of the first one"
 
 
@@ -114,14 +115,14 @@ def test_a_store_that_misses_a_message_must_join_again(above):
 def test_whoever_may_be_serving_and_does_not_vote_is_waited_for(above):
     """Also a store that joined again after the others had sealed: its lease goes on, and it is not staged."""
     above.join(b"1", "a" * 16, "first")
-    (link,) = above.below.links.all()
-    link.serves_until = 10.0
+    (store,) = above.below.roster.all()
+    store.serves_until = 10.0
     assert above.below.outsiders(9.0) == {"first": "is not staged"}
     assert above.below.serving(9.0)
     assert above.below.outsiders(10.0) == {}
     assert not above.below.serving(10.0)
-    above.below.links.remove(link)
-    above.below.links.absent["first"] = 20.0
+    above.below.roster.remove(store)
+    above.below.roster.absent["first"] = 20.0
     assert above.below.outsiders(19.0) == {"first": "is away"}
     assert above.below.serving(19.0)
 
@@ -133,9 +134,9 @@ def test_a_join_that_was_held_does_not_take_the_place_of_a_later_one(above):
     above.below._coordinator.settled = True
     above.join(b"new", "a" * 16, "first")
     above.below.tick(0.0)
-    (link,) = above.below.links.all()
-    assert link.identity == b"new"
-    assert above.below.links.of_peer(b"old") is None
+    (store,) = above.below.roster.all()
+    assert store.identity == b"new"
+    assert above.below.roster.of_peer(b"old") is None
 
 
 def test_a_commit_gives_no_lease_to_a_store_that_does_not_vote_in_it(above):
@@ -160,6 +161,6 @@ def test_a_commit_gives_no_lease_to_a_store_that_does_not_vote_in_it(above):
 
 def test_a_store_that_joins_twice_hears_which_session_goes_on(above):
     above.join(b"1", "a" * 16, "first")
-    (link,) = above.below.links.all()
-    link.part = Part("the session", Stream(LAYOUT), memoryview(b""), required=True)
+    (store,) = above.below.roster.all()
+    store.enrolment = Enrolment("the session", Stream(LAYOUT), memoryview(b""), required=True)
     assert above.join(b"1", "a" * 16, "first").session == "the session"

@@ -25,7 +25,6 @@ def ask():
         said = []
         operator = Operator(
             *(SimpleNamespace(), Coordinator(error)),
-            fleet=None,
             files=None,
             counters=None,
             relay=lambda now: None,

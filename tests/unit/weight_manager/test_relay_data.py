@@ -14,11 +14,10 @@ from rollout_client.data_socket import MAGIC, READY
 from rollout_client.digest import digest_of
 from rollout_client.protocol import Copy
 from tests.faults.small_model import LAYOUT
+from weight_manager.data_plane import Arrived, Ended, Finished, SocketReader, Taken, Unconnected
 from weight_manager.errors import PushRefused
-from weight_manager.receiver import Arrived, Ended, Finished, Taken, Unconnected
-from weight_manager.receiving import Receiving
-from weight_manager.relay.feed import CLAIM, END, RECORD, Feed
-from weight_manager.relay.reception import Reception
+from weight_manager.relay.relayed import UpstreamReceiver
+from weight_manager.relay.roster import CLAIM, END, RECORD, Feed
 from weight_manager.staging import Staging
 from weight_manager.watching import Watching
 
@@ -39,7 +38,7 @@ class Above:
             for i, (r, s) in enumerate(zip(LAYOUT.regions, SIZES, strict=True))
         ]
         self.staging.add(copies, [r.name for r in LAYOUT.regions])
-        self.reception = Reception(self.listener.getsockname()[:2], KEY, self.staging, self.news.append)
+        self.reception = UpstreamReceiver(self.listener.getsockname()[:2], KEY, self.staging, self.news.append)
         self.reception.start()
         self.peer, _ = self.listener.accept()
         assert self.peer.recv(len(MAGIC) + len(KEY), socket.MSG_WAITALL) == MAGIC + KEY
@@ -250,7 +249,7 @@ def test_a_reader_on_a_slow_link_is_woken_once_a_mebibyte():
     size, woken = 8 << 20, []
 
     def read():
-        incoming, place, done = Receiving(far), memoryview(bytearray(size)), 0
+        incoming, place, done = SocketReader(far), memoryview(bytearray(size)), 0
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         while done < size:
             done += incoming.some(place[done : done + (256 << 10)], size - done)
@@ -270,7 +269,7 @@ def test_a_reader_on_a_slow_link_is_woken_once_a_mebibyte():
 
 def test_the_last_bytes_of_a_record_do_not_wait_for_a_mebibyte():
     near, far = tcp_pair()
-    incoming = Receiving(far)
+    incoming = SocketReader(far)
     near.sendall(bytes(3000))
     began = time.monotonic()
     assert len(incoming.exactly(3000)) == 3000

@@ -1,25 +1,37 @@
-"""The replicas of this service as the store sees them: who is registered, alive, heard of, on which epoch."""
+"""The replicas of this service as the store sees them: who is registered and alive, and what each says."""
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
-from weight_manager.messages import Adopt, Adopted, Live, Refused, Register, Registered, ToReplica
+from weight_manager.messages import (
+    Adopt,
+    Adopted,
+    Beat,
+    Finalized,
+    Flipped,
+    FromReplica,
+    Live,
+    Prepared,
+    Refused,
+    Register,
+    Registered,
+    RolledBack,
+    ToReplica,
+)
 from weight_manager.metrics import Counters
+from weight_manager.relay.lease import Lease
 from weight_manager.watching import Watching
 
+if TYPE_CHECKING:
+    from weight_manager.coordinator import Coordinator  # which makes us
+
 log = logging.getLogger(__name__)
-
-
-class Standing(NamedTuple):
-    """What is live, and whether that is not in question just now."""
-
-    live: Live | None
-    settled: bool
 
 
 @dataclass
@@ -36,68 +48,70 @@ class Replica:
     error: str = ""
 
 
-class Fleet:
-    """Registration, liveness, adoption. A commit's votes are ballot.py's business."""
+class Replicas:
+    """Registration, liveness and adoption. Votes in a commit are passed on to the ballot."""
 
     def __init__(
         self,
         config: StoreConfig,
-        layout_digest: str,
-        arena_path: str,
+        coordinator: "Coordinator",
         *,
         send: Callable[[bytes, ToReplica], bool],
+        lease: Lease | None,
         watching: Watching,
         counters: Counters,
-        on_gone: Callable[[int, str], None],
     ) -> None:
-        """send: queue a message; False if nobody of that identity is there. on_gone: a replica has left, and why."""
+        """send: queue a message; False if nobody of that identity is there. lease: from the store above, without
+        which nothing may be served here; None at the root."""
         self._config = config
-        self._layout_digest = layout_digest
-        self._arena_path = arena_path
+        self._coordinator = coordinator
         self._send = send
+        self._lease = lease
         self._watching = watching
         self._counters = counters
         self._replicas: dict[int, Replica] = {}
         self._by_identity: dict[bytes, Replica] = {}
-        self._held: dict[int, tuple[bytes, Register]] = {}
-        self._on_gone = on_gone
+        self._held: dict[int, tuple[bytes, Register]] = {}  # until the running commit is settled
 
     def numbers(self) -> set[int]:
         """Replicas that vote."""
         return set(self._replicas)
 
-    def find(self, identity: bytes) -> Replica | None:
-        """The registered replica behind a connection."""
-        return self._by_identity.get(identity)
+    def request(self, peer: bytes, message: FromReplica) -> None:
+        """One message of a replica."""
+        now, coordinator = time.monotonic(), self._coordinator
+        coordinator.changes += not isinstance(message, Beat)
+        if isinstance(message, Register):
+            self._register(peer, message, now)
+            return
+        replica = self._by_identity.get(peer)
+        if replica is None:
+            self._send(peer, Refused("this connection is not registered; register first"))
+            return
+        replica.seen = now
+        ballot, number = coordinator.ballot, replica.number
+        match message:
+            case Beat():
+                self._beat(replica, message.epoch)
+            case Adopted():
+                self._adopted(replica, message)
+            case Prepared() if ballot:
+                ballot.prepared(number, message, now)
+            case Flipped() if ballot:
+                ballot.flipped_by(number, message, now)
+            case Finalized() if ballot:
+                ballot.finalized(number, message, now)
+            case RolledBack() if ballot:
+                ballot.rolled_back(number, message, now)
+            case _:
+                pass
+        coordinator.drive(now)
 
-    def register(self, identity: bytes, request: Register, standing: Callable[[], Standing], now: float) -> None:
-        """Take a replica in, or hold it until the running commit is settled.
-
-        Its earlier registration ends, unless it is the very same processes asking during a commit what became
-        of it: they go on voting and get their answer when everybody does. standing: asked again once that has ended,
-        as it may have been what a commit waited for.
-        """
-        known = self._replicas.get(request.replica)
-        if known is not None and (standing().settled or (known.identity, known.pids) != (identity, request.pids)):
-            self._remove(known, "registered anew")
-        live, settled = standing()
-        if request.layout_digest != self._layout_digest:
-            message = (
-                f"replica {request.replica} lays weights out as {request.layout_digest}, the store as "
-                f"{self._layout_digest}: model config, dtype and tp must be the same"
-            )
-            log.error(message, extra={"replica": request.replica})
-            self._send(identity, Refused(message))
-        elif not settled:
-            self._held[request.replica] = identity, request
-        else:
-            self._welcome(identity, request, live, now)
-
-    def admit_held(self, live: Live | None, now: float) -> None:
+    def admit_held(self, now: float) -> None:
         """The commit is settled: take in whoever registered meanwhile."""
         held, self._held = self._held, {}
         for identity, request in held.values():
-            self._welcome(identity, request, live, now)
+            self._welcome(identity, request, now)
 
     def send(self, number: int, message: ToReplica) -> None:
         """To a replica by number; one that is not there simply does not answer."""
@@ -112,32 +126,6 @@ class Fleet:
             self._counters.add("replicas_silent")
             self._send(replica.identity, Refused(f"replica {number} {why}; register again"))
             self._remove(replica, why)
-
-    def beat(self, replica: Replica, epoch: int, live: Live | None, *, settled: bool) -> bool:
-        """What a replica holds. One that holds another version than the live one is told to adopt that.
-
-        Returns whether that has changed.
-        """
-        if not settled:
-            return False
-        changed = replica.epoch != epoch
-        replica.epoch = epoch
-        if live is not None and epoch not in (0, live.epoch):
-            self._adopt(replica, live)
-        return changed
-
-    def adopted(self, replica: Replica, answer: Adopted) -> PushRefused | None:
-        """A replica mapped what it was told to, or could not; the reason is returned for the status."""
-        replica.adopting = 0
-        extra = {"replica": replica.number, "epoch": answer.epoch}
-        if answer.ok:
-            replica.epoch, replica.error = answer.epoch, ""
-            log.info("replica %d holds the live version", replica.number, extra=extra)
-            return None
-        rank = f"replica {replica.number} rank {answer.rank}"
-        replica.error = f"{rank} cannot map the live version: {answer.error}"
-        log.error(replica.error, extra=extra)
-        return PushRefused("refused", replica.error, rank=rank)
 
     def went_live(self, live: Live, *, voted: bool) -> None:
         """A version was recorded. Voters hold it already; when nobody voted, everybody is told to adopt it."""
@@ -157,8 +145,9 @@ class Fleet:
         """When `drop_silent` may have something to do."""
         return min((r.seen + self._config.silent_s for r in self._replicas.values()), default=None)
 
-    def status(self, live: Live | None, now: float) -> dict[str, dict[str, Any]]:
+    def status(self, now: float) -> dict[str, dict[str, Any]]:
         """Per replica, as the API shows it."""
+        live = self._coordinator.history.live
         return {
             str(r.number): {
                 "epoch": r.epoch,
@@ -175,7 +164,57 @@ class Fleet:
         for replica in list(self._replicas.values()):
             self._unwatch(replica)
 
-    def _welcome(self, identity: bytes, request: Register, live: Live | None, now: float) -> None:
+    @property
+    def _settled(self) -> bool:
+        """What is live is what replicas are to serve, and they may serve it now."""
+        return self._coordinator.settled and not (self._lease is not None and self._lease.closed)
+
+    def _register(self, identity: bytes, request: Register, now: float) -> None:
+        """Take a replica in, or hold it until the running commit is settled.
+
+        Its earlier registration ends, which may settle that commit, unless it is the very same processes asking during
+        a commit what became of it: they go on voting and get their answer when everybody does.
+        """
+        known = self._replicas.get(request.replica)
+        if known is not None and (self._settled or (known.identity, known.pids) != (identity, request.pids)):
+            self._remove(known, "registered anew")
+        layout = self._coordinator.layout.digest
+        if request.layout_digest != layout:
+            message = (
+                f"replica {request.replica} lays weights out as {request.layout_digest}, the store as {layout}: "
+                "model config, dtype and tp must be the same"
+            )
+            log.error(message, extra={"replica": request.replica})
+            self._send(identity, Refused(message))
+        elif not self._settled:
+            self._held[request.replica] = identity, request
+        else:
+            self._welcome(identity, request, now)
+
+    def _beat(self, replica: Replica, epoch: int) -> None:
+        """What a replica holds. One that holds another version than the live one is told to adopt that."""
+        if not self._settled:
+            return
+        self._coordinator.changes += replica.epoch != epoch
+        replica.epoch = epoch
+        live = self._coordinator.history.live
+        if live is not None and epoch not in (0, live.epoch):
+            self._adopt(replica, live)
+
+    def _adopted(self, replica: Replica, answer: Adopted) -> None:
+        """A replica mapped what it was told to, or could not: the status says why."""
+        replica.adopting = 0
+        extra = {"replica": replica.number, "epoch": answer.epoch}
+        if answer.ok:
+            replica.epoch, replica.error = answer.epoch, ""
+            log.info("replica %d holds the live version", replica.number, extra=extra)
+            return
+        rank = f"replica {replica.number} rank {answer.rank}"
+        replica.error = f"{rank} cannot map the live version: {answer.error}"
+        log.error(replica.error, extra=extra)
+        self._coordinator.note_error(PushRefused("refused", replica.error, rank=rank), extra)
+
+    def _welcome(self, identity: bytes, request: Register, now: float) -> None:
         replica = Replica(request.replica, identity, request.pids, now)
         known = self._replicas.pop(request.replica, None)
         if known is not None:
@@ -193,8 +232,9 @@ class Fleet:
             self._watching.watch(fd, lambda r=replica, k=rank: self._died(r, k))  # type: ignore[misc]
         self._replicas[replica.number] = replica
         self._by_identity[identity] = replica
+        live, arena = self._coordinator.history.live, self._coordinator.slots.arena
         replica.adopting = live.epoch if live else 0
-        self._send(identity, Registered(self._arena_path, live, self._config.beat_s))
+        self._send(identity, Registered(str(arena.path), live, self._config.beat_s))
         log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
 
     def _adopt(self, replica: Replica, live: Live) -> None:
@@ -210,7 +250,7 @@ class Fleet:
         self._replicas.pop(replica.number, None)
         self._by_identity.pop(replica.identity, None)
         log.warning("replica %d %s", replica.number, why, extra={"replica": replica.number})
-        self._on_gone(replica.number, why)
+        self._coordinator.replica_gone(replica.number, why)
 
     def _unwatch(self, replica: Replica) -> None:
         for fd in replica.pidfds:

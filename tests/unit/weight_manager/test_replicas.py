@@ -1,0 +1,67 @@
+"""The replicas as the store sees them: who is taken in, and when."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from weight_manager.config import StoreConfig
+from weight_manager.messages import Live, Register, Registered
+from weight_manager.metrics import Counters
+from weight_manager.replicas import Replicas
+from weight_manager.watching import Watching
+
+OLD, NEW = Live("run", 1, 1, 0, "a" * 16), Live("run", 2, 2, 1, "b" * 16)
+
+
+class Coordinator:
+    """Stands for the store's: version OLD is live, until a commit that waits for somebody to leave makes it NEW."""
+
+    def __init__(self):
+        self.settled = True
+        self.history = SimpleNamespace(live=OLD)
+        self.layout = SimpleNamespace(digest="layout")
+        self.slots = SimpleNamespace(arena=SimpleNamespace(path="arena"))
+        self.ballot, self.changes = None, 0
+
+    def replica_gone(self, number, why):
+        if not self.settled:
+            self.settled, self.history.live = True, NEW
+            self.replicas.admit_held(0.0)
+
+    def drive(self, now):
+        """Nothing waits for anybody."""
+
+
+@pytest.fixture
+def replicas(tmp_path):
+    said, coordinator = [], Coordinator()
+    made = coordinator.replicas = Replicas(
+        *(StoreConfig(run_dir=tmp_path, model=tmp_path), coordinator),
+        send=lambda peer, message: said.append((peer, message)) or True,
+        lease=None,
+        watching=Watching(),
+        counters=Counters(),
+    )
+    made.said, made.coordinator = said, coordinator
+    yield made
+    made.close()
+
+
+def test_a_replica_whose_new_life_settles_the_commit_is_taken_in_at_once(replicas):
+    """Its old life was the last that the commit waited for: nobody would admit the new one after that."""
+    me = [os.getpid()]
+    replicas.request(b"old", Register(0, me, "layout"))
+    replicas.coordinator.settled = False
+    replicas.request(b"new", Register(0, me, "layout"))
+    assert [(peer, m.live) for peer, m in replicas.said if isinstance(m, Registered)] == [(b"old", OLD), (b"new", NEW)]
+    assert replicas.numbers() == {0}
+
+
+def test_a_replica_is_held_while_the_lease_from_above_is_out(replicas):
+    replicas._lease = SimpleNamespace(closed=True)
+    replicas.request(b"me", Register(0, [os.getpid()], "layout"))
+    assert replicas.numbers() == set()
+    replicas._lease.closed = False
+    replicas.admit_held(0.0)
+    assert replicas.numbers() == {0}
