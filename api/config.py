@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api.paths import default_run_dir
+from api.reading.names import ToolFormat
 from fleet_ray.config import FleetConfig
 from fleet_ray.shipment import KEYS
 from weight_manager.checkpoint import read_config
@@ -95,6 +96,12 @@ class ApiConfig(BaseModel):
     """HTTP requests per second on data routes, per client address; 0 = no limit; more get 429."""
     legacy_get: bool = True
     """Allow GET on /clear_load_weight and /update_model_weight, as FastDeploy's clients send it."""
+    tool_call_parser: ToolFormat | Literal["auto", "none"] = "auto"
+    """How calls of tools are written in the model's text; auto = as its chat template shows, none = they are not read
+    out, and requests whose tools may be called are refused."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "ernie45", "deepseek_r1"] = "auto"
+    """Whether <think> takes reasoning out of the content of chat completions: auto = if the chat template knows it;
+    deepseek_r1: output always begins inside it. The other two are the same."""
     trust_request_chat_template: bool = False
     """Run the chat templates that requests bring along, each for a second at most; others are refused."""
     vllm_metrics: bool = False
@@ -212,6 +219,10 @@ class ServeOptions(BaseSettings):
     """Tokens of prompt and output together; None = what the model's config says."""
     served_model_name: str = ""
     """What /v1/models calls it; empty = the directory's name."""
+    tool_call_parser: ToolFormat | Literal["auto", "none"] = "auto"
+    """How calls of tools are written in the model's text; auto = as its chat template shows."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "ernie45", "deepseek_r1"] = "auto"
+    """What takes reasoning out of the content of chat completions; auto = <think>, if the chat template knows it."""
     data_token: str | None = Field(default=None, repr=False)
     """Bearer token of data routes."""
     admin_token: str | None = Field(default=None, repr=False)
@@ -279,6 +290,8 @@ def compose(options: ServeOptions) -> ServeConfig:
         "replicas": options.replicas,
         "model": options.model,
         "served_model_name": options.served_model_name,
+        "tool_call_parser": options.tool_call_parser,
+        "reasoning_parser": options.reasoning_parser,
         "max_model_len": worker["max_model_len"],
         "dtype": options.dtype,
         "tp": options.tp,

@@ -65,13 +65,7 @@ REFUSED: dict[str, Refused] = {
         "custom_params",
     ),
     **_all(
-        'calls of tools are not read out of the text; send tool_choice "none" to have the tools in the prompt and read '
-        "the calls yourself",
-        *("tool_choice",),
-        unless=("none",),
-    ),
-    **_all(
-        'functions are not offered; send tools and tool_choice "none"',
+        "functions are not offered; send tools and tool_choice",
         *("functions", "function_call"),
         unless=("none",),
     ),
@@ -176,6 +170,11 @@ MISPLACED: dict[str, Refused] = {
         *("continue_final_message",),
     ),
     **_all(
+        "only conversations have tools; send them to /v1/chat/completions",
+        "tool_choice",
+        unless=("none",),
+    ),
+    **_all(
         "only conversations go through a chat template; send them to /v1/chat/completions",
         "add_generation_prompt",
         unless=(True,),
@@ -216,8 +215,12 @@ HARMLESS: dict[str, str] = {
         "how media are read; media themselves are refused",
     ),
     **dict.fromkeys(
-        ("include_reasoning", "separate_reasoning", "stream_reasoning", "reasoning_ended", "reasoning_parser_kwargs"),
-        "only where a parser takes the reasoning out of the text or a grammar is in force; all text is content here",
+        ("include_reasoning", "separate_reasoning", "stream_reasoning", "parallel_tool_calls"),
+        "only where reasoning or calls of tools are taken out of the text: in answers of /v1/chat/completions",
+    ),
+    **dict.fromkeys(
+        ("reasoning_ended", "reasoning_parser_kwargs"),
+        "what its owner's engine is told of a parser; here the prompt says whether output begins inside reasoning",
     ),
     **dict.fromkeys(
         ("torch_empty_cache", "recapture_cuda_graph", "token_step", "is_async", "keep_pause"),
@@ -225,7 +228,6 @@ HARMLESS: dict[str, str] = {
     ),
     **dict.fromkeys(("rid",), "on control routes, a name of the request that nothing refers to"),
     **dict.fromkeys(("allow_quant_error",), "only where weights are quantized"),
-    **dict.fromkeys(("parallel_tool_calls",), "only where calls of tools are read out of the text"),
     **dict.fromkeys(("length_penalty",), "only with beam search, which is refused itself"),
     **dict.fromkeys(
         ("stream_interval", "include_obfuscation"),

@@ -40,6 +40,8 @@ def server_info(service: Service) -> dict[str, Any]:
         "served_model_name": model.name,
         "max_model_len": model.max_model_len,
         "eos_token_ids": list(model.ends),
+        "tool_call_parser": model.tool_format,
+        "reasoning_parser": "deepseek_r1" if model.always_reasons else "qwen3" if model.reasons else None,
         "context_length": model.max_model_len,
         "dtype": config.dtype,
         "weight_version": service.versions.live,

@@ -8,6 +8,9 @@ from typing import Any
 
 from api.config import ApiConfig
 from api.errors import BadInput, NotFound
+from api.reading.calls import format_of
+from api.reading.names import ToolFormat
+from api.reading.thinking import BEGIN
 from api.schemas.base import MAX_SEQUENCES
 from api.template_process import TemplateProcess
 from worker import conversation
@@ -39,6 +42,12 @@ class Model:
     """What ends a generation, by the checkpoint's own word."""
     template_process: TemplateProcess | None = None
     """For chat templates of requests; None: they are refused."""
+    tool_format: ToolFormat | None = None
+    """How the model writes calls of tools; None: they are not read out of its text."""
+    reasons: bool = False
+    """Reasoning is taken out of its text."""
+    always_reasons: bool = False
+    """Output begins inside it, whatever the prompt ends with."""
     aliases: tuple[str, ...] = ()
     """Other names of the model, beside its path and SGLang's word for whatever is served."""
     _texts: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
@@ -61,6 +70,10 @@ class Model:
         process = None
         if config.trust_request_chat_template and tokenizer is not None:
             process = TemplateProcess(max_chars=_most_chars(tokenizer, limit))
+        template = tokenizer.template(tools=True) if tokenizer is not None else ""
+        parser, reasoning = config.tool_call_parser, config.reasoning_parser
+        if parser == "auto":
+            parser = format_of(template, str(document.get("model_type", "")))
         return cls(
             name=config.model_name,
             path=config.model,
@@ -70,6 +83,9 @@ class Model:
             tokenizer=tokenizer,
             ends=tuple(ends),
             template_process=process,
+            tool_format=None if parser == "none" else parser,
+            reasons=BEGIN in template if reasoning == "auto" else reasoning != "none",
+            always_reasons=reasoning == "deepseek_r1",
             aliases=config.model_aliases,
         )
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from api.reading.parts import held_back
 from worker.messages import FinishReason
 from worker.tokenizer import Tokenizer
 
@@ -21,6 +22,8 @@ class TextOptions:
     skip_special_tokens: bool = True
     include_stop: bool = False
     stop: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
+    """Special tokens that are not skipped."""
 
 
 def final_text(
@@ -43,7 +46,7 @@ class StreamedText:
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
         self._full = tokenizer.stream(skip_special=False)
-        self._shown = tokenizer.stream(skip_special=True) if options.skip_special_tokens else None
+        self._shown = tokenizer.stream(skip_special=True, kept=options.kept) if options.skip_special_tokens else None
         self._waiting: deque[tuple[str, str]] = deque()  # of each token: its text, and what the caller sees of that
 
     def push(self, ids: Sequence[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> str:
@@ -55,7 +58,7 @@ class StreamedText:
             self._waiting.append((text, text if self._shown is None else self._shown.push(token_id)))
         text = "".join(text for text, _ in self._waiting)
         if finish is None:
-            return self._take(len(text) - _held_back(text, self._options.stop))
+            return self._take(len(text) - held_back(text, self._options.stop))
         if finish == "stop" and isinstance(stop_reason, str) and self._waiting:
             before = len(text) - len(self._waiting[-1][0])
             at = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
@@ -78,14 +81,3 @@ class StreamedText:
             taken.append(shown)
             count = max(0, -left)
         return "".join(taken)
-
-
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that begins one of the stop strings."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop), len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest

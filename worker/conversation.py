@@ -1,8 +1,8 @@
 """Conversations as clients send them -> as chat templates expect them, the way vLLM reads them.
 
 Clients send what they got: an assistant's message that only calls tools has no content, calls have their arguments as a
-JSON string, fields that say nothing are null. Templates were written for content that is there, arguments that are a
-mapping, and either text or a list of parts as content.
+JSON string, reasoning has one of two names, fields that say nothing are null. Templates were written for content that
+is there, arguments that are a mapping, and either text or a list of parts as content; what a tool said is always text.
 """
 
 import json
@@ -22,14 +22,18 @@ _TEXT_OF = {
 def read(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Every message with content, a text or a list of {"type": "text", "text": ...}, and with decoded arguments.
 
-    Reading what was read changes nothing. Raises ValueError naming the message.
+    Arguments that are no JSON, as a model may have written them, are none: or no turn could follow. Reading what was
+    read changes nothing. Raises ValueError naming the message.
     """
     return [_message(i, message) for i, message in enumerate(messages)]
 
 
 def shaped(messages: Sequence[Message], *, as_parts: bool) -> list[Message]:
     """What `read` gave, with all content as lists of parts, or all as text (parts on lines of their own)."""
-    return [message | {"content": _shaped(message["content"], as_parts)} for message in messages]
+    return [
+        message | {"content": _shaped(message["content"], as_parts and message.get("role") != "tool")}
+        for message in messages
+    ]
 
 
 def text_of(content: str | list[dict[str, str]]) -> str:
@@ -51,6 +55,9 @@ def _message(i: int, message: Mapping[str, Any]) -> Message:
     elif not isinstance(content, str):
         raise ValueError(f"message {i}: content is a text, a list of parts or null, not {type(content).__name__}")
     found["content"] = content
+    reasoning = found.get("reasoning", found.get("reasoning_content"))
+    if reasoning is not None:
+        found["reasoning"] = found["reasoning_content"] = reasoning
     calls = found.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):
@@ -78,8 +85,8 @@ def _call(i: int, n: int, call: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"message {i}: the arguments of tool call {n} are not JSON: {error}") from None
+        except (ValueError, RecursionError):
+            arguments = {}
     elif not isinstance(arguments, dict | list):
         raise ValueError(f"message {i}: the arguments of tool call {n} are a JSON string or an object")
     return call | {"function": function | {"arguments": arguments}}

@@ -57,10 +57,6 @@ class Detokenizer:
         self._spelling = _spelling(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
         self._bytes: dict[int, bytes] = {}
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the text of this token is left out where special tokens are."""
-        return token_id in self._special
-
     def token_bytes(self, token_id: int) -> bytes:
         """What a token by itself stands for, special ones included: a part of a character, maybe."""
         known = self._bytes.get(token_id)
@@ -85,25 +81,27 @@ class Detokenizer:
         text = b"".join(map(self.token_bytes, shown)).decode("utf-8", spelling.errors)
         return text[_spaces(text, spelling.strip) :]
 
-    def stream(self, *, skip_special: bool) -> TextStream:
-        """A decoder fed one token at a time."""
+    def stream(self, *, skip_special: bool, kept: frozenset[str] = frozenset()) -> TextStream:
+        """A decoder fed one token at a time. kept: special tokens whose text is not left out."""
+        skipped = self._special if skip_special else frozenset()
+        shown = frozenset(i for i in skipped if kept and self._tokenizer.id_to_token(i) in kept)
         if self._spelling is None:
-            return _Windows(self._tokenizer, skip_special)
-        return _Bytes(self, self._spelling, skip_special)
+            return _Windows(self._tokenizer, skipped - shown)
+        return _Bytes(self, self._spelling, skipped - shown)
 
 
 class _Bytes:
     """See TextStream: of tokens that stand for bytes."""
 
-    def __init__(self, detokenizer: Detokenizer, spelling: _Spelling, skip_special: bool) -> None:
+    def __init__(self, detokenizer: Detokenizer, spelling: _Spelling, skipped: frozenset[int]) -> None:
         self._detokenizer = detokenizer
-        self._skip = skip_special
+        self._skipped = skipped
         self._reader = codecs.getincrementaldecoder("utf-8")(spelling.errors)
         self._strip = spelling.strip
 
     def push(self, token_id: int) -> str:
         """See TextStream."""
-        if self._skip and self._detokenizer.is_special(token_id):
+        if token_id in self._skipped:
             return ""
         return self._stripped(self._reader.decode(self._detokenizer.token_bytes(token_id)))
 
@@ -122,9 +120,9 @@ class _Bytes:
 class _Windows:
     """See TextStream: of any decoder. Decodes from the tokens of the last piece on, which the next may depend on."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special
+        self._skipped = skipped
         self._window: list[int] = []
         self._given_ids = 0  # of the window
         self._given = ""  # their text
@@ -146,7 +144,7 @@ class _Windows:
         return self._text(self._window)[len(self._given) :]
 
     def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode([i for i in ids if i not in self._skipped], skip_special_tokens=False)
 
 
 def _spaces(text: str, most: int) -> int:

@@ -79,9 +79,12 @@ class Tokenizer:
         """What a token by itself stands for, special ones included: a part of a character, maybe."""
         return self._detokenizer.token_bytes(token_id)
 
-    def stream(self, skip_special: bool = True) -> TextStream:
-        """A decoder fed one token at a time; its pieces and its end join to `decode` of all of them."""
-        return self._detokenizer.stream(skip_special=skip_special)
+    def stream(self, skip_special: bool = True, kept: frozenset[str] = frozenset()) -> TextStream:
+        """A decoder fed one token at a time; its pieces and its end join to `decode` of all of them.
+
+        kept: special tokens that are not skipped.
+        """
+        return self._detokenizer.stream(skip_special=skip_special, kept=kept)
 
     def apply_chat_template(
         self,
@@ -98,6 +101,10 @@ class Tokenizer:
     def has_template(self, name: str) -> bool:
         """Whether the checkpoint has a chat template of this name."""
         return name in self._templates
+
+    def template(self, *, tools: bool) -> str:
+        """The checkpoint's own template of conversations, with tools or without; "" when it has none."""
+        return self._templates.get("tool_use" if tools else "default") or self._templates.get("default", "")
 
     def rendering(
         self,

@@ -48,6 +48,14 @@ def serve(
     push_endpoint: Annotated[str | None, typer.Option(help="Where trainers push. [tcp://127.0.0.1:5600]")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output. [the model's]")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="In /v1/models. [the directory's name]")] = None,
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "qwen3_coder", "ernie45"] | None,
+        typer.Option(help="How the model writes calls of tools. [auto: as its chat template shows]"),
+    ] = None,
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "qwen3", "ernie45", "deepseek_r1"] | None,
+        typer.Option(help="What takes reasoning out of chat content. [auto: <think>, if the template knows it]"),
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Sockets and config.json. [per user and name]")] = None,
     data_token_file: TokenFile = None,
     admin_token_file: TokenFile = None,
@@ -77,6 +85,8 @@ def serve(
         "push_endpoint": push_endpoint,
         "max_model_len": max_model_len,
         "served_model_name": served_model_name,
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
         "run_dir": run_dir,
         "log_level": log_level,
     }

@@ -12,13 +12,18 @@ from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
+from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TokenNames
+from api.model import Model
 from api.openapi import IF_ASKED
 from api.prompts import truncated
+from api.reading.calls import FORMATS, MARKS
+from api.reading.message import MessageStream, Reading, whole_message
+from api.reading.thinking import opened_by
 from api.schemas.base import ERRORS
-from api.schemas.openai import ChatRequest, ChatResponse
+from api.schemas.openai import ChatRequest, ChatResponse, NamedTool
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
@@ -51,6 +56,12 @@ async def chat_completions(
 async def asked(body: ChatRequest, service: Service, *, session: str = "") -> Ask:
     """What a body asks for: one prompt, as the template writes the conversation. Raises BadInput, NotFound."""
     service.model.check_name(body.model)
+    if body.may_call and service.model.tool_format is None:
+        raise BadInput(
+            'tool_choice: calls of tools are not read out of the text here; send "none" to have the tools in the '
+            "prompt and read the calls yourself, or serve with --tool-call-parser",
+            param="tool_choice",
+        )
     text = await service.model.chat_text(body.messages, **body.template_options())
     ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
     (ids,) = await truncated(
@@ -95,7 +106,8 @@ class _Writer:
         skip = self.body.skip_special_tokens is not False
         stops = tuple(self.ask.sampling.stop)
         keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
-        self.options = TextOptions(skip, keep, stops)
+        self.reading = _reading(self.body, self.service.model, self.ask.prompt_text)
+        self.options = TextOptions(skip, keep, stops, frozenset(MARKS) if self.reading.anything else frozenset())
 
     def envelope(self, job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What surrounds choices."""
@@ -122,18 +134,24 @@ class _Writer:
     def choice(self, sample: Sample) -> dict[str, Any]:
         """A finished sample."""
         tokenizer = self.service.model.text
-        text = final_text(tokenizer, sample.token_ids, sample.finish, sample.stop_reason, self.options)
-        return {"message": {"role": "assistant", "content": text}} | self._part(sample)
+        ended = sample.token_ids, sample.finish, sample.stop_reason
+        if not self.reading.anything:
+            message = {"role": "assistant", "content": final_text(tokenizer, *ended, self.options)}
+            return {"message": message} | self._part(sample)
+        message = whole_message(self.reading, StreamedText(tokenizer, self.options), *ended)
+        return {"message": message} | self._part(sample, called=bool(message.get("tool_calls")))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: the role first, one per chunk, usage if wanted, then [DONE]."""
-        kind, texts = "chat.completion.chunk", {}
+        kind = "chat.completion.chunk"
+        messages: dict[int, MessageStream] = {}
         made, running = 0, self.body.stream_options is not None and self.body.stream_options.running
         with self.service.generations.submit(self.ask) as job:
             async for _, chunk in job.chunks():
                 about: dict[str, Any] = {}
-                if chunk.index not in texts:
-                    texts[chunk.index] = StreamedText(self.service.model.text, self.options)
+                if chunk.index not in messages:
+                    text = StreamedText(self.service.model.text, self.options)
+                    messages[chunk.index] = MessageStream(self.reading, text)
                     version = self.service.versions.newest(chunk.spans)
                     role = {"role": "assistant", "content": ""}
                     opening = {"index": chunk.index, "delta": role, "finish_reason": None}
@@ -141,10 +159,11 @@ class _Writer:
                     opening |= {"weight_version": version, "weight_versions": nothing_yet}
                     about = self.prompt(job.flights[0].samples[0])
                     yield event(self.envelope(job, kind, [opening]) | about)
-                delta = {"content": texts[chunk.index].push(chunk.token_ids, chunk.finish, chunk.stop_reason)}
-                made += len(chunk.token_ids)
+                message, made = messages[chunk.index], made + len(chunk.token_ids)
+                delta = message.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
                 counted = self._usage(job, made) if running else {}
-                yield event(self.envelope(job, kind, [{"delta": delta} | self._part(chunk)]) | counted)
+                part = self._part(chunk, called=message.calls > 0)
+                yield event(self.envelope(job, kind, [{"delta": delta} | part]) | counted)
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield event(self.envelope(job, kind, []) | self._usage(job))
             yield DONE
@@ -152,10 +171,12 @@ class _Writer:
     def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
         return {"usage": usage([self.ids], [job.flights[0].samples], made)}
 
-    def _part(self, part: Sample | Chunk) -> dict[str, Any]:
+    def _part(self, part: Sample | Chunk, *, called: bool = False) -> dict[str, Any]:
+        """called: its message calls tools. Then that is why it ended, but where the request named the tool."""
+        of_itself = part.finish == "stop" and called and not isinstance(self.body.tool_choice, NamedTool)
         choice: dict[str, Any] = {
             "index": part.index,
-            "finish_reason": part.finish,
+            "finish_reason": "tool_calls" if of_itself else part.finish,
             "stop_reason": part.stop_reason,
             "logprobs": None,
             "weight_version": self.service.versions.newest(part.spans),
@@ -168,3 +189,17 @@ class _Writer:
         if self.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice
+
+
+def _reading(body: ChatRequest, model: Model, prompt: str) -> Reading:
+    """What is read out of this request's answers. prompt: as the template wrote it."""
+    split = model.reasons and body.separate_reasoning is not False
+    calls = FORMATS[model.tool_format] if body.may_call and model.tool_format is not None else None
+    tools = body.tools or []
+    return Reading(
+        calls=None if calls is None else lambda: calls(tools),
+        opened=(model.always_reasons or opened_by(prompt, continued=body.continue_final_message)) if split else None,
+        show_reasoning=body.include_reasoning is not False,
+        at_once=body.stream_reasoning is False,
+        most_calls=1 if body.parallel_tool_calls is False else None,
+    )

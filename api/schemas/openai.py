@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from api.fields import refusal
 from api.schemas.base import Asked, Count, Finite, Ids, Lenient, ManyIds, Rid, Texts, TopN
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
@@ -24,6 +23,34 @@ def _no_reserved(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
+def _tool_names(tools: list[dict[str, Any]]) -> list[str]:
+    """Raises ValueError for what cannot be called."""
+    names = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"tools: tool {i} is no function with a name")
+        names.append(function["name"])
+    return names
+
+
+Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string", "minLength": 1}, "parameters": {"type": "object"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["function"],
+        }
+    ),
+]
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "properties": {"role": {"type": "string"}, "content": {}}, "required": ["role"]}),
@@ -36,7 +63,7 @@ Messages = Annotated[
 class Template(Asked):
     """How a conversation becomes a prompt."""
 
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     """Given to the chat template."""
     chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
     """Instead of the checkpoint's."""
@@ -117,6 +144,19 @@ class CompletionRequest(Scheduling, VllmSampling, Truncation):
         return self
 
 
+class FunctionName(Lenient):
+    """Which one."""
+
+    name: str
+
+
+class NamedTool(Lenient):
+    """The one tool that is to be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
 class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     """/v1/chat/completions."""
 
@@ -125,6 +165,16 @@ class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     no_stop_trim: bool | None = False
     """SGLang's name for include_stop_str_in_output."""
     messages: Messages
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """none: the tools are in the prompt, and calls of them stay in the text. Null with tools: auto."""
+    parallel_tool_calls: bool | None = True
+    """False: only the first call of an answer is told of; its token ids are all there."""
+    include_reasoning: bool | None = True
+    """vLLM's. False: reasoning is left out of the message."""
+    separate_reasoning: bool | None = True
+    """SGLang's. False: reasoning stays where it is in the content."""
+    stream_reasoning: bool | None = True
+    """SGLang's. False: a stream tells of the reasoning when it has ended."""
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: TopN | None = 0
@@ -142,13 +192,22 @@ class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
             raise ValueError(f"{name}: logprobs must be true with it")
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _tools_are_not_called(cls, body: Any) -> Any:
-        """Whoever gives tools and says no more means "auto"."""
-        if isinstance(body, dict) and body.get("tools") and body.get("tool_choice") is None:
-            raise refusal("tool_choice")
-        return body
+    @model_validator(mode="after")
+    def _tools_of_choice(self) -> Self:
+        choice = self.tool_choice
+        if choice is not None and choice != "none" and not self.tools:
+            raise ValueError("tool_choice: there are no tools to choose from; send tools with it")
+        names = _tool_names(self.tools or []) if self.may_call else []
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice: no tool is called {choice.function.name!r}; there are {names}")
+        if choice not in (None, "none", "auto"):
+            raise ValueError('tool_choice: that a tool is called cannot be forced; send "auto" or "none"')
+        return self
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are looked for. Whoever gives tools and says no more means "auto"."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 class VersionSpan(Lenient):
@@ -231,11 +290,32 @@ class ChatLogprobs(Lenient):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(Lenient):
+    """arguments: as the model wrote them; JSON if it wrote JSON, and was not cut off."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Lenient):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Lenient):
-    """What was said."""
+    """What was said. In streams its pieces, with an `index` in each piece of a call."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """Null where there are only calls or reasoning."""
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    """vLLM's name for it."""
+    reasoning_content: str | None = None
+    """SGLang's name for the same."""
 
 
 class ChatChoice(Lenient):
@@ -244,7 +324,8 @@ class ChatChoice(Lenient):
     index: int
     message: ChatMessage | None = None
     delta: dict[str, Any] | None = None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    """tool_calls: it ended of itself, after calls; `stop` where the tool was named by the request."""
     stop_reason: int | str | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | None = None

@@ -8,7 +8,10 @@ from worker.chat_template import Rendering
 
 VOCAB = 300
 EOS = 256
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+    "{% if messages and messages[-1].content == 'think' %}<think>\n{% endif %}"
+)
 
 
 class ByteTokenizer:
@@ -34,7 +37,7 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
 
-    def stream(self, skip_special: bool = True) -> "ByteStream":
+    def stream(self, skip_special: bool = True, kept: frozenset[str] = frozenset()) -> "ByteStream":
         return ByteStream(self, skip_special)
 
 

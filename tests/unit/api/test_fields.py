@@ -165,12 +165,12 @@ async def test_what_nobody_lists_is_accepted(client, part):
     assert (await client.post(path, json=body)).status_code == 200
 
 
-@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "f"}}, None])
-async def test_tools_that_would_have_to_be_called_are_refused(client, choice):
+@pytest.mark.parametrize("choice", ["auto", {"type": "function", "function": {"name": "f"}}, None])
+async def test_tools_are_refused_where_calls_are_not_read_out(client, choice):
     body = {"messages": HI, "max_tokens": 1, "tools": [{"type": "function", "function": {"name": "f"}}]}
     reply = await client.post("/v1/chat/completions", json=body | {"tool_choice": choice})
     assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "tool_choice"
+    assert "tool_choice" in reply.json()["error"]["message"]
     assert '"none"' in reply.json()["error"]["message"]
 
 

@@ -40,6 +40,8 @@ def test_no_content_is_an_empty_text(role: str, said: dict[str, Any]) -> None:
         ("", "{}", ""),
         (None, "{}", ""),
         ("{}", "{}", ""),
+        ('{"a": ', "{}", ""),  # as a model wrote them that was cut off: the conversation goes on
+        ("[" * 100_000, "{}", ""),
     ],
 )
 def test_arguments_of_calls_are_decoded(arguments: Any, json: str, items: str) -> None:
@@ -54,6 +56,20 @@ def test_null_and_empty_fields_are_absent() -> None:
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "audio": None}
     assert _prompt(template, message) == "content role"
     assert _prompt(template, message | {"tool_calls": None, "name": "n"}) == "content name role"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_found_under_both_names(name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}/{{ m.reasoning_content }}{% endfor %}"
+    assert _prompt(template, {"role": "assistant", "content": "x", name: "hm"}) == "hm/hm"
+    assert _prompt(template, {"role": "assistant", "content": "x", name: None}) == "/"
+
+
+def test_what_a_tool_said_is_text_for_every_template() -> None:
+    template = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    template += "[{{ c.text }}]{% endfor %}{% endif %}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert _prompt(template, {"role": "user", "content": parts}, {"role": "tool", "content": parts}) == "[a][b]a\nb"
 
 
 TEXTS: list[Any] = [{"type": "text", "text": "Hi"}, "there", {"type": "input_text", "text": "you"}, {"text": "all"}]
@@ -107,9 +123,7 @@ def test_reading_twice_is_reading_once() -> None:
         ({"content": {"text": "x"}}, "message 1: content is a text"),
         ({"tool_calls": {"f": 1}}, "message 1: tool_calls is a list"),
         ({"tool_calls": ["f"]}, "message 1: tool call 0 has no function"),
-        ({"tool_calls": [_call("{}"), _call('{"a": ')]}, "message 1: the arguments of tool call 1 are not JSON"),
         ({"tool_calls": [_call(3)]}, "message 1: the arguments of tool call 0 are a JSON string or an object"),
-        ({"tool_calls": [_call("[" * 100_000)]}, "are not JSON"),
     ],
 )
 def test_what_cannot_be_read_is_named(message: dict[str, Any], said: str) -> None:
