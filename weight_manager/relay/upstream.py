@@ -289,6 +289,8 @@ class Upstream:
             if message.live == version_of(ballot.live):
                 self._coordinator.recorded_above(session, now)
             else:
+                # It may have restarted and not yet know what is live; its next lease says that it does.
+                self.lease.fence()
                 refusal = PushRefused("aborted", "the store above did not commit it")
                 self._coordinator.abort(session, refusal, now, Event.WITHDRAWN)
         elif message.session not in (self._next and self._next.session, self.relayed and self.relayed.id):

@@ -14,6 +14,7 @@ from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay import upstream as module
 from weight_manager.relay.lease import Lease
+from weight_manager.relay.messages import version_of
 from weight_manager.relay.relayed import Relayed
 from weight_manager.relay.upstream import Upstream
 from weight_manager.watching import Watching
@@ -138,6 +139,33 @@ def test_a_welcome_ends_the_session_that_it_does_not_name(pair, told, ends):
     below._coordinator.abort = lambda session, refusal, now, event: ended.append(event)
     say(wire.Joined(None, 2.0, told))
     assert ended == [Event.ABOVE_LOST] * ends
+
+
+MINE, ANOTHER = Live("run", 2, 5, 1, "d" * 16), Live("run", 1, 4, 0, "e" * 16)
+
+
+@pytest.mark.parametrize("above", [MINE, ANOTHER, None])
+def test_whom_the_store_above_knows_nothing_of_serves_nothing_until_its_next_lease(pair, above):
+    """The store above may have restarted and not caught up yet, while the others serve what is undone here."""
+    below, say = pair
+    below.lease.given(below.lease.ask(time.monotonic()), 2.0)
+    asked = below.lease.ask(time.monotonic())
+    did = []
+    below._coordinator = SimpleNamespace(
+        settled=True,
+        in_doubt=True,
+        layout=LAYOUT,
+        changes=0,
+        history=Coordinator.history,
+        session=SimpleNamespace(life=SimpleNamespace(state=None)),
+        ballot=SimpleNamespace(live=MINE),
+        recorded_above=lambda session, now: did.append(("recorded", below.lease.closed)),
+        abort=lambda session, refusal, now, event: did.append((event, below.lease.closed)),
+    )
+    say(wire.Joined(above and version_of(above), 2.0))
+    assert did[0] == (("recorded", False) if above is MINE else (Event.WITHDRAWN, True))
+    below.lease.given(asked, 2.0)
+    assert below.lease.closed is (above is not MINE), "a lease that was on its way speaks of what was live before"
 
 
 @pytest.mark.parametrize("given_away", [False, True])
