@@ -1,7 +1,9 @@
 """Tiny checkpoints on disk, and a hand that feeds an engine ragged steps: for every engine there is."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from weight_manager.families import manifest_for
-from weight_manager.layout import make_layout, rank_views, region_views
+from weight_manager.layout import make_layout, piece, rank_views, region_views
 from worker.engine.base import ForwardBatch
 
 MODELS = Path(__file__).parent / "fixtures" / "models"
+ADAPTERS = Path(__file__).parent / "fixtures" / "adapters"
 
 
 def to_bits(x: np.ndarray) -> np.ndarray:
@@ -41,6 +44,50 @@ class Checkpoint:
         return rank_views(self.layout, rank, memoryview(slot).toreadonly())
 
 
+@dataclass(frozen=True)
+class AdapterModule:
+    """What an adapter says of one linear."""
+
+    name: str
+    rank: int
+    scale: float
+
+
+class Adapter:
+    """A PEFT directory, and what one rank of tp gets of it."""
+
+    def __init__(self, path: Path, dtype: Any = "float32") -> None:
+        self.config = json.loads((path / "adapter_config.json").read_text())
+        stored = load_file(path / "adapter_model.safetensors")
+        tensors = {name.removeprefix("base_model.model.").removesuffix(".weight"): t for name, t in stored.items()}
+        self.tensors = tensors if dtype == "float32" else {name: to_bits(t) for name, t in tensors.items()}
+        self.dtype, self.name = dtype, path.name
+        names = sorted({name.rsplit(".", 1)[0] for name in tensors})
+        self.modules = [AdapterModule(name, len(tensors[f"{name}.lora_A"]), self._scale(name)) for name in names]
+        self.expected = load_file(path / "expected.safetensors")
+
+    def _scale(self, module: str) -> float:
+        alphas = self.config["alpha_pattern"].items()
+        alpha = next((a for key, a in alphas if re.fullmatch(rf"(.*\.)?{key}", module)), self.config["lora_alpha"])
+        rank = len(self.tensors[f"{module}.lora_A"])
+        return alpha / (rank**0.5 if self.config["use_rslora"] else rank)
+
+    def views(self, checkpoint: Checkpoint, rank: int = 0) -> dict[str, np.ndarray]:
+        views: dict[str, np.ndarray] = {}
+        for p in checkpoint.manifest.parameters:
+            module = p.name.removesuffix(".weight")
+            if f"{module}.lora_A" not in self.tensors:
+                continue
+            (rows, columns), (height, width) = piece(p, checkpoint.tp, rank)
+            a, b = self.tensors[f"{module}.lora_A"], self.tensors[f"{module}.lora_B"]
+            views[f"{module}.lora_A"] = np.ascontiguousarray(a[:, columns : columns + width])
+            views[f"{module}.lora_B"] = np.ascontiguousarray(b[rows : rows + height])
+        return views
+
+    def into(self, engine: Any, epoch: int, checkpoint: Checkpoint, rank: int = 0) -> None:
+        engine.adapters.prepare(self.name, epoch, self.views(checkpoint, rank), self.modules, self.dtype)
+
+
 class Feeder:
     """Runs sequences through an engine step by step, each with scattered blocks of its own."""
 
@@ -51,6 +98,7 @@ class Feeder:
         self.tables = [[free.pop() for _ in range(-(-len(s) // size))] for s in sequences]
         self.done = [0] * len(sequences)
         self.logits: list[list[np.ndarray]] = [[] for _ in sequences]
+        self.adapters = [0] * len(sequences)  # the epoch of each
 
     def step(
         self, counts: dict[int, int], copies: list[tuple[int, int]] | None = None, *, last_only: bool = False
@@ -73,6 +121,7 @@ class Feeder:
                 block_tables=_int32(tables),
                 logits_rows=_int32(rows),
                 block_copies=_int32(copies or []).reshape(-1, 2),
+                adapters=_int32([self.adapters[i] for i in counts] if any(self.adapters) else []),
             )
         )
         row = 0

@@ -49,6 +49,12 @@ class Native:
         """kernel(data) on every thread, at once."""
         self._parallel(kernel, data, 0, 0)
 
+    def run_here(self, name: str, data: int) -> None:
+        """``void name(void *data)`` on the thread that calls, which need not be the one that computes."""
+        function = getattr(self._kernels, name)
+        function.restype, function.argtypes = None, [ctypes.c_void_p]
+        function(data)
+
 
 def compiled() -> Path:
     """The shared library for this machine. Raises OSError when it cannot be made."""

@@ -4,8 +4,8 @@ The loop calls `forward` with the same `ForwardBatch` on every rank; rank 0 gets
 others get None. An engine never sees versions, requests or sockets, so tests run the loop with a fake.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+
+NO_ADAPTERS: Int32 = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class ForwardBatch:
     block_copies: [C, 2] (from, to) KV blocks copied before the step writes anything (copy-on-write of shared
     prompts). No block is the target of two copies, and none is both a source and a target. draft: the drafting layer
     alone runs and says what may follow each token; the model need not have seen the token, only those before it.
+    adapters: [S] the epoch of each sequence's adapter, 0 = the base alone; [0] when no sequence has one.
     """
 
     token_ids: Int32
@@ -37,10 +40,17 @@ class ForwardBatch:
     logits_rows: Int32
     block_copies: Int32
     draft: bool = False
+    adapters: Int32 = field(default_factory=lambda: NO_ADAPTERS)
 
     def pack(self) -> Int32:
-        """All as one flat int32 array, for one broadcast to the other ranks: [draft, T, S, B, L, C], then the data."""
-        sizes = (*self.token_ids.shape, *self.block_tables.shape, *self.logits_rows.shape, self.block_copies.shape[0])
+        """All as one flat int32 array, for one broadcast to the other ranks: [draft, T, S, B, L, C, A], then data."""
+        sizes = (
+            *self.token_ids.shape,
+            *self.block_tables.shape,
+            *self.logits_rows.shape,
+            self.block_copies.shape[0],
+            *self.adapters.shape,
+        )
         fields = (
             self.token_ids,
             self.positions,
@@ -50,22 +60,27 @@ class ForwardBatch:
             self.block_tables.reshape(-1),
             self.logits_rows,
             self.block_copies.reshape(-1),
+            self.adapters,
         )
         return np.concatenate((np.array((self.draft, *sizes), np.int32), *fields), dtype=np.int32)
 
     @staticmethod
     def unpack(flat: Int32) -> "ForwardBatch":
         """Inverse of `pack`; the fields are views of `flat`."""
-        draft, tokens, sequences, blocks, rows, copies = (int(size) for size in flat[:6])
-        lengths = (tokens, tokens, tokens, sequences, sequences, sequences * blocks, rows, copies * 2)
-        ends = np.cumsum((6, *lengths))
+        draft, tokens, sequences, blocks, rows, copies, adapted = (int(size) for size in flat[:7])
+        lengths = (tokens, tokens, tokens, sequences, sequences, sequences * blocks, rows, copies * 2, adapted)
+        ends = np.cumsum((7, *lengths))
         parts = [flat[start:end] for start, end in pairwise(ends)]
         parts[5] = parts[5].reshape(sequences, blocks)
         parts[7] = parts[7].reshape(copies, 2)
-        token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs = parts
+        token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs, adapters = parts
         return ForwardBatch(
-            token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs, bool(draft)
+            token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs, bool(draft), adapters
         )
+
+    def adapters_of_all(self) -> Int32:
+        """`adapters` with its zeros written out, [S]."""
+        return self.adapters if len(self.adapters) else np.zeros(len(self.query_lens), np.int32)
 
 
 def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
@@ -83,6 +98,9 @@ def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         block_tables=np.concatenate(tables),
         logits_rows=np.concatenate((first.logits_rows, second.logits_rows + np.int32(len(first.token_ids)))),
         block_copies=np.concatenate((first.block_copies, second.block_copies)),
+        adapters=np.concatenate((first.adapters_of_all(), second.adapters_of_all()))
+        if len(first.adapters) or len(second.adapters)
+        else NO_ADAPTERS,
     )
 
 
@@ -135,14 +153,59 @@ class OnDevice(Protocol):
         ...
 
 
+class AdapterModule(Protocol):
+    """What an adapter says of one linear that it changes: y += scale * (x A^T) B^T."""
+
+    @property
+    def name(self) -> str:
+        """HF module path in the served model, as in "model.layers.0.self_attn.q_proj"."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Rows of A, columns of B."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """As PEFT works it out from alpha and rank."""
+        ...
+
+
+class Adapters(Protocol):
+    """The LoRA adapters that an engine holds beside its base weights. Every version is named by an epoch, for ever."""
+
+    def prepare(
+        self,
+        name: str,
+        epoch: int,
+        views: Mapping[str, npt.NDArray[Any]],
+        modules: Sequence[AdapterModule],
+        dtype: str,
+    ) -> None:
+        """Hold a version of adapter `name`, for batches that name its epoch. Steps may run meanwhile.
+
+        views: this rank's parts, `{module}.lora_A` [rank, in] and `{module}.lora_B` [out, rank], in `dtype` (uint16
+        bits for bfloat16); they are read until `forget`. A known epoch is left as it is. Raises ValueError naming the
+        adapter and the tensor.
+        """
+        ...
+
+    def forget(self, epoch: int) -> None:
+        """Let go of it, between steps: its views are read no more. Nothing for an unknown epoch."""
+        ...
+
+
 class Engine(Protocol):
     """One rank's model. Weights come as read-only numpy views of the slot (uint16 bits for bfloat16).
 
-    asked: an engine that can gives a step up, raising `Interrupted`, once this is true.
+    asked: an engine that can gives a step up, raising `Interrupted`, once this is true. adapters: those that steps may
+    name; None = this engine computes with base weights alone.
     """
 
     spec: EngineSpec
     asked: Callable[[], bool]
+    adapters: Adapters | None
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Everything that may fail or take time before a flip: names, shapes, tensors over the views.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from worker.engine.base import EngineSpec, Float32, ForwardBatch, Interrupted, never
+from worker.engine.base import AdapterModule, Adapters, EngineSpec, Float32, ForwardBatch, Interrupted, never
 
 _EMPTY = -1
 _SLICE_S = 0.001
@@ -66,6 +66,37 @@ def _logits(weights: int, cells: npt.NDArray[np.int64], vocab_size: int) -> Floa
     return 3.0 * np.random.Generator(np.random.PCG64(seed)).standard_normal(vocab_size, dtype=np.float32)
 
 
+def adapted(weights: int, adapter: int) -> int:
+    """What stands for base weights with an adapter, from the `views_hash` of each."""
+    return xxhash.xxh3_64_intdigest(adapter.to_bytes(8, "little"), seed=weights & (2**64 - 1))
+
+
+class FakeAdapters:
+    """`Adapters` by the hash of their views, scales included."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def prepare(
+        self,
+        name: str,
+        epoch: int,
+        views: Mapping[str, npt.NDArray[Any]],
+        modules: Sequence[AdapterModule],
+        dtype: str,
+    ) -> None:
+        """Hash the views. Raises ValueError naming a tensor that is missing."""
+        for module in modules:
+            for half in ("lora_A", "lora_B"):
+                if f"{module.name}.{half}" not in views:
+                    raise ValueError(f"adapter {name}: {module.name}.{half}: missing")
+        self.held.setdefault(epoch, views_hash(views))
+
+    def forget(self, epoch: int) -> None:
+        """Drop the hash."""
+        self.held.pop(epoch, None)
+
+
 class FakeEngine:
     """`Engine` of one rank; rank 0 returns logits. step_s: seconds each forward sleeps, to stand for work.
 
@@ -85,6 +116,7 @@ class FakeEngine:
     ) -> None:
         self.spec = spec
         self.asked: Callable[[], bool] = never
+        self.adapters: Adapters | None = FakeAdapters()
         self._draft_noise = draft_noise
         self.steps = 0
         self._rank = rank
@@ -125,10 +157,10 @@ class FakeEngine:
         size = self.spec.block_size
         blocks = self._kv.reshape(-1, size, 3)
         blocks[batch.block_copies[:, 1]] = blocks[batch.block_copies[:, 0]]
-        own = (self._weights >> 1) if self.kv_weights else 0
-        self._kv[batch.slots] = np.stack(
-            [batch.token_ids, batch.positions, np.full_like(batch.slots, own, np.int64)], 1
-        )
+        weights = [self._with(epoch) for epoch in batch.adapters_of_all().tolist()]
+        own = [one >> 1 if self.kv_weights else 0 for one in weights]
+        written = np.repeat(np.array(own, np.int64), batch.query_lens)
+        self._kv[batch.slots] = np.stack([batch.token_ids, batch.positions, written], 1)
         end = time.monotonic() + self._step_s
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _SLICE_S))
@@ -143,8 +175,16 @@ class FakeEngine:
             length = int(batch.context_lens[sequence] - (ends[sequence] - 1 - row))
             positions = np.arange(length)
             cells = self._kv[batch.block_tables[sequence, positions // size] * size + positions % size]
-            cells[:, 2] = np.where(cells[:, 2] == own, 0, cells[:, 2])
-            logits[out] = _logits(self._weights, cells, self.spec.vocab_size)
+            cells[:, 2] = np.where(cells[:, 2] == own[sequence], 0, cells[:, 2])
+            logits[out] = _logits(weights[sequence], cells, self.spec.vocab_size)
             if batch.draft:
-                logits[out] += self._draft_noise * _logits(~self._weights, cells, self.spec.vocab_size)
+                logits[out] += self._draft_noise * _logits(~weights[sequence], cells, self.spec.vocab_size)
         return logits
+
+    def _with(self, epoch: int) -> int:
+        """What stands for the weights of a sequence. Raises KeyError for an adapter that is not held."""
+        assert self._weights is not None
+        if not epoch:
+            return self._weights
+        assert isinstance(self.adapters, FakeAdapters)
+        return adapted(self._weights, self.adapters.held[epoch])

@@ -12,12 +12,14 @@ import xxhash
 
 from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Manifest
+from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, Float32, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, Adapters, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.memory import memory_of_machine
 from worker.models import collectives
 from worker.models.decoder import Backend
+from worker.models.low_rank import sites_of
 from worker.models.onednn_backend import OneDnnBackend, why_not
 from worker.models.paddle_backend import PaddleBackend
 from worker.models.shard import shard_of
@@ -49,18 +51,24 @@ class PaddleEngine:
         self._bound, self._replicated = False, 0
         self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
         self._backend: Backend
+        sites = sites_of(manifest, self._shard)
         reason = why_not(manifest.dtype)
         if reason is None:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
-            self._backend = OneDnnBackend(model, self._shard, tp_group, manifest.dtype, length, tokens, drafts=drafts)
+            self._backend = OneDnnBackend(
+                model, self._shard, tp_group, manifest.dtype, length, tokens, sites=sites, drafts=drafts
+            )
             self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
             kernels = self._backend.kernels
         else:
-            self._backend = PaddleBackend(model, self._shard, tp_group, self.spec.max_model_len, drafts=drafts)
+            self._backend = PaddleBackend(
+                model, self._shard, tp_group, self.spec.max_model_len, sites=sites, drafts=drafts
+            )
             kernels = Kernels("paddle", reason)
             if manifest.dtype != "float32":
                 log.warning("weights are cast to float32: %s", reason)
+        self.adapters: Adapters | None = AdapterTable(sites, self._backend.low_rank)
         log.log(logging.WARNING if kernels.why else logging.INFO, "kernels: %s", kernels)
         self.spec = replace(self.spec, kernels=kernels)
         if config.num_blocks is None:

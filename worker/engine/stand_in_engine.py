@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import EngineSpec, Float32, ForwardBatch, never
+from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, never
 from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.messages import SamplingParams
 from worker.sampler import Asked, Draw, Pick
@@ -28,6 +28,7 @@ class StandInEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.asked: Callable[[], bool] = never
+        self.adapters: Adapters | None = None
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Any weights do."""

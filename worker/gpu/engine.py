@@ -13,7 +13,7 @@ from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, EngineSpec, Float32, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, Adapters, EngineSpec, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
@@ -48,6 +48,7 @@ class GpuEngine:
         self._shard = shard_of(model, layout.manifest, rank, config.tp)
         self._dtype = layout.manifest.dtype
         self.asked: Callable[[], bool] = never
+        self.adapters: Adapters | None = None  # not served here yet: a push of one is refused
         self._driver = Driver(replica * config.tp + rank)
         where = placement(layout, rank)
         self._slots = DeviceSlots(self._driver, where)

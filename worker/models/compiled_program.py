@@ -46,13 +46,15 @@ class CompiledProgram(Program):
 
     def norm(self, x: Rows, weight: NamedSlot) -> Rows:
         """RMS norm of every column, in the compute dtype."""
-        h = self._buffer("h", len(x), self._compute)
+        return self._normed(x, weight, self._buffer("h", len(x), self._compute))
+
+    def _normed(self, x: Rows, weight: NamedSlot, h: Rows) -> Rows:
         call = _Norm(
             x=x.ctypes.data,
             out=h.ctypes.data,
             features=len(x),
             columns=self._tokens,
-            narrow=self._compute == np.uint16,
+            narrow=h.dtype == np.uint16,
             eps=self._spec.eps,
         )
         run, kernel, address = self._native.run, self._native.address("norm_columns"), ctypes.addressof(call)
@@ -69,6 +71,7 @@ class CompiledProgram(Program):
     ) -> Rows:
         """Everything after the projection is the kernel's, bias and head norms included."""
         self.linear(qkv.weight, h, self._qkv())
+        self._adapt(qkv.weight, h, self._qkv())
         self._steps.append(self._attend.step(layer, qkv.bias, q_norm, k_norm))
         return self._attended().T
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import Float32, ForwardBatch
+from worker.models.low_rank import LowRank
 from worker.models.weights import Experts, Layer, Linear, Mlp, Weights
 
 W = TypeVar("W")
@@ -91,6 +92,11 @@ def _behind(ops: Ops[W, X], x: X, a: X, layer: Layer[W], moe: MoeSpec | None) ->
 
 class Backend(Protocol):
     """A way to compute a decoder on one rank: the parts of `Engine` that depend on it."""
+
+    @property
+    def low_rank(self) -> LowRank:
+        """What adds adapters' updates to its products."""
+        ...
 
     @property
     def residual(self) -> npt.NDArray[Any]:

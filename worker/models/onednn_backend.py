@@ -1,7 +1,7 @@
 """A decoder on the oneDNN and MKL of Paddle's wheel: float32 exactly, or bfloat16 matrices read as they lie."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from worker.models import collectives
 from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import draft_hidden, hidden
 from worker.models.kv_blocks import KvBlocks, slots_before
+from worker.models.low_rank import LowRank, NativeLowRank, PlainLowRank, Site
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
@@ -70,8 +71,8 @@ def padded(tokens: int) -> int:
 
 
 class OneDnnBackend:
-    """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. drafts: whether the
-    drafting layer is used.
+    """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. sites: where
+    adapters may act. drafts: whether the drafting layer is used.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class OneDnnBackend:
         max_len: int,
         max_tokens: int,
         *,
+        sites: Sequence[Site] = (),
         drafts: bool = False,
     ) -> None:
         self._drafts = drafts
@@ -112,7 +114,11 @@ class OneDnnBackend:
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
         self._few = self._native is not None and fits(spec, shard)
-        self._programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}
+        self.low_rank: LowRank = (
+            NativeLowRank(self._native, sites, narrow=dtype == "bfloat16") if self._native else PlainLowRank(sites)
+        )
+        self._adapted_parts = replace(self._parts, adapters=self.low_rank)
+        self._programs: dict[tuple[int, bool, bool], tuple[Program, Rows]] = {}
         self._draft_parts = replace(self._parts, hide_first=True)
         self._draft_programs: dict[tuple[int, bool], tuple[Program, Rows]] = {}
         self._heads: dict[tuple[int, bool], tuple[Program, Rows, Float32]] = {}
@@ -148,8 +154,11 @@ class OneDnnBackend:
             self.residual = x[:, : len(batch.token_ids)]
             return self._logits(x, batch.logits_rows)
         tokens = len(batch.token_ids)
-        form = self.form(tokens)
+        adapted = bool(batch.adapters.any())
+        form = *self.form(tokens), adapted
         program, x = self._programs.get(form) or self._record(*form)
+        if adapted:
+            self.low_rank.begin(batch)
         self._experts.tokens = tokens
         self._run(program, batch, self._kv)
         self.residual = x[:, :tokens]
@@ -197,10 +206,10 @@ class OneDnnBackend:
             return SingleProgram(parts, columns, self._native, self._attention)
         return CompiledProgram(parts, columns, self._native, self._attention)
 
-    def _record(self, columns: int, few: bool) -> tuple[Program, Rows]:
-        program = self._new_program(self._parts, columns, few)
-        self._programs[columns, few] = program, hidden(program, self._spec, self._weights.by_role)
-        return self._programs[columns, few]
+    def _record(self, columns: int, few: bool, adapted: bool) -> tuple[Program, Rows]:
+        program = self._new_program(self._adapted_parts if adapted else self._parts, columns, few)
+        made = self._programs[columns, few, adapted] = program, hidden(program, self._spec, self._weights.by_role)
+        return made
 
     def _record_head(self, columns: int, few: bool) -> tuple[Program, Rows, Float32]:
         """Final norm and vocabulary projection of `columns` residual columns -> logits [columns, vocab]."""

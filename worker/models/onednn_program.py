@@ -18,6 +18,7 @@ from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.cpu.onednn import ADD, MUL, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
 from worker.engine.base import Float32, ForwardBatch, Interrupted
 from worker.models.kv_blocks import KvBlocks
+from worker.models.low_rank import LowRank
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
 from worker.models.weights import Experts, Linear
@@ -53,7 +54,8 @@ class Parts:
     """What programs of one rank are made with.
 
     reduce: given an array, the step that sums it over the tensor-parallel ranks in place; None when there is
-    one rank. route: the step that adds routed experts, see `onednn_experts`.
+    one rank. route: the step that adds routed experts, see `onednn_experts`. adapters: adds what the step's adapters
+    change; None for programs of steps without any.
     """
 
     dnn: OneDnn
@@ -64,6 +66,7 @@ class Parts:
     reduce: Callable[[Rows], Step] | None
     route: Callable[[Rows, Rows, Float32, Experts[NamedSlot], MoeSpec], Step]
     hide_first: bool = False  # of attention: only the first token of a sequence sees its cell
+    adapters: LowRank | None = None
 
 
 class Program(ABC):
@@ -72,7 +75,7 @@ class Program(ABC):
     def __init__(self, parts: Parts, tokens: int) -> None:
         self._dnn, self._spec, self._shard, self._weights = parts.dnn, parts.spec, parts.shard, parts.weights
         self._buffers, self._reduce, self._route = parts.buffers, parts.reduce, parts.route
-        self._hide_first = parts.hide_first
+        self._hide_first, self._adapters = parts.hide_first, parts.adapters
         self._tokens, self._compute = tokens, parts.weights.matrix_dtype
         self._steps: list[Step] = []
 
@@ -113,6 +116,8 @@ class Program(ABC):
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
         """silu(gate) * up; the second product multiplies by the first where it is stored."""
+        if self._adapters is not None:
+            return self._gated_apart(h, gate_up)
         inner, hidden = gate_up.weight.shape[0] // 2, gate_up.weight.shape[1]
         gate, up = (self._weights.part(gate_up.weight.name, (inner, hidden), start * hidden) for start in (0, inner))
         ups, made = self._buffer("up", inner), self._buffer("gated", inner, self._compute)
@@ -126,13 +131,27 @@ class Program(ABC):
         self._add_bias(gates, gate_up.bias, 0, [eltwise(SWISH), combine(MUL, ups)])
         return self._narrowed("gated", gates)
 
+    def _gated_apart(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
+        """`gated` with both products kept as they are until adapters have added to them."""
+        inner = gate_up.weight.shape[0] // 2
+        both = self._buffer("gate_up", 2 * inner)
+        self.linear(gate_up.weight, h, both)
+        self._add_bias(both, gate_up.bias)
+        self._adapt(gate_up.weight, h, both)
+        gates, ups = both[:inner], both[inner:]
+        one = np.ones((1, 1), np.float32)
+        self._steps.append(self._dnn.binary(MUL, gates, one, gates, [eltwise(SWISH), combine(MUL, ups)]))
+        return self._narrowed("gated", gates)
+
     def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot]) -> Rows:
         """x + linear(y), into x itself."""
         if self._reduce is None:
             self.linear(linear.weight, y, x, [SUM])
+            self._adapt(linear.weight, y, x)
         else:
             partial = self._buffer("partial", len(x))
             self.linear(linear.weight, y, partial)
+            self._adapt(linear.weight, y, partial)
             self._add_reduced(x, partial)
         self._add_bias(x, linear.bias)
         return x
@@ -148,7 +167,9 @@ class Program(ABC):
         self.linear(experts.router, wide, scores)
         self._steps.append(self._route(h, into, scores, experts, moe))
         if experts.shared is not None:
-            self.linear(experts.shared.down.weight, self.gated(h, experts.shared.gate_up), into, [SUM])
+            made = self.gated(h, experts.shared.gate_up)
+            self.linear(experts.shared.down.weight, made, into, [SUM])
+            self._adapt(experts.shared.down.weight, made, into)
         if self._reduce is not None:
             self._add_reduced(x, into)
         if experts.shared is not None:
@@ -185,6 +206,11 @@ class Program(ABC):
             self._steps.append(self._dnn.inner_product(src.T, weight, dst.T, flipped))
         else:
             self._steps.append(self._dnn.matmul(weight, src, dst, post))
+
+    def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:
+        """dst += what the adapters of the step's tokens make of src, beside `weight`'s product with it."""
+        if self._adapters is not None:
+            self._steps.append(self._adapters.step(weight.name, src, dst))
 
     def _add_bias(self, x: Rows, bias: NamedSlot | None, start: int = 0, post: Sequence[PostOp] = ()) -> None:
         """x += the bias's elements from `start` on, in a pass of its own: a product cannot add one to a row."""

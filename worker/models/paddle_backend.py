@@ -1,6 +1,6 @@
 """A decoder on Paddle tensors: the form that runs everywhere, and the one the others are checked against."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,31 +12,45 @@ from worker.device import tensors_over
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import draft_hidden, hidden
 from worker.models.kv_blocks import slots_before
+from worker.models.low_rank import PlainLowRank, Site
 from worker.models.paddle_ops import PaddleOps, rms_norm
 from worker.models.shard import Shard
 from worker.models.weights import Weights, collect
 
 
 class PaddleBackend:
-    """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1. drafts: whether
-    the drafting layer is used.
+    """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1. sites: where
+    adapters may act. drafts: whether the drafting layer is used.
     """
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, *, drafts: bool = False) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        group: Any,
+        max_len: int,
+        *,
+        sites: Sequence[Site] = (),
+        drafts: bool = False,
+    ) -> None:
         self._spec, self._shard, self._group = spec, shard, group
+        self._sites = {site.name for site in sites}
+        self.low_rank = PlainLowRank(sites)
         self._drafts = drafts
         self._states: Any = None  # [num_blocks, block_size * hidden], the hidden state after each token
-        self._ops = PaddleOps(spec, shard, group, max_len)
+        self._ops = PaddleOps(spec, shard, group, max_len, self.low_rank)
         self._x: Any = None
         self._weights: Weights[Any] | None = None
 
-    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> Weights[Any]:
-        """Tensors over the views, without a copy in float32."""
-        return collect(self._spec, tensors_over(views))
+    def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> tuple[Weights[Any], dict[int, str]]:
+        """Tensors over the views, without a copy in float32; the names of those that adapters may change, by id."""
+        tensors = tensors_over(views)
+        names = {id(tensor): name for name, tensor in tensors.items() if name in self._sites}
+        return collect(self._spec, tensors), names
 
-    def bind(self, prepared: Weights[Any] | None) -> None:
-        """One reference changes hands."""
-        self._weights = prepared
+    def bind(self, prepared: tuple[Weights[Any], dict[int, str]] | None) -> None:
+        """Two references change hands."""
+        self._weights, self._ops.names = prepared or (None, {})
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the cache; idempotent."""

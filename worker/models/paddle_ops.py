@@ -1,5 +1,6 @@
 """The decoder's operations in plain Paddle, float32: what runs wherever Paddle runs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import paddle.nn.functional as F  # noqa: N812
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import ForwardBatch
+from worker.models.low_rank import PlainLowRank
 from worker.models.paddle_attention import PagedAttention
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
@@ -18,10 +20,11 @@ Tensor = Any
 
 
 class PaddleOps:
-    """`Ops` of one rank. group: the tensor-parallel process group, None when tp is 1."""
+    """`Ops` of one rank. group: the tensor-parallel process group, None when tp is 1. low_rank: what adapters add."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int) -> None:
-        self._spec, self._shard, self._group = spec, shard, group
+    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, low_rank: PlainLowRank) -> None:
+        self._spec, self._shard, self._group, self._low_rank = spec, shard, group, low_rank
+        self.names: Mapping[int, str] = {}  # by id of a weight, of the products that adapters may change
         self._previous: Tensor = None
         cos, sin = rope_table(spec.rope, max_len)
         self._attention = PagedAttention(spec, shard, paddle.to_tensor(cos), paddle.to_tensor(sin))
@@ -39,6 +42,9 @@ class PaddleOps:
         """What all layers of this step share. previous: for the drafting layer, [T, hidden] before the tokens."""
         self._batch, self._previous = batch, previous
         self._attention.begin(batch, hide_first=previous is not None)
+        self._adapted = previous is None and bool(batch.adapters.any())
+        if self._adapted:
+            self._low_rank.begin(batch)
 
     def embed(self, weight: Tensor) -> Tensor:
         """Looked-up rows; a split vocabulary is summed over ranks."""
@@ -59,7 +65,7 @@ class PaddleOps:
     ) -> Tensor:
         """Paged attention over the cache."""
         spec, shard = self._spec, self._shard
-        rows = _linear(h, qkv).reshape([h.shape[0], -1, spec.head_dim])
+        rows = self._linear(h, qkv).reshape([h.shape[0], -1, spec.head_dim])
         q, k, v = paddle.split(rows, [shard.heads, shard.kv_heads, shard.kv_heads], axis=1)
         if q_norm is not None:
             q, k = rms_norm(q, q_norm, spec.eps), rms_norm(k, k_norm, spec.eps)
@@ -67,13 +73,13 @@ class PaddleOps:
 
     def gated(self, h: Tensor, gate_up: Linear[Tensor]) -> Tensor:
         """silu(gate) * up."""
-        gate, up = paddle.chunk(_linear(h, gate_up), 2, axis=-1)
+        gate, up = paddle.chunk(self._linear(h, gate_up), 2, axis=-1)
         return F.silu(gate) * up
 
     def add_projected(self, x: Tensor, y: Tensor, linear: Linear[Tensor]) -> Tensor:
         """x + linear(y)."""
         # The bias is whole on every rank: it is added once, after the sum.
-        partial = self._summed(_linear(y, Linear(linear.weight, None)))
+        partial = self._summed(self._linear(y, Linear(linear.weight, None)))
         return x + partial if linear.bias is None else x + partial + linear.bias
 
     def add_experts(self, x: Tensor, h: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> Tensor:
@@ -98,12 +104,23 @@ class PaddleOps:
 
     def projected(self, y: Tensor, linear: Linear[Tensor]) -> Tensor:
         """linear(y)."""
-        return _linear(y, linear)
+        return self._linear(y, linear)
 
     def _mlp(self, h: Tensor, mlp: Mlp[Tensor]) -> Tensor:
-        y = _linear(self.gated(h, mlp.gate_up), Linear(mlp.down.weight, None))
+        y = self._linear(self.gated(h, mlp.gate_up), Linear(mlp.down.weight, None))
         # Every rank adds this to a sum over ranks, so only one of them may bring the bias.
         return y if mlp.down.bias is None or self._shard.rank else y + mlp.down.bias
+
+    def _linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        """linear(x), and what adapters add to it."""
+        y = paddle.matmul(x, linear.weight, transpose_y=True)
+        y = y if linear.bias is None else y + linear.bias
+        name = self.names.get(id(linear.weight)) if self._adapted else None
+        if name is None:
+            return y
+        rows = y.numpy()
+        self._low_rank.step(name, x.numpy().T, rows.T)()
+        return paddle.to_tensor(rows)
 
     def _summed(self, partial: Tensor) -> Tensor:
         if self._shard.tp > 1:
@@ -126,11 +143,6 @@ def route(h: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> tuple[np.ndarray
     if moe.normalise:
         weights = weights / paddle.clip(weights.sum(axis=-1, keepdim=True), min=moe.norm_min)
     return ids.numpy(), weights.numpy()
-
-
-def _linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
-    y = paddle.matmul(x, linear.weight, transpose_y=True)
-    return y if linear.bias is None else y + linear.bias
 
 
 def _rows(linear: Linear[Tensor], start: int, count: int) -> Linear[Tensor]:

@@ -40,6 +40,7 @@ class PlainProgram(Program):
         dim, heads, kv_heads = self._spec.head_dim, self._shard.heads, self._shard.kv_heads
         rows = self._buffer("qkv", (heads + 2 * kv_heads) * dim)
         self.linear(qkv.weight, h, rows)
+        self._adapt(qkv.weight, h, rows)
         self._add_bias(rows, qkv.bias)
         if q_norm is not None and k_norm is not None:
             self._norm_heads(rows[: heads * dim], q_norm)

@@ -53,13 +53,16 @@ class SingleProgram(CompiledProgram):
         self.count = 1
         assert native.number("single_bytes") == ctypes.sizeof(_Single)
         self._compute = np.dtype(np.float32)
-        self._normed: dict[int, tuple[Rows, NamedSlot]] = {}
+        self._to_norm: dict[int, tuple[Rows, NamedSlot]] = {}
+        self._written: dict[int, Rows] = {}  # what stands for x normed, where somebody else than a product reads it
 
     def norm(self, x: Rows, weight: NamedSlot) -> Rows:
         """A name for x normed: what is given here to a product is normed there."""
         h = np.empty_like(x)
-        self._normed[id(h)] = x, weight
+        self._to_norm[id(h)] = x, weight
         self._steps.append(lambda: h is None)  # keeps the name alive, and so its id
+        if self._adapters is not None:
+            self._written[id(h)] = self._normed(x, weight, self._buffer("h", len(x), self._weights.matrix_dtype))
         return h
 
     def linear(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
@@ -69,12 +72,17 @@ class SingleProgram(CompiledProgram):
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
         """silu(gate) * up."""
+        if self._adapters is not None:
+            return self._gated_apart(h, gate_up)
         made = self._buffer("gated", gate_up.weight.shape[0] // 2)
         self._product(_GATED, gate_up.weight, gate_up.bias, h, made)
         return made
 
+    def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:
+        super()._adapt(weight, self._written.get(id(src), src), dst)
+
     def _product(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> None:
-        x, norm = self._normed.get(id(src), (src, None))
+        x, norm = self._to_norm.get(id(src), (src, None))
         columns = weight.shape[1]
         scratch = np.empty(columns * MOST * self._native.threads, np.float32)
         (x_step, x_token), (y_step, y_token) = _steps(x), _steps(dst)

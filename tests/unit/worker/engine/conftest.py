@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from tests import engine_cases
-from tests.engine_cases import MODELS, Feeder
+from tests.engine_cases import ADAPTERS, MODELS, Adapter, Feeder
 from worker.config import WorkerConfig
 from worker.cpu import native
 from worker.engine import paddle_engine
 from worker.engine.paddle_engine import PaddleEngine
+
+__all__ = ["ADAPTERS", "MODELS", "Adapter", "Checkpoint", "Feeder"]
 
 
 class Checkpoint(engine_cases.Checkpoint):

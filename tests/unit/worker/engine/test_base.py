@@ -5,15 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from worker.engine.base import ForwardBatch
+from worker.engine.base import ForwardBatch, joined
 
 
 def _ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize(("rows", "copies", "draft"), [((0, 2), 2, False), ((), 0, True)])
-def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "copies", "draft", "adapters"), [((0, 2), 2, False, (7, 0)), ((), 0, True, ()), ((1,), 0, False, ())]
+)
+def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: bool, adapters: tuple[int, ...]) -> None:
     batch = ForwardBatch(
         token_ids=_ints(5, 6, 7),
         positions=_ints(9, 0, 1),
@@ -24,6 +26,7 @@ def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: boo
         logits_rows=_ints(*rows),
         block_copies=np.arange(copies * 2, dtype=np.int32).reshape(-1, 2),
         draft=draft,
+        adapters=_ints(*adapters),
     )
     flat = batch.pack()
     assert flat.dtype == np.int32
@@ -37,3 +40,27 @@ def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: boo
         assert after.dtype == np.int32
         assert after.shape == before.shape
         assert np.array_equal(after, before)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [((), (), ()), ((4,), (), (4, 0, 0)), ((), (0, 5), (0, 0, 5)), ((4,), (5, 0), (4, 5, 0))],
+)
+def test_joined_batches_keep_whose_adapter_is_whose(
+    first: tuple[int, ...], second: tuple[int, ...], both: tuple[int, ...]
+) -> None:
+    def batch(sequences: int, adapters: tuple[int, ...]) -> ForwardBatch:
+        each = np.zeros(sequences, np.int32)
+        return ForwardBatch(
+            token_ids=each,
+            positions=each,
+            slots=each,
+            query_lens=each + 1,
+            context_lens=each + 1,
+            block_tables=each.reshape(-1, 1),
+            logits_rows=each,
+            block_copies=np.zeros((0, 2), np.int32),
+            adapters=_ints(*adapters),
+        )
+
+    assert joined(batch(1, first), batch(2, second)).adapters.tolist() == list(both)

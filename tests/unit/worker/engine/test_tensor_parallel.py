@@ -1,4 +1,4 @@
-"""Tensor parallelism over real gloo processes gives HF's logits for every family."""
+"""Tensor parallelism over real gloo processes gives HF's logits for every family, and PEFT's with adapters."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_cases import ADAPTERS
 from worker.rendezvous import group_environment, ports_needed
 from worker.service import free_ports
 
@@ -43,5 +44,7 @@ def _gaps(tp, names):
 def test_logits_equal_hf(tp, names):
     gaps = _gaps(tp, names)
     assert "replicated weights differ" in gaps.pop("drift")
+    adapted = {path.name: gaps.pop(path.name) for name in names for path in ADAPTERS.glob(f"{name}.*")}
     assert sorted(gaps) == sorted(names)
     assert max(gaps.values()) < 2e-5, gaps
+    assert max(adapted.values()) < 1e-4, adapted

@@ -31,6 +31,18 @@ for name in names:
         run.step({1: 1, 0: 1})
     if rank == 0:
         gaps[name] = float(np.abs(run.all_logits(0) - expected["logits"]).max())
+    for path in helpers.ADAPTERS.glob(f"{name}.*"):
+        model, adapter = helpers.Checkpoint(helpers.MODELS / name, tp=size), helpers.Adapter(path)
+        adapter.into(engine, 1, model, rank)
+        run = helpers.Feeder(engine, [ids, ids[::-1], ids])
+        run.adapters = [1, 0, 1]
+        run.step({0: 20, 1: 5, 2: 1})
+        for _ in range(20):
+            run.step({1: 1, 0: 1, 2: 1})
+        engine.adapters.forget(1)
+        if rank == 0:
+            found = max(np.abs(run.all_logits(i) - adapter.expected["logits"][: run.done[i]]).max() for i in (0, 2))
+            gaps[path.name] = float(found)
 drifting = helpers.Checkpoint(helpers.MODELS / "llama", tp=size).engine(
     rank=rank, group=group, check_ranks=True, bound=False
 )

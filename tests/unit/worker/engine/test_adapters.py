@@ -1,0 +1,121 @@
+"""Adapters over a decoder: PEFT's logits on every backend, and in any mixture."""
+
+import numpy as np
+import pytest
+
+from tests.engine_cases import ADAPTERS, Adapter, AdapterModule
+
+CASES = sorted(path.name for path in ADAPTERS.iterdir())
+every_backend = pytest.mark.parametrize("backend", ["native", "mkl", "paddle"], indirect=True)
+
+
+def run_of(feeder, engine, sequences, epochs):
+    run = feeder(engine, sequences)
+    run.adapters = list(epochs)
+    return run
+
+
+def through(run):
+    """All of every sequence: a piece of each, then one token of all, then few of one, then what is left of each."""
+    ends = [len(s) for s in run.sequences]
+    run.step({i: min(9 + i, end) for i, end in enumerate(ends)})
+    while any(done < end for done, end in zip(run.done, ends, strict=True)):
+        run.step({i: 1 for i, end in enumerate(ends) if run.done[i] < end})
+
+
+@every_backend
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_pefts_merged_model(checkpoint, feeder, backend, case):
+    model, adapter = checkpoint(case.split(".")[0]), Adapter(ADAPTERS / case)
+    engine = model.engine()
+    adapter.into(engine, 7, model)
+    ids = adapter.expected["ids"].tolist()
+    run = run_of(feeder, engine, [ids], [7])
+    run.step({0: 25})
+    run.step({0: 3})
+    while run.done[0] < len(ids):
+        run.step({0: 1})
+    np.testing.assert_allclose(run.all_logits(0), adapter.expected["logits"], atol=1e-4)
+
+
+@every_backend
+def test_a_step_mixes_the_base_and_adapters(checkpoint, feeder, backend):
+    model = checkpoint("llama")
+    engine = model.engine(num_blocks=80)
+    base = feeder(engine, [Adapter(ADAPTERS / "llama.all").expected["ids"].tolist()])
+    base.step({0: 40})
+    cases = ["llama.all", "llama.default", "llama.patterns"]
+    adapters = {epoch: Adapter(ADAPTERS / case) for epoch, case in enumerate(cases, 3)}
+    for epoch, adapter in adapters.items():
+        adapter.into(engine, epoch, model)
+    ids = adapters[3].expected["ids"].tolist()
+    epochs = [4, 0, 3, 5, 3, 0, 4]
+    run = run_of(feeder, engine, [ids[: 40 - i] for i in range(7)], epochs)
+    through(run)
+    for i, epoch in enumerate(epochs):
+        expected = adapters[epoch].expected["logits"] if epoch else base.all_logits(0)
+        np.testing.assert_allclose(run.all_logits(i), expected[: 40 - i], atol=1e-4, err_msg=f"sequence {i}")
+
+
+@pytest.mark.parametrize("backend", ["native", "mkl"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
+def test_either_dtype_over_either(checkpoint, feeder, backend, base_dtype, dtype):
+    model, adapter = checkpoint("llama", dtype=base_dtype), Adapter(ADAPTERS / "llama.all", dtype)
+    engine = model.engine()
+    adapter.into(engine, 1, model)
+    run = run_of(feeder, engine, [adapter.expected["ids"].tolist()], [1])
+    through(run)
+    gap = np.abs(run.all_logits(0) - adapter.expected["logits"])
+    exact = base_dtype == dtype == "float32"
+    assert gap.max() < (1e-4 if exact else 0.5)
+    assert gap.mean() < (1e-5 if exact else 0.05)
+
+
+@every_backend
+def test_an_adapter_is_held_until_it_is_forgotten(checkpoint, feeder, backend):
+    model, adapter = checkpoint("llama"), Adapter(ADAPTERS / "llama.all")
+    engine = model.engine()
+    adapter.into(engine, 1, model)
+    other = Adapter(ADAPTERS / "llama.default")
+    other.into(engine, 1, model)  # an epoch says what it said first
+    run = run_of(feeder, engine, [adapter.expected["ids"].tolist()], [1])
+    run.step({0: 30})
+    np.testing.assert_allclose(run.all_logits(0), adapter.expected["logits"][:30], atol=1e-4)
+    engine.adapters.forget(1)
+    engine.adapters.forget(1)
+    with pytest.raises(KeyError):
+        run.step({0: 1})
+    other.into(engine, 2, model)
+    run = run_of(feeder, engine, [adapter.expected["ids"].tolist()], [2])
+    run.step({0: 30})
+    np.testing.assert_allclose(run.all_logits(0), other.expected["logits"][:30], atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_by_name(checkpoint):
+    model, adapter = checkpoint("qwen3_moe"), Adapter(ADAPTERS / "qwen3_moe.attention")
+    engine = model.engine()
+    views, query = adapter.views(model), "model.layers.0.self_attn.q_proj"
+    module = AdapterModule(query, 4, 1.0)
+
+    def refusal(views, *modules):
+        with pytest.raises(ValueError, match=r"^adapter sort: ") as refused:
+            engine.adapters.prepare("sort", 1, views, modules, "float32")
+        return str(refused.value)
+
+    assert f"{query}.lora_B: missing" in refusal({f"{query}.lora_A": views[f"{query}.lora_A"]}, module)
+    wide = views | {f"{query}.lora_A": np.zeros((4, 33), np.float32)}
+    assert f"{query}.lora_A: expected (4, 32) float32, got (4, 33) float32" in refusal(wide, module)
+    bits = views | {f"{query}.lora_B": np.zeros((64, 4), np.uint16)}
+    assert f"{query}.lora_B: expected (64, 4) float32, got (64, 4) uint16" in refusal(bits, module)
+    for rank in (0, 257):
+        assert f"rank {rank} is not in 1..256" in refusal(views, AdapterModule(query, rank, 1.0))
+    for name in ("lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.1.up_proj"):
+        assert f"{name}: adapters of this module are not served" in refusal(views, AdapterModule(name, 4, 1.0))
+    adapter.into(engine, 1, model)  # nothing of what was refused stayed
+
+
+def test_a_layer_that_drafts_has_no_adapters(checkpoint):
+    engine = checkpoint("ernie45_mtp").engine()
+    with pytest.raises(ValueError, match="not served"):
+        engine.adapters.prepare("a", 1, {}, [AdapterModule("model.mtp_block.0.mlp.up_proj", 1, 1.0)], "float32")

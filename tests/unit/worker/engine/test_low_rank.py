@@ -1,0 +1,176 @@
+"""What adapters add to a product, by itself: any shape and rank, in one order of sums whoever else is in the step."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.engine_cases import to_bits
+from worker.cpu import native
+from worker.engine.base import ForwardBatch
+from worker.models.low_rank import Factors, NativeLowRank, PlainLowRank, Site, rows_of
+
+SITES = (
+    Site("qkv.weight", ("q", "k", "v"), 37, (70, 16, 33)),
+    Site("out.weight", ("o",), 160, (300,)),
+)
+
+
+def wide(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def batch_of(adapters, lengths=None):
+    """A step of sequences of these lengths (1 each); nothing else of it is looked at."""
+    none = np.zeros(0, np.int32)
+    lengths = np.array(lengths or [1] * len(adapters), np.int32)
+    return ForwardBatch(
+        none,
+        none,
+        none,
+        lengths,
+        none,
+        none.reshape(0, 0),
+        none,
+        none.reshape(0, 2),
+        adapters=np.array(adapters, np.int32),
+    )
+
+
+def made(kind, *, narrow=False):
+    if kind == "plain":
+        return PlainLowRank(SITES)
+    try:
+        return NativeLowRank(native.load(), SITES, narrow=narrow)
+    except OSError as error:
+        pytest.skip(f"no compiled kernel here: {error}")
+
+
+def factors(rng, site, part, rank, *, narrow=False, gap=0):
+    """Random ones; gap: elements between one row of A and the next, as in a part of a larger matrix."""
+    a = rng.standard_normal((rank, site.inputs + gap)).astype(np.float32)
+    a[:, site.inputs :] = np.nan
+    b = rng.standard_normal((site.rows[part], rank)).astype(np.float32)
+    a, b = (to_bits(a), to_bits(b)) if narrow else (a, b)
+    return Factors(a[:, : site.inputs], b, float(rng.uniform(0.5, 2)))
+
+
+def held(low_rank, rng, ranks, **kw):
+    """Adapters 1, 2, ... of these ranks; the second changes nothing of `out` and of `k`."""
+    all_changes = {}
+    for epoch, rank in enumerate(ranks, 1):
+        changes = {
+            module: factors(rng, site, part, min(256, rank + part), **kw)
+            for site in SITES
+            for part, module in enumerate(site.modules)
+            if epoch != 2 or module not in ("o", "k")
+        }
+        low_rank.hold(epoch, changes)
+        all_changes[epoch] = changes
+    return all_changes
+
+
+def added(low_rank, site, x, batch, *, token_major=False):
+    """[rows, T]: what a step adds to zeros, with x and the result in either layout."""
+    tokens = x.shape[1]
+    y = (
+        np.zeros((tokens, sum(site.rows)), np.float32).T
+        if token_major
+        else np.zeros((sum(site.rows), tokens), np.float32)
+    )
+    low_rank.begin(batch)
+    low_rank.step(site.name, np.ascontiguousarray(x.T).T if token_major else np.ascontiguousarray(x), y)()
+    return y
+
+
+def expected(site, x, epochs, changes):
+    y = np.zeros((sum(site.rows), x.shape[1]))
+    for t, epoch in enumerate(epochs):
+        row = 0
+        for module, rows in zip(site.modules, site.rows, strict=True):
+            if epoch and module in changes[epoch]:
+                f = changes[epoch][module]
+                a, b = (wide(m) if m.dtype == np.uint16 else m for m in (f.a, f.b))
+                y[row : row + rows, t] = f.scale * (b.astype(np.float64) @ (a.astype(np.float64) @ x[:, t]))
+            row += rows
+    return y
+
+
+def test_tokens_are_sorted_by_adapter_and_cut_into_runs():
+    rows = rows_of(batch_of([9, 0, 3, 9], lengths=[2, 3, 100, 1]))
+    assert rows.epochs == (3, 9)
+    assert rows.order.tolist() == [*range(5, 105), 0, 1, 105]
+    assert rows.runs.tolist() == [[0, 0, 64], [0, 64, 36], [1, 100, 3]]
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("kind", ["native", "plain"])
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
+def test_any_shape_and_rank(kind, site, narrow, token_major):
+    rng = np.random.default_rng(0)
+    low_rank = made(kind)
+    changes = held(low_rank, rng, [1, 5, 16, 256], narrow=narrow, gap=11)
+    lengths, adapters = [1, 7, 90, 1, 3, 1, 20], [1, 0, 4, 2, 3, 4, 1]
+    epochs = np.repeat(adapters, lengths)
+    x = rng.standard_normal((site.inputs, len(epochs))).astype(np.float32)
+    got = added(low_rank, site, x, batch_of(adapters, lengths), token_major=token_major)
+    want = expected(site, x, epochs, changes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    assert not got[:, epochs == 0].any()
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
+def test_what_is_added_to_a_token_does_not_show_who_else_is_there(kind, site):
+    rng = np.random.default_rng(1)
+    low_rank = made(kind)
+    held(low_rank, rng, [16, 3, 4])
+    x = rng.standard_normal((site.inputs, 64)).astype(np.float32)
+    epochs = rng.integers(0, 4, 64).tolist()
+    among = added(low_rank, site, x, batch_of(epochs))
+    for count in (1, 2, 3, 5, 16, 33):
+        some = rng.permutation(64)[:count]
+        of_them = [epochs[t] for t in some]
+        if any(of_them):
+            found = added(low_rank, site, x[:, some], batch_of(of_them), token_major=count % 2 == 1)
+            assert np.array_equal(found, among[:, some]), count
+
+
+def test_a_token_that_is_no_number_spoils_no_other():
+    rng = np.random.default_rng(2)
+    low_rank = made("native")
+    held(low_rank, rng, [16])
+    x = rng.standard_normal((37, 5)).astype(np.float32)
+    clean = added(low_rank, SITES[0], x, batch_of([1] * 5))
+    x[:, 2] = np.nan
+    spoiled = added(low_rank, SITES[0], x, batch_of([1] * 5))
+    assert np.isnan(spoiled[:, 2]).all()
+    others = [0, 1, 3, 4]
+    assert np.array_equal(spoiled[:, others], clean[:, others])
+
+
+def test_an_adapter_that_is_no_number_spoils_no_other():
+    rng = np.random.default_rng(3)
+    low_rank = made("native")
+    changes = held(low_rank, rng, [4, 4, 4])
+    bad = {module: dataclasses.replace(f, b=np.full_like(f.b, np.inf)) for module, f in changes[3].items()}
+    low_rank.drop(3)
+    low_rank.hold(3, bad)
+    x = rng.standard_normal((160, 3)).astype(np.float32)
+    y = added(low_rank, SITES[1], x, batch_of([1, 3, 0]))
+    np.testing.assert_allclose(
+        y, np.where([True, False, True], expected(SITES[1], x, [1, 0, 0], changes), y), rtol=1e-4, atol=1e-3
+    )
+    assert not np.isfinite(y[:, 1]).any()
+
+
+def test_float32_activations_are_read_as_the_bases_bfloat16():
+    """A step of few tokens keeps them in float32, others in bfloat16: it must not show."""
+    rng = np.random.default_rng(4)
+    low_rank = made("native", narrow=True)
+    held(low_rank, rng, [16])
+    x = rng.standard_normal((37, 4)).astype(np.float32)
+    few = added(low_rank, SITES[0], x, batch_of([1] * 4))
+    many = added(low_rank, SITES[0], to_bits(x), batch_of([1] * 4))
+    assert np.array_equal(few, many)
