@@ -1,8 +1,7 @@
-"""Sampling from whole rows of softmax weights, a cache-sized piece of the batch at a time.
+"""Sampling a token of a row: a uniform number is looked up among the sums of the row's blocks, and inside one block.
 
-A row of a large vocabulary passes through the core's cache once: peak, exponentials, and their sums over blocks.
-The uniform number is then looked up among the blocks of all rows together, and inside one block per row, whose
-weights are computed again because keeping every row's would cost more than they are worth.
+Plain draws of a step are one call of C for all rows (sampling.c), where there is a compiler; a row that is cut by
+top-k, top-p or min-p is drawn from the ids left open.
 """
 
 from typing import NamedTuple, Protocol, overload
@@ -10,15 +9,13 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
+from worker import sampling_kernels
 from worker.engine.base import Float32, ForwardBatch, Int32
+from worker.softmax import BLOCK, Softmax, Weighed
+from worker.truncation import Cut, Ids, Truncation, open_ids, truncates
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
-
-_PIECE = 1 << 16
-"""Logits handled at once: 256 KiB each of scaled logits and weights."""
-_BLOCK = 256
-
 
 MOST_TOPS = 64
 """Of the likeliest ids of a row that a device reports."""
@@ -50,6 +47,10 @@ class Cuts(NamedTuple):
     top_p: Float64
     min_p: Float32
     tops: Int32 | None = None
+
+    def close(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Per row, whether any of the three can close an id."""
+        return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1.0) | (self.min_p > 0.0)
 
 
 class Drawing(Protocol):
@@ -88,16 +89,19 @@ class Logits(Protocol):
         ...
 
 
+class Spread(NamedTuple):
+    """What a row's token is drawn from: its weights, which are in the buffers, of the ids left open (None: of all)."""
+
+    weighed: Weighed
+    ids: Ids | None
+
+
 class RowSampler:
-    """Keeps buffers for one vocabulary; one owner thread."""
+    """Keeps the buffers of one row; one owner thread. Logits are rows of float32, each of them C-contiguous."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab = vocab_size
-        self._block = min(_BLOCK, vocab_size)
-        blocks = -(-vocab_size // self._block)
-        self._rows = max(1, _PIECE // vocab_size)
-        self._scaled: Float32 = np.empty((self._rows, vocab_size), np.float32)
-        self._weights: Float32 = np.zeros((self._rows, blocks, self._block), np.float32)  # the padding stays 0
+        self.softmax = Softmax(vocab_size)
 
     def draw(
         self,
@@ -106,40 +110,64 @@ class RowSampler:
         inverse_temperature: Float32,
         greedy: npt.NDArray[np.bool_],
         numbers: Float64,
+        cuts: Cuts | None = None,
     ) -> Drawn:
-        """From softmax(logits[rows] * inverse_temperature) by numbers in [0, 1), or the most likely id where greedy."""
-        count = len(rows)
-        peaks, lows = np.empty(count, np.float32), np.empty(count, np.float32)
-        sums = np.empty((count, self._weights.shape[1]), np.float32)
-        best = np.zeros(count, np.int64)
-        adjacent = bool((np.diff(rows) == 1).all())
-        for start in range(0, count, self._rows):
-            part = slice(start, start + self._rows)
-            raw = logits[rows[start] : rows[start] + len(rows[part])] if adjacent else logits[rows[part]]
-            if greedy[part].any():
-                best[part] = raw.argmax(axis=1)
-            peaks[part], lows[part] = raw.max(axis=1), raw.min(axis=1)
-            scaled = np.subtract(raw, peaks[part, None], out=self._scaled[: len(raw)])
-            if (inverse_temperature[part] != 1.0).any():
-                scaled *= inverse_temperature[part, None]
-            weights = self._weights[: len(raw)]
-            np.exp(scaled, out=weights.reshape(len(raw), -1)[:, : self._vocab])
-            weights.sum(axis=2, out=sums[part])
-        block, share = locate(sums, numbers)
-        columns = block[:, None] * self._block + np.arange(self._block)
-        inside = columns < self._vocab
-        near = logits[rows[:, None], np.where(inside, columns, 0)]
-        offset, _ = locate(np.exp((near - peaks[:, None]) * inverse_temperature[:, None]) * inside, share)
-        tokens = np.where(greedy, best, block * self._block + offset)
-        chosen = (logits[rows, tokens] - peaks) * inverse_temperature
-        norms = np.log(sums.sum(axis=1, dtype=np.float64))
-        return Drawn(tokens, np.minimum(chosen - norms, 0.0), np.isfinite(peaks) & np.isfinite(lows))
+        """From softmax(logits[rows] * inverse_temperature), or what `cuts` leave open of it, by numbers in [0, 1).
+
+        Where greedy, the most likely id.
+        """
+        count, kernels = len(rows), sampling_kernels.load()
+        cut = np.zeros(count, np.bool_) if cuts is None else cuts.close(self._vocab) & ~greedy
+        tokens, logprobs, finite = np.zeros(count, np.int64), np.zeros(count), np.ones(count, np.bool_)
+        if kernels is None:
+            alone = np.arange(count)
+        else:
+            alone, whole = np.flatnonzero(cut), np.flatnonzero(~cut)
+            tokens[whole], logprobs[whole], finite[whole] = kernels.draw(
+                logits, rows[whole], inverse_temperature[whole], greedy[whole], numbers[whole], self.softmax.sums
+            )
+        for i in alone.tolist():
+            left = (
+                Cut(int(cuts.top_k[i]), float(cuts.top_p[i]), float(cuts.min_p[i])) if cuts is not None else _EVERYTHING
+            )
+            spread = self.spread(logits[rows[i]], float(inverse_temperature[i]), left, greedy=bool(greedy[i]))
+            finite[i] = spread.weighed.finite
+            if finite[i]:
+                tokens[i] = token = self.token(spread, numbers[i : i + 1])
+                logprobs[i] = logprob(self.softmax.scaled, token, spread.weighed.norm)
+        return Drawn(tokens, logprobs, finite)
+
+    def spread(self, row: Float32, inverse_temperature: float, cut: Truncation, *, greedy: bool) -> Spread:
+        """Fill the buffers from a row, -inf where masked. Nothing is drawn where its largest is no finite number."""
+        weighed, ids = self.softmax.weigh(row, inverse_temperature), None
+        scaled, weights = self.softmax.scaled, self.softmax.weights
+        if np.isfinite(weighed.peak):
+            if greedy:
+                ids = np.array([scaled.argmax()])
+            elif truncates(cut, self._vocab):
+                ids = open_ids(scaled, weights, weighed.total, cut)
+        return Spread(weighed, ids)
+
+    def token(self, spread: Spread, number: Float64) -> int:
+        """What a number [1] in [0, 1) draws from the row in the buffers."""
+        if spread.ids is not None:
+            return int(spread.ids[locate(self.softmax.weights[spread.ids][None], number)[0][0]])
+        block, share = locate(self.softmax.sums[None], number)
+        return int(block[0] * BLOCK + locate(self.softmax.blocks[block], share)[0][0])
+
+
+_EVERYTHING = Cut(0, 1.0, 0.0)
+
+
+def logprob(scaled: Float32, token: int, norm: float) -> float:
+    """Of a token, from what `Softmax.weigh` filled and returned."""
+    return min(0.0, float(scaled[token]) - norm)
 
 
 def locate(weights: Float32 | Float64, numbers: Float64) -> tuple[Int64, Float64]:
     """Per row [R, C]: the column a number in [0, 1] of the row's weight falls into, and where in [0, 1] of that column.
 
-    A column without weight is never chosen.
+    A column without weight is never chosen. `walk` in sampling.c is the same for one row.
     """
     reached = np.cumsum(weights, axis=1, dtype=np.float64)
     total = reached[:, -1]

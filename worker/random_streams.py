@@ -7,6 +7,8 @@ draw to the next, so a token's draw does not depend on what else is in the batch
 import numpy as np
 import numpy.typing as npt
 
+from worker import sampling_kernels
+
 UInt64 = npt.NDArray[np.uint64]
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -36,7 +38,10 @@ def uniforms(seeds: list[int], samples: list[int], positions: list[int], purpose
 
 
 def uniforms_of(seeds: UInt64, samples: UInt64, positions: UInt64, purpose: int = 0) -> npt.NDArray[np.float64]:
-    """`uniforms` of arrays."""
+    """`uniforms` of C-contiguous arrays; samples and positions below 2**32."""
+    kernels = sampling_kernels.load()
+    if kernels is not None:
+        return kernels.uniforms(seeds, samples, positions, purpose)
     zeros = np.zeros_like(seeds)
     counter = (positions, samples, zeros + np.uint64(purpose), zeros)
     high, low, _, _ = philox(counter, (seeds & _LOW, seeds >> _HALF))

@@ -1,8 +1,9 @@
-"""From logits to tokens: exact sampling and finite logprobs, in numpy.
+"""From logits to tokens: exact sampling and finite logprobs, on the CPU.
 
 The distribution sampled from is softmax(edited logits / temperature), cut by top-k, top-p and min-p. Logprobs are
 those of that distribution before the cut ("processed"), or of the untouched logits ("raw"). Temperature 0 takes
-the most likely id (the lowest of equals) and reports logprobs at temperature 1.
+the most likely id (the lowest of equals) and reports logprobs at temperature 1. Sums and logarithms are `softmax`'s,
+whichever way a row goes: a token's logprob is the same number drawn in a batch, alone, beside others' or scored.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,27 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from worker import sampling_kernels
 from worker.engine.base import Float32
-from worker.inverse_cdf import MOST_TOPS, Cuts, Drawing, Drawn, Float64, Int64, Logits, RowSampler, Tops, locate
+from worker.inverse_cdf import (
+    MOST_TOPS,
+    Cuts,
+    Drawing,
+    Drawn,
+    Float64,
+    Int64,
+    Logits,
+    RowSampler,
+    Spread,
+    Tops,
+    logprob,
+)
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import UInt64, uniforms, uniforms_of
+from worker.softmax import Softmax
 from worker.speculation import ACCEPT, DRAFT, REPLACE, Proposal, judged
-from worker.truncation import Ids, largest, open_ids, truncates
+from worker.truncation import largest
 
 LogprobsMode = Literal["processed", "raw"]
 
@@ -26,7 +41,6 @@ _COLD = 1e-5
 """A temperature below this is greedy; dividing by it would leave float32."""
 _MASKED = -9999.0
 """Logprob of an id that was asked for and cannot be sampled: JSON has no infinity, and vLLM's clients know this one."""
-_BLOCK = 256
 
 
 class Pick(NamedTuple):
@@ -65,7 +79,7 @@ class Asked(NamedTuple):
 
 
 class TokenSampler(Protocol):
-    """Who turns a step's logits into tokens: `Sampler` in numpy, or an engine that samples where its logits are.
+    """Who turns a step's logits into tokens: `Sampler` on the CPU, or an engine that samples where its logits are.
 
     logits: whatever the engine's `forward` returned; its rows are named by `Pick.row`.
     """
@@ -74,12 +88,12 @@ class TokenSampler(Protocol):
         """A token for every pick."""
         ...
 
-    def plain(self, sampling: SamplingParams, *, cut: bool) -> bool:
-        """Whether nothing but a temperature makes a token from its logits, or with `cut` top-k, top-p and min-p too."""
+    def plain(self, sampling: SamplingParams) -> bool:
+        """Whether nothing but a temperature, top-k, top-p and min-p make a token from its logits."""
         ...
 
     def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
-        """What `sample` draws where everything is plain: with cuts where the logits are on a device, else without."""
+        """What `sample` draws where everything is plain."""
         ...
 
     def begin(self, logits: Logits, asked: Asked) -> Drawing | None:
@@ -105,11 +119,11 @@ class Sampler:
     """Draws for one vocabulary; one owner thread."""
 
     def __init__(self, vocab_size: int, mode: LogprobsMode = "processed") -> None:
-        self._vocab = vocab_size
         self._raw = mode == "raw"
-        self._whole = RowSampler(vocab_size)
-        self._scaled: Float32 = np.empty(vocab_size, np.float32)
-        self._weights: Float32 = np.zeros((-(-vocab_size // _BLOCK), _BLOCK), np.float32)  # the padding stays 0
+        self._rows = RowSampler(vocab_size)
+        self._softmax = self._rows.softmax
+        self._untouched = Softmax(vocab_size) if self._raw else None
+        sampling_kernels.load()  # compiled now, and not before the first token
 
     def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""
@@ -119,8 +133,7 @@ class Sampler:
         plain = [
             i
             for i, pick in enumerate(picks)
-            if not pick.edits.active
-            and (self.plain(pick.sampling, cut=device) or (device and self._likeliest(pick.sampling)))
+            if not pick.edits.active and (self.plain(pick.sampling) or (device and self._likeliest(pick.sampling)))
         ]
         with np.errstate(all="ignore"):
             if plain:
@@ -132,27 +145,24 @@ class Sampler:
                 for i, (pick, draw) in enumerate(zip(picks, draws, strict=True))
             ]
 
-    def plain(self, sampling: SamplingParams, *, cut: bool) -> bool:
-        """The row needs no pass of its own, unless its logits are edited."""
-        greedy = is_greedy(sampling)
-        if sampling.reports_others or (self._raw and not greedy and sampling.temperature != 1.0):
+    def plain(self, sampling: SamplingParams) -> bool:
+        """Its token and logprob are all that is told, and of the same temperature; unless its logits are edited."""
+        if sampling.reports_others or sampling.sampling_mask:
             return False
-        if greedy or cut:
-            return not sampling.sampling_mask
-        return not truncates(sampling, self._vocab)
+        return not self._raw or is_greedy(sampling) or sampling.temperature == 1.0
 
     def _likeliest(self, sampling: SamplingParams) -> bool:
         """On a device, top logprobs of a row that is else plain come with its token."""
         if sampling.logprob_token_ids or not 0 < sampling.logprobs <= MOST_TOPS:
             return False
-        return self.plain(msgspec.structs.replace(sampling, logprobs=0), cut=True)
+        return self.plain(msgspec.structs.replace(sampling, logprobs=0))
 
     def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
         """Draw a token for every row that is asked for."""
         if isinstance(logits, np.ndarray):
             numbers = uniforms_of(asked.seeds, asked.samples, asked.positions)
             with np.errstate(all="ignore"):
-                return self._whole.draw(logits, asked.rows, asked.inverse_temperature, asked.greedy, numbers)
+                return self._rows.draw(logits, asked.rows, asked.inverse_temperature, asked.greedy, numbers, asked.cuts)
         return self.begin(logits, asked).drawn()
 
     def begin(self, logits: Logits, asked: Asked) -> Drawing:
@@ -195,16 +205,16 @@ class Sampler:
         """
         scores: list[list[tuple[int, float, int]]] = []
         others = sampling.prompt_logprobs or 0
-        inverse = np.float32(1.0 if self._raw else inverse_temperature(sampling))
+        inverse = 1.0 if self._raw else inverse_temperature(sampling)
+        scaled = self._softmax.scaled
         with np.errstate(all="ignore"):
             for row, target in zip(logits, targets, strict=True):
-                if not _finite(row):
+                weighed = self._softmax.weigh(row, inverse)
+                if not weighed.finite:
                     return None
-                scaled = (row - row.max()) * inverse
-                norm = _log_sum(scaled)
                 best = [(int(i), rank) for rank, i in enumerate(largest(scaled, others), 1)] if others else []
                 ranked = [(target, _rank(scaled, target)), *(entry for entry in best if entry[0] != target)]
-                scores.append([(i, _logprob(scaled, i, norm), rank) for i, rank in ranked])
+                scores.append([(i, logprob(scaled, i, weighed.norm), rank) for i, rank in ranked])
         return scores
 
     def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
@@ -215,7 +225,7 @@ class Sampler:
             numbers,
         )
         if isinstance(logits, np.ndarray):
-            return draws_of(self._whole.draw(logits, *how))
+            return draws_of(self._rows.draw(logits, *how, _cuts(picks)))
         drawn = logits.begin(*how, _cuts(picks)).drawn()
         return _with_tops(draws_of(drawn), drawn.tops, picks)
 
@@ -223,76 +233,52 @@ class Sampler:
         spread = self._spread(row, pick)
         if isinstance(spread, Draw):
             return spread
-        return self._reported(row, pick, self._drawn(spread, number), spread)
+        return self._reported(row, pick, self._rows.token(spread, number), spread)
 
     def _propose_row(self, row: Float32, pick: Pick, number: Float64) -> Proposal:
         spread = self._spread(row, pick)
         if isinstance(spread, Draw):
             return Proposal(None)
-        token = self._drawn(spread, number)
+        token = self._rows.token(spread, number)
         return Proposal(token, None if is_greedy(pick.sampling) else self._shares(spread))
 
-    def _spread(self, row: Float32, pick: Pick) -> "_Spread | Draw":
-        """Fill `_scaled` and `_weights` from a row; a Draw when nothing can be drawn."""
-        if not _finite(row):
-            return _BROKEN
-        sampling = pick.sampling
-        scaled = self._scaled
-        scaled[:] = row
+    def _spread(self, row: Float32, pick: Pick) -> Spread | Draw:
+        """Fill the buffers from a row; a Draw when nothing can be drawn."""
         if pick.edits.active:
-            pick.edits.apply(scaled)
-        peak = scaled.max()
-        if not np.isfinite(peak):
-            return Draw(0, 0.0, error="every token is masked")
-        scaled -= peak
-        scaled *= np.float32(inverse_temperature(sampling))
-        weights = np.exp(scaled, out=self._weights.reshape(-1)[: self._vocab])
-        sums = self._weights.sum(axis=1)[None]
-        total = float(sums.sum(dtype=np.float64))
-        ids = None
-        if is_greedy(sampling):
-            ids = np.array([scaled.argmax()])
-        elif truncates(sampling, self._vocab):
-            ids = open_ids(scaled, weights, total, sampling)
-        return _Spread(sums, total, ids)
+            if not _finite(row):
+                return _BROKEN
+            self._softmax.scaled[:] = row
+            row = self._softmax.scaled
+            pick.edits.apply(row)
+        sampling = pick.sampling
+        spread = self._rows.spread(row, inverse_temperature(sampling), sampling, greedy=is_greedy(sampling))
+        if not (spread.weighed.finite or pick.edits.active):
+            return _BROKEN
+        return spread if np.isfinite(spread.weighed.peak) else Draw(0, 0.0, error="every token is masked")
 
-    def _drawn(self, spread: "_Spread", number: Float64) -> int:
-        if spread.ids is not None:
-            weights = self._weights.reshape(-1)[spread.ids]
-            return int(spread.ids[locate(weights[None], number)[0][0]])
-        block, share = locate(spread.sums, number)
-        return int(block[0] * _BLOCK + locate(self._weights[block], share)[0][0])
-
-    def _shares(self, spread: "_Spread") -> Float64:
+    def _shares(self, spread: Spread) -> Float64:
         """The distribution that is drawn from, [vocab]."""
-        weights = self._weights.reshape(-1)[: self._vocab].astype(np.float64)
+        weights = self._softmax.weights.astype(np.float64)
         if spread.ids is not None:
             whole, weights = weights, np.zeros_like(weights)
             weights[spread.ids] = whole[spread.ids]
         shares: Float64 = weights / weights.sum()
         return shares
 
-    def _reported(self, row: Float32, pick: Pick, token: int, spread: "_Spread") -> Draw:
-        sampling, scaled = pick.sampling, self._scaled
-        shown, norm = (row, _log_sum(row)) if self._raw else (scaled, float(np.log(spread.total)))
+    def _reported(self, row: Float32, pick: Pick, token: int, spread: Spread) -> Draw:
+        sampling, shown, weighed = pick.sampling, self._softmax.scaled, spread.weighed
+        if self._untouched is not None:
+            weighed, shown = self._untouched.weigh(row, 1.0), self._untouched.scaled
         mask = spread.ids.tolist() if sampling.sampling_mask and spread.ids is not None else []
-        draw = Draw(token, _logprob(shown, token, norm), mask=mask)
+        draw = Draw(token, logprob(shown, token, weighed.norm), mask=mask)
         if sampling.logprob_token_ids:
             ids = dict.fromkeys((token, *sampling.logprob_token_ids))
-            top = [(i, max(_MASKED, _logprob(shown, i, norm))) for i in ids]
+            top = [(i, max(_MASKED, logprob(shown, i, weighed.norm))) for i in ids]
             draw = draw._replace(top=top, rank=_rank(shown, token))
         elif sampling.logprobs:
-            top = [(int(i), _logprob(shown, int(i), norm)) for i in largest(shown, sampling.logprobs)]
+            top = [(int(i), logprob(shown, int(i), weighed.norm)) for i in largest(shown, sampling.logprobs)]
             draw = draw._replace(top=top, rank=_rank(shown, token))
         return draw
-
-
-class _Spread(NamedTuple):
-    """A row's weights over blocks of ids [1, blocks], their total, and the ids left open (None = all)."""
-
-    sums: Float32
-    total: float
-    ids: Ids | None
 
 
 _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
@@ -344,15 +330,6 @@ def is_greedy(sampling: SamplingParams) -> bool:
 def inverse_temperature(sampling: SamplingParams) -> float:
     """What logits are multiplied by."""
     return 1.0 if is_greedy(sampling) else 1.0 / sampling.temperature
-
-
-def _log_sum(row: Float32) -> float:
-    peak = row.max()
-    return float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
-
-
-def _logprob(row: Float32, token: int, norm: float) -> float:
-    return min(0.0, float(row[token]) - norm)
 
 
 def _rank(row: Float32, token: int) -> int:

@@ -75,7 +75,6 @@ class Scheduler:
         self._arrivals = 0
         self._version = 0
         self._step: Step | None = None
-        self._on_device = False  # logits are
         self._begun: Drawing | None = None  # its tokens, when a device draws them
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
@@ -163,7 +162,6 @@ class Scheduler:
         assert step is not None, "no step is under way"
         step.took(seconds)
         self._kv.settle()
-        self._on_device = not isinstance(logits, np.ndarray)
         if step.draft:
             assert isinstance(logits, np.ndarray), "no device drafts"
             self._drafting.propose(step, logits)
@@ -347,7 +345,7 @@ class Scheduler:
             self._emit(sequence.request, sequence.chunk(self._version))
         if self._batcher.crowded or not self._cohort.takes(sequence):
             return
-        if self._sampler.plain(sequence.request.sampling, cut=self._on_device):
+        if self._sampler.plain(sequence.request.sampling):
             self._cohort.join(sequence, now)
 
     @staticmethod

@@ -25,17 +25,20 @@ _COMPILE_S = 120.0
 """The first run of the compiler in the ziglang wheel takes some seconds."""
 
 
-def compiled(name: str, sources: Sequence[Path]) -> Path:
-    """The shared library of these sources and headers for this machine. Raises OSError when it cannot be made."""
-    compiler = _compiler()
-    identity = " ".join([*compiler, *_FLAGS, _cpu_flags()]).encode() + b"".join(path.read_bytes() for path in sources)
+def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
+    """The shared library of these sources and headers for this machine. Raises OSError when it cannot be made.
+
+    flags: more than all have.
+    """
+    compiler = [*_compiler(), *_FLAGS, *flags]
+    identity = " ".join([*compiler, _cpu_flags()]).encode() + b"".join(path.read_bytes() for path in sources)
     target = _cache() / f"{name}-{xxhash.xxh3_64_hexdigest(identity)}.so"
     if target.is_file():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         files = [str(path) for path in sources if path.suffix == ".c"]
-        command = [*compiler, *_FLAGS, "-o", str(made), *files, *_LIBRARIES]
+        command = [*compiler, "-o", str(made), *files, *_LIBRARIES]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S)
         except subprocess.SubprocessError as error:

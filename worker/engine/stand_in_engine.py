@@ -59,7 +59,7 @@ class StandInSampler:
         """A token for every pick, by its place in its sequence."""
         return [Draw(1 + (p.seed + p.position * _STRIDE) % (self._limit - 1), _LOGPROB) for p in picks]
 
-    def plain(self, sampling: SamplingParams, *, cut: bool) -> bool:
+    def plain(self, sampling: SamplingParams) -> bool:
         """All is: nothing else than a token is ever given."""
         return True
 

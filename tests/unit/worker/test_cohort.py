@@ -63,6 +63,23 @@ def test_long_outputs_outlast_what_is_kept_of_them(rig: Callable[..., Any], stre
     assert len(together.results["2", 0].tokens) == 602
 
 
+def test_cut_requests_are_in_step_too_and_drawn_the_same(rig: Callable[..., Any]) -> None:
+    cuts = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "temperature": 0.7}, {"temperature": 0.0, "top_k": 3}, {}]
+
+    def use(replica: Any) -> None:
+        for number, cut in enumerate(cuts):
+            replica.add(str(number), [1 + number], max_tokens=30, seed=number, stream=number % 2 == 0, **cut)
+        for _ in range(5):
+            replica.step()
+        in_step.append(len(replica.scheduler._cohort))
+        replica.run()
+
+    in_step: list[int] = []
+    together, apart = _both(rig, {}, use)
+    assert in_step == [len(cuts), 0]
+    assert _said(together) == _said(apart)
+
+
 def test_what_stops_one_does_not_stop_another(rig: Callable[..., Any]) -> None:
     plain = rig()
     plain.add("a", [1, 2, 3], max_tokens=20, temperature=0.0)
