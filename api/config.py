@@ -205,6 +205,8 @@ class ServeOptions(BaseSettings):
     """fake is for tests of the service around the model, stand-in for measuring it."""
     speculative: Literal["off", "mtp"] = "off"
     """mtp: the checkpoint's own drafting layer proposes a token a step; the distribution stays the model's."""
+    deterministic: Literal["auto", "on", "off"] = "auto"
+    """on: a token's bits do not depend on what else is in its step. auto: where that costs nothing."""
     api_workers: int = Field(default=1, ge=1, le=32)
     """API processes behind the one port: more than one when it has no processor time left (docs/scaling.md)."""
     host: str = "127.0.0.1"
@@ -272,6 +274,7 @@ def compose(options: ServeOptions) -> ServeConfig:
         "device": options.device,
         "engine": options.engine,
         "speculative": options.speculative,
+        "deterministic": options.deterministic,
         "ranks_on_host": options.replicas * options.tp,
         "max_model_len": options.max_model_len,
     }

@@ -46,11 +46,23 @@ def server_info(service: Service) -> dict[str, Any]:
         "dtype": config.dtype,
         "weight_version": service.versions.live,
         "version": SERVER_VERSION,
+        "enable_deterministic_inference": deterministic(service),
         "internal_states": [
-            {"replica": r.index, "state": r.state, "weight_version": r.version, "running": service.fleet.load_of(r)}
+            {
+                "replica": r.index,
+                "state": r.state,
+                "weight_version": r.version,
+                "running": service.fleet.load_of(r),
+                "deterministic": r.stats.deterministic if r.stats else "",
+            }
             for r in service.fleet.replicas
         ],
     }
+
+
+def deterministic(service: Service) -> bool:
+    """Every replica has said that a token's bits do not depend on what else is in its step."""
+    return all(r.stats is not None and r.stats.deterministic == "on" for r in service.fleet.replicas)
 
 
 def world_size(service: Service) -> int:

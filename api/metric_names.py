@@ -22,6 +22,7 @@ GAUGES: Mapping[str, str] = {
     "replica_held_requests": "requests a paused or cleared replica keeps",
     "kv_blocks_used": "KV blocks in use",
     "kv_blocks": "KV blocks there are",
+    "deterministic": "1 while a token's bits do not depend on what else is in its step",
 }
 COUNTERS: Mapping[str, str] = {
     "retried_requests": "requests started over because their replica died or refused, unseen by their clients",

@@ -141,6 +141,7 @@ class Metrics(Collector):
             "replica_held_requests": [(r, r.stats and r.stats.held) for r in replicas],
             "kv_blocks_used": [(r, r.stats and r.stats.kv_blocks_used) for r in replicas],
             "kv_blocks": [(r, r.stats and r.stats.kv_blocks_total) for r in replicas],
+            "deterministic": [(r, r.stats and float(r.stats.deterministic == "on")) for r in replicas],
         }
         for name, found in values.items():
             family = GaugeMetricFamily(f"rollout_{name}", GAUGES[name], labels=("replica",))

@@ -73,6 +73,10 @@ class WorkerConfig(BaseModel):
     speculative: Literal["off", "mtp"] = "off"
     """mtp: the checkpoint's own drafting layer proposes a token a step; the distribution stays the model's."""
 
+    deterministic: Literal["auto", "on", "off"] = "auto"
+    """on: a token's logits have the same bits alone, among others, however its prompt is cut, from the prefix cache,
+    after a preemption and on another replica on the same kind of processor. auto: on where that costs nothing, which
+    /health says. off: whatever is fastest. See docs/numerics.md."""
     check_ranks: bool = False
     """After every step compare a digest of hidden state and norms over the ranks of a replica (debugging)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -252,6 +252,7 @@ class Stats(Message, tag="stats", frozen=True):
     released: tuple[Tag, ...] = ()  # what a `Clear` released and no `Reload` brought back
     kernels: str = ""  # what computes the steps: "compiled", "onednn", "paddle", "cuda"; "" = no model
     kernels_why: str = ""  # why not the fastest that a CPU has
+    deterministic: str = ""  # "on", or "off, because ..."; "" = not said yet
 
 
 FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain

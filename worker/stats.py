@@ -40,6 +40,7 @@ def of_scheduler(
         "block_size": spec.block_size,
         "kernels": spec.kernels.name,
         "kernels_why": spec.kernels.why,
+        "deterministic": str(spec.deterministic),
         "counters": {**scheduler.counters, **counters},
         "histograms": {} if samples is None else {**scheduler.drain_samples(), **samples},
     }

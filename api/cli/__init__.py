@@ -42,6 +42,9 @@ def serve(
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Served dtype. [float32]")] = None,
     device: Annotated[Literal["cpu", "gpu"] | None, typer.Option(help="Where ranks compute. [cpu]")] = None,
     speculative: Annotated[Literal["off", "mtp"] | None, typer.Option(help="Draft tokens. [off]")] = None,
+    deterministic: Annotated[
+        Literal["auto", "on", "off"] | None, typer.Option(help="Same bits in any batch. [auto: where it costs nothing]")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address. [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one. [8000]")] = None,
     api_workers: Annotated[int | None, typer.Option(help="API processes behind that port. [1]")] = None,
@@ -79,6 +82,7 @@ def serve(
         "dtype": dtype,
         "device": device,
         "speculative": speculative,
+        "deterministic": deterministic,
         "host": host,
         "port": port,
         "api_workers": api_workers,

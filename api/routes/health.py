@@ -83,6 +83,7 @@ def describe(service: Service) -> Health:
             reason=r.reason,
             kernels=r.stats.kernels if r.stats else "",
             kernels_why=r.stats.kernels_why if r.stats else "",
+            deterministic=r.stats.deterministic if r.stats else "",
         )
         for r in service.fleet.replicas
     ]

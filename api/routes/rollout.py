@@ -246,6 +246,7 @@ def _weights(service: Service) -> schema.WeightsResponse:
                 store=by_store.get(str(r.index)),
                 kernels=r.stats.kernels if r.stats else "",
                 kernels_why=r.stats.kernels_why if r.stats else "",
+                deterministic=r.stats.deterministic if r.stats else "",
             )
             for r in service.fleet.replicas
         ],

@@ -15,6 +15,8 @@ class ReplicaHealth(BaseModel):
     """What computes: compiled (full speed), onednn (no C compiler: half of it), paddle; empty until it has said so."""
     kernels_why: str = ""
     """Why a CPU does not run at full speed."""
+    deterministic: str = ""
+    """on: a token's bits do not depend on what else is in its step; else why not. Empty until it has said so."""
 
 
 class Health(BaseModel):

@@ -19,7 +19,7 @@ import xxhash
 
 log = logging.getLogger(__name__)
 
-_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-Wno-psabi"]
+_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-Wno-psabi"]
 _LIBRARIES = ["-lm"]
 _COMPILE_S = 120.0
 """The first run of the compiler in the ziglang wheel takes some seconds."""

@@ -1,74 +1,74 @@
 // Paged attention for a CPU: KV blocks are read where they lie, once per group of query heads.
 //
 // A job is one KV head of one tile: a few consecutive tokens of one sequence (one when decoding). Its rows are
-// the tile's tokens times the query heads of the group. A job of few rows is as fast as memory: while a block is worked
-// on, the next one is prefetched, across blocks, from keys to values, and from one job to the next. One of many rows
-// (prompts.h) is as fast as it computes.
+// the tile's tokens times the query heads of the group. A job of few rows is as fast as memory: while some cells are
+// worked on, the next ones are prefetched, across blocks, from keys to values, and from one job to the next. One of many
+// rows (prompts.h) is as fast as it computes. Both add up in one order, which the positions alone decide.
 
 #include "prompts.h"
 
 #define FEW 4
+#define CELLS 16  // whose scores are computed together, one in each lane
 
 // Inlined by force: gcc drops calls of a function that does nothing else.
-static inline INLINE void prefetch_cell(const void *base, int64_t at, int dim, int narrow) {
+static inline INLINE void prefetch_cells(const void *base, int64_t at, int dim, int narrow) {
     const char *p = (const char *)base + at * (narrow ? 2 : 4);
-    for (int i = 0; i < dim * (narrow ? 2 : 4); i += 64) __builtin_prefetch(p + i);
+    for (int i = 0; i < CELLS * dim * (narrow ? 2 : 4); i += 64) __builtin_prefetch(p + i);
 }
 
-// Scores of `cells` cells for a few rows: one dot product each.
-static inline INLINE void score_few(const Step *s, const float *q[], const int rows, int64_t block, int64_t following,
-                                    int cells, float *scores, int64_t stride, const int dim, const int narrow) {
-    for (int t = 0; t < cells; t++) {
-        prefetch_cell(s->keys, following + t * dim, dim, narrow);
-        f32x16 a[FEW];
-        for (int r = 0; r < rows; r++) a[r] = splat(0);
-        for (int c = 0; c < dim; c += 16) {
-            f32x16 k = load_any(s->keys, block + t * dim + c, narrow);
-            for (int r = 0; r < rows; r++) a[r] += load(q[r] + c) * k;
-        }
-        for (int r = 0; r < rows; r++) scores[r * stride + t] = sum(a[r]) * s->scale;
+// Keys of CELLS cells from `start` on, side by side; what lies in several blocks is brought together in `apart`.
+static inline INLINE const char *run_of_keys(const Step *s, int64_t sequence, int64_t kv_head, int64_t start, int64_t end,
+                                             char *apart, const int dim, const int narrow) {
+    const int64_t size = dim * (narrow ? 2 : 4);
+    if (s->block_size % CELLS == 0)
+        return (const char *)s->keys + cell_at(s, sequence, start, kv_head, dim) * (narrow ? 2 : 4);
+    for (int64_t at = start; at < start + CELLS; at++) {  // the last cell instead of those beyond it
+        int64_t cell = cell_at(s, sequence, at < end ? at : end - 1, kv_head, dim);
+        memcpy(apart + (at - start) * size, (const char *)s->keys + cell * (narrow ? 2 : 4), size);
     }
+    return apart;
 }
 
-// out += share * values of `cells` cells for a few rows, 64 elements of a head at a time.
-static inline INLINE void weigh_few(const Step *s, float *out[], const int rows, int64_t block, int64_t following,
-                                    int cells, const float *share, int64_t stride, const int dim, const int narrow) {
+// Scores of CELLS cells for a few rows, each added up along the head.
+static inline INLINE void score_few(const float *q[], const int rows, const char *keys, float *scores, float scale,
+                                    const int dim, const int narrow) {
+    const int64_t stride = dim * (narrow ? 2 : 4);
+    f32x16 a[FEW];
+    for (int r = 0; r < rows; r++) a[r] = splat(0);
+    for (int d = 0; d < dim; d += narrow ? 8 : 4) {
+        f32x16 words[4];
+        load_across(keys + d * (narrow ? 2 : 4), stride, words);
+        for (int i = 0; i < 4; i++)
+            for (int r = 0; r < rows; r++)
+                if (narrow) {
+                    a[r] = fused(splat(q[r][d + 2 * i]), first_of(words[i]), a[r]);
+                    a[r] = fused(splat(q[r][d + 2 * i + 1]), second_of(words[i]), a[r]);
+                } else
+                    a[r] = fused(splat(q[r][d + i]), words[i], a[r]);
+    }
+    for (int r = 0; r < rows; r++) *(f32x16 *)(scores + r * PANEL) = a[r] * scale;
+}
+
+// out += share * values of the cells [start, end), for a few rows, 64 elements of a head at a time.
+static inline INLINE void weigh_few(const Step *s, float *out[], const int rows, int64_t sequence, int64_t kv_head,
+                                    int64_t start, int64_t end, const float *share, const int dim, const int narrow) {
     for (int c = 0; c < dim; c += 64) {
         const int vectors = (dim - c < 64 ? dim - c : 64) / 16;
         f32x16 a[FEW][4];
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < vectors; i++) a[r][i] = load(out[r] + c + i * 16);
-        for (int t = 0; t < cells; t++) {
-            if (c == 0) prefetch_cell(s->values, following + t * dim, dim, narrow);
-            for (int i = 0; i < vectors; i++) {
-                f32x16 v = load_any(s->values, block + t * dim + c + i * 16, narrow);
-                for (int r = 0; r < rows; r++) a[r][i] += share[r * stride + t] * v;
-            }
+        for (int64_t at = start; at < end;) {
+            int64_t left = s->block_size - at % s->block_size, until = at + left < end ? at + left : end;
+            int64_t cell = cell_at(s, sequence, at, kv_head, dim) + c;
+            for (; at < until; at++, cell += dim)
+                for (int i = 0; i < vectors; i++) {
+                    f32x16 v = load_any(s->values, cell + i * 16, narrow);
+                    for (int r = 0; r < rows; r++) a[r][i] = fused(splat(share[r * PANEL + at - start]), v, a[r][i]);
+                }
         }
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < vectors; i++) *(f32x16 *)(out[r] + c + i * 16) = a[r][i];
     }
-}
-
-// In place; cells from `limit` to `cells` get weight 0. The row's memory goes on for 15 floats. A score that is no
-// number, and infinity, makes all weights no numbers: the largest may miss it, its exponential does not.
-static inline void softmax(float *row, int limit, int cells) {
-    f32x16 most = splat(row[0]);
-    int whole = limit / 16 * 16;
-    for (int i = 0; i < whole; i += 16) most = larger(load(row + i), most);
-    float largest = row[limit - 1];
-    for (int i = whole; i < limit; i++) largest = row[i] > largest ? row[i] : largest;
-    for (int lane = 0; lane < 16; lane++) largest = most[lane] > largest ? most[lane] : largest;
-    f32x16 total = splat(0);
-    for (int i = 0; i < cells; i += 16) {
-        f32x16 e = exp_negative(load(row + i) - largest);
-        if (i + 16 > limit)
-            for (int lane = 0; lane < 16; lane++) e[lane] = i + lane < limit ? e[lane] : 0;
-        *(f32x16 *)(row + i) = e;
-        total += e;
-    }
-    float share = 1 / sum(total);
-    for (int i = 0; i < cells; i += 16) *(f32x16 *)(row + i) *= share;
 }
 
 // The number of rows as a constant, so that their sums stay in registers.
@@ -84,42 +84,42 @@ static inline INLINE void few_rows(Step *s, int64_t index, float *scratch, const
     int64_t tile = index / s->kv_heads, kv_head = index % s->kv_heads;
     int64_t sequence = s->tile_sequence[tile], first = s->tile_first[tile];
     int group = s->heads / s->kv_heads, tokens = s->tile_tokens[tile], rows = tokens * group;
-    int size = s->block_size, cells = s->positions[first + tokens - 1] + 1, columns = (cells + size - 1) / size;
-    int64_t stride = columns * size + 16, next = index + 1 < s->tiles * s->kv_heads ? index + 1 : index;
-    int64_t ahead = block_at(s, s->tile_sequence[next / s->kv_heads], 0, next % s->kv_heads, dim);
-    float *sums = scratch, *scores = sums + rows * dim;
+    int64_t cells = s->positions[first + tokens - 1] + 1;
+    int64_t next = index + 1 < s->tiles * s->kv_heads ? index + 1 : index;
+    int64_t ahead = cell_at(s, s->tile_sequence[next / s->kv_heads], 0, next % s->kv_heads, dim);
+    float *sums = scratch, *scores = sums + rows * dim, most[rows], total[rows];
+    char apart[CELLS * dim * 4];
     const float *q[rows];
     float *out[rows];
     for (int r = 0; r < rows; r++) {
         q[r] = s->queries + ((first + r / group) * s->heads + kv_head * group + r % group) * dim;
         out[r] = sums + r * dim;
+        most[r] = -INFINITY, total[r] = 0;
         for (int c = 0; c < dim; c += 16) *(f32x16 *)(out[r] + c) = splat(0);
     }
-
-    for (int j = 0; j < columns; j++) {
-        int n = cells - j * size < size ? cells - j * size : size;
-        int64_t block = block_at(s, sequence, j, kv_head, dim);
-        int64_t following = j + 1 < columns ? block_at(s, sequence, j + 1, kv_head, dim) : block;
-        float *row = scores + j * size;
+    for (int64_t start = 0; start < cells; start += PANEL) {
+        int64_t end = start + PANEL < cells ? start + PANEL : cells;
+        for (int64_t at = start; at < end; at += CELLS) {
+            if (at + CELLS < end) prefetch_cells(s->keys, cell_at(s, sequence, at + CELLS, kv_head, dim), dim, narrow);
+            prefetch_cells(s->values, cell_at(s, sequence, at, kv_head, dim), dim, narrow);
+            const char *keys = run_of_keys(s, sequence, kv_head, at, end, apart, dim, narrow);
+            for (int r = 0; r < rows; r += FEW)
+                WITH_ROWS(rows - r, score_few(q + r, R, keys, scores + r * PANEL + at - start, s->scale, dim, narrow))
+        }
+        if (end < cells) prefetch_cells(s->keys, cell_at(s, sequence, end, kv_head, dim), dim, narrow);
+        else prefetch_cells(s->keys, ahead, dim, narrow);
+        for (int r = 0; r < rows; r++) {
+            float *row = scores + r * PANEL;
+            int64_t limit = s->positions[first + r / group] + 1, seen = limit - start, n = end - start;
+            if (s->hide_first && start == 0 && limit > 1) row[0] = -1e30f;
+            weigh_panel(row, seen < n ? seen : n, n, most + r, total + r, out[r], dim);
+        }
         for (int r = 0; r < rows; r += FEW)
-            WITH_ROWS(rows - r, score_few(s, q + r, R, block, following, n, row + r * stride, stride, dim, narrow))
-    }
-    for (int r = 0; r < rows; r++) {
-        int limit = s->positions[first + r / group] + 1;
-        if (s->hide_first && limit > 1) scores[r * stride] = -1e30f;
-        softmax(scores + r * stride, limit, cells);
-    }
-    for (int j = 0; j < columns; j++) {
-        int n = cells - j * size < size ? cells - j * size : size;
-        int64_t block = block_at(s, sequence, j, kv_head, dim);
-        int64_t following = j + 1 < columns ? block_at(s, sequence, j + 1, kv_head, dim) : ahead;
-        for (int r = 0; r < rows; r += FEW)
-            WITH_ROWS(rows - r, weigh_few(s, out + r, R, block, following, n, scores + r * stride + j * size, stride,
-                                          dim, narrow))
+            WITH_ROWS(rows - r, weigh_few(s, out + r, R, sequence, kv_head, start, end, scores + r * PANEL, dim, narrow))
     }
     for (int r = 0; r < rows; r++) {
         int64_t at = ((first + r / group) * s->heads + kv_head * group + r % group) * dim;
-        for (int c = 0; c < dim; c += 16) store_any(s->out, at + c, load(out[r] + c), narrow);
+        store_attended(s, at, out[r], total[r], dim, narrow);
     }
 }
 

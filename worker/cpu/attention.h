@@ -1,6 +1,8 @@
 // What `place` and `attend` share. Keys and values are [num_blocks, kv_heads, block_size, head_dim].
 #pragma once
 
+#include <string.h>
+
 #include "vectors.h"
 
 typedef struct {
@@ -31,4 +33,9 @@ typedef struct {
 static inline int64_t block_at(const Step *s, int64_t sequence, int64_t column, int64_t kv_head, int dim) {
     int64_t block = s->tables[sequence * s->table_width + column];
     return (block * s->kv_heads + kv_head) * s->block_size * dim;
+}
+
+// Element where a cell of a KV head begins.
+static inline int64_t cell_at(const Step *s, int64_t sequence, int64_t position, int64_t kv_head, int dim) {
+    return block_at(s, sequence, position / s->block_size, kv_head, dim) + position % s->block_size * dim;
 }

@@ -12,22 +12,53 @@ typedef struct {
     int64_t next_job;  // zero before a run
 } Norm;
 
-// Run on every thread of a team: RMS norm of every column.
+// Run on every thread of a team: RMS norm of every column. Squares are added up as `single` does for one token.
 void norm_columns(void *data) {
     Norm *s = data;
     int64_t job;
     while ((job = __atomic_fetch_add(&s->next_job, 16, __ATOMIC_RELAXED)) < s->columns) {
-        f32x16 squares = splat(0);
-        for (int64_t f = 0; f < s->features; f++) {
+        f32x16 squares[16];
+        for (int i = 0; i < 16; i++) squares[i] = splat(0);
+        int64_t f = 0;
+        for (; f + 16 <= s->features; f += 16)
+            for (int i = 0; i < 16; i++) {
+                f32x16 x = load(s->x + (f + i) * s->columns + job);
+                squares[i] = fused(x, x, squares[i]);
+            }
+        for (; f < s->features; f++) {
             f32x16 x = load(s->x + f * s->columns + job);
-            squares += x * x;
+            squares[f % 16] = fused(x, x, squares[f % 16]);
         }
-        f32x16 scale = inverse_root(squares / (float)s->features + s->eps);
-        for (int64_t f = 0; f < s->features; f++) {
+        f32x16 scale = inverse_root(sum_of(squares) / (float)s->features + s->eps);
+        for (f = 0; f < s->features; f++) {
             int64_t at = f * s->columns + job;
             store_any(s->out, at, load(s->x + at) * s->weight[f] * scale, s->narrow);
         }
     }
+}
+
+typedef struct {
+    const float *gate_up;  // [2 * features, columns]: gate's rows, then up's
+    const float *bias;     // [2 * features] or null
+    void *out;             // [features, columns], bfloat16 when narrow
+    int64_t features, columns, narrow;
+    int64_t next_job;  // zero before a run
+} Gate;
+
+// Run on every thread of a team: silu(gate) * up, of 16 columns or, when there is one column, of 16 features at once.
+void gate_columns(void *data) {
+    Gate *s = data;
+    const int64_t all = s->features * s->columns, job = 1024;
+    int64_t begin;
+    while ((begin = __atomic_fetch_add(&s->next_job, job, __ATOMIC_RELAXED)) < all)
+        for (int64_t at = begin; at < begin + job && at < all; at += 16) {
+            const int64_t f = at / s->columns, last = s->features - 16;
+            if (s->columns == 1 && at > last && last >= 0) at = last;  // the last run begins where it is whole
+            f32x16 gate = load(s->gate_up + at), up = load(s->gate_up + all + at);
+            if (s->bias && s->columns == 1) gate += load(s->bias + at), up += load(s->bias + s->features + at);
+            else if (s->bias) gate += s->bias[f], up += s->bias[s->features + f];
+            store_any(s->out, at, silu(gate) * up, s->narrow);
+        }
 }
 
 // 16 columns of one feature; all lanes the same when there is one column.
@@ -38,8 +69,8 @@ static inline f32x16 lanes(const Step *s, const float *rows, int64_t feature, in
 // Turn the rotary pair of elements i and j of a head.
 static inline void rotate(const Step *s, f32x16 *head, int i, int j, int pair, int64_t column) {
     f32x16 cos = lanes(s, s->cos, pair, column), sin = lanes(s, s->sin, pair, column), a = head[i], b = head[j];
-    head[i] = a * cos - b * sin;
-    head[j] = b * cos + a * sin;
+    head[i] = fused(a, cos, -(b * sin));
+    head[j] = fused(b, cos, a * sin);
 }
 
 // One head of 16 tokens: bias, norm and rotation where they belong, then to the query rows or into the cache.
@@ -53,7 +84,7 @@ static inline void place_head(const Step *s, int64_t index, int64_t column) {
     const float *norm = is_query ? s->q_norm : is_value ? 0 : s->k_norm;
     if (norm) {
         f32x16 squares = splat(0);
-        for (int d = 0; d < dim; d++) squares += head[d] * head[d];
+        for (int d = 0; d < dim; d++) squares = fused(head[d], head[d], squares);
         f32x16 scale = inverse_root(squares / (float)dim + s->eps);
         for (int d = 0; d < dim; d++) head[d] *= norm[d] * scale;
     }
@@ -85,4 +116,5 @@ void place(void *step) {
 
 // For the caller to see that it means the same structures.
 int64_t norm_bytes(void) { return sizeof(Norm); }
+int64_t gate_bytes(void) { return sizeof(Gate); }
 int64_t step_bytes(void) { return sizeof(Step); }

@@ -83,7 +83,7 @@ static inline INLINE void dots(const LowRank *s, const Factors *f, int64_t row, 
         for (int t = 0; t < count; t++) of_token[t] = load(x + t * s->width + k);
         for (int r = 0; r < rows; r++) {
             f32x16 a = of_row(f, s, row + r, k, narrow);
-            for (int t = 0; t < count; t++) sums[r][t] += a * of_token[t];
+            for (int t = 0; t < count; t++) sums[r][t] = fused(a, of_token[t], sums[r][t]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -123,7 +123,7 @@ static inline INLINE void outputs(const LowRank *s, const Factors *f, const int3
     for (int64_t r = 0; r < f->rank; r++)
         for (int i = 0; i < tiles; i++) {
             f32x16 b = load_any(f->b, at + i * step + r * 16, narrow);
-            for (int t = 0; t < count; t++) sums[i][t] += b * z[t * z_token + r];
+            for (int t = 0; t < count; t++) sums[i][t] = fused(b, splat(z[t * z_token + r]), sums[i][t]);
         }
     for (int t = 0; t < count; t++)
         for (int i = 0; i < tiles; i++) {

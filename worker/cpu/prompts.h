@@ -18,7 +18,7 @@ static inline void fill_panel(const Step *s, int64_t sequence, int64_t kv_head, 
                               float *values, const int dim) {
     for (int t = 0; t < n;) {
         int64_t at = start + t, offset = at % s->block_size, left = s->block_size - offset;
-        int64_t cell = block_at(s, sequence, at / s->block_size, kv_head, dim) + offset * dim;
+        int64_t cell = cell_at(s, sequence, at, kv_head, dim);
         for (int end = left < n - t ? t + left : n; t < end; t++, cell += dim)
             for (int c = 0; c < dim; c += 16) {
                 f32x16 k = load_any(s->keys, cell + c, s->narrow);
@@ -39,17 +39,21 @@ static inline INLINE void score_run(const float *const q[], const float *keys, f
         f32x16 k[SCORES];
         for (int i = 0; i < SCORES; i++) k[i] = load(keys + d * RUN_OF + i * 16);
         for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < SCORES; i++) a[r][i] += q[r][d] * k[i];
+            for (int i = 0; i < SCORES; i++) a[r][i] = fused(splat(q[r][d]), k[i], a[r][i]);
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < SCORES; i++) *(f32x16 *)(scores + r * PANEL + i * 16) = a[r][i] * scale;
 }
 
-// Scores to weights, in place: of the `seen` cells of a panel a row sees, at least one; the others of n weigh nothing.
+// Scores to weights, in place: of the `seen` cells of a panel a row sees; the others of n weigh nothing.
 // most, total: the row's largest score and sum of weights so far; sums: what it has of values. A score that is no
 // number, and infinity, makes the total no number: the largest may miss it, its exponential does not.
 static inline INLINE void weigh_panel(float *row, int seen, int n, float *most, float *total, float *sums,
                                       const int dim) {
+    if (seen <= 0) {
+        for (int i = 0; i < n; i++) row[i] = 0;
+        return;
+    }
     f32x16 above = splat(row[0]);
     int whole = seen / 16 * 16;
     for (int i = 0; i < whole; i += 16) above = larger(load(row + i), above);
@@ -73,6 +77,13 @@ static inline INLINE void weigh_panel(float *row, int seen, int n, float *most, 
     *total += sum(added);
 }
 
+// What a row's weights and values have come to, as a mean.
+static inline INLINE void store_attended(const Step *s, int64_t at, const float *sums, float total, const int dim,
+                                         int narrow) {
+    float share = 1 / total;
+    for (int c = 0; c < dim; c += 16) store_any(s->out, at + c, load(sums + c) * share, narrow);
+}
+
 // sums += weights * values of n cells, for WEIGHED rows.
 static inline INLINE void add_values(const float *weights, const float *values, int n, float *sums, const int dim) {
     for (int c = 0; c < dim; c += VALUES * 16) {
@@ -83,7 +94,7 @@ static inline INLINE void add_values(const float *weights, const float *values, 
         for (int t = 0; t < n; t++)
             for (int i = 0; i < vectors; i++) {
                 f32x16 v = load(values + t * dim + c + i * 16);
-                for (int r = 0; r < WEIGHED; r++) a[r][i] += weights[r * PANEL + t] * v;
+                for (int r = 0; r < WEIGHED; r++) a[r][i] = fused(splat(weights[r * PANEL + t]), v, a[r][i]);
             }
         for (int r = 0; r < WEIGHED; r++)
             for (int i = 0; i < vectors; i++) *(f32x16 *)(sums + r * dim + c + i * 16) = a[r][i];
@@ -115,15 +126,13 @@ static inline INLINE void many_rows_of(Step *s, int64_t index, float *scratch, c
             float *row = scores + r * PANEL;
             int64_t limit = s->positions[first + (r < rows ? r : rows - 1) / group] + 1, seen = limit - start;
             if (s->hide_first && start == 0 && limit > 1) row[0] = -1e30f;
-            if (seen > 0) weigh_panel(row, seen < n ? seen : n, n, most + r, total + r, sums + r * dim, dim);
-            else for (int i = 0; i < n; i++) row[i] = 0;
+            weigh_panel(row, seen < n ? seen : n, n, most + r, total + r, sums + r * dim, dim);
         }
         for (int r = 0; r < padded; r += WEIGHED) add_values(scores + r * PANEL, values, n, sums + r * dim, dim);
     }
     for (int r = 0; r < rows; r++) {
         int64_t at = ((first + r / group) * s->heads + kv_head * group + r % group) * dim;
-        float share = 1 / total[r];
-        for (int c = 0; c < dim; c += 16) store_any(s->out, at + c, load(sums + r * dim + c) * share, s->narrow);
+        store_attended(s, at, sums + r * dim, total[r], dim, s->narrow);
     }
 }
 

@@ -1,8 +1,10 @@
 // Products of a weight with the activations of a token or a few: what a step of few sequences is made of.
 //
-// Such a product is as fast as the weight can be read, so a run of rows is worked on together while the next
-// run is prefetched, and everything around it (RMS norm before; bias, gate or residual after) is done on the way.
-// columns is a multiple of 16. A run's rows are in the nearest cache when they meet tokens after the fourth.
+// Such a product is as fast as the weight can be read, so 16 rows are worked on together, one in each lane, while the
+// next ones are prefetched, and everything around it (RMS norm before; bias, gate or residual after) is done on the way.
+// A lane adds up along the columns in the order of oneDNN's product of many tokens: one after the other from zero, in
+// parts whose sums are added up. So a token has the same bits beside any number of others.
+// columns is a multiple of 16. 16 rows are in the nearest caches when they meet tokens after the first group.
 
 #include "vectors.h"
 
@@ -15,6 +17,7 @@ typedef struct {
     const void *x;        // [columns] for each token, bfloat16 when x_narrow
     float *y;             // [rows] for each token
     int64_t rows, columns, narrow, x_narrow, mode;  // x_narrow only when narrow
+    int64_t part;                            // columns that are added up before their sum is added to the others'
     int64_t tokens;                          // 1 to MOST
     int64_t x_step, x_token, y_step, y_token;  // elements from one to the next; x_step is 1, or 16 and x_token 1
     float eps, pad;
@@ -22,134 +25,155 @@ typedef struct {
     int64_t next_run, next_thread;  // counters, zero before a run
 } Single;
 
-#define RUN 4     // rows worked on together
+#define RUN 16    // rows worked on together
 #define CLAIM 32  // rows a thread takes at a time
-#define GROUP 4   // tokens worked on together
 #define MOST 8    // tokens
+#ifdef __AVX512F__
+#define GROUP 8  // tokens worked on together: their sums stay in the registers
+#else
+#define GROUP 2
+#endif
 
-// Products of RUN rows from `row` on with `count` tokens; the first of a run's groups prefetches the next run.
-static inline INLINE void products(const Single *s, const float *x, int64_t row, float y[RUN][MOST], const int count,
-                                   const int first, const int narrow) {
-    int64_t columns = s->columns, at = row * columns, ahead = at + RUN * columns;
-    f32x16 a[RUN][GROUP];
-    for (int r = 0; r < RUN; r++)
-        for (int t = 0; t < count; t++) a[r][t] = splat(0);
-    int c = 0;
-    for (; c + 32 <= columns; c += 32) {  // two vectors: a cache line of bfloat16
-        f32x16 x0[GROUP], x1[GROUP];
+// total += the products of four words of RUN rows, `at` bytes from their beginnings, with `count` tokens.
+static inline INLINE void add_words(const char *w, int64_t stride, const char *x, int64_t x_stride, int64_t at,
+                                    f32x16 total[], const int count, const int narrow) {
+    f32x16 words[4];
+    load_across(w + at, stride, words);
+    for (int i = 0; i < 4; i++)
         for (int t = 0; t < count; t++) {
-            x0[t] = load(x + t * columns + c);
-            x1[t] = load(x + t * columns + c + 16);
+            f32x16 there = splat(*(const float *)(x + t * x_stride + at + 4 * i));
+            total[t] = narrow ? fused_pairs(words[i], there, total[t]) : fused(words[i], there, total[t]);
         }
-        for (int r = 0; r < RUN; r++) {
-            if (first) {
-                const char *next = (const char *)s->weights + (ahead + r * columns + c) * (narrow ? 2 : 4);
-                __builtin_prefetch(next);
-                if (!narrow) __builtin_prefetch(next + 64);
-            }
-            f32x16 w0 = load_any(s->weights, at + r * columns + c, narrow);
-            f32x16 w1 = load_any(s->weights, at + r * columns + c + 16, narrow);
-            for (int t = 0; t < count; t++) {
-                a[r][t] += w0 * x0[t];
-                a[r][t] += w1 * x1[t];
-            }
+}
+
+// Products of RUN rows with `count` tokens; the first of a run's groups prefetches the next run.
+static inline INLINE void products(const Single *s, const char *x, int64_t row, f32x16 y[], const int count,
+                                   const int first, const int narrow) {
+    const int64_t size = narrow ? 2 : 4, stride = s->columns * size, part = s->part * size;
+    const char *w = (const char *)s->weights + row * stride, *ahead = w + RUN * stride;
+    for (int64_t start = 0; start < stride; start += part) {
+        int64_t end = start + part < stride ? start + part : stride, at = start;
+        f32x16 a[GROUP];
+        for (int t = 0; t < count; t++) a[t] = splat(0);
+        for (; at + 64 <= end; at += 64) {  // a cache line of each row
+            if (first)
+                for (int r = 0; r < RUN; r++) __builtin_prefetch(ahead + r * stride + at);
+            for (int i = 0; i < 64; i += 16) add_words(w, stride, x, stride, at + i, a, count, narrow);
         }
+        for (; at < end; at += 16) add_words(w, stride, x, stride, at, a, count, narrow);
+        for (int t = 0; t < count; t++) y[t] = start ? a[t] + y[t] : a[t];
     }
-    for (; c < columns; c += 16)
-        for (int r = 0; r < RUN; r++) {
-            f32x16 w = load_any(s->weights, at + r * columns + c, narrow);
-            for (int t = 0; t < count; t++) a[r][t] += w * load(x + t * columns + c);
+}
+
+// Of a matrix of fewer than RUN rows: the same for one row, in the first lane.
+static float product(const Single *s, const char *x, int64_t row) {
+    const int64_t size = s->narrow ? 2 : 4, stride = s->columns * size, part = s->part * size;
+    const char *w = (const char *)s->weights + row * stride;
+    f32x16 y = splat(0);
+    for (int64_t start = 0; start < stride; start += part) {
+        f32x16 a = splat(0);
+        for (int64_t at = start; at < start + part && at < stride; at += 4) {
+            f32x16 word = splat(*(const float *)(w + at)), there = splat(*(const float *)(x + at));
+            a = s->narrow ? fused_pairs(word, there, a) : fused(word, there, a);
         }
-    for (int r = 0; r < RUN; r++)
-        for (int t = 0; t < count; t++) y[r][t] = sum(a[r][t]) + (s->bias ? s->bias[row + r] : 0);
+        y = start ? a + y : a;
+    }
+    return y[0];
 }
 
-// The last rows, fewer than RUN.
-static inline float product(const Single *s, const float *x, int64_t row, int narrow) {
-    f32x16 a = splat(0);
-    for (int c = 0; c < s->columns; c += 16) a += load_any(s->weights, row * s->columns + c, narrow) * load(x + c);
-    return sum(a) + (s->bias ? s->bias[row] : 0);
-}
-
-static inline INLINE void rows(const Single *s, const float *x, int64_t row, int count, float y[RUN][MOST],
+// Rows [row, row + RUN), those that there are, with all tokens.
+static inline INLINE void rows(const Single *s, const char *x, int64_t row, int64_t all, f32x16 y[MOST],
                                const int narrow) {
-    if (count < RUN) {
-        for (int r = 0; r < count; r++)
-            for (int t = 0; t < s->tokens; t++) y[r][t] = product(s, x + t * s->columns, row + r, narrow);
-        return;
-    }
-    for (int t = 0; t < s->tokens; t += GROUP) {
-        float (*out)[MOST] = (float (*)[MOST])(&y[0][t]);
-        const float *from = x + t * s->columns;
-        switch (s->tokens - t) {
-            case 1: products(s, from, row, out, 1, t == 0, narrow); break;
-            case 2: products(s, from, row, out, 2, t == 0, narrow); break;
-            case 3: products(s, from, row, out, 3, t == 0, narrow); break;
-            default: products(s, from, row, out, GROUP, t == 0, narrow);
+    const int64_t stride = s->columns * (narrow ? 2 : 4);
+    if (all < RUN)
+        for (int t = 0; t < s->tokens; t++)
+            for (int r = 0; r < all; r++) y[t][r] = product(s, x + t * stride, row + r);
+    else
+        for (int t = 0; t < s->tokens; t += GROUP) {
+            const char *from = x + t * stride;
+            switch (s->tokens - t) {
+                case 1: products(s, from, row, y + t, 1, t == 0, narrow); break;
+#if GROUP > 2
+                case 2: products(s, from, row, y + t, 2, t == 0, narrow); break;
+                case 3: products(s, from, row, y + t, 3, t == 0, narrow); break;
+                case 4: products(s, from, row, y + t, 4, t == 0, narrow); break;
+                case 5: products(s, from, row, y + t, 5, t == 0, narrow); break;
+                case 6: products(s, from, row, y + t, 6, t == 0, narrow); break;
+                case 7: products(s, from, row, y + t, 7, t == 0, narrow); break;
+#endif
+                default: products(s, from, row, y + t, GROUP, t == 0, narrow);
+            }
         }
-    }
+    if (s->bias)
+        for (int t = 0; t < s->tokens; t++)
+            for (int r = 0; r < RUN && r < all; r++) y[t][r] += s->bias[row + r];
 }
 
-static inline INLINE void work(Single *s, const float *x, const int narrow) {
+static inline INLINE void work(Single *s, const char *x, const int narrow) {
     int64_t claim;
     while ((claim = __atomic_fetch_add(&s->next_run, CLAIM, __ATOMIC_RELAXED)) < s->rows)
         for (int64_t row = claim; row < claim + CLAIM && row < s->rows; row += RUN) {
-            int count = s->rows - row < RUN ? s->rows - row : RUN;
-            float y[RUN][MOST], up[RUN][MOST];
-            rows(s, x, row, count, y, narrow);
-            if (s->mode == GATED) rows(s, x, s->rows + row, count, up, narrow);
-            for (int r = 0; r < count; r++)
-                for (int t = 0; t < s->tokens; t++) {
-                    float *to = s->y + (row + r) * s->y_step + t * s->y_token, v = y[r][t];
-                    if (s->mode == SET) *to = v;
-                    else if (s->mode == ADD) *to += v;
-                    else *to = v / (1 + expf(-v)) * up[r][t];
-                }
+            // The last run begins where it is whole: some of its rows are done already.
+            int64_t begin = row + RUN <= s->rows || s->rows < RUN ? row : s->rows - RUN;
+            int64_t end = row + RUN < s->rows ? row + RUN : s->rows;
+            f32x16 y[MOST], up[MOST];
+            rows(s, x, begin, s->rows, y, narrow);
+            if (s->mode == GATED) {
+                rows(s, x, s->rows + begin, s->rows, up, narrow);
+                for (int t = 0; t < s->tokens; t++) y[t] = silu(y[t]) * up[t];
+            }
+            for (int t = 0; t < s->tokens; t++) {
+                float *to = s->y + t * s->y_token;
+                if (s->mode == ADD) for (int64_t r = row; r < end; r++) to[r * s->y_step] += y[t][r - begin];
+                else for (int64_t r = row; r < end; r++) to[r * s->y_step] = y[t][r - begin];
+            }
         }
 }
 
-// One token's activations, which lie side by side.
-static void prepare_row(const Single *s, int64_t at, float *made) {
+// One token's activations, which lie side by side, as the product reads them: bfloat16 beside bfloat16 weights.
+static void prepare_row(const Single *s, int64_t at, char *made) {
     float scale = 1;
     if (s->norm) {
         f32x16 squares = splat(0);
-        for (int c = 0; c < s->columns; c += 16) {
+        for (int64_t c = 0; c < s->columns; c += 16) {
             f32x16 x = load_any(s->x, at + c, s->x_narrow);
-            squares += x * x;
+            squares = fused(x, x, squares);
         }
-        scale = 1 / sqrtf(sum(squares) / s->columns + s->eps);
+        scale = 1 / sqrtf(sum(squares) / (float)s->columns + s->eps);
     }
-    for (int c = 0; c < s->columns; c += 16) {
+    for (int64_t c = 0; c < s->columns; c += 16) {
         f32x16 x = load_any(s->x, at + c, s->x_narrow);
         if (s->norm) x = x * load(s->norm + c) * scale;
-        *(f32x16 *)(made + c) = s->narrow ? widened(rounded(x)) : x;
+        store_any(made, c, x, s->narrow);
     }
 }
 
 // All tokens' activations, a token in each lane, turned over.
-static void prepare_lanes(const Single *s, float *made) {
+static void prepare_lanes(const Single *s, char *made) {
     const float *x = s->x;
     f32x16 scale = splat(1);
     if (s->norm) {
-        f32x16 squares = splat(0);
-        for (int64_t c = 0; c < s->columns; c++) squares += load(x + c * 16) * load(x + c * 16);
-        scale = inverse_root(squares / (float)s->columns + s->eps);
+        f32x16 squares[16];
+        for (int i = 0; i < 16; i++) squares[i] = splat(0);
+        for (int64_t c = 0; c < s->columns; c++) squares[c % 16] = fused(load(x + c * 16), load(x + c * 16), squares[c % 16]);
+        scale = inverse_root(sum_of(squares) / (float)s->columns + s->eps);
     }
     for (int64_t c = 0; c < s->columns; c++) {
         f32x16 v = load(x + c * 16);
         if (s->norm) v = v * s->norm[c] * scale;
-        if (s->narrow) v = widened(rounded(v));
-        for (int t = 0; t < s->tokens; t++) made[t * s->columns + c] = v[t];
+        u32x16 bits = s->narrow ? rounded(v) : (u32x16)v;
+        for (int t = 0; t < s->tokens; t++)
+            if (s->narrow) ((uint16_t *)made)[t * s->columns + c] = bits[t];
+            else ((uint32_t *)made)[t * s->columns + c] = bits[t];
     }
 }
 
-// x as the product reads it. Every thread makes its own: cheaper than waiting for another to do it. Beside
-// bfloat16 weights x is rounded to bfloat16, as it is for steps of more tokens: a step's size must not show.
-static const float *prepared(Single *s) {
-    if (s->tokens == 1 && s->x_step == 1 && !s->norm && !s->narrow) return s->x;
-    float *made = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * s->columns * MOST;
+// x as the product reads it. Every thread makes its own: cheaper than waiting for another to do it.
+static const char *prepared(Single *s) {
+    if (s->tokens == 1 && s->x_step == 1 && !s->norm && s->x_narrow == s->narrow) return s->x;
+    char *made = (char *)(s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * s->columns * MOST);
     if (s->x_step == 1)
-        for (int t = 0; t < s->tokens; t++) prepare_row(s, t * s->x_token, made + t * s->columns);
+        for (int t = 0; t < s->tokens; t++) prepare_row(s, t * s->x_token, made + t * s->columns * (s->narrow ? 2 : 4));
     else
         prepare_lanes(s, made);
     return made;
@@ -158,7 +182,7 @@ static const float *prepared(Single *s) {
 // Run on every thread of a team.
 void single(void *data) {
     Single *s = data;
-    const float *x = prepared(s);
+    const char *x = prepared(s);
     s->narrow ? work(s, x, 1) : work(s, x, 0);
 }
 

@@ -123,6 +123,19 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Deterministic:
+    """Whether a token's logits have the same bits whatever else is in its step, and however what comes before it was
+    computed. why: what stands in the way.
+    """
+
+    on: bool = False
+    why: str = "this engine does not promise it"
+
+    def __str__(self) -> str:
+        return "on" if self.on else f"off, because {self.why}"
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What the scheduler, and whoever asks, needs to know of an engine."""
 
@@ -133,6 +146,7 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...] = ()
     """Of the checkpoint's files (`worker.end_tokens`), which no engine reads: given by whoever makes the scheduler."""
     kernels: Kernels = Kernels()
+    deterministic: Deterministic = Deterministic()
 
 
 class Interrupted(Exception):

@@ -14,7 +14,7 @@ from weight_manager.families import decoder_spec
 from weight_manager.manifest import ITEMSIZE, Manifest
 from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, Adapters, Float32, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, Adapters, Deterministic, Float32, ForwardBatch, Kernels, never
 from worker.engine.sizes import engine_spec
 from worker.memory import memory_of_machine
 from worker.models import collectives
@@ -56,21 +56,25 @@ class PaddleEngine:
         if reason is None:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
+            sizes, how = (length, tokens), config.deterministic
             self._backend = OneDnnBackend(
-                model, self._shard, tp_group, manifest.dtype, length, tokens, sites=sites, drafts=drafts
+                model, self._shard, tp_group, manifest.dtype, *sizes, sites=sites, drafts=drafts, deterministic=how
             )
             self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
-            kernels = self._backend.kernels
+            kernels, deterministic = self._backend.kernels, self._backend.deterministic
         else:
+            if config.deterministic == "on":
+                raise ValueError(f"deterministic on: Paddle's own kernels compute here ({reason})")
             self._backend = PaddleBackend(
                 model, self._shard, tp_group, self.spec.max_model_len, sites=sites, drafts=drafts
             )
-            kernels = Kernels("paddle", reason)
+            kernels, deterministic = Kernels("paddle", reason), Deterministic(False, "Paddle's own kernels compute")
             if manifest.dtype != "float32":
                 log.warning("weights are cast to float32: %s", reason)
         self.adapters: Adapters | None = AdapterTable(sites, self._backend.low_rank)
         log.log(logging.WARNING if kernels.why else logging.INFO, "kernels: %s", kernels)
-        self.spec = replace(self.spec, kernels=kernels)
+        log.info("deterministic: %s", deterministic)
+        self.spec = replace(self.spec, kernels=kernels, deterministic=deterministic)
         if config.num_blocks is None:
             hidden = 4 * model.hidden_size if drafts else 0
             heads = -(-model.kv_heads // config.tp)  # the most that any rank has: all must come to the same number

@@ -27,12 +27,22 @@ class _Norm(ctypes.Structure):
     ]
 
 
+class _Gate(ctypes.Structure):
+    """`Gate` of columns.c."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("gate_up", "bias", "out")),
+        *((name, _Int) for name in ("features", "columns", "narrow", "next_job")),
+    ]
+
+
 class CompiledProgram(Program):
     """`Program` of 1 token or a multiple of 16; head_dim is a multiple of 16."""
 
     def __init__(self, parts: Parts, tokens: int, native: Native, attend: NativeAttention) -> None:
         super().__init__(parts, tokens)
         assert native.number("norm_bytes") == ctypes.sizeof(_Norm)
+        assert native.number("gate_bytes") == ctypes.sizeof(_Gate)
         self._native, self._attend = native, attend
 
     def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
@@ -65,6 +75,28 @@ class CompiledProgram(Program):
 
         self._steps.append(step)
         return h
+
+    def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
+        """silu(gate) * up, from one product."""
+        both = gate_up.weight.shape[0]
+        products, made = self._buffer("gate_up", both), self._buffer("gated", both // 2, self._compute)
+        self.linear(gate_up.weight, h, products)
+        self._adapt(gate_up.weight, h, products)
+        call = _Gate(
+            gate_up=products.ctypes.data,
+            out=made.ctypes.data,
+            features=both // 2,
+            columns=self._tokens,
+            narrow=self._compute == np.uint16,
+        )
+        run, kernel, address = self._native.run, self._native.address("gate_columns"), ctypes.addressof(call)
+
+        def step() -> None:
+            call.bias, call.next_job = gate_up.bias and gate_up.bias.address, 0
+            run(kernel, address)
+
+        self._steps.append(step)
+        return made
 
     def attention(
         self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None

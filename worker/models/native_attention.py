@@ -18,7 +18,7 @@ _TILE_ROWS = 192
 turning keys over, is to be little beside computing, and all that a core works on is to stay in its cache."""
 _TILE_TOKENS = 64
 _FEW_ROWS, _SPARE_ROWS = 8, 8
-"""Rows of a job whose scores are kept whole, at most; rows that other jobs are rounded up by, at most."""
+"""Rows of a job that reads keys and values where they lie, at most; rows that other jobs are rounded up by, at most."""
 
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -87,12 +87,10 @@ class NativeAttention:
         step.positions, step.slots = batch.positions.ctypes.data, batch.slots.ctypes.data
         step.tokens, step.tiles = len(batch.token_ids), len(tiles[0])
         step.tile_sequence, step.tile_first, step.tile_tokens = (array.ctypes.data for array in tiles)
-        # Few rows: each one's sums and all its scores, which a vector may run past. Many: see prompts.h.
-        width, panel = (int(batch.context_lens.max()) // kv.block_size + 1) * kv.block_size + 16, self._panel
-        rows = int(tiles[2].max()) * group
-        few = min(rows, _FEW_ROWS) * (width + step.dim)
-        many = 2 * panel * step.dim + (rows + _SPARE_ROWS) * (panel + step.dim + 2) if rows > _FEW_ROWS else 0
-        step.scratch_stride = max(few, many)
+        # Each row's sums, and its scores of a panel. Of many rows, a panel of keys and values too: see prompts.h.
+        rows, panel = int(tiles[2].max()) * group, self._panel
+        shared = 2 * panel * step.dim if rows > _FEW_ROWS else 0
+        step.scratch_stride = shared + (rows + _SPARE_ROWS) * (panel + step.dim + 2)
         if self._scratch.size < step.scratch_stride * self._native.threads:
             self._scratch = np.empty(step.scratch_stride * self._native.threads, np.float32)
         step.scratch = self._scratch.ctypes.data

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,21 +11,22 @@ import numpy.typing as npt
 from weight_manager.families.spec import DecoderSpec
 from weight_manager.manifest import Dtype
 from worker.cpu import mkl, native, onednn
-from worker.engine.base import Float32, ForwardBatch, Kernels, never
+from worker.engine.base import Deterministic, Float32, ForwardBatch, Kernels, never
 from worker.models import collectives
 from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import draft_hidden, hidden
+from worker.models.few_product import MOST, part_of_onednn
 from worker.models.kv_blocks import KvBlocks, slots_before
 from worker.models.low_rank import LowRank, NativeLowRank, PlainLowRank, Site
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
 from worker.models.onednn_program import Buffers, Parts, Program, Rows
-from worker.models.onednn_weights import BoundWeights
+from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.plain_program import PlainProgram
 from worker.models.rope import rope_table
 from worker.models.shard import Shard
-from worker.models.single_program import MOST, SingleProgram, fits
+from worker.models.single_program import SingleProgram, fits
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +62,19 @@ def compiled_kernels(head_dim: int) -> tuple[native.Native | None, str]:
         return None, next((line for line in lines if "error:" in line), lines[0])
 
 
-def padded(tokens: int) -> int:
+def padded(tokens: int, alone: int = 1) -> int:
     """Columns computed for so many tokens. A vector has 16 lanes, so fewer columns would save nothing (few tokens have
     products of their own, see `single_program`); and every distinct number costs some 20 ms once, for recording and
-    for generated code.
+    for generated code. alone: those of one token.
     """
-    step = 1 if tokens == 1 else 16 if tokens <= 256 else 64
+    step = alone if tokens == 1 else 16 if tokens <= 256 else 64
     return -(-tokens // step) * step
 
 
 class OneDnnBackend:
     """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. sites: where
-    adapters may act. drafts: whether the drafting layer is used.
+    adapters may act. drafts: whether the drafting layer is used. deterministic: see `WorkerConfig`; raises ValueError
+    where it is asked for and cannot be.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class OneDnnBackend:
         *,
         sites: Sequence[Site] = (),
         drafts: bool = False,
+        deterministic: Literal["auto", "on", "off"] = "auto",
     ) -> None:
         self._drafts = drafts
         self.asked: Callable[[], bool] = never  # whether a step is to be given up
@@ -93,9 +96,13 @@ class OneDnnBackend:
         self.residual: Rows = np.zeros((spec.hidden_size, 0), np.float32)
         self._dnn = onednn.load()
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
-        self._experts = RoutedExperts(self._dnn, self._weights, shard, padded)
         self._native, why = compiled_kernels(spec.head_dim)
         self.kernels = Kernels("onednn" if why else "compiled", why)
+        self._few = self._native is not None and fits(spec, shard)
+        self.deterministic, self._alone = self._in_one_order(deterministic), 1
+        if self.deterministic.on and not self._same_few():
+            self._few, self._alone = False, 16
+        self._experts = RoutedExperts(self._dnn, self._weights, shard, self._columns)
         self._parts = Parts(
             self._dnn,
             spec,
@@ -113,7 +120,6 @@ class OneDnnBackend:
             self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
         self._cos, self._sin = rope_table(spec.rope, max_len)
         self._kv: KvBlocks | None = None
-        self._few = self._native is not None and fits(spec, shard)
         self.low_rank: LowRank = (
             NativeLowRank(self._native, sites, narrow=dtype == "bfloat16") if self._native else PlainLowRank(sites)
         )
@@ -172,7 +178,35 @@ class OneDnnBackend:
 
     def form(self, tokens: int) -> tuple[int, bool]:
         """Columns of the program for so many tokens, and whether it is the one for few."""
-        return padded(tokens), self._few and tokens <= MOST
+        return self._columns(tokens), self._few and tokens <= MOST
+
+    def _columns(self, tokens: int) -> int:
+        return padded(tokens, self._alone)
+
+    def _in_one_order(self, asked: Literal["auto", "on", "off"]) -> Deterministic:
+        if asked == "off":
+            return Deterministic(False, "it is turned off")
+        if self._native is None:
+            if asked == "on":
+                raise ValueError(f"deterministic on: it needs the compiled kernels, and {self.kernels.why}")
+            return Deterministic(False, self.kernels.why)
+        if asked == "auto" and not self._same_few():
+            return Deterministic(False, "one sequence alone would be slower; `deterministic on` has it nevertheless")
+        return Deterministic(True)
+
+    def _same_few(self) -> bool:
+        """Few tokens' products are ours, and have the bits of oneDNN's."""
+        if self._native is None or not self._few:
+            return False
+        shapes = {
+            s for name, s in self._shard.shapes.items() if len(s) == 2 and not name.endswith("mtp_linear_proj.0.weight")
+        }
+        return all(self._part(shape) is not None for shape in shapes)
+
+    def _part(self, shape: tuple[int, ...]) -> int | None:
+        assert self._native is not None
+        narrow = self._weights.matrix_dtype == np.uint16
+        return part_of_onednn(self._native, self._dnn, shape[0], shape[1], narrow=narrow)
 
     def _run(self, program: Program, batch: ForwardBatch, kv: KvBlocks) -> None:
         if isinstance(program, SingleProgram):
@@ -203,8 +237,11 @@ class OneDnnBackend:
             return PlainProgram(parts, columns, self._attention)
         assert self._native is not None
         if few:
-            return SingleProgram(parts, columns, self._native, self._attention)
+            return SingleProgram(parts, columns, self._native, self._attention, self._part_of)
         return CompiledProgram(parts, columns, self._native, self._attention)
+
+    def _part_of(self, weight: NamedSlot) -> int:
+        return self._part(weight.shape) or weight.shape[1]
 
     def _record(self, columns: int, few: bool, adapted: bool) -> tuple[Program, Rows]:
         program = self._new_program(self._adapted_parts if adapted else self._parts, columns, few)

@@ -1,6 +1,5 @@
 """The program of a step of few tokens: compiled products that read each weight once at the memory's speed."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,30 +8,15 @@ from weight_manager.families.spec import DecoderSpec
 from worker.cpu.native import Native
 from worker.cpu.onednn import SUM, PostOp
 from worker.models.compiled_program import CompiledProgram
+from worker.models.few_product import ADD, GATED, SET, FewProduct, recorded
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Parts, Rows
 from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
 from worker.models.weights import Linear
 
-MOST = 8
-"""Tokens; more are as fast through oneDNN's products."""
-_SET, _ADD, _GATED = 0, 1, 2
-_Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
-
-
-class _Single(ctypes.Structure):
-    """`Single` of single.c."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("weights", "bias", "norm", "x", "y")),
-        *((name, _Int) for name in ("rows", "columns", "narrow", "x_narrow", "mode", "tokens")),
-        *((name, _Int) for name in ("x_step", "x_token", "y_step", "y_token")),
-        ("eps", ctypes.c_float),
-        ("pad", ctypes.c_float),
-        ("scratch", _Pointer),
-        *((name, _Int) for name in ("next_run", "next_thread")),
-    ]
+PartOf = Callable[[NamedSlot], int]
+"""Columns in a part of the product with this weight, see `few_product`."""
 
 
 def fits(spec: DecoderSpec, shard: Shard) -> bool:
@@ -48,10 +32,10 @@ class SingleProgram(CompiledProgram):
     Activations stay float32; RMS norms are done by their readers.
     """
 
-    def __init__(self, parts: Parts, columns: int, native: Native, attend: NativeAttention) -> None:
+    def __init__(self, parts: Parts, columns: int, native: Native, attend: NativeAttention, part_of: PartOf) -> None:
         super().__init__(parts, columns, native, attend)
         self.count = 1
-        assert native.number("single_bytes") == ctypes.sizeof(_Single)
+        self._part_of = part_of
         self._compute = np.dtype(np.float32)
         self._to_norm: dict[int, tuple[Rows, NamedSlot]] = {}
         self._written: dict[int, Rows] = {}  # what stands for x normed, where somebody else than a product reads it
@@ -68,14 +52,14 @@ class SingleProgram(CompiledProgram):
     def linear(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
         """dst = weight @ src, or added to it."""
         assert not post or list(post) == [SUM]
-        self._product(_ADD if post else _SET, weight, None, src, dst)
+        self._product(ADD if post else SET, weight, None, src, dst)
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
         """silu(gate) * up."""
         if self._adapters is not None:
-            return self._gated_apart(h, gate_up)
+            return super().gated(h, gate_up)
         made = self._buffer("gated", gate_up.weight.shape[0] // 2)
-        self._product(_GATED, gate_up.weight, gate_up.bias, h, made)
+        self._product(GATED, gate_up.weight, gate_up.bias, h, made)
         return made
 
     def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:
@@ -83,47 +67,6 @@ class SingleProgram(CompiledProgram):
 
     def _product(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> None:
         x, norm = self._to_norm.get(id(src), (src, None))
-        columns = weight.shape[1]
-        scratch = np.empty(columns * MOST * self._native.threads, np.float32)
-        (x_step, x_token), (y_step, y_token) = _steps(x), _steps(dst)
-        if self._tokens == 1:
-            x_step, y_step = 1, 1
-        call = _Single(
-            x=x.ctypes.data,
-            y=dst.ctypes.data,
-            rows=len(dst),
-            columns=columns,
-            narrow=weight.dtype == np.uint16,
-            x_narrow=x.dtype == np.uint16,
-            mode=mode,
-            x_step=x_step,
-            x_token=x_token,
-            y_step=y_step,
-            y_token=y_token,
-            eps=self._spec.eps,
-            scratch=scratch.ctypes.data,
-        )
-        self._steps.append(self._run(call, weight, bias, norm, (x, dst, scratch)))
-
-    def _run(
-        self, call: _Single, weight: NamedSlot, bias: NamedSlot | None, norm: NamedSlot | None, kept: object
-    ) -> Callable[[], None]:
-        run, kernel, address = self._native.run, self._native.address("single"), ctypes.addressof(call)
-
-        def step(_: object = kept) -> None:
-            # Where the weights lie changes when others are bound.
-            call.weights = weight.address
-            if bias is not None:
-                call.bias = bias.address
-            if norm is not None:
-                call.norm = norm.address
-            call.next_run = call.next_thread = 0
-            call.tokens = self.count
-            run(kernel, address)
-
-        return step
-
-
-def _steps(array: Rows) -> list[int]:
-    """Elements from one to the next along each axis."""
-    return [stride // array.itemsize for stride in array.strides]
+        part, narrow = self._part_of(weight), weight.dtype == np.uint16
+        product = FewProduct(self._native, mode, weight.shape[1], part, x, dst, narrow=narrow, eps=self._spec.eps)
+        self._steps.append(recorded(product, lambda: self.count, weight, bias, norm))

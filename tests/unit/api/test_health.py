@@ -27,6 +27,19 @@ async def test_which_kernels_run_is_said_and_why_not_the_fastest(client, replica
     assert said == [("onednn", "no C compiler")] * len(replicas)
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/rollout/weights"])
+async def test_whether_bits_depend_on_the_batch_is_said(client, replicas, path):
+    assert len(replicas) == 2
+    said = [replica["deterministic"] for replica in (await client.get(path)).json()["replicas"]]
+    assert said == ["on", "off, because of the test"]
+    info = (await client.get("/get_server_info")).json()
+    assert info["enable_deterministic_inference"] is False
+    assert [state["deterministic"] for state in info["internal_states"]] == said
+    metrics = (await client.get("/metrics")).text
+    assert 'rollout_deterministic{replica="0"} 1.0' in metrics
+    assert 'rollout_deterministic{replica="1"} 0.0' in metrics
+
+
 async def test_paused_is_ready_since_requests_are_held(client):
     await client.post("/v1/rollout/pause")
     assert await codes(client) == [200, 200, 200]

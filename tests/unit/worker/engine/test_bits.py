@@ -1,0 +1,129 @@
+"""A token's logits have the same bits alone, among others, in a prompt however it is cut, and decoded."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from worker.cpu import native, onednn
+from worker.models import few_product
+from worker.models.few_product import MOST, part_of_onednn
+
+FAMILIES = sorted(path.name for path in (Path(__file__).parents[3] / "fixtures" / "models").iterdir())
+LENGTH = 150
+"""Tokens: more than a panel of attention has cells, and no multiple of anything."""
+
+bitwise = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+compiled = pytest.mark.parametrize("backend", ["native"], indirect=True)
+
+
+def engine_of(model, **settings):
+    return model.engine(
+        **{"max_batch": 70, "max_model_len": 256, "block_size": 16, "num_blocks": 900, "deterministic": "on"} | settings
+    )
+
+
+def sequences(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 96, LENGTH).tolist() for _ in range(count)]
+
+
+def bits(run, sequence=0):
+    return run.all_logits(sequence).view(np.uint32)
+
+
+def decoded_alone(feeder, engine, ids):
+    """One token a step, from the first on."""
+    run = feeder(engine, [ids])
+    for _ in ids:
+        run.step({0: 1})
+    return bits(run)
+
+
+def chunked(feeder, engine, ids, rng):
+    run = feeder(engine, [ids], seed=int(rng.integers(1 << 30)))
+    while run.done[0] < len(ids):
+        run.step({0: min(int(rng.integers(1, 60)), len(ids) - run.done[0])})
+    return bits(run)
+
+
+def among_others(feeder, engine, ids, others, rng):
+    """In steps of 2 to 64 sequences, some of which read prompts."""
+    all_of_them = [ids, *others]
+    run = feeder(engine, all_of_them, seed=int(rng.integers(1 << 30)))
+    while run.done[0] < len(ids):
+        beside = rng.choice(np.arange(1, len(all_of_them)), int(rng.integers(1, len(all_of_them))), replace=False)
+        counts = {0: int(rng.choice([1, 1, 1, 5, 9]))} | {int(i): int(rng.choice([1, 1, 1, 1, 3, 30])) for i in beside}
+        order = rng.permutation(list(counts))
+        run.step({int(i): n for i in order if (n := min(counts[i], LENGTH - run.done[i]))})
+    return bits(run)
+
+
+@compiled
+@bitwise
+@pytest.mark.parametrize("block_size", [16, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_do_not_depend_on_the_step(checkpoint, feeder, backend, dtype, name, block_size):
+    engine = engine_of(checkpoint(name, dtype=dtype), block_size=block_size, num_blocks=70 * 16 * 16 // block_size)
+    assert engine.spec.deterministic.on, engine.spec.deterministic
+    ids, *others = sequences(64)
+    rng = np.random.default_rng(7)
+    whole = feeder(engine, [ids])
+    whole.step({0: LENGTH})
+    np.testing.assert_array_equal(decoded_alone(feeder, engine, ids), bits(whole), "decoded alone")
+    for _ in range(3):
+        np.testing.assert_array_equal(chunked(feeder, engine, ids, rng), bits(whole), "chunked")
+    np.testing.assert_array_equal(among_others(feeder, engine, ids, others[:7], rng), bits(whole), "among few")
+    np.testing.assert_array_equal(among_others(feeder, engine, ids, others, rng), bits(whole), "among many")
+
+
+@compiled
+@bitwise
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(960, 576), (1536, 576), (576, 1536), (4864, 896), (896, 4864), (2048, 8192), (9, 48), (40, 80)],
+)
+def test_products_of_few_tokens_have_onednns_bits(backend, dtype, rows, columns):
+    """Every number of tokens, rows that fill no vector, whatever is in the other tokens."""
+    kernels, dnn, narrow = native.load(), onednn.load(), dtype == "bfloat16"
+    part = part_of_onednn(kernels, dnn, rows, columns, narrow=narrow)
+    assert part is not None
+    rng = np.random.default_rng(rows)
+    weight = few_product._numbers(rng, (rows, columns), narrow=narrow)
+    for tokens in (17, 64, 1000):
+        x = few_product._numbers(rng, (columns, -(-tokens // 16) * 16), narrow=narrow)
+        y = np.zeros((rows, x.shape[1]), np.float32)
+        dnn.matmul(weight, x, y)()
+        for count in range(1, MOST + 1):
+            first = int(rng.integers(tokens - count))
+            src, dst = np.ascontiguousarray(x[:, first : first + count].T).T, np.zeros((rows, MOST), np.float32)
+            product = few_product.FewProduct(kernels, few_product.SET, columns, part, src, dst, narrow=narrow)
+            product.run(count, weight.ctypes.data)
+            np.testing.assert_array_equal(dst[:, :count].view(np.uint32), y[:, first : first + count].view(np.uint32))
+
+
+@compiled
+@bitwise
+def test_where_no_order_fits_one_token_is_computed_as_many_are(checkpoint, feeder, backend, dtype, monkeypatch):
+    monkeypatch.setattr("worker.models.onednn_backend.part_of_onednn", lambda *_, **__: None)
+    model = checkpoint("llama", dtype=dtype)
+    assert not engine_of(model, deterministic="auto").spec.deterministic.on
+    engine = engine_of(model)
+    assert engine.spec.deterministic.on
+    ids = sequences(1)[0]
+    whole = feeder(engine, [ids])
+    whole.step({0: LENGTH})
+    np.testing.assert_array_equal(decoded_alone(feeder, engine, ids), bits(whole))
+
+
+@pytest.mark.parametrize("backend", ["mkl", "paddle"], indirect=True)
+def test_it_is_refused_where_it_cannot_be(checkpoint, backend):
+    with pytest.raises(ValueError, match="deterministic on: "):
+        checkpoint("llama").engine(deterministic="on", bound=False)
+    assert not checkpoint("llama").engine(bound=False).spec.deterministic.on
+
+
+@compiled
+def test_off_promises_nothing(checkpoint, backend):
+    said = checkpoint("llama").engine(deterministic="off", bound=False).spec.deterministic
+    assert str(said) == "off, because it is turned off"
