@@ -97,7 +97,7 @@ class Coordinator:
     def check_root(self) -> None:
         """Only the store at the root takes pushes, and commits them. Raises PushRefused."""
         if self._config.upstream is not None:
-            raise PushRefused("refused", f"this store follows {self._config.upstream}; push to the root of its tree")
+            raise PushRefused("refused", f"this store follows {self._config.upstream}; ask the root of its tree")
 
     def begin(
         self, intent: Intent, owner: Owner, now: float, *, role: Role = Role.ROOT, reuse: Live | None = None

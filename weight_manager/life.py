@@ -148,7 +148,7 @@ def _cells(role: Role) -> Iterator[tuple[State, Event, Cell]]:
         (E.OPERATOR_COMMITS, Refused("is not sealed yet: its trainer still sends")),
     ):
         if relay or (below and event is E.OPERATOR_COMMITS):
-            yield from row(event, Refused("is committed by the root of the fleet: this store follows another"), *S)
+            yield from row(event, Refused("is committed by the root of the tree: this store follows another"), *S)
             continue
         yield from row(event, early, S.STAGING, S.CHECKING)
         yield from row(event, Go(S.PREPARING), S.SEALED)

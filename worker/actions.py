@@ -13,14 +13,12 @@ from typing import Protocol
 from weight_manager.messages import Live
 from worker.engine.base import Engine, OnDevice
 from worker.messages import Tag
-from worker.signals import Order, Phase, Signal
+from worker.signals import DONE, FAILED, PENDING, Order, Phase, Signal
 
 log = logging.getLogger(__name__)
 
 _PREPARE_S = 0.005
 """Preparing a version takes a millisecond or two where nothing has to be moved."""
-PENDING, DONE, FAILED = 0, 1, 2
-"""How a rank's work stands, as its cell of the vote says it."""
 
 
 class Weights(Protocol):

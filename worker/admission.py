@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Collection
 
-from worker.lines import Line
 from worker.messages import CallFailed, Chunk, Generate, Span, ToApi
 from worker.scheduler import Scheduler
+from worker.sequence import Line
 
 NAMELESS = b"\0"
 """How ROUTER's own names of connections begin."""

@@ -15,8 +15,7 @@ from worker.lifecycle import Event, IllegalTransition, Lifecycle, step
 from worker.membership import Membership
 from worker.messages import CallFailed, Clear, Done, Reload, Verify
 from worker.scheduler import Scheduler
-from worker.signals import Order, Phase, Signal
-from worker.verdict import Verdict
+from worker.signals import Order, Phase, Signal, Verdict
 
 Call = Clear | Reload | Verify
 

@@ -20,10 +20,8 @@ from worker.engine.base import ForwardBatch, Int32
 from worker.generation_metrics import GenerationMetrics
 from worker.inverse_cdf import Cuts, Drawn, Float64, Int64
 from worker.kv_cache import KvCache
-from worker.lines import Line
 from worker.sampler import Asked, inverse_temperature, is_greedy
-from worker.sequence import Sequence
-from worker.stopping import Ending
+from worker.sequence import Ending, Line, Sequence
 
 _KEPT = 256
 """Steps whose tokens are kept before every sequence is brought up."""

@@ -7,13 +7,13 @@ may be older than the weights that judge it: what comes out follows those that j
 from collections.abc import Callable
 from typing import NamedTuple
 
+from worker.batcher import Step
 from worker.engine.base import Float32
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import KvCache
 from worker.sampler import Draw, Pick, TokenSampler
 from worker.sequence import Sequence
 from worker.speculation import Proposal
-from worker.step import Step
 
 
 class Judged(NamedTuple):

@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from worker.actions import DONE, FAILED, Actions
+from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch, Interrupted, never
 from worker.inverse_cdf import Logits
 from worker.leader import Leader
 from worker.lifecycle import Event
-from worker.signals import Order, Signal, Signals
-from worker.verdict import Report, Verdict, judge
+from worker.signals import DONE, FAILED, Order, Report, Signal, Signals, Verdict, judge
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,143 @@
-"""The block tables of sequences: admit, grow, fork, copy on write, release, and offer full blocks for reuse."""
+"""Which KV blocks hold whose keys and values: numbers only, the memory is in models/kv_memory.py.
 
-from collections import Counter
+`BlockPool` counts who holds which block. `PrefixCache` finds blocks that already hold the tokens a sequence starts
+with: a full block is named by the chain of everything it depends on: the weights' epoch, the request's salt, and all
+tokens up to its end. Nothing else can make two blocks interchangeable, so nothing else is compared. `KvCache` gives
+sequences their tables of blocks.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from worker.kv_blocks import BlockPool
-from worker.prefix_cache import BlockHash, PrefixCache, next_hash, root_hash
+
+class BlockPool:
+    """Numbers 0..num_blocks-1. A block is held (count > 0), retained (count 0, content still wanted) or free."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was touched last is warm
+        self._wanted: set[int] = set()
+        self._retained: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._reused: Callable[[int], None] = lambda _: None
+
+    def on_reuse(self, callback: Callable[[int], None]) -> None:
+        """Call this with a retained block just before it is given to someone else."""
+        self._reused = callback
+
+    @property
+    def available(self) -> int:
+        """Blocks `allocate` can give: free and retained."""
+        return len(self._free) + len(self._retained)
+
+    @property
+    def used(self) -> int:
+        """Blocks somebody holds."""
+        return self.num_blocks - self.available
+
+    def count(self, block: int) -> int:
+        """How many hold this block."""
+        return self._counts[block]
+
+    def allocate(self) -> int:
+        """A block nobody holds, now held once. Raises IndexError when there is none: check `available` first."""
+        if self._free:
+            block = self._free.pop()
+        elif self._retained:
+            block, _ = self._retained.popitem(last=False)
+            self._wanted.discard(block)
+            self._reused(block)
+        else:
+            raise IndexError("no KV block is available")
+        self._counts[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more holder of a held or retained block."""
+        if self._counts[block] == 0:
+            del self._retained[block]
+        self._counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less."""
+        assert self._counts[block] > 0, f"block {block} released twice"
+        self._counts[block] -= 1
+        if self._counts[block] == 0:
+            if block in self._wanted:
+                self._retained[block] = None
+            else:
+                self._free.append(block)
+
+    def retain(self, block: int) -> None:
+        """Keep the content of a held block once nobody holds it."""
+        assert self._counts[block] > 0, f"block {block} is not held"
+        self._wanted.add(block)
+
+    def unretain(self, block: int) -> None:
+        """The content is not wanted any more."""
+        self._wanted.discard(block)
+        if block in self._retained:
+            del self._retained[block]
+            self._free.append(block)
+
+
+BlockHash = bytes
+
+
+def root_hash(epoch: int, salt: str) -> BlockHash:
+    """Where every chain under these weights and this salt starts."""
+    return blake2b(f"{epoch}|{salt}".encode(), digest_size=16).digest()
+
+
+def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+    """Name of the block that holds `tokens` after the chain named `parent`."""
+    return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
+
+
+class PrefixCache:
+    """Full blocks by name. Blocks nobody holds stay until the pool needs them (least recently released first)."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._blocks: dict[BlockHash, int] = {}
+        self._names: dict[int, BlockHash] = {}
+        pool.on_reuse(self._drop)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, name: BlockHash) -> bool:
+        return name in self._blocks
+
+    def match(self, names: Sequence[BlockHash]) -> list[int]:
+        """Blocks of the longest cached start of a chain; not acquired."""
+        found: list[int] = []
+        for name in names:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def insert(self, name: BlockHash, block: int) -> None:
+        """Offer a computed block that a sequence holds; the first block of a name stays."""
+        if name not in self._blocks and block not in self._names:
+            self._blocks[name] = block
+            self._names[block] = name
+            self._pool.retain(block)
+
+    def clear(self) -> None:
+        """Forget every name; blocks nobody holds become plain free ones."""
+        for block in self._names:
+            self._pool.unretain(block)
+        self._blocks.clear()
+        self._names.clear()
+
+    def _drop(self, block: int) -> None:
+        del self._blocks[self._names.pop(block)]
 
 
 @dataclass(eq=False)

@@ -14,9 +14,7 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
-from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
-from worker.lines import Telling
 from worker.membership import Membership
 from worker.messages import (
     Abort,
@@ -36,10 +34,10 @@ from worker.messages import (
 )
 from worker.pausing import Pausing
 from worker.scheduler import Scheduler
-from worker.signals import Order, Phase, Signal
+from worker.sequence import Telling
+from worker.signals import Order, Phase, Signal, Verdict
 from worker.stats import Subscribers, memory_of, of_scheduler
-from worker.stepping import Stepping
-from worker.verdict import Verdict
+from worker.stepping import Interrupting, Stepping
 
 log = logging.getLogger(__name__)
 

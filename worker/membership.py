@@ -20,8 +20,7 @@ from weight_manager.messages import Live
 from worker.actions import Actions
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.scheduler import Scheduler
-from worker.signals import Order, Phase, Signal
-from worker.verdict import Verdict
+from worker.signals import Order, Phase, Signal, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -12,22 +12,18 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from rollout_client.protocol import InFlight
-from worker.batcher import Batcher
+from worker.batcher import Batcher, Step, StepRow
 from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.generation_metrics import GenerationMetrics
-from worker.intake import accepted, refusal
 from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.kv_cache import KvCache, KvState
-from worker.lines import Line
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
 from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler, draws_of
-from worker.sequence import Request, Sequence
-from worker.step import Step, StepRow
-from worker.stopping import StopCheck
+from worker.sequence import Line, Request, Sequence, StopCheck, accepted, refusal
 from worker.tokenizer import Tokenizer
 
 

@@ -1,15 +1,67 @@
-"""Requests and their sequences: tokens, version spans, and the chunks that report them."""
+"""Requests and their sequences: what can be taken on, tokens and version spans, when one ends, what is told of it."""
 
+import secrets
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
+from worker.detokenizer import TextStream
+from worker.engine.base import EngineSpec, Int32
+from worker.inverse_cdf import Float64
 from worker.kv_cache import KvState
 from worker.logit_edits import LogitEdits
-from worker.messages import Chunk, FinishReason, SamplingParams, Span
+from worker.messages import Chunk, Chunks, FinishReason, Generate, SamplingParams, Span, Tokens
 from worker.sampler import Draw, Pick
 from worker.speculation import Proposal
-from worker.stopping import StopCheck, StopRules
+
+Ending = tuple[FinishReason, int | str | None]
+"""Finish reason, and the stop id or string behind it."""
+
+
+class StopRules:
+    """Shared by the n sequences of a request. limit: most tokens each may have."""
+
+    def __init__(self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], limit: int) -> None:
+        self.eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self.ids = frozenset(sampling.stop_token_ids)
+        self.strings = [text for text in sampling.stop if text]
+        self.overlap = max((len(text) for text in self.strings), default=1) - 1
+        self.min_tokens = sampling.min_tokens
+        self.limit = limit
+
+
+class StopCheck:
+    """The progress of one sequence against its rules. stream: needed when there are stop strings."""
+
+    def __init__(self, rules: StopRules, stream: TextStream | None) -> None:
+        self._rules = rules
+        self._stream = stream
+        self._tail = ""
+
+    def after(self, token: int, length: int) -> Ending | None:
+        """What token number `length` (from 1) ends the sequence with, if anything. Call once per token."""
+        rules = self._rules
+        string = self._string_ended_by(token) if rules.strings else None
+        if length >= rules.min_tokens:
+            if token in rules.ids:
+                return "stop", token
+            if token in rules.eos:
+                return "stop", None
+            if string is not None:
+                return "stop", string
+        return ("length", None) if length >= rules.limit else None
+
+    def _string_ended_by(self, token: int) -> str | None:
+        assert self._stream is not None
+        piece = self._stream.push(token)
+        if not piece:
+            return None
+        text = self._tail + piece  # the tail is shorter than any match, so a match ends inside the piece
+        self._tail = text[-self._rules.overlap :] if self._rules.overlap else ""
+        found = [(at, string) for string in self._rules.strings if (at := text.find(string)) >= 0]
+        return min(found, key=lambda match: match[0])[1] if found else None
+
 
 PromptLogprobs = list[list[tuple[int, float, int]]]
 """Per prompt token after the first: (id, logprob, rank), the token itself first, then the most likely others."""
@@ -193,3 +245,99 @@ class Sequence:
         else:
             self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=at + 1)
         self._epoch, self.renewing = epoch, False
+
+
+def accepted(
+    origin: bytes, g: Generate, arrival: int, now: float, spec: EngineSpec, context: int, speculative: bool
+) -> Request:
+    """Number `arrival` of the API connection `origin`. Without a seed of its own it gets a random one."""
+    sampling, room = g.sampling, context - len(g.prompt_ids)
+    limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    return Request(
+        origin=origin,
+        request_id=g.request_id,
+        sampling=sampling,
+        stream=g.stream,
+        prompt_length=len(g.prompt_ids),
+        order=(g.priority, arrival),
+        arrived=now,
+        seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+        rules=StopRules(sampling, spec.eos_token_ids, max(0, limit)),
+        prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        speculative=speculative,
+    )
+
+
+def refusal(g: Generate, spec: EngineSpec, context: int, *, has_text: bool) -> str:
+    """Why this request cannot run at all, or "". context: most tokens a sequence may have. has_text: a tokenizer."""
+    sampling = g.sampling
+    ids = [*g.prompt_ids, *sampling.logit_bias, *(sampling.allowed_token_ids or [])]
+    ids += [*sampling.logprob_token_ids, *(i for word in sampling.bad_words for i in word)]
+    if not all(sampling.bad_words):
+        return "a bad word has no tokens"
+    if not g.prompt_ids:
+        return "the prompt is empty"
+    if len(g.prompt_ids) > context:
+        return f"the prompt has {len(g.prompt_ids)} tokens, the context {context}"
+    if min(ids) < 0 or max(ids) >= spec.vocab_size:
+        return f"token ids must lie in [0, {spec.vocab_size})"
+    if any(sampling.stop) and not has_text:
+        return "stop strings need a tokenizer"
+    return ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One more token of each sequence, of the weights that made the one before it. tokens, logprobs, lengths: [R].
+
+    lengths: output tokens, this one among them. roster: a number that only lines of the same sequences share.
+    """
+
+    roster: int
+    sequences: list[Sequence]
+    tokens: Int32
+    logprobs: Float64
+    lengths: Int32
+
+    def chunks(self) -> list[Chunk]:
+        """The same as one chunk a sequence."""
+        return [
+            sequence.chunk_of(token, logprob, length)
+            for sequence, token, logprob, length in zip(
+                self.sequences, self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), strict=True
+            )
+        ]
+
+
+class Telling:
+    """Makes messages of what a tick produced. Each connection is told who the columns are of when that changes."""
+
+    def __init__(self) -> None:
+        self._rosters: dict[bytes, int] = {}  # the last that each connection was told
+
+    def messages(self, origin: bytes, items: Iterable[Chunk | Line]) -> Iterator[Chunks | Tokens]:
+        """For one connection, in the order in which it happened."""
+        chunks: list[Chunk] = []
+        for item in items:
+            if isinstance(item, Chunk):
+                chunks.append(item)
+                continue
+            if chunks:
+                yield Chunks(chunks)
+                chunks = []
+            yield self._tokens(origin, item)
+        if chunks:
+            yield Chunks(chunks)
+
+    def forget(self, origin: bytes) -> None:
+        """That connection is gone."""
+        self._rosters.pop(origin, None)
+
+    def _tokens(self, origin: bytes, line: Line) -> Tokens:
+        known = self._rosters.get(origin) == line.roster
+        self._rosters[origin] = line.roster
+        return Tokens(
+            line.tokens.astype("<i4", copy=False).tobytes(),
+            line.logprobs.astype("<f8", copy=False).tobytes(),
+            None if known else [(s.request.request_id, s.index) for s in line.sequences],
+        )

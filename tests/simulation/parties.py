@@ -16,8 +16,7 @@ from weight_manager import messages
 from weight_manager.messages import Live
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
-from worker.signals import Order, Phase, Signal
-from worker.verdict import Verdict
+from worker.signals import Order, Phase, Signal, Verdict
 
 HOLD_S, UNKNOWN_S = 4.0, 12.0
 STEP_S = 0.1

@@ -1,1 +1,1 @@
-"""Stores of several hosts as one fleet: pushes are forwarded while they arrive, commits are fleet-wide."""
+"""Stores of several hosts as one tree: pushes are forwarded while they arrive, a commit is one for all of them."""

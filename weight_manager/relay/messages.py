@@ -29,7 +29,7 @@ A push, beside the steps of rollout_client/protocol.py:
  7. [ABOVE] `Prepare`. [BELOW] lets its replicas and its stores prepare, and votes for all of them with `Vote`.
  8. [ABOVE] all yes: `Flip`. [BELOW] lets everyone flip and hold the output, notes down what it may be about to
     serve, and votes again.
- 9. [ABOVE] the root records the version (the commit point of the whole fleet), then `Finalize` travels down: each
+ 9. [ABOVE] the root records the version (the commit point of the whole tree), then `Finalize` travels down: each
     store records, tells its replicas to go on, and passes it on. One no: `Rollback` travels down instead.
 10. [BELOW] between its vote for a flip and the word from above it cannot decide alone. It asks by `Join`: if what
     is live above is the version in question it was committed, otherwise not. The same after a restart.

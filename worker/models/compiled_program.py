@@ -6,7 +6,7 @@ import numpy as np
 
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch
-from worker.models.kv_blocks import KvBlocks
+from worker.models.kv_memory import KvMemory
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
@@ -45,7 +45,7 @@ class CompiledProgram(Program):
         assert native.number("gate_bytes") == ctypes.sizeof(_Gate)
         self._native, self._attend = native, attend
 
-    def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvMemory, cos: Float32, sin: Float32) -> None:
         """Angles and indices."""
         tables = [self._buffer(name, len(cos)) for name in ("cos", "sin")]
         for table, values in zip(tables, (cos, sin), strict=True):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from worker.cpu.mkl import Addresses, Mkl, Product
 from worker.cpu.onednn import ADD, OneDnn
 from worker.engine.base import Float32, ForwardBatch
-from worker.models.kv_blocks import KvBlocks
+from worker.models.kv_memory import KvMemory
 
 Int64 = npt.NDArray[np.int64]
 _HIDDEN = np.float32(-1e30)
@@ -53,7 +53,7 @@ class BlockedAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scratch = [np.empty(0, np.float32), np.empty(0, np.float32)]
 
-    def begin(self, batch: ForwardBatch, kv: KvBlocks, rows: Float32, out: Float32, *, hide_first: bool) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvMemory, rows: Float32, out: Float32, *, hide_first: bool) -> None:
         """Index everything the layers of this step read and write.
 
         rows: [T or more, (heads + 2 * kv_heads) * head_dim], q, k and v of every token; out: [.., heads * head_dim].

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from weight_manager.families.spec import DecoderSpec
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch
-from worker.models.kv_blocks import KvBlocks
+from worker.models.kv_memory import KvMemory
 from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
 
@@ -61,7 +61,7 @@ class NativeAttention:
     def begin(
         self,
         batch: ForwardBatch,
-        kv: KvBlocks,
+        kv: KvMemory,
         qkv: Float32,
         angles: tuple[Float32, Float32],
         queries: Float32,

@@ -16,7 +16,7 @@ from worker.models import collectives
 from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import draft_hidden, hidden
 from worker.models.few_product import MOST, part_of_onednn
-from worker.models.kv_blocks import KvBlocks, slots_before
+from worker.models.kv_memory import KvMemory, slots_before
 from worker.models.low_rank import LowRank, NativeLowRank, PlainLowRank, Site
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
@@ -119,7 +119,7 @@ class OneDnnBackend:
         else:
             self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
         self._cos, self._sin = rope_table(spec.rope, max_len)
-        self._kv: KvBlocks | None = None
+        self._kv: KvMemory | None = None
         self.low_rank: LowRank = (
             NativeLowRank(self._native, sites, narrow=dtype == "bfloat16") if self._native else PlainLowRank(sites)
         )
@@ -144,7 +144,7 @@ class OneDnnBackend:
             sizes = layers, num_blocks, self._shard.kv_heads, block_size, self._spec.head_dim
             # MKL multiplies float32 only; our own kernel reads what the matrices are in.
             native = isinstance(self._attention, NativeAttention)
-            self._kv = KvBlocks(*sizes, self._weights.matrix_dtype if native else np.float32, hidden)
+            self._kv = KvMemory(*sizes, self._weights.matrix_dtype if native else np.float32, hidden)
 
     def release_kv(self) -> int:
         """Bytes freed."""
@@ -208,14 +208,14 @@ class OneDnnBackend:
         narrow = self._weights.matrix_dtype == np.uint16
         return part_of_onednn(self._native, self._dnn, shape[0], shape[1], narrow=narrow)
 
-    def _run(self, program: Program, batch: ForwardBatch, kv: KvBlocks) -> None:
+    def _run(self, program: Program, batch: ForwardBatch, kv: KvMemory) -> None:
         if isinstance(program, SingleProgram):
             program.count = len(batch.token_ids)
         program.embedded()[: len(batch.token_ids)] = self._looked_up(batch.token_ids)
         program.begin(batch, kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
         program.run(self.asked)
 
-    def _drafted(self, batch: ForwardBatch, kv: KvBlocks, *, only_keys: bool) -> Rows:
+    def _drafted(self, batch: ForwardBatch, kv: KvMemory, *, only_keys: bool) -> Rows:
         """The drafting layer's residual stream; only_keys: nothing but its keys and values is made."""
         assert kv.states is not None, "this engine was not made for drafts"
         tokens = len(batch.token_ids)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.cpu.onednn import ADD, MUL, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
 from worker.engine.base import Float32, ForwardBatch, Interrupted
-from worker.models.kv_blocks import KvBlocks
+from worker.models.kv_memory import KvMemory
 from worker.models.low_rank import LowRank
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
@@ -88,7 +88,7 @@ class Program(ABC):
                 raise Interrupted
 
     @abstractmethod
-    def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvMemory, cos: Float32, sin: Float32) -> None:
         """What all layers of the next run share. cos, sin: [head_dim / 2, tokens] of the batch's own tokens."""
 
     @abstractmethod

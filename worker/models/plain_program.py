@@ -4,7 +4,7 @@ import numpy as np
 
 from worker.cpu.onednn import ADD, LINEAR, MUL, POW, combine, eltwise
 from worker.engine.base import Float32, ForwardBatch
-from worker.models.kv_blocks import KvBlocks
+from worker.models.kv_memory import KvMemory
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.onednn_program import Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
@@ -18,7 +18,7 @@ class PlainProgram(Program):
         super().__init__(parts, tokens)
         self._attend = attend
 
-    def begin(self, batch: ForwardBatch, kv: KvBlocks, cos: Float32, sin: Float32) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvMemory, cos: Float32, sin: Float32) -> None:
         """Angles are repeated for every head, as `_rotate` wants them."""
         tokens = cos.shape[1]
         for table, (first, second) in ((self._rotary("cos"), (cos, cos)), (self._rotary("sin"), (-sin, sin))):

@@ -19,7 +19,7 @@ from api.model import Model
 from api.text import StreamedText, TextOptions, final_text
 from tests.unit.api.scripted import ScriptedReplica
 from worker.messages import Generate, SamplingParams
-from worker.stopping import StopCheck, StopRules
+from worker.sequence import StopCheck, StopRules
 from worker.tokenizer import Tokenizer
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct"

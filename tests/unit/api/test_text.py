@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from api.text import StreamedText, TextOptions, final_text
 from tests.unit.api.byte_tokenizer import ByteTokenizer
 from worker.messages import SamplingParams
-from worker.stopping import StopCheck, StopRules
+from worker.sequence import StopCheck, StopRules
 
 BYTES = ByteTokenizer()
 

@@ -6,8 +6,7 @@ import pytest
 
 from worker.actions import Actions
 from worker.event_loop import EventLoop
-from worker.signals import GroupDead, Order, Phase, Signal
-from worker.verdict import Report, judge
+from worker.signals import GroupDead, Order, Phase, Report, Signal, judge
 
 
 class ThreadSignals:

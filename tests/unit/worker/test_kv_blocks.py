@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.kv_blocks import BlockPool
+from worker.kv_cache import BlockPool
 
 
 def test_gives_every_block_once_then_raises() -> None:

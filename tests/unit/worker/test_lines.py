@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from worker import messages
-from worker.lines import Line, Telling
 from worker.messages import Chunk, Chunks, Tokens
+from worker.sequence import Line, Telling
 
 
 def _decoding(rig: Callable[..., Any], many: int) -> Any:

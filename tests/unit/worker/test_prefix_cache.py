@@ -1,7 +1,6 @@
 """Names of blocks, and what is found by them."""
 
-from worker.kv_blocks import BlockPool
-from worker.prefix_cache import PrefixCache, next_hash, root_hash
+from worker.kv_cache import BlockPool, PrefixCache, next_hash, root_hash
 
 
 def test_a_name_depends_on_weights_salt_and_every_token_before() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from worker.messages import SamplingParams
-from worker.stopping import StopCheck, StopRules
+from worker.sequence import StopCheck, StopRules
 
 
 class _Letters:

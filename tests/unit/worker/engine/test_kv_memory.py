@@ -16,17 +16,17 @@ from worker.engine import paddle_engine
 from worker.engine.base import Interrupted, never
 from worker.engine.paddle_engine import KV_SHARE
 from worker.memory import give_back_to_system
-from worker.models import filled_memory, kv_blocks
+from worker.models import filled_memory, kv_memory
 from worker.models.filled_memory import wait_until_filled
-from worker.models.kv_blocks import KvBlocks
+from worker.models.kv_memory import KvMemory
 
 TOO_MUCH = """
 import resource, numpy
-from worker.models import kv_blocks
-from worker.models.kv_blocks import KvBlocks
-kv_blocks.memory_available = lambda: float("inf")
+from worker.models import kv_memory
+from worker.models.kv_memory import KvMemory
+kv_memory.memory_available = lambda: float("inf")
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-KvBlocks(32, 1 << 16, 8, 16, 128, numpy.uint16)
+KvMemory(32, 1 << 16, 8, 16, 128, numpy.uint16)
 """
 
 
@@ -53,11 +53,11 @@ def test_what_does_not_fit_is_said_with_its_size_and_what_to_change():
 def test_more_than_there_is_is_refused_before_the_system_ends_somebody(monkeypatch):
     """All of it counts: keys, values and hidden states together."""
     whole = 2 * (4 << 20) + (16 << 10)
-    monkeypatch.setattr(kv_blocks, "memory_available", lambda: whole - 1)
+    monkeypatch.setattr(kv_memory, "memory_available", lambda: whole - 1)
     with pytest.raises(MemoryError, match=r"0.0 GiB of KV cache \(0.0 GiB are available\): lower worker.num_blocks"):
-        KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4)
-    monkeypatch.setattr(kv_blocks, "memory_available", lambda: whole)
-    assert KvBlocks(4, 64, 4, 16, 64, np.float32, hidden=4).nbytes == whole
+        KvMemory(4, 64, 4, 16, 64, np.float32, hidden=4)
+    monkeypatch.setattr(kv_memory, "memory_available", lambda: whole)
+    assert KvMemory(4, 64, 4, 16, 64, np.float32, hidden=4).nbytes == whole
 
 
 V1, V2 = "/sys/fs/cgroup/memory/memory.", "/sys/fs/cgroup/memory."
@@ -144,7 +144,7 @@ def test_it_is_filled_in_beside_what_runs(monkeypatch):
     between = Between(at=8)
     monkeypatch.setattr(filled_memory, "memory_available", between)
     before = resident()
-    kv = KvBlocks(4, 2048, 4, 16, 64, np.float32)
+    kv = KvMemory(4, 2048, 4, 16, 64, np.float32)
     assert between.reached.wait(30)
     assert resident() - before < kv.nbytes * 0.5, "it is there before all of it is filled in"
     assert not kv.keys.any()
@@ -160,7 +160,7 @@ def test_it_is_filled_in_beside_what_runs(monkeypatch):
 
 def test_all_arrays_are_filled_in(monkeypatch):
     before = resident()
-    kv = KvBlocks(4, 2048, 4, 16, 64, np.float32, hidden=1024)
+    kv = KvMemory(4, 2048, 4, 16, 64, np.float32, hidden=1024)
     wait_until_filled(30)
     assert kv.states is not None
     assert kv.states.nbytes == 128 << 20
@@ -170,7 +170,7 @@ def test_all_arrays_are_filled_in(monkeypatch):
 def test_what_is_let_go_half_filled_in_leaves_the_process(monkeypatch):
     between = Between(at=40)
     monkeypatch.setattr(filled_memory, "memory_available", between)
-    kv = KvBlocks(4, 2048, 4, 16, 64, np.float32)
+    kv = KvMemory(4, 2048, 4, 16, 64, np.float32)
     assert between.reached.wait(30)
     before = resident()
     kv.free()
@@ -183,7 +183,7 @@ def test_what_is_let_go_half_filled_in_leaves_the_process(monkeypatch):
 def test_the_wait_for_it_is_bounded(monkeypatch):
     between = Between(at=1)
     monkeypatch.setattr(filled_memory, "memory_available", between)
-    kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
+    kv = KvMemory(1, 4, 1, 16, 16, np.float32)
     with pytest.raises(TimeoutError, match=r"still filled in after 0\.01 s"):
         wait_until_filled(0.01)
     between.go_on.set()
@@ -194,7 +194,7 @@ def test_the_wait_for_it_is_bounded(monkeypatch):
 def test_the_last_memory_of_a_machine_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(filled_memory, "memory_available", lambda: 200 << 20)
     before = resident()
-    kv = KvBlocks(4, 4096, 4, 16, 64, np.float32)
+    kv = KvMemory(4, 4096, 4, 16, 64, np.float32)
     wait_until_filled(30)
     assert resident() - before < kv.nbytes * 0.1
     assert "lower worker.num_blocks" in caplog.text
@@ -204,7 +204,7 @@ def test_the_last_memory_of_a_machine_is_left_alone(monkeypatch, caplog):
 
 def test_an_old_kernel_fills_it_in_as_it_is_used(monkeypatch, caplog):
     monkeypatch.setattr(aligned_map, "_MADV_POPULATE_WRITE", 999)
-    kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
+    kv = KvMemory(1, 4, 1, 16, 16, np.float32)
     wait_until_filled(30)
     kv.keys[:] = 1
     assert kv.keys.sum() == kv.keys.size
@@ -226,7 +226,7 @@ def test_without_a_thread_it_is_filled_in_as_it_is_used(monkeypatch, caplog):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(filled_memory._Filling, "start", refuse)
-    kv = KvBlocks(1, 4, 1, 16, 16, np.float32)
+    kv = KvMemory(1, 4, 1, 16, 16, np.float32)
     kv.keys[:] = 1
     assert kv.keys.sum() == kv.keys.size
     assert "as it is used: can't start new thread" in caplog.text
@@ -235,24 +235,24 @@ def test_without_a_thread_it_is_filled_in_as_it_is_used(monkeypatch, caplog):
 def test_what_is_still_to_be_filled_in_is_not_given_away_again(monkeypatch):
     between = Between(at=3)
     monkeypatch.setattr(filled_memory, "memory_available", between)
-    monkeypatch.setattr(kv_blocks, "memory_available", lambda: 40 << 20)
-    first = KvBlocks(4, 256, 4, 16, 64, np.float32)
+    monkeypatch.setattr(kv_memory, "memory_available", lambda: 40 << 20)
+    first = KvMemory(4, 256, 4, 16, 64, np.float32)
     assert first.nbytes == 32 << 20
     assert between.reached.wait(30)
     assert filled_memory.to_come() == 28 << 20
     with pytest.raises(MemoryError, match=r"0\.0 GiB are available"):
-        KvBlocks(4, 256, 4, 16, 64, np.float32)
+        KvMemory(4, 256, 4, 16, 64, np.float32)
     first.free()
-    assert KvBlocks(4, 128, 4, 16, 64, np.float32).nbytes == 16 << 20, "at once, though the thread still waits"
+    assert KvMemory(4, 128, 4, 16, 64, np.float32).nbytes == 16 << 20, "at once, though the thread still waits"
     between.go_on.set()
     wait_until_filled(30)
     assert filled_memory.to_come() == 0
 
 
 def test_a_size_beyond_all_numbers_is_refused_too(monkeypatch):
-    monkeypatch.setattr(kv_blocks, "memory_available", lambda: float("inf"))
+    monkeypatch.setattr(kv_memory, "memory_available", lambda: float("inf"))
     with pytest.raises(MemoryError, match=r"lower worker\.num_blocks"):
-        KvBlocks(1 << 20, 1 << 24, 8, 64, 128, np.float32)
+        KvMemory(1 << 20, 1 << 24, 8, 64, 128, np.float32)
 
 
 @pytest.mark.parametrize(("spare", "pause"), [(1.0, 0.01), (0.2, 0.09)])

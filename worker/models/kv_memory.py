@@ -10,7 +10,7 @@ from worker.memory import memory_available
 from worker.models.filled_memory import fill_in, mapped, to_come
 
 
-class KvBlocks:
+class KvMemory:
     """Keys and values [layers, num_blocks, kv_heads, block_size, head_dim] each, float32 or bfloat16 bits.
 
     states: [num_blocks * block_size, hidden], the hidden state after each token; hidden 0 = they are not kept.
