@@ -104,6 +104,7 @@ class Flight:
             stream=request.stream,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            score_from=request.score_from,
         )
 
     def watch(self, on_update: Callable[[Update], None]) -> None:

@@ -43,10 +43,13 @@ class Ask:
     """Of a conversation, as the template wrote it."""
     may_cut: bool = True
     """Whether max_tokens is cut to what the context leaves; otherwise more is refused, as other servers do."""
+    score_from: list[int] | None = None
+    """Per prompt: nothing is sampled, its tokens from this one on are scored."""
 
     def same_work(self, other: "Ask") -> bool:
-        """Whether both would sample the same (how it is delivered does not matter)."""
-        return (self.prompts, self.sampling, self.cache_salt) == (other.prompts, other.sampling, other.cache_salt)
+        """Whether both would sample or score the same (how it is delivered does not matter)."""
+        mine, theirs = ((ask.prompts, ask.sampling, ask.cache_salt, ask.score_from) for ask in (self, other))
+        return mine == theirs
 
 
 class Job:
@@ -169,13 +172,13 @@ class Generations:
         deadline = asyncio.get_running_loop().time() + ask.version_timeout_s
         flights = [
             Flight(
-                Generate(request_id, ids, sampling, ask.stream, ask.priority, ask.cache_salt),
+                Generate(request_id, ids, sampling, ask.stream, ask.priority, ask.cache_salt, score_from),
                 session=ask.session,
                 min_version=ask.min_version,
                 max_staleness=ask.max_staleness,
                 deadline=deadline,
             )
-            for ids in ask.prompts
+            for ids, score_from in zip(ask.prompts, ask.score_from or [0] * len(ask.prompts), strict=True)
         ]
         job = self._jobs[request_id] = Job(self, request_id, ask, flights)
         for flight in flights:
@@ -228,7 +231,7 @@ class Generations:
             raise BadInput(f"{len(ask.prompts)} prompts x n={sampling.n} is over {MAX_SEQUENCES} sequences; split it")
         for i, ids in enumerate(ask.prompts):
             what = f"prompt {i}" if len(ask.prompts) > 1 else "prompt"
-            model.check_prompt(ids, what)
+            model.check_prompt(ids, what, whole=ask.score_from is not None)
             if len(ids) > self._fleet.kv_tokens:
                 raise BadInput(f"{what} is too long: {len(ids)} tokens, the KV cache holds {self._fleet.kv_tokens:g}")
             room = model.max_model_len - len(ids)

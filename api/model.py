@@ -184,15 +184,13 @@ class Model:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise BadInput(f"{what}: token id {wrong} is not in the vocabulary [0, {self.vocab_size})")
 
-    def check_prompt(self, ids: list[int], what: str = "prompt") -> None:
-        """Raises BadInput unless the model can continue this prompt by at least one token."""
+    def check_prompt(self, ids: list[int], what: str = "prompt", *, whole: bool = False) -> None:
+        """Raises BadInput unless the model can continue this prompt by at least one token; whole: can read it."""
         if not ids:
             raise BadInput(f"{what} is empty: send at least one token")
-        if len(ids) >= self.max_model_len:
-            raise BadInput(
-                f"{what} is too long: {len(ids)} tokens leave no room for output, and {self.limit}",
-                code=TOO_LONG,
-            )
+        if len(ids) >= self.max_model_len + whole:
+            why = "" if whole else " leave no room for output"
+            raise BadInput(f"{what} is too long: {len(ids)} tokens{why}, and {self.limit}", code=TOO_LONG)
         self.check_ids(ids, what)
 
 

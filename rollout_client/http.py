@@ -26,6 +26,8 @@ from rollout_client.http_calls import (
     Prompt,
     PromptIds,
     RequestFailed,
+    Score,
+    Scores,
     Unreachable,
     Weights,
     timeout,
@@ -41,6 +43,8 @@ __all__ = [
     "PauseState",
     "RequestFailed",
     "RolloutClient",
+    "Score",
+    "Scores",
     "Span",
     "Unreachable",
     "Weights",
@@ -97,6 +101,7 @@ class RolloutClient:
         )
 
     generate = _blocking(calls.generate)
+    score = _blocking(calls.score)
     pause = _blocking(calls.pause)
     resume = _blocking(calls.resume)
     pause_state = _blocking(calls.pause_state)
@@ -161,6 +166,7 @@ class AsyncRolloutClient:
         )
 
     generate = _awaited(calls.generate)
+    score = _awaited(calls.score)
     pause = _awaited(calls.pause)
     resume = _awaited(calls.resume)
     pause_state = _awaited(calls.pause_state)

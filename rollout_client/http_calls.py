@@ -99,6 +99,25 @@ class Generation(msgspec.Struct, frozen=True):
     usage: Usage | None = None
 
 
+class Score(msgspec.Struct, frozen=True):
+    """Of one list of tokens. logprobs: one each, None when it was aborted. weight_version: what computed them."""
+
+    index: int
+    logprobs: list[float] | None
+    weight_version: int
+    finish_reason: Literal["length", "abort"]
+    cached_tokens: int = 0
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """In the order of what was asked."""
+
+    request_id: str
+    model: str
+    outputs: list[Score]
+    usage: Usage | None = None
+
+
 class PauseState(msgspec.Struct, frozen=True):
     """Whether and how generation is paused; held = requests that wait."""
 
@@ -219,6 +238,33 @@ def generate(
 def stream(prompt: Prompt | None, prompt_ids: PromptIds | None, fields: dict[str, Any]) -> Call[Generation]:
     """As `generate`; the reply is lines, each for `event`."""
     return _generate(prompt, prompt_ids, fields | {"stream": True})
+
+
+def score(
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    weight_version: int | None = None,
+    session: str | None = None,
+    request_id: str | None = None,
+    **more: Any,
+) -> Call[Scores]:
+    """Logprobs of each list of token_ids behind the prompt at its place, under the live version.
+
+    They are, bit by bit, those that sampling them at this temperature reports. weight_version: RequestFailed (409)
+    unless it is the one that scores. `more`: any other field of the route's request schema.
+    """
+    body = {
+        "prompt_ids": _plain(prompt_ids),
+        "token_ids": _plain(token_ids),
+        "temperature": temperature,
+        "weight_version": weight_version,
+        "session": session,
+        "request_id": request_id,
+    }
+    body = {name: value for name, value in (body | more).items() if value is not None}
+    return Call("POST", "/v1/rollout/score", Scores, body=body, timeout_s=None)
 
 
 def pause(

@@ -24,7 +24,8 @@ _SCORED_ROWS = 256
 
 @dataclass(frozen=True)
 class StepRow:
-    """Tokens [start, start + length) of one sequence. scored: prompt positions among them whose logits are kept.
+    """Tokens [start, start + length) of one sequence. scored: prompt positions among them whose logits are kept, the
+    first of them `unscored` positions after start.
 
     proposed: 1 when the last of them is a draft's.
     """
@@ -34,6 +35,7 @@ class StepRow:
     length: int
     scored: int
     proposed: int = 0
+    unscored: int = 0
 
     @property
     def fed(self) -> list[int]:
@@ -96,7 +98,7 @@ class Step:
         if sequence.draft is not None:
             return room if room == sequence.feed else 0
         if sequence.request.scoring:
-            room = min(room, _SCORED_ROWS)
+            room = min(room, _SCORED_ROWS + max(0, sequence.request.score_from - 1 - sequence.kv.computed))
         if room <= 1:
             return room  # a token that was asked for waits for no time
         in_time = self.pace.fitting(room, sequence.kv.computed, self.pace.bound_s - self._cost_s)
@@ -105,9 +107,10 @@ class Step:
     def take(self, sequence: Sequence, length: int) -> None:
         """Add a row; its KV is already writable."""
         request, start = sequence.request, sequence.kv.computed
-        scored = min(length, request.prompt_length - 1 - start) if request.scoring else 0
+        unscored = max(0, request.score_from - 1 - start)
+        scored = max(0, min(length, request.prompt_length - 1 - start) - unscored) if request.scoring else 0
         proposed = max(0, start + length - len(sequence.tokens))
-        self.rows.append(StepRow(sequence, start, length, scored, proposed))
+        self.rows.append(StepRow(sequence, start, length, scored, proposed, unscored))
         self.budget -= length
         self.seats -= 1
         self._cost_s += self.pace.cost(length, start)
@@ -154,7 +157,7 @@ class Step:
         tables = np.zeros((len(self.rows), -(-int(contexts.max()) // size)), np.int32)
         for index, row in enumerate(self.rows):
             first, end, table = len(tokens), row.start + row.length, row.sequence.kv.table
-            wanted.extend(range(first, first + row.scored))
+            wanted.extend(range(first + row.unscored, first + row.unscored + row.scored))
             tokens.extend(row.fed)
             slots.extend(table[at // size] * size + at % size for at in range(row.start, end))
             if row.samples:
@@ -333,8 +336,8 @@ class Batcher:
                 step.take(sequence, length)
 
     def _reusable(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
-        if sequence.request.scoring:  # needs the logits of every prompt token
-            return [], None
+        if sequence.request.scoring:  # needs the logits of the tokens it is to score
+            return self._kv.reusable(sequence.kv, sequence.tokens[: sequence.request.score_from])
         return self._kv.reusable(sequence.kv, sequence.tokens)
 
     def _fits(self, sequence: Sequence, reused: list[int]) -> bool:

@@ -65,6 +65,7 @@ class Generate(Message, tag="generate", frozen=True):
     stream: bool = False  # False: one chunk per sequence, when it ends
     priority: int = 0  # lower runs first
     cache_salt: str = ""
+    score_from: int = 0  # with prompt_logprobs: tokens before this have none, and may come from the prefix cache
 
 
 class Abort(Message, tag="abort", frozen=True):

@@ -303,7 +303,8 @@ class Scheduler:
 
     def _score(self, row: StepRow, logits: Float32) -> bool:
         request = row.sequence.request
-        targets = row.sequence.tokens[row.start + 1 : row.start + 1 + row.scored]
+        first = row.start + row.unscored + 1
+        targets = row.sequence.tokens[first : first + row.scored]
         scores = self._sampler.score(logits, targets, request.sampling)
         if scores is None or request.prompt_logprobs is None:
             return False

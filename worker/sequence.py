@@ -64,7 +64,7 @@ class StopCheck:
 
 
 PromptLogprobs = list[list[tuple[int, float, int]]]
-"""Per prompt token after the first: (id, logprob, rank), the token itself first, then the most likely others."""
+"""Per prompt token from `Request.score_from` on: (id, logprob, rank), itself first, then the most likely others."""
 
 
 @dataclass(eq=False)
@@ -87,6 +87,7 @@ class Request:
     admitted: float | None = None
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    score_from: int = 1
     speculative: bool = False
     forked: bool = False
     at_fault: bool = False  # it cannot be done as it was asked
@@ -94,8 +95,10 @@ class Request:
 
     @property
     def scoring(self) -> bool:
-        """Prompt logprobs are wanted and not complete, so every prompt token must go through the model."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+        """Prompt logprobs are wanted and not complete: the tokens before `score_from` may come from the cache, what
+        follows must go through the model.
+        """
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - self.score_from
 
 
 @dataclass(eq=False)
@@ -264,6 +267,7 @@ def accepted(
         seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
         rules=StopRules(sampling, spec.eos_token_ids, max(0, limit)),
         prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        score_from=max(1, g.score_from),  # nothing comes before the first token that could say how likely it is
         speculative=speculative,
     )
 

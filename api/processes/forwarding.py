@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from api.processes.passing import Passing
 
 GENERATE = frozenset(
-    {"/v1/rollout/generate", "/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"}
+    {
+        *("/v1/rollout/generate", "/v1/rollout/score"),
+        *("/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"),
+    }
 )
 """Routes whose requests have ids."""
 LOCAL = GENERATE | {

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_admin, require_data
 from api.bad_words import banned
-from api.errors import BadInput
+from api.errors import BadInput, Conflict
 from api.flight import Sample
 from api.generation import Ask
 from api.model import Model
@@ -22,7 +22,7 @@ from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
-from worker.messages import Chunk
+from worker.messages import Chunk, SamplingParams
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
 SessionHeader = Annotated[str, Header(max_length=256)]
@@ -61,6 +61,51 @@ async def generate(
         return {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": counted}
 
     return await replied(samples, reply)
+
+
+@router.post("/score", dependencies=data)
+async def score(
+    body: schema.ScoreRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
+) -> schema.ScoreResponse:
+    """Logprobs of given tokens behind given prompts, bit by bit those that sampling them would report.
+
+    Of a sample whose one span names the version that scores, they are the very numbers that came with it, where the
+    replicas are deterministic (docs/numerics.md).
+    """
+    wanted, live = body.weight_version, service.weights.live
+    if wanted is not None and live is not None and live.version > wanted:
+        raise Conflict(f"weight_version {wanted} is not live any more: {live.version} is")
+    ask = Ask(
+        prompts=[prompt + tokens for prompt, tokens in zip(body.prompt_ids, body.token_ids, strict=True)],
+        sampling=SamplingParams(max_tokens=0, temperature=body.temperature, prompt_logprobs=0),
+        request_id=body.request_id or "",
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        session=body.session or x_session_id,
+        min_version=max(filter(None, (body.min_weight_version, body.weight_version)), default=None),
+        version_timeout_s=body.version_timeout_s,
+        score_from=[len(prompt) for prompt in body.prompt_ids],
+    )
+    job, samples = await whole(request, service, ask)
+    outputs = [_score(index, of_prompt[0]) for index, of_prompt in enumerate(samples)]
+    for output in outputs if wanted is not None else ():
+        if output.logprobs is not None and output.weight_version != wanted:
+            raise Conflict(f"weight_version {wanted} is not live any more: {output.weight_version} is")
+    prompt, completion = (sum(map(len, lists)) for lists in (body.prompt_ids, body.token_ids))
+    usage = schema.Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return schema.ScoreResponse(request_id=job.request_id, model=service.model.name, outputs=outputs, usage=usage)
+
+
+def _score(index: int, scored: Sample) -> schema.Score:
+    found = scored.prompt_logprobs
+    assert scored.finish is not None, "whole samples have ended"
+    return schema.Score(
+        index=index,
+        logprobs=None if found is None else [entries[0][1] for entries in found],
+        weight_version=scored.spans[-1].version,
+        finish_reason=scored.finish,
+        cached_tokens=scored.cached_tokens,
+    )
 
 
 @router.post("/pause", dependencies=admin)

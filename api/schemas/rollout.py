@@ -178,6 +178,64 @@ class GenerateResponse(Strict):
     usage: Usage | None = None
 
 
+class ScoreRequest(Strict):
+    """Tokens to be scored, each list behind a prompt of its own."""
+
+    prompt_ids: ManyIds
+    """What came before: one list for each of token_ids, of one token at least."""
+    token_ids: ManyIds
+    """What is scored: what a sample's token_ids are."""
+    temperature: Finite = Field(default=1.0, ge=0, le=100)
+    """What they were sampled at. Nothing else of a request's sampling changes what its logprobs are of, but penalties,
+    biases and masks, which are not scored."""
+    weight_version: Version | None = None
+    """Only under this version: waits for it, and 409 when another was live instead."""
+    request_id: RequestId | None = None
+    """For /v1/rollout/abort. Repeating one that still runs joins it."""
+    session: str = Field(default="", max_length=256)
+    """That of the requests which sampled the tokens: their replica has the prompts in its cache."""
+    priority: Priority = 0
+    """Lower runs first."""
+    cache_salt: str = Field(default="", max_length=256)
+    """Prompts share cached prefixes only under equal salts."""
+    min_weight_version: Version | None = None
+    """Wait until this version or a later one is live; 409 after version_timeout_s."""
+    version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _in_pairs(self) -> Self:
+        if len(self.prompt_ids) != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.prompt_ids)} prompt_ids for {len(self.token_ids)} token_ids: send one for each"
+            )
+        for what, lists in (("prompt_ids", self.prompt_ids), ("token_ids", self.token_ids)):
+            if not all(lists):
+                raise ValueError(f"{what}[{lists.index([])}] is empty: send at least one token")
+        return self
+
+
+class Score(Strict):
+    """One list of tokens."""
+
+    index: int
+    logprobs: list[float] | None
+    """Of each token; None when it was aborted before all were known."""
+    weight_version: int
+    """What they were computed under, all of them and their prompt."""
+    finish_reason: FinishReason
+    """length, or abort."""
+    cached_tokens: int = 0
+
+
+class ScoreResponse(Strict):
+    """In the order of the request."""
+
+    request_id: str
+    model: str
+    outputs: list[Score]
+    usage: Usage
+
+
 class PauseRequest(Strict):
     """How to pause. All fields have defaults."""
 

@@ -67,6 +67,7 @@ class ScriptedReplica:
         self.finish: messages.FinishReason = "length"
         self.stop_reason: int | str | None = None
         self.recomputed_after: int | None = None  # so many tokens
+        self.scoring: asyncio.Event | None = None
         self.gate: asyncio.Semaphore | None = None
         self.fail: dict[type, CallFailed] = {}
         self.waits: dict[type, asyncio.Event] = {}
@@ -171,6 +172,8 @@ class ScriptedReplica:
         ids = (self.script or [(g.prompt_ids[-1] + 1 + i) % 256 for i in range(limit)])[:limit]
         made = 0
         try:
+            if self.scoring is not None and g.score_from:
+                await self.scoring.wait()
             for token_id in ids:
                 if self.gate is not None:
                     await self.gate.acquire()
@@ -180,7 +183,7 @@ class ScriptedReplica:
             last = ids[-1:] if g.stream else ids
             self._emit(origin, g, last, made, self.finish)
         except asyncio.CancelledError:
-            self._emit(origin, g, [] if g.stream else ids[:made], made, "abort")
+            self._emit(origin, g, [] if g.stream else ids[:made], made, "abort", scored=not g.score_from)
         finally:
             self.running.pop((origin, g.request_id), None)
 
@@ -200,7 +203,7 @@ class ScriptedReplica:
         self._send(origin, Tokens(*columns, None if members == self._members.get(origin) else members))
         self._members[origin] = members
 
-    def _emit(self, origin: bytes, g: Generate, ids: list[int], made: int, finish: Any) -> None:
+    def _emit(self, origin: bytes, g: Generate, ids: list[int], made: int, finish: Any, *, scored: bool = True) -> None:
         chunks = [
             Chunk(
                 g.request_id,
@@ -212,8 +215,8 @@ class ScriptedReplica:
                 ranks=[1] * len(ids) if g.sampling.reports_others else [],
                 finish=finish,
                 stop_reason=self.stop_reason if finish == "stop" else None,
-                prompt_logprobs=[[(i, -1.0, 1)] for i in g.prompt_ids[1:]]
-                if g.sampling.prompt_logprobs is not None
+                prompt_logprobs=[[(i, -1.0, 1)] for i in g.prompt_ids[max(1, g.score_from) :]]
+                if g.sampling.prompt_logprobs is not None and scored
                 else None,
             )
             for index in range(g.sampling.n)

@@ -71,6 +71,20 @@ async def test_an_abort_finds_what_another_process_has(processes, replicas, unti
     assert (await tasks[0]).json()["outputs"][0]["finish_reason"] == "abort"
 
 
+async def test_a_score_is_answered_where_it_is_asked_and_aborted_from_elsewhere(processes, replicas, until):
+    lead, other = processes
+    body = {"prompt_ids": [[65]], "token_ids": [[66, 67]], "request_id": "mine"}
+    scored = await other.client.post("/v1/rollout/score", json=body)
+    assert scored.json()["outputs"][0]["logprobs"] == [-1.0, -1.0]
+    assert other.service.generations.open == 0
+    for replica in replicas:
+        replica.scoring = asyncio.Event()
+    task = asyncio.create_task(other.client.post("/v1/rollout/score", json=body))
+    await until(lambda: any(r.running for r in replicas) and len(other.service.generations._jobs) == 1)
+    assert (await lead.client.post("/v1/rollout/abort", json={"request_ids": ["mine"]})).json()["aborted"] == 1
+    assert (await task).json()["outputs"][0]["finish_reason"] == "abort"
+
+
 async def test_an_abort_does_not_wait_for_a_process_that_is_not_there(processes, replicas, until):
     lead, other = processes
     for replica in replicas:

@@ -1,0 +1,89 @@
+"""POST /v1/rollout/score: given tokens in, their logprobs and the version that computed them out."""
+
+import asyncio
+
+import pytest
+
+from api.schemas.rollout import ScoreResponse
+from tests.unit.api.scripted import CONTEXT
+from worker.messages import Generate, SamplingParams
+
+URL = "/v1/rollout/score"
+PAIR = {"prompt_ids": [[65, 66], [67]], "token_ids": [[68, 69, 70], [71]]}
+
+
+async def test_tokens_in_logprobs_and_version_out(client, replicas):
+    reply = await client.post(URL, json=PAIR | {"temperature": 0.7})
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    ScoreResponse.model_validate(body)
+    assert [output["logprobs"] for output in body["outputs"]] == [[-1.0] * 3, [-1.0]]
+    assert [(o["index"], o["weight_version"], o["finish_reason"]) for o in body["outputs"]] == [
+        (0, 0, "length"),
+        (1, 0, "length"),
+    ]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    asked = sorted((m for r in replicas for m in r.got(Generate)), key=lambda m: m.prompt_ids)
+    assert [(m.prompt_ids, m.score_from) for m in asked] == [([65, 66, 68, 69, 70], 2), ([67, 71], 1)]
+    assert [m.sampling for m in asked] == [SamplingParams(max_tokens=0, temperature=0.7, prompt_logprobs=0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt_ids": [[65]], "token_ids": []}, "send one for each"),
+        ({"prompt_ids": [[65], []], "token_ids": [[66], [66]]}, "prompt_ids[1] is empty"),
+        ({"prompt_ids": [[65]], "token_ids": [[]]}, "token_ids[0] is empty"),
+        ({"prompt_ids": [], "token_ids": []}, "no prompt"),
+        ({"prompt_ids": [[65]], "token_ids": [[1 << 30]]}, "is not in the vocabulary"),
+        ({"prompt_ids": [[65]], "token_ids": [[66] * CONTEXT]}, "is too long"),
+        ({"prompt_ids": [[65]], "token_ids": [[66]], "top_p": 0.5}, "top_p"),
+        ({"prompt_ids": [[65]], "token_ids": [[66]], "repetition_penalty": 1.1}, "repetition_penalty"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(client, replicas, body, says):
+    reply = await client.post(URL, json=body)
+    assert reply.status_code == 400
+    assert says in reply.text
+    assert not [m for r in replicas for m in r.got(Generate)]
+
+
+async def test_the_context_may_be_full(client):
+    reply = await client.post(URL, json={"prompt_ids": [[65]], "token_ids": [[66] * (CONTEXT - 1)]})
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["outputs"][0]["logprobs"]) == CONTEXT - 1
+
+
+async def test_another_version_than_the_wanted_one_is_a_conflict(client, replicas, store):
+    assert (await client.post(URL, json=PAIR | {"weight_version": 0})).status_code == 200
+    for replica in replicas:  # a version that came between the question and the answer
+        replica.version = 1
+    reply = await client.post(URL, json=PAIR | {"weight_version": 0})
+    assert (reply.status_code, "weight_version 0 is not live any more: 1 is" in reply.text) == (409, True)
+    late = await client.post(URL, json=PAIR | {"weight_version": 9, "version_timeout_s": 0.1})
+    assert late.status_code == 409
+
+
+async def test_an_aborted_score_has_no_logprobs(client, replicas):
+    for replica in replicas:
+        replica.scoring = asyncio.Event()
+    task = asyncio.create_task(client.post(URL, json=PAIR | {"request_id": "mine"}))
+    while sum(len(replica.running) for replica in replicas) < 2:
+        await asyncio.sleep(0.01)
+    assert (await client.post("/v1/rollout/abort", json={"request_ids": ["mine"]})).json() == {"aborted": 1}
+    outputs = (await task).json()["outputs"]
+    assert [(o["logprobs"], o["finish_reason"]) for o in outputs] == [(None, "abort")] * 2
+
+
+async def test_the_same_tokens_behind_another_prompt_are_other_work(client, replicas):
+    for replica in replicas:
+        replica.scoring = asyncio.Event()
+    first = {"prompt_ids": [[65, 66]], "token_ids": [[67]], "request_id": "r"}
+    task = asyncio.create_task(client.post(URL, json=first))
+    while not any(replica.running for replica in replicas):
+        await asyncio.sleep(0.01)
+    other = await client.post(URL, json={"prompt_ids": [[65]], "token_ids": [[66, 67]], "request_id": "r"})
+    assert other.status_code == 409
+    for replica in replicas:
+        replica.scoring.set()
+    assert (await task).status_code == 200

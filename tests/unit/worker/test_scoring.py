@@ -1,0 +1,84 @@
+"""Given tokens are scored with the logprobs that they were sampled with, wherever their prompt's keys come from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+MakeRig = Callable[..., Any]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def sampled(replica: Any, count: int = 12, **fields: Any) -> tuple[list[int], list[float]]:
+    replica.add("sampled", PROMPT, max_tokens=count, seed=7, **fields)
+    replica.run()
+    result = replica.results["sampled", 0]
+    return result.tokens, result.logprobs
+
+
+def score(replica: Any, tokens: list[int], name: str = "score", **fields: Any) -> list[float]:
+    fields = {"max_tokens": 0, "prompt_logprobs": 0, "score_from": len(PROMPT)} | fields
+    replica.add(name, PROMPT + tokens, **fields)
+    replica.run()
+    last = replica.results[name, 0].last
+    assert [entries[0][0] for entries in last.prompt_logprobs or ()] == tokens
+    return [entries[0][1] for entries in last.prompt_logprobs or ()]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}, {"logprobs": 3}])
+def test_scores_are_the_logprobs_of_sampling(rig: MakeRig, temperature: float, mode: str, cut: dict[str, Any]) -> None:
+    replica = rig(logprobs_mode=mode)
+    tokens, logprobs = sampled(replica, temperature=temperature, **cut)
+    assert score(replica, tokens, temperature=temperature) == logprobs
+
+
+def test_the_prompt_comes_from_the_cache_and_what_is_scored_does_not(rig: MakeRig) -> None:
+    replica = rig()
+    tokens, logprobs = sampled(replica)
+    assert score(replica, tokens) == logprobs
+    cached = replica.results["score", 0].last.cached_tokens
+    assert cached == (len(PROMPT) - 1) // 4 * 4
+    assert score(rig(prefix_caching=False), tokens) == logprobs
+
+
+def test_logits_are_asked_for_of_scored_tokens_alone(rig: MakeRig) -> None:
+    replica = rig(prefix_caching=False, max_tokens=4, max_batch=4)
+    tokens, logprobs = sampled(replica, 9)
+    replica.batches.clear()
+    assert score(replica, tokens) == logprobs
+    assert sum(len(batch.logits_rows) for batch in replica.batches) == len(tokens)
+
+
+@pytest.mark.parametrize("upset", ["recompute", "discard", "preempt"])
+def test_scores_are_whole_whatever_interrupts_them(rig: MakeRig, upset: str) -> None:
+    replica = rig(max_tokens=4, max_batch=1)
+    tokens, logprobs = sampled(replica, 10)
+    replica.add("score", PROMPT + tokens, max_tokens=0, prompt_logprobs=0, score_from=len(PROMPT), priority=1)
+    replica.step()
+    assert ("score", 0) not in replica.results
+    if upset == "recompute":
+        replica.update("recompute", 0)
+    elif upset == "discard":
+        replica.schedule()
+        replica.scheduler.discard()
+    else:
+        replica.add("urgent", [1, 2, 3], max_tokens=1)
+    replica.run()
+    found = replica.results["score", 0].last.prompt_logprobs
+    assert [entries[0][:2] for entries in found or ()] == list(zip(tokens, logprobs, strict=True))
+
+
+def test_scores_of_an_update_in_between_are_of_the_new_version(rig: MakeRig) -> None:
+    replica, fresh = rig(max_tokens=4, max_batch=4), rig(max_tokens=4, max_batch=4)
+    tokens, before = sampled(replica, 10)
+    replica.add("score", PROMPT + tokens, max_tokens=0, prompt_logprobs=0, score_from=len(PROMPT))
+    replica.step()
+    replica.update("keep", 1)
+    replica.run()
+    fresh.bind(1)
+    assert replica.results["score", 0].spans[0].version == 1
+    found = [entries[0][1] for entries in replica.results["score", 0].last.prompt_logprobs or ()]
+    assert found == score(fresh, tokens)
+    assert found != before
