@@ -64,24 +64,22 @@ async def test_another_version_than_the_wanted_one_is_a_conflict(client, replica
     assert late.status_code == 409
 
 
-async def test_an_aborted_score_has_no_logprobs(client, replicas):
+async def test_an_aborted_score_has_no_logprobs(client, replicas, until):
     for replica in replicas:
         replica.scoring = asyncio.Event()
     task = asyncio.create_task(client.post(URL, json=PAIR | {"request_id": "mine"}))
-    while sum(len(replica.running) for replica in replicas) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(len(replica.running) for replica in replicas) == 2)
     assert (await client.post("/v1/rollout/abort", json={"request_ids": ["mine"]})).json() == {"aborted": 1}
     outputs = (await task).json()["outputs"]
     assert [(o["logprobs"], o["finish_reason"]) for o in outputs] == [(None, "abort")] * 2
 
 
-async def test_the_same_tokens_behind_another_prompt_are_other_work(client, replicas):
+async def test_the_same_tokens_behind_another_prompt_are_other_work(client, replicas, until):
     for replica in replicas:
         replica.scoring = asyncio.Event()
     first = {"prompt_ids": [[65, 66]], "token_ids": [[67]], "request_id": "r"}
     task = asyncio.create_task(client.post(URL, json=first))
-    while not any(replica.running for replica in replicas):
-        await asyncio.sleep(0.01)
+    await until(lambda: any(replica.running for replica in replicas))
     other = await client.post(URL, json={"prompt_ids": [[65]], "token_ids": [[66, 67]], "request_id": "r"})
     assert other.status_code == 409
     for replica in replicas:
