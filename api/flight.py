@@ -19,14 +19,17 @@ _PROCESS = secrets.token_hex(4)
 """Replicas outlive an API: what a later one sends them must not bear the names of what this one sent."""
 
 
+LANDED = -1
+"""In place of a sample's index: the flight has ended (or failed: see `error`)."""
+
+
 @dataclass(slots=True)
 class Sample:
-    """One sequence so far. Lists run parallel to token_ids; spans cover [0, len(token_ids))."""
+    """One sequence so far. Lists run parallel to token_ids."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     masks: list[list[int]] = field(default_factory=list)
@@ -36,6 +39,15 @@ class Sample:
     at_fault: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[list[tuple[int, float, int]]] | None = None
+    _spans: list[Span] = field(default_factory=list)  # the last may have grown since
+
+    @property
+    def spans(self) -> list[Span]:
+        """They cover [0, len(token_ids)). A list that has been given out stays as it is."""
+        if self._spans and self._spans[-1].end != len(self.token_ids):
+            *before, last = self._spans
+            self._spans = [*before, Span(last.version, last.start, len(self.token_ids), last.recomputed)]
+        return self._spans
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk's tokens and take over what it says of the whole."""
@@ -44,16 +56,35 @@ class Sample:
         self.top += chunk.top
         self.ranks += chunk.ranks
         self.masks += chunk.masks
-        self.spans = chunk.spans
+        self._spans = chunk.spans
         self.finish = chunk.finish
         self.stop_reason = chunk.stop_reason
         self.error, self.at_fault = chunk.error, chunk.at_fault
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
 
+    def since(self, told: int) -> Chunk:
+        """What has come after the first `told` tokens, and what is known of the whole."""
+        return Chunk(
+            request_id="",
+            index=self.index,
+            token_ids=self.token_ids[told:],
+            logprobs=self.logprobs[told:],
+            spans=self.spans,
+            top=self.top[told:],
+            ranks=self.ranks[told:],
+            masks=self.masks[told:],
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            at_fault=self.at_fault,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=None if told else self.prompt_logprobs,
+        )
 
-Update = tuple["Flight", Chunk | None]
-"""What a watcher hears: a chunk, or None once the flight has ended (or failed: see `error`)."""
+
+Watcher = Callable[["Flight", int], None]
+"""Told the index of a sample that has something new, or LANDED."""
 
 
 class Flight:
@@ -83,7 +114,7 @@ class Flight:
         self.overdue = False  # asked to end because it took too long
         self.error: ApiError | None = None
         self.done = asyncio.Event()
-        self._watchers: list[Callable[[Update], None]] = []
+        self._watchers: list[Watcher] = []
         self._streamed = False
 
     @property
@@ -107,16 +138,16 @@ class Flight:
             score_from=request.score_from,
         )
 
-    def watch(self, on_update: Callable[[Update], None]) -> None:
-        """Everything that came and will come goes there, ending with None."""
+    def watch(self, watcher: Watcher) -> None:
+        """It hears of all that is there and will come, and last that the flight has landed."""
         for sample in self.samples:
             if sample.token_ids or sample.finish:
-                on_update((self, _replayed(sample)))
+                watcher(self, sample.index)
                 self._streamed = True
         if self.done.is_set():
-            on_update((self, None))
+            watcher(self, LANDED)
         else:
-            self._watchers.append(on_update)
+            self._watchers.append(watcher)
 
     def add(self, chunk: Chunk) -> None:
         """A chunk arrived from the replica."""
@@ -124,9 +155,7 @@ class Flight:
         if sample.finish is not None:
             return
         sample.add(chunk)
-        for on_update in self._watchers:
-            on_update((self, chunk))
-            self._streamed = True
+        self._tell(chunk.index)
         if chunk.finish is not None:
             self.open -= 1
             if self.open == 0:
@@ -135,9 +164,10 @@ class Flight:
     def go_on(self, index: int, token: int, logprob: float) -> None:
         """A sequence has one more token, of the weights that made the one before it."""
         sample = self.samples[index]
-        *before, last = sample.spans
-        before.append(Span(last.version, last.start, last.end + 1, last.recomputed))
-        self.add(Chunk(self.attempt_id, index, [token], [logprob], before, cached_tokens=sample.cached_tokens))
+        if sample.finish is None:
+            sample.token_ids.append(token)
+            sample.logprobs.append(logprob)
+            self._tell(index)
 
     def can_restart(self) -> bool:
         """Whether losing its replica can go unnoticed: nobody has seen a token."""
@@ -155,28 +185,13 @@ class Flight:
         self.error = error
         self._end()
 
+    def _tell(self, index: int) -> None:
+        for watcher in self._watchers:
+            watcher(self, index)
+            self._streamed = True
+
     def _end(self) -> None:
         self.done.set()
-        for on_update in self._watchers:
-            on_update((self, None))
+        for watcher in self._watchers:
+            watcher(self, LANDED)
         self._watchers.clear()
-
-
-def _replayed(sample: Sample) -> Chunk:
-    """All of a sample as one chunk, for a watcher that came late. Copies: the sample still grows."""
-    return Chunk(
-        request_id="",
-        index=sample.index,
-        token_ids=list(sample.token_ids),
-        logprobs=list(sample.logprobs),
-        spans=sample.spans,
-        top=list(sample.top),
-        ranks=list(sample.ranks),
-        masks=list(sample.masks),
-        finish=sample.finish,
-        stop_reason=sample.stop_reason,
-        error=sample.error,
-        at_fault=sample.at_fault,
-        cached_tokens=sample.cached_tokens,
-        prompt_logprobs=sample.prompt_logprobs,
-    )

@@ -13,16 +13,16 @@ from types import TracebackType
 import msgspec
 
 from api.errors import BadInput, Conflict, EngineFailed, TooMany
-from api.flight import Flight, Sample, Update
+from api.flight import LANDED, Flight, Sample
 from api.model import TOO_LONG, Model
 from api.replicas import Fleet
 from api.schemas.base import MAX_SEQUENCES
-from worker.messages import Chunk, Generate, SamplingParams, joined
+from worker.messages import Chunk, Generate, SamplingParams
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-_LANDED = -1
-"""In place of a sequence's index: the flight has ended."""
+Update = tuple[Flight, Chunk | None]
+"""What is new of a sequence; None: the flight has ended (or failed: see its `error`)."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Job:
                     raise _failure(sample)
         return [flight.samples for flight in self.flights]
 
-    def watch(self, on_update: Callable[[Update], None]) -> None:
-        """Hear of every update that came and will come; hand it to `check`."""
+    def watch(self, arrivals: "Arrivals") -> None:
+        """Updates that came and will come go there; hand each to `check`."""
         for flight in self.flights:
-            flight.watch(on_update)
+            flight.watch(arrivals.put)
 
     def check(self, update: Update) -> Chunk | None:
         """The chunk of an update; None when its flight has landed. Raises as `samples`."""
@@ -107,7 +107,7 @@ class Job:
         """
         arrivals = Arrivals()
         index = {flight: i for i, flight in enumerate(self.flights)}
-        self.watch(arrivals.put)
+        self.watch(arrivals)
         flying = len(self.flights)
         while flying:
             for update in await arrivals.take():
@@ -119,31 +119,35 @@ class Job:
 
 
 class Arrivals:
-    """Updates that one reader has not taken yet. The chunks of a sequence that wait here together are one."""
+    """What one reader of flights has not taken yet: of each sample what came since it was last taken, as one chunk.
+
+    A token only says that its sample has something new; what it was is read out of the sample when the reader comes.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Flight, int], list[Chunk] | None] = {}
+        self._new: dict[tuple[Flight, int], None] = {}  # index, or LANDED
+        self._told: dict[tuple[Flight, int], int] = {}  # tokens
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, update: Update) -> None:
-        """An update came."""
-        flight, chunk = update
-        if chunk is None:
-            self._waiting[flight, _LANDED] = None
-        elif (before := self._waiting.get((flight, chunk.index))) is not None:
-            before.append(chunk)
-        else:
-            self._waiting[flight, chunk.index] = [chunk]
+    def put(self, flight: Flight, index: int) -> None:
+        """A `flight.Watcher`."""
+        self._new[flight, index] = None
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def take(self) -> list[Update]:
-        """All that came, in the order in which their sequences had something new; waits for the first."""
-        if not self._waiting:
+        """All that came, in the order in which their samples had something new; waits for the first."""
+        if not self._new:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        taken, self._waiting = self._waiting, {}
-        return [(flight, None if chunks is None else joined(chunks)) for (flight, _), chunks in taken.items()]
+        new, self._new = self._new, {}
+        return [(of[0], None if of[1] == LANDED else self._taken(*of)) for of in new]
+
+    def _taken(self, flight: Flight, index: int) -> Chunk:
+        sample = flight.samples[index]
+        told = self._told.get((flight, index), 0)
+        self._told[flight, index] = len(sample.token_ids)
+        return sample.since(told)
 
 
 class Generations:

@@ -45,17 +45,20 @@ class StreamedText:
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
-        self._full = tokenizer.stream(skip_special=False)
-        self._shown = tokenizer.stream(skip_special=True, kept=options.kept) if options.skip_special_tokens else None
+        self._shown = tokenizer.stream(skip_special=options.skip_special_tokens, kept=options.kept)
+        self._full = tokenizer.stream(skip_special=False) if options.stop and options.skip_special_tokens else None
         self._waiting: deque[tuple[str, str]] = deque()  # of each token: its text, and what the caller sees of that
 
     def push(self, ids: Sequence[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> str:
         """The text that further tokens add; what may yet turn out to be a stop string waits."""
         if finish == "stop" and not isinstance(stop_reason, str) and not self._options.include_stop:
             ids = ids[:-1]
+        if not self._options.stop and not isinstance(stop_reason, str):
+            shown = "".join(map(self._shown.push, ids))
+            return shown if finish is None else shown + self._shown.finish()
         for token_id in ids:
-            text = self._full.push(token_id)
-            self._waiting.append((text, text if self._shown is None else self._shown.push(token_id)))
+            shown = self._shown.push(token_id)
+            self._waiting.append((shown if self._full is None else self._full.push(token_id), shown))
         text = "".join(text for text, _ in self._waiting)
         if finish is None:
             return self._take(len(text) - held_back(text, self._options.stop))
@@ -66,7 +69,7 @@ class StreamedText:
                 return self._take(at + len(stop_reason) if self._options.include_stop else at)
         rest = "".join(shown for _, shown in self._waiting)
         self._waiting.clear()
-        return rest + (self._shown or self._full).finish()
+        return rest + self._shown.finish()
 
     def _take(self, count: int) -> str:
         """What the caller sees of the next `count` characters."""

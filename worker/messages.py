@@ -165,23 +165,6 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[list[tuple[int, float, int]]] | None = None
 
 
-def joined(chunks: list[Chunk]) -> Chunk:
-    """Chunks of one sequence that follow one another, as one."""
-    if len(chunks) == 1:
-        return chunks[0]
-    prompt = [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None]
-    return msgspec.structs.replace(
-        chunks[-1],
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        logprobs=[value for chunk in chunks for value in chunk.logprobs],
-        top=[best for chunk in chunks for best in chunk.top],
-        ranks=[rank for chunk in chunks for rank in chunk.ranks],
-        masks=[mask for chunk in chunks for mask in chunk.masks],
-        cached_tokens=max(chunk.cached_tokens for chunk in chunks),
-        prompt_logprobs=prompt[0] if prompt else None,
-    )
-
-
 class Chunks(Message, tag="chunks", frozen=True):
     """[RANK 0] everything one tick produced for one API connection."""
 

@@ -1,6 +1,5 @@
 """POST /generate: SGLang's by `text` or `input_ids`, older TRL's by `prompts`."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
@@ -14,8 +13,8 @@ from api.answering import live_header, replied
 from api.auth import require_data
 from api.bad_words import banned
 from api.errors import BadInput
-from api.flight import Sample, Update
-from api.generation import Ask, Job
+from api.flight import Sample
+from api.generation import Arrivals, Ask, Job
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import explain
@@ -114,34 +113,29 @@ async def _stream(
     asks: list[Ask], wanted: list[Wanted], service: Service, as_list: bool
 ) -> AsyncGenerator[bytes, None]:
     """Events hold a sample as it is so far: text, ids and logprobs from the beginning."""
-    moved: asyncio.Queue[Update] = asyncio.Queue()
+    arrivals = Arrivals()
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
         owner = {job.flights[0]: i for i, job in enumerate(jobs)}
         for job in jobs:
-            job.watch(moved.put_nowait)
-        ended: set[tuple[int, int]] = set()
+            job.watch(arrivals)
         texts: dict[tuple[int, int], TextSoFar] = {}
         running = len(jobs)
         while running:
-            update = await moved.get()
-            i = owner[update[0]]
-            chunk = jobs[i].check(update)
-            if chunk is None:
-                running -= 1
-                continue
-            sample = jobs[i].flights[0].samples[chunk.index]
-            if (i, chunk.index) in ended:
-                continue  # an earlier event had these tokens already
-            if sample.finish is not None:
-                ended.add((i, chunk.index))
-            if (i, chunk.index) not in texts:
-                texts[i, chunk.index] = TextSoFar(wanted[i], service.model)
-            text = texts[i, chunk.index].of(sample)
-            output = sglang_output.output(jobs[i], wanted[i], sample, text, service)
-            if as_list:
-                output["index"] = sum(ask.sampling.n for ask in asks[:i]) + chunk.index
-            yield event(output)
+            for update in await arrivals.take():
+                i = owner[update[0]]
+                chunk = jobs[i].check(update)
+                if chunk is None:
+                    running -= 1
+                    continue
+                sample = jobs[i].flights[0].samples[chunk.index]
+                if (i, chunk.index) not in texts:
+                    texts[i, chunk.index] = TextSoFar(wanted[i], service.model)
+                text = texts[i, chunk.index].of(sample)
+                output = sglang_output.output(jobs[i], wanted[i], sample, text, service)
+                if as_list:
+                    output["index"] = sum(ask.sampling.n for ask in asks[:i]) + chunk.index
+                yield event(output)
         yield DONE
 
 

@@ -37,12 +37,18 @@ def run(url: str, load: Load) -> float:
 def run_apart(url: str, load: Load, clients: int) -> float:
     """The same from several processes, each with its part of the sequences; from the start of the first of them to the
     end of the last, without what it takes to start Python."""
-    part = replace(load, sequences=load.sequences // clients)
-    with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
-        list(pool.map(time.sleep, [0.2] * clients))  # they are there
+    parts = parts_of(load, clients)
+    with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
+        list(pool.map(time.sleep, [0.2] * len(parts)))  # they are there
         began = time.perf_counter()
-        list(pool.map(run, [url] * clients, [part] * clients))
+        list(pool.map(run, [url] * len(parts), parts))
         return time.perf_counter() - began
+
+
+def parts_of(load: Load, clients: int) -> list[Load]:
+    """Each client's sequences, as equal as they can be; fewer parts than clients where there are fewer sequences."""
+    counts = [(load.sequences + i) // clients for i in range(clients)]
+    return [replace(load, sequences=count) for count in counts if count]
 
 
 async def _run(url: str, load: Load) -> float:

@@ -162,7 +162,7 @@ async def test_columns_for_requests_that_are_gone_are_nobodys(client, replicas, 
 def test_a_token_alone_makes_the_last_span_longer():
     flight = Flight(Generate("r", [1], SamplingParams(n=2)))
     heard = []
-    flight.watch(heard.append)
+    flight.watch(lambda _, index: heard.append(index))
     spans = [Span(3, 0, 1), Span(4, 1, 2, recomputed=True)]
     flight.add(Chunk("r", 1, [5, 6], [-1.0, -2.0], spans, cached_tokens=8))
     flight.go_on(1, 7, -3.0)
@@ -170,8 +170,12 @@ def test_a_token_alone_makes_the_last_span_longer():
     assert (sample.token_ids, sample.logprobs) == ([5, 6, 7], [-1.0, -2.0, -3.0])
     assert sample.spans == [Span(3, 0, 1), Span(4, 1, 3, recomputed=True)]
     assert spans[-1].end == 2
-    _, chunk = heard[-1]
+    assert heard == [1, 1]
+    chunk = sample.since(2)
     assert (chunk.index, chunk.token_ids, chunk.spans, chunk.cached_tokens) == (1, [7], sample.spans, 8)
+    before = sample.spans
+    flight.go_on(1, 8, -4.0)
+    assert (before[-1].end, sample.spans[-1].end) == (3, 4)
     flight.end_aborted(0)
     flight.go_on(1, 9, -1.0)
-    assert sample.token_ids == [5, 6, 7]
+    assert sample.token_ids == [5, 6, 7, 8]
