@@ -107,6 +107,7 @@ BY_CODE: dict[ErrorCode, type[PushError]] = {
     "checksum_mismatch": ChecksumMismatch,
     "non_finite": InvalidPush,
     "base_mismatch": InvalidPush,
+    "unknown_adapter": InvalidPush,
     "unknown_session": SessionLost,
     "lease_expired": SessionLost,
     "refused": PushRefused,

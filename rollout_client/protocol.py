@@ -37,6 +37,11 @@ A push, step by step:
     tells [ALL RANKS] to go on. A failed flip anywhere: everyone returns to the old slot; nothing was served.
 10. [TRAINER] `Abort` at any time before 9: nothing changed.
 
+With `Begin.adapter` the same steps make the next version of an adapter, in an arena of its own that `Placement` names:
+parts are its A's and B's, the store's plan divides them as the modules' weights are, versions rise within the run for
+each adapter by itself, and sessions of different adapters and of the model run at the same time. Step 8 has no flip:
+once all have prepared, the record is written and every rank 0 moves the name at its next tick (docs/lora.md).
+
 `Commit` is idempotent by (run_id, version): `Begin` of the version that is already live in the same run
 answers `Committed` (same digests are not re-sent); a lower one answers `Error` ``stale_version``.
 """
@@ -45,12 +50,16 @@ from typing import Literal
 
 import msgspec
 
+from rollout_client.peft import AdapterConfig
+
 PROTOCOL = 2
 MAX_HEADER_BYTES = 64 << 20
 """Largest msgpack frame either side reads; payload frames are capped by `Welcome.max_frame`."""
 
 InFlight = Literal["keep", "recompute", "abort", "wait"]
 """What happens to running sequences at commit: keep their KV, re-prefill it, end them, or drain first."""
+AdapterInFlight = Literal["keep", "recompute", "abort", "wait", "finish"]
+"""The same for those of an adapter; finish: they stay on the version that they began with."""
 
 ErrorCode = Literal[
     "bad_message",
@@ -68,6 +77,7 @@ ErrorCode = Literal[
     "checksum_mismatch",
     "non_finite",
     "base_mismatch",
+    "unknown_adapter",
     "unknown_session",
     "lease_expired",
     "refused",
@@ -106,6 +116,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     lease_s: float
     protocol: int = msgspec.field(default_factory=lambda: PROTOCOL)
     data_port: int = 0  # TCP, of the same host, for the bytes (data_socket.py); 0 = send chunks
+    adapters: dict[str, tuple[str, int]] = {}  # name -> run and version that is live
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -119,12 +130,21 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     flat: tuple[int, int] | None = None  # [start, stop) of the flattened tensor (ZeRO stage 3)
 
 
+class AdapterPush(msgspec.Struct, frozen=True):
+    """Whose version a push makes: an adapter's, and what it computes. Parts are then its A's and B's, named
+    ``<module>.lora_A`` and ``<module>.lora_B``.
+    """
+
+    name: str
+    config: AdapterConfig
+
+
 class Begin(Message, tag="begin", frozen=True):
     """[TRAINER] opens (or joins, world > 1) the session for one version."""
 
     version: int
     parts: list[Part]
-    in_flight: InFlight = "keep"
+    in_flight: AdapterInFlight = "keep"
     transport: Literal["shm", "zmq"] = "shm"
     rank: int = 0
     world: int = 1
@@ -132,6 +152,7 @@ class Begin(Message, tag="begin", frozen=True):
     force: bool = False  # allow a version that is not above the live one
     base_digest: str = ""  # of the version that this rank's patches would be against; chunked sessions only
     devices: bool = False  # every part lies on a GPU, and could be copied into ranks' memory too (device_slots.py)
+    adapter: AdapterPush | None = None  # None: the model's own weights
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -158,6 +179,8 @@ class Placement(Message, tag="placement", frozen=True):
     delta: bool = False  # base_digest is live here: what is not sent is taken from it, and patches are taken
     data_key: bytes = b""  # admits this rank's data connection (data_socket.py)
     devices: list[str] = []  # sockets of ranks on this host's GPUs that may be filled beside the slot (device_slots.py)
+    arena_path: str = ""  # of an adapter, which has an arena of its own; "": that of `Welcome`
+    arena_nonce: bytes = b""
 
 
 class Chunk(Message, tag="chunk", frozen=True):
@@ -224,6 +247,19 @@ class Committed(Message, tag="committed", frozen=True):
     already: bool = False  # it was live before this push
 
 
+class Unload(Message, tag="unload", frozen=True):
+    """[TRAINER] nobody is to be served by this adapter any more."""
+
+    adapter: str
+    deadline_s: float = 60.0
+
+
+class Unloaded(Message, tag="unloaded", frozen=True):
+    """[STORE] no replica begins anything under this adapter's name; what ran under it ends on the version it has."""
+
+    adapter: str
+
+
 class Abort(Message, tag="abort", frozen=True):
     """[TRAINER] give the session up; nothing that is served changes."""
 
@@ -248,8 +284,8 @@ class Error(Message, tag="error", frozen=True):
     retryable: bool = False
 
 
-Request = Hello | Begin | Chunk | Written | Renew | Seal | Commit | Abort
-Reply = Welcome | Placement | Renewed | Sealed | Committed | Aborted | Error
+Request = Hello | Begin | Chunk | Written | Renew | Seal | Commit | Abort | Unload
+Reply = Welcome | Placement | Renewed | Sealed | Committed | Aborted | Unloaded | Error
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -19,10 +19,13 @@ from rollout_client.curve import TrainerKeys
 from rollout_client.delta import Kept
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
 from rollout_client.native import kernels
+from rollout_client.peft import adapter_config, adapter_tensors, check_name
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
     Abort,
     Aborted,
+    AdapterInFlight,
+    AdapterPush,
     Begin,
     Commit,
     Committed,
@@ -32,6 +35,8 @@ from rollout_client.protocol import (
     Placement,
     Seal,
     Sealed,
+    Unload,
+    Unloaded,
     Welcome,
 )
 from rollout_client.shm_transport import ShmTransport
@@ -131,8 +136,10 @@ class WeightPublisher:
         self._busy_timeout_s = busy_timeout_s
         self._show = progress
         self._channel = Channel(endpoint, TrainerKeys.read(keys) if isinstance(keys, str | Path) else keys)
-        self._kept = Kept() if delta else None
+        self._delta = delta
+        self._kept: dict[str, Kept] = {}  # of the model's last push, "", and of each adapter's
         self._shm: ShmTransport | None = None
+        self._adapter_shm: dict[str, ShmTransport] = {}
         self._lock = threading.Lock()
         kernels.prepare()
 
@@ -142,7 +149,7 @@ class WeightPublisher:
         """
         deadline = time.monotonic() + self._connect_timeout_s
         with self._alone(deadline):
-            return self._connect(_left(deadline))[0]
+            return self._connect(_left(deadline), "")[0]
 
     def push(
         self,
@@ -173,19 +180,77 @@ class WeightPublisher:
         """
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(InFlight))}")
-        if isinstance(version, int) and not 0 <= version <= MAX_VERSION:
-            raise ValueError(f"version {version} is out of range: 0 to {MAX_VERSION}")
-        started = time.monotonic()
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
-        with self._alone(started + timeout_s):
-            return self._push(sources(named_tensors), begin, started, started + timeout_s)
+        return self._push_alone(named_tensors, begin, timeout_s)
+
+    def push_adapter(
+        self,
+        name: str,
+        named_tensors: Named,
+        config: Any,
+        version: int,
+        *,
+        in_flight: AdapterInFlight = "keep",
+        base_version: int | None = None,
+        force: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        adapter: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> PushReport:
+        """Make these tensors the live version of a LoRA adapter; returns once every replica serves `name` with it.
+
+        Other adapters, the model's weights and what runs under them are not touched, and may be pushed at the same time
+        by other publishers. The first push of a name loads it.
+
+        name: what requests call it, as a model's name. Letters, digits, '.', '_' and '-'.
+        named_tensors: as PEFT names them: `get_peft_model_state_dict(model)`, `adapter_model.safetensors`, or the whole
+            `model.state_dict()`. Values as in `push`.
+        config: the peft.LoraConfig, or adapter_config.json as a mapping.
+        version: as in `push`, for each name by itself.
+        in_flight: what becomes of running sequences of this adapter; "finish": they stay on the version that they began
+            with, which stays loaded until the last of them has ended.
+        base_version: send only some tensors; the others are taken from this version of the adapter.
+        adapter: which one, of several in the model's own state dict.
+        rank, world, force, timeout_s: as in `push`.
+
+        Raises as `push` does; ValueError also for what cannot be served as a LoRA adapter.
+        """
+        if in_flight not in get_args(AdapterInFlight):
+            raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(AdapterInFlight))}")
+        check_name(name)
+        begin = Begin(
+            *(version, [], in_flight),
+            rank=rank,
+            world=world,
+            base_version=base_version,
+            force=force,
+            adapter=AdapterPush(name, adapter_config(config)),
+        )
+        return self._push_alone(adapter_tensors(named_tensors, adapter), begin, timeout_s)
+
+    def unload_adapter(self, name: str, *, timeout_s: float = 60.0) -> None:
+        """Returns once no replica begins anything under this name; what runs ends on the version it has.
+
+        Raises PushError unknown_adapter, or busy while the adapter is pushed; StoreUnavailable.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._alone(deadline):
+            self._connect(min(self._connect_timeout_s, _left(deadline)), name)
+            self._ask(Unload(name, _left(deadline)), Unloaded, deadline)
+            self._kept.pop(name, None)
+            shm = self._adapter_shm.pop(name, None)
+            if shm is not None:
+                shm.close()
 
     def close(self) -> None:
         """Disconnect and unmap. Idempotent."""
         with self._lock:
-            if self._shm is not None:
-                self._shm.close()
-                self._shm = None
+            for shm in (self._shm, *self._adapter_shm.values()):
+                if shm is not None:
+                    shm.close()
+            self._shm = None
+            self._adapter_shm.clear()
             self._channel.close()
 
     def __enter__(self) -> "WeightPublisher":
@@ -206,10 +271,19 @@ class WeightPublisher:
         finally:
             self._lock.release()
 
+    def _push_alone(self, named_tensors: Named, begin: Begin, timeout_s: float) -> PushReport:
+        if isinstance(begin.version, int) and not 0 <= begin.version <= MAX_VERSION:
+            raise ValueError(f"version {begin.version} is out of range: 0 to {MAX_VERSION}")
+        started = time.monotonic()
+        with self._alone(started + timeout_s):
+            return self._push(sources(named_tensors), begin, started, started + timeout_s)
+
     def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
+        whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
-            welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()))
-            base_digest = self._kept.digest if self._kept is not None and transport.name == "zmq" else ""
+            welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()), whose)
+            kept = self._kept.get(whose) if transport.name == "zmq" else None
+            base_digest = kept.digest if kept is not None else ""
             devices = self._to_devices(held, begin, transport)
             begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest, devices=devices)
             try:
@@ -221,22 +295,23 @@ class WeightPublisher:
         nbytes = sum(source.nbytes for source in held)
         if isinstance(reply, Committed):
             return report_of(reply, nbytes, transport.name, laps)
-        if self._kept is not None:
-            self._kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
+        if kept is not None:
+            kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
-            with progress_bar(f"push v{begin.version}", nbytes, self._show) as progress:
-                transport.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
+            way = self._adapters_arena(whose, reply) if whose and transport.name == "shm" else transport
+            with progress_bar(f"push {whose} v{begin.version}", nbytes, self._show) as progress:
+                way.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
             laps["move"] = time.monotonic() - started - sum(laps.values())
             self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
             laps["seal"] = time.monotonic() - started - sum(laps.values())
             committed = self._ask(Commit(reply.session, _left(deadline)), Committed, deadline)
             laps["commit"] = time.monotonic() - started - sum(laps.values())
-            if self._kept is not None and transport.name == "zmq":
-                self._kept.settle(committed.digest)
+            if kept is not None:
+                kept.settle(committed.digest)
         except StoreUnavailable as error:
             self._abort(reply.session)
             asked = isinstance(error, ConnectionLost) and "seal" in laps
-            settled = self._went_live(begin.version, welcome, deadline if asked else 0.0)
+            settled = self._went_live(whose, begin.version, welcome, deadline if asked else 0.0)
             if settled is None:
                 raise
             committed = settled
@@ -262,7 +337,20 @@ class WeightPublisher:
             log.warning("no copies from GPU to GPU: %s", why)
         return not why
 
-    def _connect(self, timeout_s: float) -> tuple[Welcome, Transport]:
+    def _adapters_arena(self, name: str, placement: Placement) -> ShmTransport:
+        """The way into an adapter's own arena, kept from push to push."""
+        shm = self._adapter_shm.get(name)
+        if shm is not None and not shm.serves(placement.arena_nonce):
+            shm.close()
+            shm = None
+        shm = shm or ShmTransport.reach(placement.arena_path, placement.arena_nonce)
+        if shm is None:
+            raise ArenaError(f"{placement.arena_path} of adapter {name} cannot be written from here")
+        self._adapter_shm[name] = shm
+        return shm
+
+    def _connect(self, timeout_s: float, whose: str) -> tuple[Welcome, Transport]:
+        """whose: of what is pushed next: an adapter's name, or "" for the model's weights."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -273,17 +361,18 @@ class WeightPublisher:
             except StoreUnavailable:
                 self._channel.reset()
                 raise
-        if self._shm is not None and not self._shm.serves(welcome):
+        if self._shm is not None and not self._shm.serves(welcome.arena_nonce):
             self._shm.close()
             self._shm = None
         if self._shm is None and self._wanted != "zmq":
-            self._shm = ShmTransport.reach(welcome)
+            self._shm = ShmTransport.reach(welcome.arena_path, welcome.arena_nonce)
         if self._shm is not None:
             return welcome, self._shm
         if self._wanted == "shm":
             raise ArenaError(f"the store's arena {welcome.arena_path} cannot be written from here: use transport='zmq'")
         port = 0 if self._channel.data_port_closed else welcome.data_port
-        return welcome, ZmqTransport(self._channel, welcome.max_frame, self._kept, port)
+        kept = self._kept.setdefault(whose, Kept()) if self._delta else None
+        return welcome, ZmqTransport(self._channel, welcome.max_frame, kept, port)
 
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""
@@ -317,23 +406,28 @@ class WeightPublisher:
             self._channel.request(Abort(session, "given up by the trainer"), Aborted, timeout_s=ABORT_S)
         self._channel.reset()
 
-    def _went_live(self, version: int, before: Welcome, until: float) -> Committed | None:
+    def _went_live(self, whose: str, version: int, before: Welcome, until: float) -> Committed | None:
         """The store fell silent; had it committed already? None = no, or it cannot be known.
 
         until: a store that has not restarted may still be committing, so long.
         """
-        if (before.live_run, before.live_version) == (self.run_id, version):
+        if _live(before, whose) == (self.run_id, version):
             return None
         while True:
             try:
-                now = self._connect(ABORT_S)[0]
+                now = self._connect(ABORT_S, whose)[0]
             except RolloutError:
                 return None
-            if (now.live_run, now.live_version) == (self.run_id, version):
+            if _live(now, whose) == (self.run_id, version):
                 return Committed(version, "", 0, {}, {})
             if now.store_id != before.store_id or time.monotonic() >= until:
                 return None
             time.sleep(BUSY_PAUSE_S)
+
+
+def _live(welcome: Welcome, whose: str) -> tuple[str, int | None]:
+    """Run and version that is served: of an adapter, or of the model's weights, ""."""
+    return welcome.adapters.get(whose, ("", None)) if whose else (welcome.live_run, welcome.live_version)
 
 
 def _left(deadline: float) -> float:

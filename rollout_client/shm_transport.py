@@ -31,7 +31,7 @@ from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.device_slots import LentSlots
 from rollout_client.digest import PIECE, joined
 from rollout_client.errors import ArenaError, SessionLost
-from rollout_client.protocol import Copy, Placement, Welcome
+from rollout_client.protocol import Copy, Placement
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter, Transport, by_part, moving_threads
 
@@ -214,20 +214,20 @@ class ShmTransport(Transport):
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="push")
 
     @classmethod
-    def reach(cls, welcome: Welcome, threads: int | None = None) -> "ShmTransport | None":
-        """The transport if the store's arena is on this host and may be written, else None."""
+    def reach(cls, path: str, nonce: bytes, threads: int | None = None) -> "ShmTransport | None":
+        """The transport if the store's arena is on this host and may be written, else None. nonce: at its head."""
         try:
-            arena = TrainerArena(welcome.arena_path)
+            arena = TrainerArena(path)
         except (ArenaError, OSError):
             return None
-        if arena.nonce != welcome.arena_nonce:
+        if arena.nonce != nonce:
             arena.close()
             return None
         return cls(arena, threads)
 
-    def serves(self, welcome: Welcome) -> bool:
-        """Whether the store still uses the arena that is mapped here."""
-        return bool(self._arena.nonce == welcome.arena_nonce)
+    def serves(self, nonce: bytes) -> bool:
+        """Whether the arena that is mapped here is that one."""
+        return bool(self._arena.nonce == nonce)
 
     def stage(self, placement: Placement, sources: Sequence[Source], reporter: Reporter) -> None:
         """See Transport. Raises ArenaError if the placement does not fit the arena."""

@@ -16,7 +16,7 @@ the version is not recorded before it is fenced, by its own word or because its 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollout_client.protocol import InFlight
+from rollout_client.protocol import AdapterInFlight
 from weight_manager.errors import PushRefused
 from weight_manager.life import Event, Go, Life, State
 from weight_manager.messages import (
@@ -67,10 +67,11 @@ class Ballot:
     life: Life
     session: str
     live: Live  # what would become live
-    in_flight: InFlight
+    in_flight: AdapterInFlight
     voters: set[Voter]
     limits: Limits
     may_miss: frozenset[str] = frozenset()
+    holds: bool = True  # replicas flip and hold their output before the record; else the record is what flips them
     needed: int = 1  # stores that must take part, this one included
     serves_until: Callable[[str], float] = lambda store: 0.0  # until when a silent store may go on serving
     outbox: list[tuple[Voter, ToReplica]] = field(default_factory=list)
@@ -293,7 +294,10 @@ class Ballot:
                 few = f"{self.stores} stores take part, {self.needed} must"
                 self.undo(Event.REFUSED, PushRefused("refused", few), now)
             case State.PREPARING:
-                if self.life.cell(Event.PREPARED) == Go(State.FLIPPING):
+                if not self.holds:
+                    self.life.fire(Event.PREPARED, self.session)
+                    self._count(now)
+                elif self.life.cell(Event.PREPARED) == Go(State.FLIPPING):
                     self._ask(Event.PREPARED, now, self.limits.flip, Flip(self.session))
                     self._count(now)
                 else:

@@ -7,7 +7,7 @@ executed and every offset is checked against the file before anything is read.
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -199,8 +199,11 @@ def read_index(directory: Path) -> dict[str, str]:
     return found
 
 
-def below_roots(path: str, roots: tuple[Path, ...]) -> Path:
-    """The real directory behind `path`, if it and its weight files lie below a root. Raises CheckpointError."""
+def below_roots(path: str, roots: tuple[Path, ...], files: Sequence[str] = ()) -> Path:
+    """The real directory behind `path`, if it and its files lie below a root. Raises CheckpointError.
+
+    files: that will be read; () = those that hold a model's weights.
+    """
     if "\0" in path:
         raise CheckpointError("a path holds no NUL", code="bad_message")
     real = Path(path).resolve()
@@ -211,7 +214,7 @@ def below_roots(path: str, roots: tuple[Path, ...]) -> Path:
             f"({', '.join(map(str, roots)) or 'none is configured'}); add it to disk_roots",
             code="refused",
         )
-    for file in {*weight_files(real), real / SINGLE}:
+    for file in [real / name for name in files] or {*weight_files(real), real / SINGLE}:
         if not any(file.resolve().is_relative_to(root) for root in allowed):
             raise CheckpointError(f"{file} points outside of the configured disk_roots", code="refused")
     return real

@@ -144,6 +144,16 @@ class StoreConfig(BaseModel):
     """Threads that check digests in the slot; None = three for every four cores, 2 to 16. One hashes 8 GB/s or more,
     and a GPU on the same host can send 55."""
 
+    max_adapters: int = Field(16, ge=0, le=1024)
+    """LoRA adapters that may be loaded at the same time, each under its name. 0: none."""
+
+    max_adapter_rank: int = Field(256, ge=1, le=256)
+    """Largest r of an adapter's module."""
+
+    adapter_bytes: int = Field(4 << 30, ge=1 << 20)
+    """Of shared memory for all versions of all adapters: beside the live version of each lie the previous one, the one
+    that is pushed, and those that running sequences finish on."""
+
     refuse_non_finite: bool = False
     """Refuse versions with weights that are NaN or infinite, and name the tensors. Every byte is then read once more
     before the seal is answered: on two busy cores pushes of 538 MB took 1.4 to 1.8 times as long (medians of

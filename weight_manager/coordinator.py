@@ -8,7 +8,7 @@ is ballot.py's. Everything here runs in the store's loop and returns at once.
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from rollout_client.device_slots import socket_of
 from rollout_client.protocol import Committed
@@ -26,16 +26,40 @@ from weight_manager.metrics import Counters
 from weight_manager.push_session import Intent, Owner, PushSession
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.lease import Lease
-from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.staging import Staging
-from weight_manager.watching import Watching
 
 log = logging.getLogger(__name__)
 
 
+class Audience(Protocol):
+    """Who is asked about a version on this host, and told of it."""
+
+    def voters(self) -> set[int]:
+        """Numbers of the replicas that vote."""
+        ...
+
+    def send(self, number: int, message: ToReplica) -> None:
+        """To a replica by number; one that is not there simply does not answer."""
+        ...
+
+    def drop(self, number: int, why: str) -> None:
+        """A replica did not answer: it must register again."""
+        ...
+
+    def went_live(self, live: Live, *, voted: bool) -> None:
+        """A version was recorded. voted: those who vote hold it already."""
+        ...
+
+    def admit_held(self, now: float) -> None:
+        """The commit is settled: take in whoever registered meanwhile."""
+        ...
+
+
 class Coordinator:
     """Drives a session's life; owns what is live, and those who are told of it: replicas, checks, stores below.
+
+    One for the model's weights, and one for each adapter (adapters/line.py).
 
     session: the running one, until it is recorded or over. ballot: of its commit, or of the last one while that waits
     for stall figures.
@@ -49,18 +73,19 @@ class Coordinator:
         slots: Slots,
         history: History,
         background: Background,
-        watching: Watching,
         counters: Counters,
-        send: Callable[[bytes, ToReplica], bool],
         lease: Lease | None,
+        replicas: Callable[["Coordinator"], Audience],
+        holds: bool = True,
     ) -> None:
-        """send: to a replica; False if nobody of that identity is connected. lease: from above; None at the root."""
+        """lease: from above; None at the root. replicas: makes those of this host. holds: see Ballot."""
         self._config = config
         self.layout = layout
         self.slots = slots
         self._counters = counters
         self.history = history
-        self.replicas = Replicas(config, self, send=send, lease=lease, watching=watching, counters=counters)
+        self._holds = holds
+        self.replicas = replicas(self)
         self.below = Downstreams(
             config, layout, coordinator=self, slots=slots, history=history, background=background, lease=lease
         )
@@ -91,7 +116,7 @@ class Coordinator:
 
     def device_sockets(self) -> list[str]:
         """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
-        paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.numbers()))
+        paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.voters()))
         return [str(path) for path in paths if path.is_socket()]
 
     def check_root(self) -> None:
@@ -244,14 +269,14 @@ class Coordinator:
     def _ballot(self, session: PushSession, live: Live, seconds: float) -> Ballot:
         """All who vote, and their time. seconds: to prepare."""
         config, stores = self._config, self.below.voters()
-        replicas = self.replicas.numbers() if self.history.live else set()
-        voters: set[Voter] = {*replicas, *stores}
+        voters: set[Voter] = {*self.replicas.voters(), *stores}
         hops = 2 if stores else 1
         times = (seconds, config.flip_s * hops, config.rollback_s * hops, config.finalize_s * hops)
         return Ballot(
             *(session.life, session.id, live, session.intent.in_flight, voters),
             Limits(*times, behind=config.relay_patience_s, word=config.max_deadline_s),
             may_miss=frozenset(name for name, required in stores.items() if not required),
+            holds=self._holds,
             needed=self.below.needed(),
             serves_until=self.below.serves_until,
         )

@@ -3,7 +3,7 @@
 Two things end it: a signal, and the death of the process that started it. The kernel's death signal alone does not
 do: it reaches a loop that may be held by something that does not return (a sync on a disk that is stuck, a peer's
 pipe), and it is gone if anything resets it. So a thread listens for both, tells the loop, and when the loop has not
-ended in time removes the arena and ends the process.
+ended in time removes its arenas and ends the process.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ class Ending:
         self._asked = False
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
-        self._arena: Path | None = None
+        self._arenas: list[Path] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # what matters is the byte in the pipe
         signal.set_wakeup_fd(self._written)
         threading.Thread(target=self._listen, name="ending", daemon=True).start()
 
     def made(self, arena: Path) -> None:
-        """This file must not outlive the process."""
-        self._arena = arena
+        """This file must not outlive the process, nor must those that were told of before."""
+        self._arenas.append(arena)
 
     def spare(self) -> None:
-        """Whoever made it has removed it, or it is to stay for the next one."""
-        self._arena = None
+        """Whoever made them has removed them, or they are to stay for the next one."""
+        self._arenas.clear()
 
     def tell(self, stop: Callable[[], None]) -> None:
         """Call `stop` from a thread when it is time; at once if it is time already."""
@@ -73,8 +73,8 @@ class Ending:
         orphaned = self._parent is not None and bool(select.select([self._parent], [], [], 0)[0])
         limit = self._limits[0] if orphaned else self._limits[1]
         time.sleep(limit)  # a daemon's: the process does not wait for this
-        if self._arena is not None:
-            self._arena.unlink(missing_ok=True)
+        for arena in list(self._arenas):
+            arena.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.write(2, f"the store did not end within {limit:g} s of being asked to; it ends now\n".encode())
         os._exit(1)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def open_arena(config: StoreConfig, layout: Layout, history: History) -> tuple[Arena, bool]:
     """The arena, and whether it is the old one with its live version intact. Raises StartError."""
-    arena = _take_over(Path(history.saved.arena), layout, history)
+    arena = take_over(Path(history.saved.arena), layout, history)
     if arena is not None:
         sweep(config.arena_dir, config.name)
         return arena, True
@@ -39,7 +39,8 @@ def open_arena(config: StoreConfig, layout: Layout, history: History) -> tuple[A
     return arena, False
 
 
-def _take_over(path: Path, layout: Layout, history: History) -> Arena | None:
+def take_over(path: Path, layout: Layout, history: History) -> Arena | None:
+    """The arena that an earlier life of the store left, if its live version is intact; else None, and it is gone."""
     live = history.live
     if live is None or history.saved.layout != layout.digest or not path.is_file():
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from weight_manager.adapters.plan import AdapterShape
 from weight_manager.errors import StartError
 from weight_manager.messages import Live
 
@@ -51,6 +52,8 @@ class Saved(msgspec.Struct, frozen=True):
     format: int = FORMAT
     id: str = ""  # of this store, for the one above
     members: list[str] = []  # stores below that may hold a lease
+    adapter: str = ""  # whose versions these are; "": the model's
+    shape: AdapterShape | None = None  # of the adapter
     doubt: Live | None = None  # flipped at the word of the store above, which has not said yet whether it counts
 
 

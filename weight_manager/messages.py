@@ -8,6 +8,8 @@ Life of a replica, seen from the store:
   map it and verify it -> `Adopted`. From then on the replica votes in every commit:
   `Prepare` -> `Prepared`; `Flip` -> `Flipped` (the replica now holds its output); then `Finalize` or
   `Rollback`. `Beat` at least every `Registered.beat_s` says that its loop turns.
+Adapters (docs/lora.md) go the same way beside that: `Registered` and `Adapters` say all that are live, and a commit of
+one is `Prepare` -> `Prepared`, then `Finalize` or `Rollback`; both versions are held by then, so nobody flips.
 The store watches the pids of all ranks (pidfd), so a dead replica leaves the vote at once; a silent one
 fails the vote by deadline and must register again. Should it wake after its slot was given away, the
 slot's write epoch in the arena header tells it so and it throws its step away (see arena.py).
@@ -17,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_client.protocol import ErrorCode, InFlight
+from rollout_client.protocol import AdapterInFlight, ErrorCode, InFlight
+from weight_manager.adapters.plan import AdapterShape
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -40,12 +43,30 @@ class Live(msgspec.Struct, frozen=True):
     write_epoch: int = 0
 
 
+class LiveAdapter(msgspec.Struct, frozen=True):
+    """One version of an adapter. live.epoch: from the same row of numbers as the model's own; slot: of `arena_path`."""
+
+    name: str
+    live: Live
+    arena_path: str
+    shape: AdapterShape
+
+
+class HeldAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """A version that the ranks of a replica hold, live or not: its bytes may not be written over."""
+
+    epoch: int
+    arena_path: str
+    slot: int
+
+
 class Register(Message, tag="register", frozen=True):
     """[RANK 0] after start: who we are. Sent again after a lost store."""
 
     replica: int
     pids: list[int]  # of every rank, rank order
     layout_digest: str  # must equal the store's, or the reply is `Refused`
+    adapters: list[HeldAdapter] = []  # from an earlier registration
 
 
 class Registered(Message, tag="registered", frozen=True):
@@ -54,6 +75,7 @@ class Registered(Message, tag="registered", frozen=True):
     arena_path: str
     live: Live | None  # None: nothing to serve yet; `Adopt` follows when there is
     beat_s: float
+    adapters: list[LiveAdapter] = []  # to be held before anything is served
 
 
 class Adopt(Message, tag="adopt", frozen=True):
@@ -82,8 +104,9 @@ class Prepare(Message, tag="prepare", frozen=True):
 
     session: str
     live: Live  # what would become live
-    in_flight: InFlight
+    in_flight: AdapterInFlight
     deadline_s: float
+    adapter: LiveAdapter | None = None  # whose version `live` is; None: the model's
 
 
 class Prepared(Message, tag="prepared", frozen=True):
@@ -113,9 +136,14 @@ class Flipped(Message, tag="flipped", frozen=True):
 
 
 class Finalize(Message, tag="finalize", frozen=True):
-    """[STORE] committed: release the output; the old slot may be written from now on."""
+    """[STORE] committed: release the output; the old slot may be written from now on.
+
+    adapter: its name stands for the version of this epoch from the next tick on; asked for without a `Flip` before.
+    """
 
     session: str
+    adapter: str = ""
+    epoch: int = 0
 
 
 class Finalized(Message, tag="finalized", frozen=True):
@@ -138,6 +166,20 @@ class RolledBack(Message, tag="rolled_back", frozen=True):
     session: str
 
 
+class Adapters(Message, tag="adapters", frozen=True):
+    """[STORE] the adapters that are live, all of them: hold these, and begin nothing under any other name."""
+
+    live: list[LiveAdapter]
+
+
+class AdaptersHeld(Message, tag="adapters_held", frozen=True):
+    """[RANK 0] what has become of that, and every change of it."""
+
+    live: dict[str, int]  # name -> epoch
+    held: list[HeldAdapter]
+    error: str = ""
+
+
 class GetStatus(Message, tag="get_status", frozen=True):
     """[API] -> `Status`. With subscribe, a `Status` also follows every change."""
 
@@ -158,6 +200,7 @@ class Status(Message, tag="status", frozen=True):
     history: list[dict[str, Any]]  # newest last, capped
     counters: dict[str, float]
     relay: dict[str, Any] | None = None  # stores above and below; above.fenced: nothing may be served here
+    adapters: list[dict[str, Any]] = []  # by name: version, shape, session, and what each replica holds of it
 
 
 class LoadDisk(Message, tag="load_disk", frozen=True):
@@ -180,10 +223,41 @@ class RollbackWeights(Message, tag="rollback_weights", frozen=True):
     deadline_s: float = 60.0
 
 
-class AbortSession(Message, tag="abort_session", frozen=True):
-    """[API] end the running push session, whoever holds it."""
+class LoadAdapter(Message, tag="load_adapter", frozen=True):
+    """[API] a directory that PEFT saved, as an adapter's next version -> Result as after a push."""
 
     call: str
+    name: str
+    path: str
+    version: int | None = None  # None: live + 1
+    run_id: str | None = None  # None: the live run
+    in_flight: AdapterInFlight = "keep"
+    deadline_s: float = 60.0
+    force: bool = False
+
+
+class UnloadAdapter(Message, tag="unload_adapter", frozen=True):
+    """[API] -> Result once no replica begins anything under this name."""
+
+    call: str
+    name: str
+    deadline_s: float = 60.0
+
+
+class RollbackAdapter(Message, tag="rollback_adapter", frozen=True):
+    """[API] an adapter's previous version once more -> Result, as after a push."""
+
+    call: str
+    name: str
+    in_flight: AdapterInFlight = "keep"
+    deadline_s: float = 60.0
+
+
+class AbortSession(Message, tag="abort_session", frozen=True):
+    """[API] end the running push session, whoever holds it. adapter: of its name; "": of the model."""
+
+    call: str
+    adapter: str = ""
     reason: str = "aborted by an operator"
 
 
@@ -240,11 +314,21 @@ class Refused(Message, tag="refused", frozen=True):
     message: str
 
 
-FromReplica = Register | Adopted | Beat | Prepared | Flipped | Finalized | RolledBack
+FromReplica = Register | Adopted | Beat | Prepared | Flipped | Finalized | RolledBack | AdaptersHeld
 FromApi = (
-    GetStatus | LoadDisk | RollbackWeights | Checksums | ReadTensor | AbortSession | SessionTensors | CommitSession
+    GetStatus
+    | LoadDisk
+    | RollbackWeights
+    | Checksums
+    | ReadTensor
+    | AbortSession
+    | SessionTensors
+    | CommitSession
+    | LoadAdapter
+    | UnloadAdapter
+    | RollbackAdapter
 )
-ToReplica = Registered | Adopt | Prepare | Flip | Finalize | Rollback | Refused
+ToReplica = Registered | Adopt | Prepare | Flip | Finalize | Rollback | Adapters | Refused
 ToApi = Status | Result | Refused
 
 encode = msgspec.msgpack.Encoder().encode

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from rollout_client.protocol import Committed
+from weight_manager.adapters.calls import AdapterCalls, refused
+from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background
 from weight_manager.checkpoint import below_roots
 from weight_manager.config import StoreConfig
@@ -23,17 +25,21 @@ from weight_manager.messages import (
     CommitSession,
     FromApi,
     GetStatus,
+    LoadAdapter,
     LoadDisk,
     ReadTensor,
     Result,
+    RollbackAdapter,
     RollbackWeights,
     SessionTensors,
     Status,
     ToApi,
+    UnloadAdapter,
 )
 from weight_manager.metrics import Counters
 from weight_manager.own_sessions import DiskLoad, RollbackToPrevious
 from weight_manager.push_session import MAX_VERSION, Intent, PushSession
+from weight_manager.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +55,8 @@ class Operator:
         config: StoreConfig,
         coordinator: Coordinator,
         *,
+        replicas: Replicas,
+        lines: Lines,
         files: Background,
         counters: Counters,
         relay: Callable[[float], dict[str, Any] | None],
@@ -56,6 +64,9 @@ class Operator:
     ) -> None:
         self._config = config
         self._coordinator = coordinator
+        self._replicas = replicas
+        self._lines = lines
+        self._adapters = AdapterCalls(config, lines, files)
         self._files = files
         self._counters = counters
         self._relay = relay
@@ -88,6 +99,15 @@ class Operator:
                     self._tensors(peer, request)
                 case CommitSession():
                     self._commit(peer, request)
+                case LoadAdapter():
+                    self._coordinator.check_root()
+                    self._adapters.load(request, functools.partial(self._send, peer))
+                case UnloadAdapter():
+                    self._coordinator.check_root()
+                    self._adapters.unload(request, functools.partial(self._send, peer))
+                case RollbackAdapter():
+                    self._coordinator.check_root()
+                    self._adapters.rollback(request, functools.partial(self._send, peer))
         except PushRefused as refusal:
             self._send(peer, refused(request.call, refusal))
         except IllegalTransition:
@@ -98,9 +118,10 @@ class Operator:
 
     def publish(self) -> None:
         """Tell subscribers, if anything has changed since the last time, and those who wait for a commit."""
-        if self._coordinator.changes == self._shown:
+        changes = self._coordinator.changes + self._lines.changes
+        if changes == self._shown:
             return
-        self._shown = self._coordinator.changes
+        self._shown = changes
         self._answer_commits()
         if self._subscribers:
             status = self.status("")
@@ -114,31 +135,15 @@ class Operator:
             call,
             history.live,
             history.previous,
-            self._session(now),
-            coordinator.replicas.status(now),
+            coordinator.session.described(now) if coordinator.session is not None else None,
+            self._replicas.status(now),
             coordinator.last_error,
             coordinator.last_push,
             history.tail(HISTORY_SHOWN),
             self._counters.values(),
             self._relay(now),
+            self._lines.status(now),
         )
-
-    def _session(self, now: float) -> dict[str, Any] | None:
-        session = self._coordinator.session
-        if session is None:
-            return None
-        staging = session.staging
-        return session.extra() | {
-            "state": session.life.state.value,
-            "source": session.intent.source,
-            "client": session.intent.client,
-            "transport": session.intent.transport,
-            "slot": session.slot,
-            "bytes": staging.total_bytes,
-            "received_bytes": staging.received_bytes if staging.chunked else None,
-            "verified_bytes": staging.verified_bytes,
-            "deadline_s": round(session.deadline - now, 3) if session.deadline is not None else None,
-        }
 
     def _load(self, peer: bytes, request: LoadDisk) -> None:
         self._coordinator.check_root()
@@ -221,12 +226,11 @@ class Operator:
         return self._coordinator.session
 
     def _abort(self, peer: bytes, request: AbortSession) -> None:
-        session = self._open_session()
+        coordinator = self._lines.pushed(request.adapter) if request.adapter else self._coordinator
+        session = coordinator.session
+        if session is None:
+            whose = f" of adapter {request.adapter}" if request.adapter else ""
+            raise PushRefused("unknown_session", f"no push{whose} is running")
         refusal = PushRefused("aborted", request.reason)
-        self._coordinator.abort(session, refusal, time.monotonic(), Event.OPERATOR_ABORTS)
+        coordinator.abort(session, refusal, time.monotonic(), Event.OPERATOR_ABORTS)
         self._send(peer, Result(request.call, ok=True, data=session.extra()))
-
-
-def refused(call: str, refusal: PushRefused) -> Result:
-    """The answer to a call that could not be honoured."""
-    return Result(call, ok=False, code=refusal.code, message=refusal.message, tensors=refusal.tensors)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from threading import Event
 
-from rollout_client.protocol import Committed, InFlight
+from rollout_client.protocol import AdapterInFlight, Committed
 from weight_manager.background import Background
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Loaded, Reader
@@ -89,13 +89,17 @@ class DiskLoad(OwnSession):
 class RollbackToPrevious(OwnSession):
     """The previous version, from the slot that still holds it: no bytes move, nor to stores below that hold them."""
 
-    def start(self, in_flight: InFlight, now: float) -> None:
+    def start(self, in_flight: AdapterInFlight, now: float) -> None:
         """Raises PushRefused busy, or not_ready when nothing is kept; `done` is then never called."""
         previous = self._coordinator.history.previous
         if previous is None:
             message = "no previous version is kept: none has been live before, or a push has begun to overwrite it"
             raise PushRefused("not_ready", message)
-        intent = Intent(previous.run_id, previous.version, "rollback", "", in_flight, "rollback", force=True)
+        intent = Intent(
+            *(previous.run_id, previous.version, "rollback", "", in_flight, "rollback"),
+            force=True,
+            adapter=self._coordinator.history.saved.adapter,
+        )
         session = self._coordinator.begin(intent, self, now, reuse=previous)
         session.expected = previous.digest
         self._deadline = now + self._deadline_s

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rollout_client.protocol import Committed, InFlight
+from rollout_client.protocol import AdapterInFlight, Committed
 from weight_manager.errors import PushRefused
 from weight_manager.history import History, Record
 from weight_manager.life import Life, Role
@@ -41,14 +41,16 @@ class Intent:
     version: int
     source: Source
     client: str = ""
-    in_flight: InFlight = "keep"
+    in_flight: AdapterInFlight = "keep"
     transport: str = ""
     force: bool = False
+    adapter: str = ""  # whose version it is; "": the model's
 
     def __str__(self) -> str:
         by = f" by {self.client}" if self.client else ""
         run = f" of run {self.run_id!r}" if self.run_id else ""
-        return f"version {self.version}{run} ({self.source}{by})"
+        whose = f" of adapter {self.adapter}" if self.adapter else ""
+        return f"version {self.version}{whose}{run} ({self.source}{by})"
 
     def check_order(self, history: History) -> None:
         """Versions rise within a run, unless force says otherwise; the run's last may come again while another run's
@@ -113,4 +115,20 @@ class PushSession:
 
     def extra(self) -> dict[str, Any]:
         """For log lines and errors."""
-        return {"session": self.id, "version": self.intent.version, "run_id": self.intent.run_id}
+        whose = {"adapter": self.intent.adapter} if self.intent.adapter else {}
+        return {"session": self.id, "version": self.intent.version, "run_id": self.intent.run_id} | whose
+
+    def described(self, now: float) -> dict[str, Any]:
+        """For the status."""
+        staging = self.staging
+        return self.extra() | {
+            "state": self.life.state.value,
+            "source": self.intent.source,
+            "client": self.intent.client,
+            "transport": self.intent.transport,
+            "slot": self.slot,
+            "bytes": staging.total_bytes,
+            "received_bytes": staging.received_bytes if staging.chunked else None,
+            "verified_bytes": staging.verified_bytes,
+            "deadline_s": round(self.deadline - now, 3) if self.deadline is not None else None,
+        }

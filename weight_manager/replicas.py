@@ -3,19 +3,21 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
 from weight_manager.messages import (
+    AdaptersHeld,
     Adopt,
     Adopted,
     Beat,
     Finalized,
     Flipped,
     FromReplica,
+    HeldAdapter,
     Live,
     Prepared,
     Refused,
@@ -29,6 +31,7 @@ from weight_manager.relay.lease import Lease
 from weight_manager.watching import Watching
 
 if TYPE_CHECKING:
+    from weight_manager.adapters.lines import Lines  # which are made after us
     from weight_manager.coordinator import Coordinator  # which makes us
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,9 @@ class Replica:
     epoch: int = 0
     adopting: int = 0  # epoch it was told to adopt and has not answered for
     error: str = ""
+    adapters: dict[str, int] = field(default_factory=dict)  # name -> epoch that it stands for
+    held: list[HeldAdapter] = field(default_factory=list)  # versions that are read there
+    adapter_error: str = ""
 
 
 class Replicas:
@@ -72,10 +78,24 @@ class Replicas:
         self._replicas: dict[int, Replica] = {}
         self._by_identity: dict[bytes, Replica] = {}
         self._held: dict[int, tuple[bytes, Register]] = {}  # until the running commit is settled
+        self.lines: Lines | None = None  # of adapters, which are made after us
 
     def numbers(self) -> set[int]:
-        """Replicas that vote."""
+        """All that are registered."""
         return set(self._replicas)
+
+    def voters(self) -> set[int]:
+        """Those that vote on the model's weights: while nothing is live nobody serves, and replicas adopt it after."""
+        return self.numbers() if self._coordinator.history.live else set()
+
+    def held(self) -> Iterator[HeldAdapter]:
+        """Every version of any adapter that one of them holds."""
+        for replica in self._replicas.values():
+            yield from replica.held
+
+    def serving(self, name: str) -> set[int]:
+        """Replicas that begin sequences under an adapter's name."""
+        return {number for number, replica in self._replicas.items() if name in replica.adapters}
 
     def request(self, peer: bytes, message: FromReplica) -> None:
         """One message of a replica."""
@@ -89,12 +109,16 @@ class Replicas:
             self._send(peer, Refused("this connection is not registered; register first"))
             return
         replica.seen = now
+        line = self.lines.of_session(getattr(message, "session", "")) if self.lines is not None else None
+        coordinator = line.coordinator if line is not None else coordinator
         ballot, number = coordinator.ballot, replica.number
         match message:
             case Beat():
                 self._beat(replica, message.epoch)
             case Adopted():
                 self._adopted(replica, message)
+            case AdaptersHeld():
+                replica.adapters, replica.held, replica.adapter_error = message.live, message.held, message.error
             case Prepared() if ballot:
                 ballot.prepared(number, message, now)
             case Flipped() if ballot:
@@ -154,7 +178,8 @@ class Replicas:
                 "ready": live is not None and r.epoch == live.epoch,
                 "pids": r.pids,
                 "beat_age_s": round(now - r.seen, 3),
-                "error": r.error,
+                "error": r.error or r.adapter_error,
+                "adapters": {"live": r.adapters, "held": sorted(held.epoch for held in r.held)},
             }
             for r in sorted(self._replicas.values(), key=lambda r: r.number)
         }
@@ -193,6 +218,8 @@ class Replicas:
 
     def _beat(self, replica: Replica, epoch: int) -> None:
         """What a replica holds. One that holds another version than the live one is told to adopt that."""
+        if self.lines is not None:
+            self.lines.remind(replica.number, replica.adapters)
         if not self._settled:
             return
         self._coordinator.changes += replica.epoch != epoch
@@ -215,7 +242,7 @@ class Replicas:
         self._coordinator.note_error(PushRefused("refused", replica.error, rank=rank), extra)
 
     def _welcome(self, identity: bytes, request: Register, now: float) -> None:
-        replica = Replica(request.replica, identity, request.pids, now)
+        replica = Replica(request.replica, identity, request.pids, now, held=request.adapters)
         known = self._replicas.pop(request.replica, None)
         if known is not None:
             self._unwatch(known)
@@ -234,7 +261,8 @@ class Replicas:
         self._by_identity[identity] = replica
         live, arena = self._coordinator.history.live, self._coordinator.slots.arena
         replica.adopting = live.epoch if live else 0
-        self._send(identity, Registered(str(arena.path), live, self._config.beat_s))
+        adapters = self.lines.live if self.lines is not None else []
+        self._send(identity, Registered(str(arena.path), live, self._config.beat_s, adapters))
         log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
 
     def _adopt(self, replica: Replica, live: Live) -> None:
@@ -251,6 +279,8 @@ class Replicas:
         self._by_identity.pop(replica.identity, None)
         log.warning("replica %d %s", replica.number, why, extra={"replica": replica.number})
         self._coordinator.replica_gone(replica.number, why)
+        if self.lines is not None:
+            self.lines.replica_gone(replica.number, why)
 
     def _unwatch(self, replica: Replica) -> None:
         for fd in replica.pidfds:

@@ -6,7 +6,7 @@ slot counts as being written meanwhile: the loop has leases to give.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from weight_manager.arena import Arena
 from weight_manager.background import Background
@@ -15,14 +15,27 @@ from weight_manager.errors import PushRefused
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""Slots that keep their memory."""
+"""Slots that keep their memory, if nothing else is said."""
 
 
 class Slots:
     """Gives slots away. Writers of our own (scatter and disk threads) are counted; trainers hold file locks."""
 
-    def __init__(self, arena: Arena, background: Background) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        background: Background,
+        *,
+        kept: int = KEPT,
+        in_use: Callable[[], Collection[int]] = tuple,
+        spared: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """kept: slots that keep their memory. in_use: those that are still read, beside the live one. spared: one that
+        is taken only if there is no other."""
         self.arena = arena
+        self._kept = kept
+        self._in_use = in_use
+        self._spared = spared
         self._background = background
         self._writers: Counter[int] = Counter()
         self._making = False  # memory for the spare
@@ -35,6 +48,11 @@ class Slots:
     def leave(self, slot: int) -> None:
         """It has stopped."""
         self._writers[slot] -= 1
+
+    def back(self, slot: int) -> None:
+        """Give the slot memory before it is needed."""
+        if not self.arena.backed(slot):
+            self._do(slot, lambda: self.arena.back(slot), lambda _: None, _could_not)
 
     def prepare(self, live: int | None) -> bool:
         """Whether `take` has a slot, or none for a reason that time does not change. If the spare has to get memory
@@ -80,14 +98,15 @@ class Slots:
                 retryable=True,
             )
         chosen, *idle = ready
-        if idle and sum(self.arena.backed(slot) for slot in range(self.arena.slots)) > KEPT:
+        if idle and sum(self.arena.backed(slot) for slot in range(self.arena.slots)) > self._kept:
             self._release(idle[0], forget)
         forget(chosen)
         return chosen, self.arena.bump(chosen)
 
     def _free(self, live: int | None) -> list[int]:
-        others = [slot for slot in range(self.arena.slots) if slot != live]
-        return [slot for slot in others if not self._writers[slot] and self.arena.writers_gone(slot)]
+        used = {live, *self._in_use()}
+        others = [slot for slot in range(self.arena.slots) if slot not in used and not self._writers[slot]]
+        return sorted(filter(self.arena.writers_gone, others), key=lambda slot: slot == self._spared())
 
     def _release(self, slot: int, forget: Callable[[int], None]) -> None:
         forget(slot)
@@ -111,3 +130,7 @@ class Slots:
 
         self.enter(slot)
         self._background.submit(work, lambda _: over(lambda: done(None)), lambda error: over(lambda: failed(error)))
+
+
+def _could_not(error: BaseException) -> None:
+    log.warning("a slot got no memory ahead of its need: %s", error)

@@ -21,6 +21,7 @@ from rollout_client.curve import TrainerKeys
 from rollout_client.native import kernels
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
+from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background, Inbox
 from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
@@ -41,6 +42,7 @@ from weight_manager.metrics import Counters
 from weight_manager.operator import Operator
 from weight_manager.relay.lease import Lease
 from weight_manager.relay.upstream import Upstream, connect
+from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainers import Trainers
@@ -49,7 +51,7 @@ from weight_manager.wire import Router, receive_internal, receive_pushes, receiv
 
 log = logging.getLogger(__name__)
 
-HISTORY_FILE = "weights.json"
+HISTORY_FILE, ADAPTERS_FOLDER = "weights.json", "adapters"
 PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
 
 
@@ -57,8 +59,9 @@ class Store:
     """Owns every part. `run` returns when `stop` was called."""
 
     def __init__(self, config: StoreConfig, made: Callable[[Path], None]) -> None:
-        """made: called with the arena's path, which must not outlive the process. Raises StartError saying what to
-        change.
+        """made: called with the path of each arena, which must not outlive the process.
+
+        Raises StartError saying what to change.
         """
         self._config = config
         self._stopping = self._opened = False
@@ -70,6 +73,8 @@ class Store:
         self._background = Background(config.checking_threads, "verify", reads=True)
         self._files = Background(1, "files")
         self._arena, self._taken_over = open_arena(config, self.layout, self._history)
+        self._made = made
+        self._adapters_at = config.state / ADAPTERS_FOLDER
         made(self._arena.path)
         self._pages = HugePages(self._arena, lambda: self._coordinator.session is not None)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -102,12 +107,11 @@ class Store:
             slots=slots,
             history=self._history,
             background=self._background,
-            watching=self._watching,
             counters=counters,
-            send=self.send,
             lease=lease,
+            replicas=lambda coordinator: self._make_replicas(coordinator, lease),
         )
-        self._replicas, self._below = self._coordinator.replicas, self._coordinator.below
+        self._below = self._coordinator.below
         if config.relay_endpoint is not None:
             router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
             self._below.roster.open(router, self._data_port(router, config.relay_data_port), self._watching)
@@ -126,10 +130,24 @@ class Store:
                 connect=lambda: connect(self._context, config.upstream or "", own),
                 watching=self._watching,
             )
-        self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data)
+        self._lines = self._replicas.lines = Lines(
+            config,
+            self.layout,
+            self._history,
+            self._adapters_at,
+            background=self._background,
+            counters=counters,
+            audience=self._replicas,
+            data=lambda slots: DataPlane(self._port, self._inbox, slots, progress=False),
+            made=self._made,
+        )
+        self._lines.take_over()
+        self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data, self._lines)
         self._operator = Operator(
             config,
             self._coordinator,
+            replicas=self._replicas,
+            lines=self._lines,
             files=self._files,
             counters=counters,
             relay=self._relay_status,
@@ -141,6 +159,12 @@ class Store:
             self._watching.watch(background.fileno(), background.deliver)
         self._stopped = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watching.watch(self._stopped, lambda: os.eventfd_read(self._stopped))
+
+    def _make_replicas(self, coordinator: Coordinator, lease: Lease | None) -> Replicas:
+        self._replicas = Replicas(
+            self._config, coordinator, send=self.send, lease=lease, watching=self._watching, counters=self._counters
+        )
+        return self._replicas
 
     def _bind(
         self, endpoint: str, max_message: int, backlog: int, keys: StoreKeys | None = None, file: Path | None = None
@@ -164,8 +188,8 @@ class Store:
     def _open_data(self, slots: Slots) -> DataPlane:
         self._inbox = Inbox()
         self._watching.watch(self._inbox.fileno(), self._inbox.deliver)
-        port = self._data_port(self._push, self._config.data_port)
-        return DataPlane(port, self._inbox, slots, progress=self._config.relay_endpoint is not None)
+        self._port = self._data_port(self._push, self._config.data_port)
+        return DataPlane(self._port, self._inbox, slots, progress=self._config.relay_endpoint is not None)
 
     def _data_port(self, beside: Router, number: int | None) -> DataPort | None:
         if number is None or self._gate is not None or not beside.endpoint.startswith("tcp://"):
@@ -235,13 +259,15 @@ class Store:
         above = self._above.next_deadline() if self._above is not None else None
         relay = (self._below.next_deadline(), above)
         strangers = [port.next_deadline() for port in self._data_ports]
-        times = (self._coordinator.next_deadline(), self._trainers.next_expiry(), silence, *strangers, *relay)
+        lines = self._lines.next_deadline()
+        times = (self._coordinator.next_deadline(), lines, self._trainers.next_expiry(), silence, *strangers, *relay)
         soonest = min((t for t in times if t is not None), default=None)
         return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
 
     def _expire(self, now: float) -> None:
         self._trainers.expire(now)
         self._coordinator.tick(now)
+        self._lines.tick(now)
         self._below.tick(now)
         for port in self._data_ports:
             port.tick(now)
@@ -275,6 +301,7 @@ class Store:
             if session is not None:
                 self._coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
             self._replicas.close()
+            self._lines.close()
             self._below.roster.close()
             if self._above is not None:
                 self._above.close()

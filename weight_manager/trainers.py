@@ -21,10 +21,14 @@ from rollout_client.protocol import (
     Reply,
     Request,
     Seal,
+    Unload,
+    Unloaded,
     Welcome,
     Written,
     encode,
 )
+from weight_manager.adapters.line import AdapterGroup
+from weight_manager.adapters.lines import Lines
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
@@ -39,20 +43,28 @@ log = logging.getLogger(__name__)
 PEERS = 4096
 """Connections remembered; the one unheard of for longest is forgotten and must say Hello again."""
 SESSIONS = 32
-"""Sessions remembered, so that late messages get the reason and not just "unknown"."""
+"""Sessions remembered beside those that run, so that late messages get the reason and not just "unknown"."""
 
 
 class Trainers:
     """Answers every trainer. Messages of one session go to its TrainerGroup."""
 
     def __init__(
-        self, config: StoreConfig, coordinator: Coordinator, router: Router, counters: Counters, data: DataPlane
+        self,
+        config: StoreConfig,
+        coordinator: Coordinator,
+        router: Router,
+        counters: Counters,
+        data: DataPlane,
+        lines: Lines,
     ) -> None:
+        """coordinator, data: of the model's weights. lines: of adapters."""
         self._config = config
         self._coordinator = coordinator
         self._router = router
         self._counters = counters
         self._data = data
+        self._lines = lines
         self._store_id = secrets.token_hex(8)
         self._peers: OrderedDict[bytes, Hello] = OrderedDict()
         self._groups: OrderedDict[str, TrainerGroup] = OrderedDict()
@@ -76,6 +88,8 @@ class Trainers:
                         group.written(peer, request, now)
                 case Renew() | Seal() | Commit() | Abort():
                     self._of_session(peer, request, now)
+                case Unload():
+                    self._unload(peer, request, now)
         except PushRefused as refusal:
             self._answer(peer, refusal.to_wire())
 
@@ -103,14 +117,13 @@ class Trainers:
 
     def expire(self, now: float) -> None:
         """Leases that ran out."""
-        group = self._running()
-        if group is not None:
+        for group in self._running():
             group.expire(now)
 
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do."""
-        group = self._running()
-        return group.next_expiry() if group else None
+        times = [group.next_expiry() for group in self._running()]
+        return min((t for t in times if t is not None), default=None)
 
     def _hello(self, peer: bytes, hello: Hello) -> Welcome:
         if hello.protocol != PROTOCOL:
@@ -141,6 +154,7 @@ class Trainers:
             self._config.max_frame,
             self._config.lease_s,
             data_port=self._data.port,
+            adapters={a.name: (a.live.run_id, a.live.version) for a in self._lines.live},
         )
 
     def _begin(self, peer: bytes, begin: Begin, now: float) -> Reply:
@@ -149,29 +163,49 @@ class Trainers:
             raise PushRefused("unauthorized", "say Hello first")
         self._coordinator.check_root()
         self._check(begin)
-        live = self._coordinator.history.live
+        line = self._lines.for_push(begin.adapter, begin.parts) if begin.adapter is not None else None
+        coordinator = self._coordinator if line is None else line.coordinator
+        live = coordinator.history.live
         if live is not None and (live.run_id, live.version) == (hello.run_id, begin.version) and not begin.force:
             return Committed(live.version, live.digest, 0, {}, {}, already=True)
         intent = Intent(
-            *(hello.run_id, begin.version, "push", hello.client, begin.in_flight, begin.transport, begin.force)
+            *(hello.run_id, begin.version, "push", hello.client, begin.in_flight, begin.transport, begin.force),
+            adapter=line.name if line is not None else "",
         )
-        group = self._running()
+        group = _group_of(coordinator)
         try:
             if group is not None and group.same_push(intent):
                 return group.join(peer, begin, now)
-            group = TrainerGroup(self._config, self._coordinator, self._answer, self._counters, self._data)
+            if line is None:
+                group = TrainerGroup(self._config, coordinator, self._answer, self._counters, self._data)
+            else:
+                group = AdapterGroup(self._config, line, self._lines.planner, self._answer, self._counters)
             placement = group.open(peer, begin, intent, now)
         except PushRefused as refusal:
             self._counters.add("begins_refused")
             if not refusal.retryable:
-                self._coordinator.note_error(refusal, {"run_id": intent.run_id, "version": intent.version})
+                coordinator.note_error(refusal, {"run_id": intent.run_id, "version": intent.version})
             raise
         self._groups[group.id] = group
-        if len(self._groups) > SESSIONS:
-            self._groups.popitem(last=False)
+        over = [session for session, group in self._groups.items() if group.outcome is not None]
+        for session in over[: len(self._groups) - SESSIONS]:
+            del self._groups[session]
         return placement
 
+    def _unload(self, peer: bytes, request: Unload, now: float) -> None:
+        if peer not in self._peers:
+            raise PushRefused("unauthorized", "say Hello first")
+        self._coordinator.check_root()
+
+        def done(refusal: PushRefused | None) -> None:
+            self._answer(peer, Unloaded(request.adapter) if refusal is None else refusal.to_wire())
+
+        self._lines.unload(request.adapter, now + self._config.patience(request.deadline_s), done)
+
     def _check(self, begin: Begin) -> None:
+        if begin.in_flight == "finish" and begin.adapter is None:
+            message = "in_flight='finish' is for adapters: of the model itself, one version is served at a time"
+            raise PushRefused("bad_message", message)
         if not 0 <= begin.version <= MAX_VERSION or not 0 <= begin.rank < begin.world:
             message = f"version {begin.version}, rank {begin.rank} of {begin.world}: out of range"
             raise PushRefused("bad_message", message)
@@ -195,9 +229,15 @@ class Trainers:
         group = self._groups.get(session)
         return group if group is not None and peer in group.ranks else None
 
-    def _running(self) -> TrainerGroup | None:
-        session = self._coordinator.session
-        return session.owner if session is not None and isinstance(session.owner, TrainerGroup) else None
+    def _running(self) -> list[TrainerGroup]:
+        coordinators = [self._coordinator, *(line.coordinator for line in self._lines.all())]
+        return [group for c in coordinators if (group := _group_of(c)) is not None]
 
     def _answer(self, peer: bytes, reply: Reply) -> None:
         self._router.send(peer, encode(reply))
+
+
+def _group_of(coordinator: Coordinator) -> TrainerGroup | None:
+    """The trainers whose push runs there."""
+    session = coordinator.session
+    return session.owner if session is not None and isinstance(session.owner, TrainerGroup) else None

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from weight_manager.messages import Live
+from weight_manager.messages import Live, LiveAdapter
 from worker.engine.base import Engine, OnDevice
 from worker.messages import Tag
 from worker.signals import DONE, FAILED, PENDING, Order, Phase, Signal
@@ -59,6 +59,22 @@ class Weights(Protocol):
 
     def fenced(self) -> bool:
         """The store has begun to overwrite what is bound."""
+        ...
+
+
+class AdapterVersions(Protocol):
+    """The rank's adapters (worker/adapter_views.py)."""
+
+    def prepare(self, adapter: LiveAdapter) -> None:
+        """Hold a version. Raises naming the tensor, or when its digest differs."""
+        ...
+
+    def forget(self, epoch: int) -> None:
+        """Let a version go. Idempotent."""
+        ...
+
+    def fenced(self) -> bool:
+        """The store has begun to overwrite one that is held."""
         ...
 
 
@@ -111,9 +127,15 @@ class Actions:
     """One rank's hands. `work` is the order under way, None between orders."""
 
     def __init__(
-        self, engine: Engine, map_arena: Callable[[str], Weights], groups: Groups, release_cached: Callable[[], None]
+        self,
+        engine: Engine,
+        map_arena: Callable[[str], Weights],
+        groups: Groups,
+        release_cached: Callable[[], None],
+        adapters: AdapterVersions,
     ) -> None:
         self.engine = engine
+        self.adapters = adapters
         self.weights: Weights | None = None
         self.released: frozenset[Tag] = frozenset()
         self.work: Work | None = None
@@ -122,6 +144,11 @@ class Actions:
         self._release_cached = release_cached
         self._arena_path = ""
         self._mapping: tuple[str, Weights] | None = None
+
+    @property
+    def fenced(self) -> bool:
+        """The store went on without this replica: what it computed with may have been overwritten meanwhile."""
+        return self.adapters.fenced() or (self.weights is not None and self.weights.fenced())
 
     @property
     def live(self) -> Live | None:
@@ -137,6 +164,8 @@ class Actions:
             case Signal.UPDATE, Phase.ROLLBACK:
                 if self.weights and "weights" not in self.released:
                     self.weights.rollback()
+            case Signal.ADAPTER, Phase.FORGET:
+                self.adapters.forget(order.epoch)
             case Signal.RUN | Signal.PAUSE | Signal.STOP, _:
                 pass
             case _:
@@ -153,6 +182,8 @@ class Actions:
             case Signal.UPDATE, Phase.PREPARE | Phase.FLIP if not ok:
                 if self.weights and "weights" not in self.released:
                     self.weights.rollback()
+            case Signal.ADAPTER, _ if not ok and work.order.adapter is not None:
+                self.adapters.forget(work.order.adapter.live.epoch)
             case Signal.CLEAR, Phase.RELEASE if ok:
                 self.released |= frozenset(work.order.tags)
             case Signal.RELOAD, Phase.MAP:
@@ -170,6 +201,8 @@ class Actions:
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
                 work.run_in_background(lambda: None if skip else self._prepare(order), _PREPARE_S)
+            case Signal.ADAPTER, Phase.PREPARE:
+                work.run_in_background(lambda: self._prepare_adapter(order), _PREPARE_S)
             case Signal.UPDATE, Phase.FLIP:
                 work.run(lambda: None if skip else self._flip(order))
             case Signal.CLEAR, Phase.RELEASE:
@@ -190,6 +223,10 @@ class Actions:
         if self.weights is None:
             raise RuntimeError("no arena is mapped yet")
         self.weights.prepare(order.live)
+
+    def _prepare_adapter(self, order: Order) -> None:
+        assert order.adapter is not None
+        self.adapters.prepare(order.adapter)
 
     def _flip(self, order: Order) -> None:
         if self.weights is None:

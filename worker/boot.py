@@ -20,6 +20,7 @@ from weight_manager.garbage import collect_rarely
 from weight_manager.layout import make_layout
 from weight_manager.manifest import Layout
 from worker.actions import Actions, Groups
+from worker.adapter_views import AdapterViews
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
 from worker.cpu.tuning import tune
@@ -111,6 +112,7 @@ def build_loop(
         lambda path: DynamicWeightManager(path, layout, rank, engine),
         world.groups,
         give_back_to_system,
+        AdapterViews(layout, rank, engine.adapters),
     )
     leader = None
     if channel:

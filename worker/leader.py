@@ -9,6 +9,7 @@ import msgspec
 
 from worker import channel
 from worker.actions import Actions
+from worker.adapter_membership import AdapterMembership
 from worker.admission import Admission
 from worker.calls import Calls
 from worker.channel import Channel
@@ -70,6 +71,14 @@ class Leader:
         self._pids = pids
         self._clock = clock
         send = channel_.send_api
+        self.adapters = AdapterMembership(
+            scheduler,
+            self.lifecycle,
+            send=channel_.send_store,
+            ask=self._ask_what_is_live,
+            hold_s=config.hold_s,
+            clock=clock,
+        )
         self.membership = Membership(
             replica,
             pids,
@@ -77,6 +86,7 @@ class Leader:
             actions=actions,
             lifecycle=self.lifecycle,
             scheduler=scheduler,
+            adapters=self.adapters,
             send=channel_.send_store,
             hold_s=config.hold_s,
             unknown_s=config.unknown_s,
@@ -106,7 +116,7 @@ class Leader:
         self._draining = Draining(scheduler, self._admission, send, clock)
         self._next_heartbeat = clock() + config.heartbeat_s
         self._announced_version: int | None = None
-        self._asker: Membership | Calls | None = None
+        self._asker: Membership | Calls | AdapterMembership | None = None
         self._more = False  # an order may follow at once on what has just happened
 
     # receive
@@ -136,7 +146,7 @@ class Leader:
         now = self._clock()  # before what follows looks at it: a moment that comes in between is not overslept
         if hurry or self.stepping.possible:
             return 0.0
-        owners = (self.membership, self.pausing, self._draining)
+        owners = (self.membership, self.adapters, self.pausing, self._draining)
         due = [self._next_heartbeat, self._subscribers.due, *(t for t in [self.stepping.not_before] if t > now)]
         due += [t for owner in owners if (t := owner.next_deadline) is not None]
         due += [now + _POLL_WORK_S] if self._actions.work or self.stepping.unjudged else []
@@ -195,6 +205,7 @@ class Leader:
 
     def _advance(self) -> None:
         self.membership.advance()
+        self.adapters.advance()
         self.pausing.advance()
         self._admission.flush()
         self.counters["aborted_by_drain"] += self._draining.advance(self._version)
@@ -205,7 +216,7 @@ class Leader:
             self._draining.finish()
             self.lifecycle.apply(Event.STOP, "drained")
             return Order(Signal.STOP)
-        askers: list[Membership | Calls] = [self.membership, self._calls]
+        askers: list[Membership | Calls | AdapterMembership] = [self.membership, self.adapters, self._calls]
         if self._calls.under_way:  # a commit prepared between two phases of a reload would flip other weights
             askers.reverse()
         for asker in askers:
@@ -223,6 +234,9 @@ class Leader:
         self.pausing.reapply()
         if verdict.ok and order.phase is Phase.MAP and order.live:
             self.membership.beat()
+
+    def _ask_what_is_live(self) -> None:
+        self.membership.register()
 
     # reply
 

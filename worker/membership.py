@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from rollout_client.protocol import InFlight
 from weight_manager import messages as store
 from weight_manager.life import State
 from weight_manager.messages import Live
 from worker.actions import Actions
+from worker.adapter_membership import AdapterMembership
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.scheduler import Scheduler
 from worker.signals import Order, Phase, Signal, Verdict
@@ -66,6 +69,7 @@ class Membership:
         actions: Actions,
         lifecycle: Lifecycle,
         scheduler: Scheduler,
+        adapters: AdapterMembership,
         send: Callable[[store.FromReplica], bool],
         hold_s: float,
         unknown_s: float,
@@ -81,6 +85,7 @@ class Membership:
         self._actions = actions
         self._lifecycle = lifecycle
         self._scheduler = scheduler
+        self._adapters = adapters
         self._send = send
         self._hold_s = hold_s
         self._unknown_s = unknown_s
@@ -121,7 +126,7 @@ class Membership:
         """Say who we are; said again until it is answered."""
         self.registered = False
         self._next_register = self._clock() + _REGISTER_AGAIN_S
-        self._send(self._me)
+        self._send(msgspec.structs.replace(self._me, adapters=self._adapters.held))
 
     def store_down(self) -> None:
         """The connection broke. Nothing is registered any more; serving goes on.
@@ -131,12 +136,16 @@ class Membership:
         """
         self.registered = False
         self._next_register = None
+        self._adapters.store_down()
         if self.session and not self.session.holds:
             self._undo(self.session)
 
     def take(self, message: store.ToReplica) -> None:
-        """A message of the store, in order."""
-        self._queue.append(message)
+        """A message of the store, in order. Those about adapters do not wait until an order is over."""
+        if isinstance(message, store.Registered):
+            self._adapters.registered(message.adapters)
+        if not self._adapters.take(message):
+            self._queue.append(message)
 
     def advance(self) -> None:
         """Time passes: beats, repeated registrations, and the two limits of a hold."""
@@ -174,6 +183,8 @@ class Membership:
         """The next thing all ranks have to do for the store. Call only when no order is under way."""
         while not self._orders and self._queue:
             self._handle(self._queue.popleft())
+        if self._lifecycle.state is WorkerState.STARTING and not self._adapters.complete:
+            return None  # nothing is served before everything that is live is held
         session = self.session
         if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
             session.state = State.PREPARING
@@ -276,13 +287,15 @@ class Membership:
             message.in_flight == "wait" and self._scheduler.running and self._lifecycle.state is not WorkerState.SERVING
         ):
             text = f"{self._scheduler.running} sequences stand still ({self._lifecycle.state.value}) and cannot finish"
-        if text:
+        policy = message.in_flight
+        if text or policy == "finish":
+            text = text or "sequences finish on their version under an adapter only"
             self._send(store.Prepared(message.session, False, 0, text))
             return
         now = self._clock()
         still = now if self._scheduler.running else float("inf")
         self.session = Session(
-            message.session, message.live, message.in_flight, now + message.deadline_s, began=now, still_since=still
+            message.session, message.live, policy, now + message.deadline_s, began=now, still_since=still
         )
 
     def _on_flip(self, message: store.Flip) -> None:

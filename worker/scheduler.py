@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from rollout_client.protocol import InFlight
+from rollout_client.protocol import AdapterInFlight, InFlight
 from worker.batcher import Batcher, Step, StepRow
 from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
@@ -74,6 +74,7 @@ class Scheduler:
         self._begun: Drawing | None = None  # its tokens, when a device draws them
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
+        self.adapters: dict[str, tuple[int, int]] = {}  # name -> version and epoch that is live
 
     def add(self, origin: bytes, g: Generate) -> None:
         """Queue a request of the API connection `origin`."""
@@ -229,6 +230,25 @@ class Scheduler:
         self._batcher.enter(epoch)
         if policy == "recompute":
             self._recompute()
+
+    def adapter_live(self, name: str, version: int, epoch: int, policy: AdapterInFlight) -> None:
+        """The name stands for this version from now on."""
+        self.adapters[name] = version, epoch
+
+    def adapter_gone(self, name: str) -> None:
+        """Nothing begins under the name any more."""
+        self.adapters.pop(name, None)
+
+    def adapter_running(self, name: str) -> int:
+        """Sequences under the name that have begun: none can."""
+        return 0
+
+    def adapter_epochs(self) -> set[int]:
+        """Versions that sequences which have begun compute with."""
+        return set()
+
+    def hold_adapter(self, name: str, on: bool) -> None:
+        """While on, nothing begins under the name."""
 
     def clear_cache(self, keep_running: bool) -> bool:
         """Forget every cached block; keep_running=False also has what runs computed again, holding nothing.

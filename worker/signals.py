@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.messages import Live
+from weight_manager.messages import Live, LiveAdapter
 from worker.messages import Tag
 
 Int32 = npt.NDArray[np.int32]
@@ -31,6 +31,7 @@ class Signal(IntEnum):
     PAUSE = 4  # stand still
     VERIFY = 5  # checksum what is held
     STOP = 6  # leave the loop
+    ADAPTER = 7  # hold one more version of an adapter, or one less
 
 
 class Phase(IntEnum):
@@ -45,13 +46,15 @@ class Phase(IntEnum):
     SHUT = 6  # CLEAR: shut the groups, once every rank has released
     RESTART = 7  # RELOAD: groups back
     MAP = 8  # RELOAD: views of the live slot and KV, in the background
+    FORGET = 9  # ADAPTER: nothing computes with a version any more (PREPARE as of an UPDATE)
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rank 0's decision for one tick.
 
     live, session: of the weight change. arena_path: the arena that `live` lies in. tags: what to release or
-    bring back. vote: every rank tells how its work stands and how its last step went, before it acts.
+    bring back. adapter: to prepare; epoch: of the one to forget. vote: every rank tells how its work stands and how its
+    last step went, before it acts.
     """
 
     signal: Signal = Signal.RUN
@@ -62,6 +65,8 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     live: Live | None = None
     arena_path: str = ""
     tags: tuple[Tag, ...] = ()
+    adapter: LiveAdapter | None = None
+    epoch: int = 0
 
 
 class GroupDead(RuntimeError):

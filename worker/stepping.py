@@ -135,8 +135,7 @@ class Stepping:
         self.unjudged = True
         self._last_s = seconds
         self.interrupting.ended(given_up=False)
-        weights = self._actions.weights
-        if weights is not None and weights.fenced():
+        if self._actions.fenced:
             self.counters["fenced_steps"] += 1
             self._scheduler.discard()
             self._membership.lost_slot()

@@ -12,6 +12,7 @@ import zmq
 from tests.faults.small_model import LAYOUT
 from tests.faults.store_process import Store
 from weight_manager import messages
+from weight_manager.adapters.plan import adapter_layout
 from weight_manager.arena import ArenaReader
 from weight_manager.layout import region_digests, version_digest
 
@@ -28,6 +29,9 @@ class Replica:
         self.live: messages.Live | None = None
         self._staged: messages.Live | None = None
         self._flipped = ""
+        self.adapters: dict[str, messages.LiveAdapter] = {}
+        self.pinned: list[messages.HeldAdapter] = []  # what running sequences finish on
+        self._prepared: dict[str, messages.LiveAdapter] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -38,6 +42,18 @@ class Replica:
         with ArenaReader(self.arena_path) as reader:
             slot = reader.slot(self.live.slot)
             return self.live.version, version_digest(LAYOUT, region_digests(LAYOUT, slot))
+
+    def adapter_served(self, name: str) -> tuple[int, str]:
+        """(version, digest of the bytes that its name stands for)."""
+        adapter = self.adapters[name]
+        layout = adapter_layout(adapter.shape, LAYOUT)
+        with ArenaReader(adapter.arena_path) as reader:
+            return adapter.live.version, version_digest(layout, region_digests(layout, reader.slot(adapter.live.slot)))
+
+    def holds(self) -> messages.AdaptersHeld:
+        """What it says of its adapters."""
+        held = [messages.HeldAdapter(a.live.epoch, a.arena_path, a.live.slot) for a in self.adapters.values()]
+        return messages.AdaptersHeld({name: a.live.epoch for name, a in self.adapters.items()}, held + self.pinned)
 
     def saw(self, kind: type) -> list[Any]:
         return [m for m in self.seen if isinstance(m, kind)]
@@ -67,6 +83,7 @@ class Replica:
             if not socket.poll(100):
                 if self.beats:
                     socket.send(messages.encode(messages.Beat(self.live.epoch if self.live else 0)))
+                    socket.send(messages.encode(self.holds()))
                 continue
             message = messages.decode_for_replica(socket.recv())
             self.seen.append(message)
@@ -78,6 +95,8 @@ class Replica:
             reply = self._answer(message, what) if reply is None or what != "yes" else reply
             if reply is not None:
                 socket.send(messages.encode(reply))
+            if (reply is not None and getattr(message, "adapter", None)) or isinstance(message, messages.Adapters):
+                socket.send(messages.encode(self.holds()))
 
     def _answer(self, message: Any, what: str) -> Any:
         if what == "die":
@@ -89,7 +108,19 @@ class Replica:
             case messages.Registered():
                 self.arena_path = message.arena_path
                 self.live = message.live
+                self.adapters = {adapter.name: adapter for adapter in message.adapters}
                 return messages.Adopted(message.live.epoch) if message.live else None
+            case messages.Adapters():
+                self.adapters = {adapter.name: adapter for adapter in message.live}
+                return None
+            case messages.Prepare() if message.adapter is not None:
+                self._prepared[message.session] = message.adapter
+                return messages.Prepared(message.session, ok, 0, error, [] if ok else ["model.norm.weight"])
+            case messages.Finalize() if message.adapter:
+                prepared = self._prepared.pop(message.session, None)
+                if prepared is not None:
+                    self.adapters[message.adapter] = prepared
+                return messages.Finalized(message.session, 0.5)
             case messages.Adopt():
                 self.live = message.live
                 return messages.Adopted(message.live.epoch)

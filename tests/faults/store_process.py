@@ -61,7 +61,7 @@ class Store:
         live = self.status().live
         if live is None:
             return None, ""
-        (path,) = self.arena_dir.glob("*.arena")
+        (path,) = (path for path in self.arena_dir.glob("*.arena") if "-adapters-" not in path.name)
         with ArenaReader(path) as reader:
             return live.version, version_digest(LAYOUT, region_digests(LAYOUT, reader.slot(live.slot)))
 

@@ -4,7 +4,8 @@
 how they are put together, and a turn of its loop are the real ones.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,12 +23,16 @@ from weight_manager.errors import StartError
 from weight_manager.first_weights import open_arena
 from weight_manager.history import History, Saved
 from weight_manager.layout import make_layout, region_digests, version_digest
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.manifest import Layout, Manifest, Parameter
 from weight_manager.metrics import Counters
 from weight_manager.store import Store
 
-LAYOUT = make_layout(Manifest("Tiny", "float32", (Parameter("a", (6, 4)), Parameter("b", (5,)))), 1)
-SLOTS = 3
+LAYOUT = make_layout(
+    Manifest(
+        "Tiny", "float32", (Parameter("a", (6, 4)), Parameter("b", (5,)), Parameter("model.q_proj.weight", (6, 8)))
+    ),
+    1,
+)
 
 
 class Memory:
@@ -35,19 +40,27 @@ class Memory:
 
     made: ClassVar[dict[str, "Memory"]] = {}
 
-    def __init__(self, path: str) -> None:
+    numbers: ClassVar[Iterator[int]]
+
+    def __init__(self, path: str, slot_bytes: int, slots: int, spare: int) -> None:
         self.path, self.nonce, self.fd = Path(path), b"n" * 16, -1
-        self.slots, self.slot_bytes = SLOTS, LAYOUT.slot_bytes
+        self.slots, self.slot_bytes = slots + spare, slot_bytes
         self.owned = True
         self.lease_ns = 0
-        self._bytes = [bytearray(self.slot_bytes) for _ in range(SLOTS)]
-        self._epochs = [0] * SLOTS
-        self._backed = [True, True, False]
+        self._bytes = [bytearray(self.slot_bytes) for _ in range(self.slots)]
+        self._epochs = [0] * self.slots
+        self._backed = [True] * slots + [False] * spare
 
     @classmethod
-    def create(cls, directory: Path, name: str, slot_bytes: int) -> "Memory":
-        path = f"{directory}/{len(cls.made)}"
-        cls.made[path] = cls(path)
+    def reset(cls) -> None:
+        """A new run."""
+        cls.made.clear()
+        cls.numbers = itertools.count()
+
+    @classmethod
+    def create(cls, directory: Path, name: str, slot_bytes: int, *, slots: int = 2, spare: int = 1) -> "Memory":
+        path = f"{directory}/{next(cls.numbers)}"
+        cls.made[path] = cls(path, slot_bytes, slots, spare)
         return cls.made[path]
 
     @classmethod
@@ -101,9 +114,9 @@ class Memory:
         if unlink:
             self.unlink()
 
-    def holds(self, slot: int) -> str:
+    def holds(self, slot: int, layout: Layout = LAYOUT) -> str:
         """Digest of what lies there."""
-        return version_digest(LAYOUT, region_digests(LAYOUT, self.slot(slot)))
+        return version_digest(layout, region_digests(layout, self.slot(slot)))
 
 
 class Disk:
@@ -142,6 +155,29 @@ class DiskPath:
             return self.disk.files[self.name]
         except KeyError:
             raise FileNotFoundError(self.name) from None
+
+    def unlink(self, *, missing_ok: bool) -> None:
+        assert missing_ok
+        self.disk.files.pop(self.name, None)
+
+    def __lt__(self, other: "DiskPath") -> bool:
+        return self.name < other.name
+
+
+class DiskFolder:
+    """As a pathlib.Path of a directory, as far as the adapters' lines need one."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def mkdir(self, **_: Any) -> None:
+        pass
+
+    def glob(self, _: str) -> list["DiskPath"]:
+        return [DiskPath(self._disk, name) for name in self._disk.files if name.startswith("adapters/")]
+
+    def __truediv__(self, name: str) -> "DiskPath":
+        return DiskPath(self._disk, f"adapters/{name}")
 
 
 class Threads:
@@ -243,6 +279,8 @@ class SimulatedStore(Store):
         host.memory = self._arena  # type: ignore[assignment]
         self._context = None  # type: ignore[assignment]
         self._routers, self._data_ports, self._gate = [], [], None
+        self._made = lambda path: None
+        self._adapters_at = DiskFolder(host.disk)  # type: ignore[assignment]
         self._open()
         self._opened = True
         self.wake()
@@ -294,6 +332,8 @@ class SimulatedStore(Store):
             router.close()
         if self._above is not None:
             self._above.socket.close(linger=0)
+        for line in self._lines.all():
+            line.arena.close()
         self._arena.close()
 
 
@@ -400,6 +440,7 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         "weight_manager.store": {"os": system, "connect": connect},
         "weight_manager.background": {"os": system},
         "weight_manager.history": {"write_atomically": lambda path, content: path.disk.write(path, content)},
+        "weight_manager.adapters.lines": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},
         "weight_manager.first_weights": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},
         "weight_manager.relay.upstream": {"BEATS": 8},
     }

@@ -1,8 +1,8 @@
 """Those at the hub's edge: replicas (rank 0 is the real worker/membership.py), trainers, and operators."""
 
+import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from rollout_client import protocol as wire
@@ -13,7 +13,9 @@ from tests.simulation.host import LAYOUT, Host, Memory, bytes_of
 from tests.simulation.network import Connection, Frames
 from tests.simulation.world import World
 from weight_manager import messages
-from weight_manager.messages import Live
+from weight_manager.adapters.plan import adapter_layout
+from weight_manager.messages import Live, LiveAdapter
+from worker.adapter_membership import AdapterMembership
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.signals import Order, Phase, Signal, Verdict
@@ -80,6 +82,78 @@ class Ranks:
         return Verdict(True)
 
 
+class Versions:
+    """Stands for the adapters that the ranks of a replica hold (worker/adapter_views.py)."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[LiveAdapter, Memory]] = {}
+
+    def act(self, order: Order) -> Verdict:
+        if order.phase is Phase.FORGET:
+            self.held.pop(order.epoch, None)
+            return Verdict(True)
+        adapter = order.adapter
+        assert adapter is not None
+        live, memory = adapter.live, Memory.made.get(adapter.arena_path)
+        if memory is None or not memory.backed(live.slot) or self._differs(adapter, memory):
+            return Verdict(False, 0, "the slot does not hold the version")
+        self.held[live.epoch] = adapter, memory
+        return Verdict(True)
+
+    @property
+    def void(self) -> bool:
+        """Whether the store has begun to overwrite one of them."""
+        return any(memory.write_epoch(a.live.slot) != a.live.write_epoch for a, memory in self.held.values())
+
+    def intact(self, epoch: int) -> bool:
+        """Whether its bytes are those that its digest names."""
+        return not self._differs(*self.held[epoch])
+
+    def _differs(self, adapter: LiveAdapter, memory: Memory) -> bool:
+        live, layout = adapter.live, adapter_layout(adapter.shape, LAYOUT)
+        return memory.write_epoch(live.slot) != live.write_epoch or memory.holds(live.slot, layout) != live.digest
+
+
+class Sequences:
+    """Stands for the scheduler: sequences under adapters begin, stay for a while, and end."""
+
+    running = 0
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, tuple[int, int]] = {}
+        self.begun: list[tuple[str, int]] = []  # name and epoch of each
+        self._closed: set[str] = set()
+
+    def on_update(self, *_: object) -> None:
+        pass
+
+    def turn(self, rng: random.Random) -> None:
+        """Time passes."""
+        self.begun = [sequence for sequence in self.begun if rng.random() < 0.8]
+        for name, (_, epoch) in self.adapters.items():
+            if name not in self._closed and rng.random() < 0.4:
+                self.begun.append((name, epoch))
+
+    def adapter_live(self, name: str, version: int, epoch: int, policy: str) -> None:
+        self.adapters[name] = version, epoch
+        if policy == "abort":
+            self.begun = [sequence for sequence in self.begun if sequence[0] != name]
+        elif policy != "finish":
+            self.begun = [(of, epoch if of == name else was) for of, was in self.begun]
+
+    def adapter_gone(self, name: str) -> None:
+        self.adapters.pop(name, None)
+
+    def adapter_running(self, name: str) -> int:
+        return sum(of == name for of, _ in self.begun)
+
+    def adapter_epochs(self) -> set[int]:
+        return {epoch for _, epoch in self.begun}
+
+    def hold_adapter(self, name: str, on: bool) -> None:
+        (self._closed.add if on else self._closed.discard)(name)
+
+
 class Replica:
     """One replica of a host. served: called with what a step was computed with."""
 
@@ -102,14 +176,23 @@ class Replica:
         world = self.world
         self.pid, self.alive = world.number(), True
         world.pids.add(self.pid)
-        self.ranks = Ranks()
+        self.ranks, self.versions, self.sequences = Ranks(), Versions(), Sequences()
         self.work: Order | None = None
         self.lifecycle = Lifecycle(lambda state, reason: None)
+        self.adapters = AdapterMembership(
+            self.sequences,
+            self.lifecycle,
+            send=self._send,
+            ask=self._ask_what_is_live,
+            hold_s=HOLD_S,
+            clock=lambda: world.now,
+        )
         self.membership = Membership(
             *(self.number, [self.pid], LAYOUT.digest),
             actions=self.ranks,  # type: ignore[arg-type]
             lifecycle=self.lifecycle,
-            scheduler=SimpleNamespace(running=0, on_update=lambda *_: None),  # type: ignore[arg-type]
+            scheduler=self.sequences,  # type: ignore[arg-type]
+            adapters=self.adapters,
             send=self._send,
             hold_s=HOLD_S,
             unknown_s=UNKNOWN_S,
@@ -121,6 +204,9 @@ class Replica:
             up=lambda: self._soon(self.membership.register),
             down=lambda: self._soon(self.membership.store_down),
         )
+
+    def _ask_what_is_live(self) -> None:
+        self.membership.register()
 
     def kill(self) -> None:
         if self.alive:
@@ -181,13 +267,20 @@ class Replica:
     def _turn(self) -> None:
         """advance -> next order, as worker/leader.py decides it."""
         self.membership.advance()
-        while self.work is None and (order := self.membership.next_order()) is not None:
+        self.adapters.advance()
+        while self.work is None and (order := self.membership.next_order() or self.adapters.next_order()) is not None:
+            if order.phase is Phase.FORGET:
+                self.versions.act(order)
+                self.adapters.advance()
+                continue
             if order.signal is Signal.UPDATE and order.phase in (Phase.FINALIZE, Phase.ROLLBACK):
                 self.ranks.act(order, None)
                 continue
             self.work = order
             self.world.after(self.world.rng.choice([0.001, 0.005, 0.05]), lambda life=self.pid: self._work_ends(life))  # type: ignore[misc]
-        due = self.membership.next_deadline
+        due = min(
+            (d for d in (self.membership.next_deadline, self.adapters.next_deadline) if d is not None), default=None
+        )
         if due is not None and due < self._woken:
             self._woken = due
             self.world.at(due, lambda: self._soon(self._awake))
@@ -201,6 +294,8 @@ class Replica:
             assert order is not None
             if order.phase in (Phase.PREPARE, Phase.FLIP) and self.world.rng.random() < self.refuses:
                 verdict = Verdict(False, 0, "out of memory, says the simulation")
+            elif order.signal is Signal.ADAPTER:
+                verdict = self.versions.act(order)
             else:
                 memory = Memory.made.get(order.arena_path) if order.phase is Phase.MAP else None
                 verdict = self.ranks.act(order, memory)
@@ -208,7 +303,7 @@ class Replica:
                 self.world.say(self.who, f"cannot {order.phase.name}: {verdict.error}")
             if not verdict.ok and order.signal is Signal.UPDATE:
                 self.ranks.back()
-            self.membership.settled(order, verdict)
+            (self.adapters if order.signal is Signal.ADAPTER else self.membership).settled(order, verdict)
             if verdict.ok and order.phase is Phase.MAP:
                 self.membership.beat()
 
@@ -224,9 +319,16 @@ class Replica:
             return
         held = self.ranks.bound
         assert held is not None
-        if self.void:
+        if self.void or self.versions.void:
             self._soon(self.membership.lost_slot)  # the step is thrown away
             return
+        for name, epoch in self.sequences.begun:
+            if epoch not in self.versions.held:
+                raise self.world.violated(f"lost: {self.who} has no epoch {epoch} of {name}, which runs there")
+            if not self.versions.intact(epoch):
+                raise self.world.violated(f"torn: {self.who} computes epoch {epoch} of {name} with other bytes")
+        self.sequences.turn(self.world.rng)
+        self._soon(lambda: None)
         if held.memory.holds(live.slot) != live.digest:
             raise self.world.violated(f"torn: {self.who} computes version {live.version} with other bytes")
         self._served(self, live)

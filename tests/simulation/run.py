@@ -78,7 +78,7 @@ class Run:
 
     def go(self) -> "Run":
         """Raises Violation."""
-        Memory.made.clear()
+        Memory.reset()
         logging.disable(logging.CRITICAL)
         try:
             with self.world.inside(**edges(self.world, self.net)):

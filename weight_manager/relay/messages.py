@@ -45,7 +45,7 @@ from typing import Literal
 
 import msgspec
 
-from rollout_client.protocol import ErrorCode, InFlight
+from rollout_client.protocol import AdapterInFlight, ErrorCode
 from weight_manager import messages as inner
 from weight_manager.messages import Live
 
@@ -115,7 +115,7 @@ class Stage(Message, tag="stage", frozen=True):
     session: str
     run_id: str
     version: int
-    in_flight: InFlight = "keep"
+    in_flight: AdapterInFlight = "keep"
     client: str = ""
     digest: str = ""  # when known already: whoever has these bytes need not be sent them
     catch_up: bool = False  # live above already: commit it without asking

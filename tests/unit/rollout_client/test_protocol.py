@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_client.peft import AdapterConfig
 from rollout_client.protocol import (
     PROTOCOL,
     Abort,
     Aborted,
+    AdapterPush,
     Begin,
     Chunk,
     Commit,
@@ -23,6 +25,8 @@ from rollout_client.protocol import (
     Renewed,
     Seal,
     Sealed,
+    Unload,
+    Unloaded,
     Welcome,
     Written,
     decode_reply,
@@ -131,7 +135,20 @@ GOLDEN = [
         "87a174a56572726f72a4636f6465a772656675736564a76d657373616765a26e6fa773657373696f6ea27331a774656e736f727391a177a472616e6bb07265706c69636120312072616e6b2030a9726574727961626c65c3",
     ),
 ]
-REPLIES = (Welcome, Placement, Renewed, Sealed, Committed, Aborted, Error)
+GOLDEN += [
+    (
+        Begin(
+            version=4,
+            parts=[Part("m.q_proj.lora_A", "float32", (4, 8))],
+            in_flight="finish",
+            adapter=AdapterPush("policy-a", AdapterConfig(4, 8.0, target_modules=["q_proj"])),
+        ),
+        "85a174a5626567696ea776657273696f6e04a570617274739196af6d2e715f70726f6a2e6c6f72615f41a7666c6f617433329204089090c0a9696e5f666c69676874a666696e697368a76164617074657283a46e616d65a8706f6c6963792d61a6636f6e66696783a17204aa6c6f72615f616c706861cb4020000000000000ae7461726765745f6d6f64756c657391a6715f70726f6aa56d65726765c2",
+    ),
+    (Unload("policy-a"), "82a174a6756e6c6f6164a761646170746572a8706f6c6963792d61"),
+    (Unloaded("policy-a"), "82a174a8756e6c6f61646564a761646170746572a8706f6c6963792d61"),
+]
+REPLIES = (Welcome, Placement, Renewed, Sealed, Committed, Aborted, Unloaded, Error)
 
 
 @pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=lambda value: type(value).__name__)

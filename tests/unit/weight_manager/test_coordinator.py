@@ -35,7 +35,7 @@ class Owner:
 @pytest.fixture
 def hub():
     """A store that serves version 0 on a replica which never says `Finalized`."""
-    Memory.made.clear()
+    Memory.reset()
     world = World(1)
     net = Network(world)
     with world.inside(**edges(world, net)):

@@ -25,6 +25,8 @@ def ask():
         said = []
         operator = Operator(
             *(SimpleNamespace(), Coordinator(error)),
+            replicas=None,
+            lines=None,
             files=None,
             counters=None,
             relay=lambda now: None,

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from worker.actions import Actions
+from worker.adapter_views import AdapterViews
 from worker.event_loop import EventLoop
 from worker.signals import GroupDead, Order, Phase, Report, Signal, judge
 
@@ -122,7 +123,9 @@ def run(monkeypatch):
     def play(orders, engines, weights):
         shared = {"cells": [None, None], "barrier": threading.Barrier(2, timeout=10)}
         leader = ScriptedLeader([*orders, Order(Signal.STOP, vote=True)])
-        actions = [Actions(e, lambda path: None, NoGroups(), lambda: None) for e in engines]
+        actions = [
+            Actions(e, lambda path: None, NoGroups(), lambda: None, AdapterViews(None, 0, None)) for e in engines
+        ]
         for own, held in zip(actions, weights, strict=True):
             own.weights = held
         loops = [EventLoop(ThreadSignals(r, shared), actions[r], None if r else leader) for r in range(2)]
@@ -167,7 +170,7 @@ def test_a_rank_whose_step_failed_waits_for_the_others_word_but_not_for_one_that
     monkeypatch, overrun_s, leaves_within_s
 ):
     monkeypatch.setattr("worker.event_loop._OVERRUN_S", overrun_s)
-    actions = Actions(Engine("timeout"), lambda path: None, NoGroups(), lambda: None)
+    actions = Actions(Engine("timeout"), lambda path: None, NoGroups(), lambda: None, AdapterViews(None, 0, None))
     loop = EventLoop(ThreadSignals(1, {}), actions, None)
     loop.step(Batch())
     loop._alone.cancel()
@@ -177,7 +180,7 @@ def test_a_rank_whose_step_failed_waits_for_the_others_word_but_not_for_one_that
 def test_every_turn_and_every_operation_of_a_step_is_motion():
     """Of a rank that is not the first too: its watchdog has only that."""
     moves: list[int] = []
-    actions = Actions(Engine(), lambda path: None, NoGroups(), lambda: None)
+    actions = Actions(Engine(), lambda path: None, NoGroups(), lambda: None, AdapterViews(None, 0, None))
     loop = EventLoop(ThreadSignals(1, {}), actions, None, lambda: moves.append(1))
     assert [actions.engine.asked() for _ in range(3)] == [False] * 3
     assert len(moves) == 3

@@ -3,6 +3,7 @@
 import pytest
 
 from worker.actions import Actions
+from worker.adapter_views import AdapterViews
 from worker.boot import _NoGroups
 from worker.engine.base import EngineSpec
 from worker.engine.fake_engine import FakeEngine
@@ -31,6 +32,6 @@ class OnCard(FakeEngine):
 def test_it_is_what_others_can_have_now(others, released):
     engine = OnCard(EngineSpec(10, 8, 4, 4), others)
     engine.allocate_kv()
-    actions = Actions(engine, lambda path: None, _NoGroups(), lambda: None)
+    actions = Actions(engine, lambda path: None, _NoGroups(), lambda: None, AdapterViews(None, 0, None))
     actions.start(Order(Signal.CLEAR, Phase.RELEASE, tags=("kv_cache",)))
     assert actions.settle(ok=True).data == {"kv_cache": released}

@@ -1,0 +1,393 @@
+"""Adapters on a real store: staged, proved, voted on and recorded like the model's weights, each line by itself."""
+
+import json
+import signal
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollout_client import errors
+from rollout_client import protocol as wire
+from rollout_client.digest import digest_of
+from rollout_client.peft import adapter_config, adapter_tensors
+from rollout_client.protocol import AdapterPush
+from rollout_client.publisher import WeightPublisher
+from tests.faults.small_model import ADAPTER_CONFIG, adapter, adapter_digest
+from weight_manager import messages
+
+
+@pytest.fixture
+def publisher(store, run):
+    with WeightPublisher(store.endpoint, run_id=run, busy_timeout_s=1) as made:
+        yield made
+
+
+@pytest.fixture
+def push_adapter(publisher):
+    def push(seed, version, name="policy-a", **options):
+        return publisher.push_adapter(name, adapter(seed), ADAPTER_CONFIG, version, **options)
+
+    return push
+
+
+@pytest.fixture
+def loaded(store):
+    """name -> (version, digest), as the status says."""
+    return lambda: {a["name"]: (a["version"], a["digest"]) for a in store.status().adapters if a["version"] is not None}
+
+
+def begin(trainer, seed, version, name="policy-a"):
+    """Open a session of an adapter word by word."""
+    named = dict(adapter_tensors(adapter(seed)))
+    push = AdapterPush(name, adapter_config(ADAPTER_CONFIG))
+    return trainer.begin(named, version, transport="zmq", adapter=push)
+
+
+def send(trainer, placement):
+    for number, copy in enumerate(placement.copies):
+        raw = np.ascontiguousarray(trainer.sources[copy.part]).tobytes()
+        trainer.say(wire.Chunk(placement.session, number, 0, [len(raw)]), raw)
+        trainer.say(wire.Written(placement.session, [(number, digest_of(raw))]))
+    return trainer.ask(wire.Seal(placement.session))
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_a_push_is_live_on_every_replica_with_the_trainers_bytes(store, replica, run, loaded, transport):
+    replicas = [replica(0), replica(1)]
+    with WeightPublisher(store.endpoint, run_id=run, transport=transport) as publisher:
+        for version in (1, 2, 3):
+            tensors = adapter(version)
+            report = publisher.push_adapter("policy-a", tensors, ADAPTER_CONFIG, version)
+            assert (report.version, report.digest, report.replicas) == (version, adapter_digest(tensors), 2)
+            assert report.transport == ("zmq" if transport == "zmq" else "shm")
+            for one in replicas:
+                assert one.adapter_served("policy-a") == (version, adapter_digest(tensors))
+            assert loaded() == {"policy-a": (version, adapter_digest(tensors))}
+    assert store.serving()[0] == 0, "the model's own version does not move"
+
+
+def test_delta_sends_what_differs_to_the_same_bytes(store, replica, run):
+    one = replica(0)
+    with WeightPublisher(store.endpoint, run_id=run, transport="zmq", delta=True) as publisher:
+        publisher.push_adapter("policy-a", adapter(1), ADAPTER_CONFIG, 1)
+        publisher.push_adapter("policy-b", adapter(2), ADAPTER_CONFIG, 1)
+        tensors = adapter(1)
+        next(iter(tensors.values()))[0, 0] += 1
+        report = publisher.push_adapter("policy-a", tensors, ADAPTER_CONFIG, 2)
+    assert report.sent < report.nbytes / 10
+    assert one.adapter_served("policy-a") == (2, adapter_digest(tensors))
+
+
+def test_versions_rise_for_each_name_by_itself(replica, push_adapter, loaded):
+    replica(0)
+    push_adapter(5, 5)
+    push_adapter(1, 1, name="policy-b")
+    with pytest.raises(errors.StaleVersion):
+        push_adapter(4, 4)
+    assert push_adapter(9, 5).already
+    assert loaded() == {"policy-a": (5, adapter_digest(adapter(5))), "policy-b": (1, adapter_digest(adapter(1)))}
+
+
+def test_the_model_and_two_adapters_are_pushed_at_the_same_time(store, replica, trainer, push, weights, loaded):
+    replica(0)
+    first, second = trainer(), trainer()
+    placements = [begin(first, 1, 1, "policy-a"), begin(second, 2, 1, "policy-b")]
+    assert push(weights(1), 1).version == 1, "a push of the model in between"
+    for one, placement in zip((first, second), placements, strict=True):
+        assert isinstance(send(one, placement), wire.Sealed)
+    for one, placement in zip((second, first), placements[::-1], strict=True):
+        assert isinstance(one.ask(wire.Commit(placement.session)), wire.Committed)
+    assert loaded() == {"policy-a": (1, adapter_digest(adapter(1))), "policy-b": (1, adapter_digest(adapter(2)))}
+    assert store.serving()[0] == 1
+
+
+def test_a_second_push_of_the_same_adapter_waits_or_is_busy(replica, trainer, push_adapter):
+    replica(0)
+    push_adapter(1, 1)
+    begin(trainer(run_id="other"), 2, 2)
+    with pytest.raises(errors.Busy, match="adapter policy-a"):
+        push_adapter(3, 3)
+
+
+@pytest.mark.parametrize("answer", ["no", "silent"])
+def test_one_no_leaves_everybody_on_the_version_before(replica, push_adapter, loaded, answer):
+    good, other = replica(0), replica(1)
+    push_adapter(1, 1)
+    other.plan["prepare"] = answer
+    with pytest.raises(errors.PushRefused if answer == "no" else errors.DeadlineExceeded):
+        push_adapter(2, 2, timeout_s=2)
+    assert good.adapter_served("policy-a") == (1, adapter_digest(adapter(1)))
+    assert not [m for m in good.saw(messages.Finalize) if m.epoch != good.adapters["policy-a"].live.epoch]
+    assert loaded() == {"policy-a": (1, adapter_digest(adapter(1)))}
+    other.plan.clear()
+    assert push_adapter(2, 2).version == 2
+
+
+def test_a_first_version_that_is_refused_leaves_no_trace(store, replica, push_adapter, until):
+    other = replica(0)
+    other.plan["prepare"] = "no"
+    with pytest.raises(errors.PushRefused, match="replica 0 rank 0 cannot prepare"):
+        push_adapter(1, 1)
+    until(lambda: not list(store.arena_dir.glob("*-adapters-*")), 2)
+    assert not list((store.run_dir / "adapters").iterdir())
+    assert store.status().adapters == []
+
+
+def test_a_replica_that_dies_leaves_the_vote_and_comes_back_to_what_is_live(replica, push_adapter):
+    good, _ = replica(0), replica(1, prepare="die")
+    assert push_adapter(1, 1).replicas == 1
+    back = replica(1)
+    assert back.saw(messages.Registered)[0].adapters == list(good.adapters.values())
+
+
+def test_who_registers_during_a_commit_is_told_and_waited_for(store, replica, trainer):
+    replica(0, prepare="late")
+    one = trainer()
+    placement = begin(one, 1, 1)
+    send(one, placement)
+    one.say(wire.Commit(placement.session))
+    late = replica(1, wait=False)
+    answer = one.hear()
+    assert isinstance(answer, wire.Committed)
+    assert answer.replicas == 2
+    assert late.adapter_served("policy-a") == (1, adapter_digest(adapter(1)))
+
+
+def test_adapters_survive_the_death_of_the_store(store, replica, push_adapter, loaded, run):
+    push_adapter(1, 1, name="policy-a")
+    push_adapter(2, 7, name="policy-b")
+    before = loaded()
+    epochs = {a["name"]: a["epoch"] for a in store.status().adapters}
+    store.end(signal.SIGKILL)
+    store.start()
+    store.wait_live()
+    assert loaded() == before
+    one = replica(0)
+    assert {name: a.live.epoch for name, a in one.adapters.items()} == epochs
+    assert one.adapter_served("policy-b") == before["policy-b"]
+    with WeightPublisher(store.endpoint, run_id=run) as again:
+        with pytest.raises(errors.StaleVersion):
+            again.push_adapter("policy-b", adapter(3), ADAPTER_CONFIG, 6)
+        again.push_adapter("policy-b", adapter(3), ADAPTER_CONFIG, 8)
+    assert one.adapters["policy-b"].live.epoch > max(epochs.values())
+
+
+def test_bytes_that_changed_while_no_store_was_there_are_not_taken_over(store, push_adapter, loaded):
+    push_adapter(1, 1)
+    store.end(signal.SIGKILL)
+    (path,) = store.arena_dir.glob("*-adapters-*")
+    with path.open("r+b") as file:
+        file.seek(4096 + 64)
+        file.write(b"\1\2\3\4")
+    store.start()
+    store.wait_live()
+    assert loaded() == {}
+    assert not path.exists()
+
+
+def test_an_ordered_end_leaves_nothing_in_shared_memory(store, push_adapter):
+    push_adapter(1, 1)
+    assert list(store.arena_dir.glob("*-adapters-*"))
+    assert store.end() == 0
+    assert not list(store.arena_dir.iterdir())
+
+
+def test_what_a_sequence_finishes_on_is_never_overwritten(store, replica, push_adapter, until):
+    one = replica(0)
+    for version in range(1, 8):  # of eight slots one must stay free, or nothing can be pushed
+        push_adapter(version, version, in_flight="finish")
+        live = one.adapters["policy-a"]
+        one.pinned.append(messages.HeldAdapter(live.live.epoch, live.arena_path, live.live.slot))
+        assert one.saw(messages.Prepare)[-1].in_flight == "finish"
+    held = {h.slot for h in one.pinned}
+    assert len(held) == 7
+    push_adapter(8, 8)
+    assert one.adapters["policy-a"].live.slot not in held
+    with pytest.raises(errors.Busy, match="every slot"):
+        push_adapter(9, 9)
+    one.pinned.clear()
+    until(lambda: len(store.status().replicas["0"]["adapters"]["held"]) == 1, 2)
+    assert push_adapter(9, 9).version == 9
+
+
+def test_unload_returns_once_no_replica_begins_anything(store, replica, publisher, push_adapter, until, loaded):
+    one = replica(0)
+    push_adapter(1, 5)
+    epoch = one.adapters["policy-a"].live.epoch
+    live = one.adapters["policy-a"]
+    one.pinned.append(messages.HeldAdapter(epoch, live.arena_path, live.live.slot))
+    publisher.unload_adapter("policy-a")
+    assert one.adapters == {}
+    assert loaded() == {}
+    assert list(store.arena_dir.glob("*-adapters-*")), "a sequence still finishes on it"
+    one.pinned.clear()
+    until(lambda: not list(store.arena_dir.glob("*-adapters-*")), 2)
+    with pytest.raises(errors.InvalidPush, match="no adapter 'policy-a'"):
+        publisher.unload_adapter("policy-a")
+    push_adapter(2, 1)
+    assert one.adapters["policy-a"].live.epoch > epoch, "an epoch names one version for ever"
+
+
+def test_a_trainer_that_dies_is_undone_by_its_lease(store, replica, trainer, push_adapter, until, loaded):
+    replica(0)
+    push_adapter(1, 1)
+    begin(trainer(run_id="other"), 2, 2)
+    until(lambda: any("was not heard of" in str(a["last_error"]) for a in store.status().adapters), 4)
+    assert loaded() == {"policy-a": (1, adapter_digest(adapter(1)))}
+    assert push_adapter(3, 3).version == 3
+
+
+def test_another_shape_takes_the_place_of_the_first_once_it_is_live(store, replica, publisher, push_adapter, until):
+    one = replica(0)
+    push_adapter(1, 1)
+    wide = ADAPTER_CONFIG | {"r": 8}
+    one.plan["prepare"] = "no"
+    with pytest.raises(errors.PushRefused):
+        publisher.push_adapter("policy-a", adapter(2, 8), wide, 2)
+    assert one.adapter_served("policy-a") == (1, adapter_digest(adapter(1)))
+    one.plan.clear()
+    with pytest.raises(errors.StaleVersion):
+        publisher.push_adapter("policy-a", adapter(2, 8), wide, 0)
+    publisher.push_adapter("policy-a", adapter(2, 8), wide, 2)
+    assert one.adapter_served("policy-a") == (2, adapter_digest(adapter(2, 8), wide))
+    until(lambda: len(list(store.arena_dir.glob("*-adapters-*"))) == 1, 2)
+    (status,) = store.status().adapters
+    assert (status["rank"], status["version"]) == (8, 2)
+
+
+def test_an_operator_ends_a_push_of_an_adapter_and_goes_back(store, replica, trainer, push_adapter, loaded):
+    one = replica(0)
+    push_adapter(1, 1)
+    push_adapter(2, 2)
+    placement = begin(trainer(run_id="other"), 3, 3)
+    assert isinstance(placement, wire.Placement)
+    assert store.ask(messages.AbortSession("x", "policy-a")).ok
+    assert store.ask(messages.AbortSession("y", "policy-a")).code == "unknown_session"
+    assert store.ask(messages.RollbackAdapter("z", "policy-a")).ok
+    assert one.adapter_served("policy-a") == (1, adapter_digest(adapter(1)))
+    assert loaded()["policy-a"][0] == 1
+    assert store.ask(messages.RollbackAdapter("z", "policy-x")).code == "unknown_adapter"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(seed, config=ADAPTER_CONFIG, **more):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        save_file(adapter(seed) | more, tmp_path / "adapter_model.safetensors")
+        return str(tmp_path)
+
+    return save
+
+
+@pytest.fixture
+def rooted(launch, tmp_path):
+    return launch(disk_roots=[str(tmp_path)]).wait_live()
+
+
+def test_a_directory_that_peft_saved_is_loaded(rooted, saved):
+    for seed in (1, 2):
+        answer = rooted.ask(messages.LoadAdapter("x", "policy-a", saved(seed)))
+        assert answer.ok, answer
+        assert (answer.data["version"], answer.data["digest"]) == (seed - 1, adapter_digest(adapter(seed)))
+    assert rooted.ask(messages.UnloadAdapter("y", "policy-a")).ok
+    assert rooted.status().adapters == []
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "code", "says"),
+    [
+        (ADAPTER_CONFIG | {"use_dora": True}, {}, "io", "DoRA"),
+        (ADAPTER_CONFIG | {"r": 2}, {}, "shape_mismatch", "(2, 64) is served"),
+        (ADAPTER_CONFIG | {"target_modules": ["q_proj", "v_proj", "k_proj"]}, {}, "missing_tensor", "k_proj"),
+        (ADAPTER_CONFIG, {"base_model.model.lm_head.weight": np.zeros((96, 64), np.float32)}, "io", "lm_head"),
+    ],
+)
+def test_a_directory_that_cannot_be_served_is_refused_in_words(rooted, saved, config, more, code, says):
+    answer = rooted.ask(messages.LoadAdapter("x", "policy-a", saved(1, config, **more)))
+    assert (answer.ok, answer.code) == (False, code)
+    assert says in answer.message
+    assert rooted.status().adapters == []
+
+
+def test_a_directory_outside_the_roots_is_not_read(store, saved):
+    answer = store.ask(messages.LoadAdapter("x", "policy-a", saved(1)))
+    assert not answer.ok
+    assert "disk_roots" in answer.message
+
+
+@pytest.mark.parametrize("store_config", [{"max_adapters": 1, "max_adapter_rank": 4}])
+def test_number_and_rank_are_capped(push_adapter, publisher):
+    push_adapter(1, 1)
+    with pytest.raises(errors.InvalidPush, match="unload one"):
+        push_adapter(1, 1, name="policy-b")
+    with pytest.raises(errors.InvalidPush, match="rank 8 is over"):
+        publisher.push_adapter("policy-a", adapter(2, 8), ADAPTER_CONFIG | {"r": 8}, 2)
+    publisher.unload_adapter("policy-a")
+    push_adapter(1, 1, name="policy-b")
+
+
+@pytest.mark.parametrize("store_config", [{"adapter_bytes": 1 << 20}])
+def test_bytes_are_capped(publisher, push_adapter):
+    push_adapter(1, 1)
+    wide = ADAPTER_CONFIG | {"r": 256}
+    with pytest.raises(errors.InvalidPush, match="adapter_bytes"):
+        publisher.push_adapter("policy-b", adapter(2, 256), wide, 1)
+
+
+@pytest.mark.parametrize("store_config", [{"max_adapters": 0}])
+def test_a_service_may_take_none(push_adapter):
+    with pytest.raises(errors.InvalidPush, match="takes no adapters"):
+        push_adapter(1, 1)
+
+
+def test_all_that_is_wrong_with_a_push_is_listed_and_nothing_is_staged(store, publisher, push_adapter):
+    tensors = adapter(1)
+    gone = [name for name in tensors if "layers.1" in name and "q_proj" in name]
+    for name in gone:
+        del tensors[name]
+    tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = np.zeros((4, 64), np.float32)
+    with pytest.raises(errors.InvalidPush) as refused:
+        publisher.push_adapter("policy-a", tensors, ADAPTER_CONFIG, 1)
+    assert "layers.7.self_attn.q_proj, which this model does not have" in str(refused.value)
+    del tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"]
+    with pytest.raises(errors.InvalidPush) as refused:
+        publisher.push_adapter("policy-a", tensors, ADAPTER_CONFIG, 1)
+    assert len(refused.value.tensors) == len(gone)
+    assert store.status().adapters == []
+    assert not list(store.arena_dir.glob("*-adapters-*"))
+
+
+def test_finish_is_for_adapters(trainer, weights):
+    answer = trainer().begin(weights(1), 1, in_flight="finish")
+    assert isinstance(answer, wire.Error)
+    assert "one version is served" in answer.message
+
+
+def test_two_trainer_ranks_push_an_adapter_together(store, replica, run):
+
+    one = replica(0)
+    tensors = adapter(1)
+    halves = [dict(list(tensors.items())[half::2]) for half in (0, 1)]
+    reports = {}
+
+    def push(rank):
+        with WeightPublisher(store.endpoint, run_id=run) as publisher:
+            reports[rank] = publisher.push_adapter(
+                "policy-a", halves[rank], ADAPTER_CONFIG, 1, rank=rank, world=2, timeout_s=20
+            )
+
+    threads = [threading.Thread(target=push, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert {report.digest for report in reports.values()} == {adapter_digest(tensors)}
+    assert one.adapter_served("policy-a") == (1, adapter_digest(tensors))
+
+
+def test_a_name_that_is_no_name_is_refused_by_the_store_too(trainer):
+    answer = begin(trainer(), 1, 1, "../policy")
+    assert isinstance(answer, wire.Error)
+    assert "cannot be an adapter's name" in answer.message

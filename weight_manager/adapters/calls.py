@@ -1,0 +1,136 @@
+"""What the API asks about adapters: load a directory that PEFT saved, unload, go back, merge. One answer per call."""
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from threading import Event
+
+import msgspec
+import numpy as np
+
+from rollout_client.copying import WIRE_DTYPE, move, slot_view, source_view
+from rollout_client.peft import AdapterConfig, adapter_config, adapter_tensors
+from rollout_client.protocol import AdapterPush, Committed, Part
+from weight_manager.adapters.line import Line
+from weight_manager.adapters.lines import Lines
+from weight_manager.adapters.plan import AdapterPlanner, in_trainers_terms
+from weight_manager.background import Background
+from weight_manager.checkpoint import Tensor, TensorFile, below_roots
+from weight_manager.config import StoreConfig
+from weight_manager.disk import Loaded
+from weight_manager.errors import CheckpointError, PushRefused
+from weight_manager.manifest import Layout
+from weight_manager.messages import LoadAdapter, Result, RollbackAdapter, UnloadAdapter
+from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
+from weight_manager.plan import place, prove
+from weight_manager.push_session import MAX_VERSION, Intent
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Reply = Callable[[Result], object]
+
+
+class AdapterCalls:
+    """Owned by the store's loop. `reply` is called once for each call."""
+
+    def __init__(self, config: StoreConfig, lines: Lines, files: Background) -> None:
+        self._config = config
+        self._lines = lines
+        self._files = files
+
+    def load(self, request: LoadAdapter, reply: Reply) -> None:
+        """A directory as the next version. Raises PushRefused; then `reply` is never called."""
+        directory = below_roots(request.path, (*self._config.disk_roots, self._config.model), (CONFIG, WEIGHTS))
+        config, parts = read_head(directory)
+        line = self._lines.for_push(AdapterPush(request.name, config), parts)
+        known = next((one for one in self._lines.live if one.name == request.name), None)
+        live = known.live if known is not None else None
+        run_id = request.run_id if request.run_id is not None else (live.run_id if live else "")
+        version = request.version if request.version is not None else (live.version + 1 if live else 0)
+        if not 0 <= version <= MAX_VERSION:
+            raise PushRefused("bad_message", f"version {version} is out of range")
+        intent = Intent(
+            *(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force), adapter=line.name
+        )
+        done = functools.partial(self._done, request.call, reply)
+        load = DiskLoad(line.coordinator, self._files, done, self._config.patience(request.deadline_s))
+        load.start(
+            intent, functools.partial(read_adapter, directory, self._lines.planner, line.layout), time.monotonic()
+        )
+
+    def unload(self, request: UnloadAdapter, reply: Reply) -> None:
+        """Raises PushRefused unknown_adapter, or busy while it is pushed."""
+
+        def done(refusal: PushRefused | None) -> None:
+            reply(Result(request.call, ok=True) if refusal is None else refused(request.call, refusal))
+
+        deadline = time.monotonic() + self._config.patience(request.deadline_s)
+        self._lines.unload(request.name, deadline, done)
+
+    def rollback(self, request: RollbackAdapter, reply: Reply) -> None:
+        """The version that was live before, from the slot that still holds it. Raises PushRefused."""
+        line: Line = self._lines.find(request.name)
+        done = functools.partial(self._done, request.call, reply)
+        owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))
+        owner.start(request.in_flight, time.monotonic())
+
+    def _done(self, call: str, reply: Reply, outcome: Outcome) -> None:
+        if isinstance(outcome, Committed):
+            reply(Result(call, ok=True, data=msgspec.to_builtins(outcome)))
+        else:
+            reply(refused(call, outcome))
+
+
+def refused(call: str, refusal: PushRefused) -> Result:
+    """The answer to a call that could not be honoured."""
+    return Result(call, ok=False, code=refusal.code, message=refusal.message, tensors=refusal.tensors)
+
+
+def read_head(directory: Path) -> tuple[AdapterConfig, list[Part]]:
+    """What a directory that PEFT saved says of itself. Raises CheckpointError."""
+    path = directory / CONFIG
+    try:
+        config = adapter_config(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    file = TensorFile(directory / WEIGHTS)
+    try:
+        return config, [part for part, _ in _tensors(file)]
+    finally:
+        file.close()
+
+
+def read_adapter(
+    directory: Path, planner: AdapterPlanner, layout: Layout, slot: memoryview, cancelled: Event
+) -> Loaded:
+    """Fill a slot (a `disk.Reader`). Raises PlanError or CheckpointError listing tensors, before a byte moves."""
+    file = TensorFile(directory / WEIGHTS)
+    try:
+        tensors = _tensors(file)
+        parts = [part for part, _ in tensors]
+        pieces = planner.pieces(parts)
+        prove([[piece.part for piece in pieces]], layout)
+        copies = in_trainers_terms(place([piece.part for piece in pieces], layout), pieces)
+        digests: list[int] = []
+        for number, group in groupby(copies, key=lambda copy: copy.part):
+            if cancelled.is_set():
+                raise PushRefused("aborted", "the load was ended")
+            part, tensor = tensors[number]
+            raw = np.empty(tensor.nbytes, np.uint8)
+            file.read_into(raw.data, tensor.offset)
+            flat = raw.view(WIRE_DTYPE[part.dtype])
+            digests += [move(source_view(flat, c), part.dtype, slot_view(slot, c), c.dst_dtype) for c in group]
+    finally:
+        file.close()
+    return Loaded(copies, [parts[copy.part].name for copy in copies], digests)
+
+
+def _tensors(file: TensorFile) -> list[tuple[Part, Tensor]]:
+    """A's and B's of a file, by the names that are served."""
+    try:
+        named = adapter_tensors([(tensor.part.name, tensor) for tensor in file.tensors()])
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+    return [(msgspec.structs.replace(tensor.part, name=name), tensor) for name, tensor in named]

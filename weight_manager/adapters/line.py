@@ -1,0 +1,228 @@
+"""One adapter's line of versions at the store: a small weight plane of its own, beside the model's.
+
+Arena, layout, history, sessions and votes are the model's in small (coordinator.py drives both). What differs is here:
+whom it asks, which slots are still read, and where epochs come from.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from rollout_client.protocol import Begin, Copy, Placement
+from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, Piece, adapter_layout, in_trainers_terms
+from weight_manager.arena import Arena
+from weight_manager.background import Background
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.data_plane import DataPlane
+from weight_manager.history import History, Record
+from weight_manager.manifest import Layout
+from weight_manager.messages import Finalize, HeldAdapter, Live, LiveAdapter, Prepare, ToReplica
+from weight_manager.metrics import Counters
+from weight_manager.plan import place, prove
+from weight_manager.slots import Slots
+from weight_manager.trainer_group import Answer, TrainerGroup
+
+log = logging.getLogger(__name__)
+
+KEPT = 3
+"""Slots that keep their memory: of the live version, the previous one, and the one that is pushed."""
+SLOTS = 8
+"""Versions that may lie side by side: sequences that finish on older ones need them."""
+
+
+class Audience(Protocol):
+    """The model's replicas, as an adapter's line sees them (replicas.py)."""
+
+    def numbers(self) -> set[int]:
+        """All that are registered."""
+        ...
+
+    def send(self, number: int, message: ToReplica) -> None:
+        """To one of them."""
+        ...
+
+    def drop(self, number: int, why: str) -> None:
+        """It did not answer: it must register again."""
+        ...
+
+    def held(self) -> Iterable[HeldAdapter]:
+        """Every version of any adapter that one of them holds."""
+        ...
+
+    def serving(self, name: str) -> set[int]:
+        """Those that begin sequences under an adapter's name."""
+        ...
+
+
+class LineHistory(History):
+    """Of one adapter. Epochs are the model's: one names a version for ever, whatever is unloaded and loaded again."""
+
+    def __init__(self, path: Path, keep: int, epochs: History) -> None:
+        """Reads `path` if it exists. Raises StartError when it cannot be understood."""
+        super().__init__(path, keep)
+        self._path_of = path
+        self._epochs = epochs
+
+    def next_epoch(self) -> int:
+        """See History."""
+        return self._epochs.next_epoch()
+
+    def begin(self, name: str, shape: AdapterShape, arena: Path, layout: str, records: list[Record]) -> None:
+        """A new line, with an arena in which nothing is live. records: of the line that it takes the place of."""
+        described = msgspec.structs.replace(self.saved, adapter=name, shape=shape, records=records)
+        self.saved = described
+        self.moved(arena, layout)
+
+    def remove(self) -> None:
+        """The line is over: a restart must not find it."""
+        self._path_of.unlink(missing_ok=True)
+
+
+class Line:
+    """A name's versions of one shape. `coordinator` drives them."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        base: Layout,
+        history: LineHistory,
+        arena: Arena,
+        *,
+        background: Background,
+        counters: Counters,
+        audience: Audience,
+        data: Callable[[Slots], DataPlane],
+        went_live: Callable[["Line", set[int]], None],
+    ) -> None:
+        """history: begun, or what an earlier life of the store left. data: how bytes come beside the push socket."""
+        saved = history.saved
+        assert saved.shape is not None
+        self.name, self.shape = saved.adapter, saved.shape
+        self.layout = adapter_layout(self.shape, base)
+        self.history, self.arena = history, arena
+        self._audience = audience
+        slots = Slots(arena, background, kept=KEPT, in_use=self._read, spared=self._previous)
+        self.data = data(slots)
+        self.coordinator = Coordinator(
+            config,
+            self.layout,
+            slots=slots,
+            history=history,
+            background=background,
+            counters=counters,
+            lease=None,
+            replicas=lambda _: LineReplicas(self, audience, went_live),
+            holds=False,
+        )
+        for slot in range(KEPT):
+            slots.back(slot)
+
+    @property
+    def live(self) -> LiveAdapter | None:
+        """What its name stands for."""
+        live = self.history.live
+        return None if live is None else self.described(live)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of shared memory, with all slots that keep theirs."""
+        backed = sum(self.arena.backed(slot) for slot in range(self.arena.slots))
+        return max(backed, KEPT) * int(self.arena.slot_bytes)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is pushed, and no commit is under way."""
+        return self.coordinator.session is None and self.coordinator.ballot is None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether some replica still holds a version of it."""
+        return bool(self._read())
+
+    def described(self, live: Live) -> LiveAdapter:
+        """For replicas."""
+        return LiveAdapter(self.name, live, str(self.arena.path), self.shape)
+
+    def close(self) -> None:
+        """The line is over: nothing of it stays on disk or in shared memory."""
+        self.history.remove()
+        self.arena.close(unlink=True)
+
+    def _read(self) -> set[int]:
+        path = str(self.arena.path)
+        return {held.slot for held in self._audience.held() if held.arena_path == path}
+
+    def _previous(self) -> int | None:
+        previous = self.history.previous
+        return previous.slot if previous is not None else None
+
+
+class LineReplicas:
+    """Those who vote on a line's versions: the model's replicas, told whose version it is."""
+
+    def __init__(self, line: Line, audience: Audience, went_live: Callable[[Line, set[int]], None]) -> None:
+        self._line = line
+        self._audience = audience
+        self._went_live = went_live
+
+    def voters(self) -> set[int]:
+        """All: an adapter's first version is served by them from its commit on."""
+        return self._audience.numbers()
+
+    def send(self, number: int, message: ToReplica) -> None:
+        """To a replica by number."""
+        ballot = self._line.coordinator.ballot
+        if ballot is not None and isinstance(message, Prepare):
+            message = msgspec.structs.replace(message, adapter=self._line.described(message.live))
+        elif ballot is not None and isinstance(message, Finalize):
+            message = msgspec.structs.replace(message, adapter=self._line.name, epoch=ballot.live.epoch)
+        self._audience.send(number, message)
+
+    def drop(self, number: int, why: str) -> None:
+        """It did not answer."""
+        self._audience.drop(number, why)
+
+    def went_live(self, live: Live, *, voted: bool) -> None:
+        """A version was recorded. Who has registered since the vote is told what is live, and waited for as the others
+        are: the trainer's answer means that every replica serves it.
+        """
+        ballot = self._line.coordinator.ballot
+        late = self._audience.numbers() - (ballot.voters if ballot is not None else set())
+        self._went_live(self._line, late)
+        if ballot is not None:
+            ballot.voters |= late
+
+    def admit_held(self, now: float) -> None:
+        """Nobody waits for an adapter's commit to register."""
+
+
+class AdapterGroup(TrainerGroup):
+    """The trainer ranks of one push of an adapter: what they send goes by the names that are served."""
+
+    def __init__(
+        self, config: StoreConfig, line: Line, planner: AdapterPlanner, answer: Answer, counters: Counters
+    ) -> None:
+        super().__init__(config, line.coordinator, answer, counters, line.data)
+        self.line = line
+        self._planner = planner
+
+    def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
+        begin, layout = begins[-1], self.line.layout
+        pieces = [self._planner.pieces(b.parts) for b in begins]
+        if len(begins) == begin.world:
+            parts = [[piece.part for piece in mine] for mine in pieces]
+            self._kept = prove(parts, layout, partial=begin.base_version is not None)
+        return _placed(pieces[-1], layout)
+
+    def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
+        placement = super()._enrol(peer, begin, copies, now)
+        arena = self.line.arena
+        return msgspec.structs.replace(placement, arena_path=str(arena.path), arena_nonce=arena.nonce)
+
+
+def _placed(pieces: Sequence[Piece], layout: Layout) -> list[Copy]:
+    return in_trainers_terms(place([piece.part for piece in pieces], layout), pieces)

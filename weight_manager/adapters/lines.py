@@ -1,0 +1,313 @@
+"""All adapters of a service: which lines there are, who may open one, and what replicas are told of them together.
+
+A push of a new name, or of a name with another shape than it has, opens a line that counts only once its first version
+is live: until then the name stands for what it stood for, and if nothing comes of the push the line is gone without a
+trace. A line that another has taken the place of, or that was unloaded, keeps its memory as long as a replica reads it.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_client.errors import ArenaError
+from rollout_client.peft import check_name
+from rollout_client.protocol import AdapterPush, Part
+from weight_manager.adapters.line import Audience, Line, LineHistory
+from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout
+from weight_manager.arena import Arena, sweep
+from weight_manager.background import Background
+from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
+from weight_manager.data_plane import DataPlane
+from weight_manager.errors import PushRefused, StartError
+from weight_manager.first_weights import take_over
+from weight_manager.history import History, Record
+from weight_manager.life import Event
+from weight_manager.manifest import Layout
+from weight_manager.messages import Adapters, LiveAdapter
+from weight_manager.metrics import Counters
+from weight_manager.slots import Slots
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """An adapter that was unloaded, while replicas may still begin sequences under its name."""
+
+    name: str
+    deadline: float
+    done: Callable[[PushRefused | None], None]
+
+
+class Lines:
+    """Owned by the store's loop."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        base: Layout,
+        epochs: History,
+        folder: Path,
+        *,
+        background: Background,
+        counters: Counters,
+        audience: Audience,
+        data: Callable[[Slots], DataPlane],
+        made: Callable[[Path], None],
+    ) -> None:
+        """epochs: the model's history. folder: of the lines' own. made: called with each arena's path, which must not
+        outlive the process.
+        """
+        self.planner = AdapterPlanner(base)
+        self._config = config
+        self._base = base
+        self._epochs = epochs
+        self._folder = folder
+        self._background = background
+        self._counters = counters
+        self._audience = audience
+        self._data = data
+        self._made = made
+        self._lines: dict[str, Line] = {}
+        self._opened: list[Line] = []  # nothing of them is live yet
+        self._retired: list[Line] = []
+        self._leaving: list[_Leaving] = []
+        self._changes = 0  # of lines that are gone, too
+
+    def take_over(self) -> None:
+        """What an earlier life of this store left: every adapter that was live and is intact. The rest is removed."""
+        found = [line for path in sorted(self._folder.glob("*.json")) if (line := self._found(path)) is not None]
+        for line in sorted(found, key=lambda line: line.history.live.epoch if line.history.live else 0):
+            if line.name in self._lines:  # it died between the two steps of a change of shape
+                self._lines[line.name].close()
+            self._lines[line.name] = line
+        sweep(self._config.arena_dir, self._arena_name)
+
+    @property
+    def live(self) -> list[LiveAdapter]:
+        """All that are, by name."""
+        return [live for name in sorted(self._lines) if (live := self._lines[name].live) is not None]
+
+    def all(self) -> Iterator[Line]:
+        """Every line on which something may be under way."""
+        yield from self._lines.values()
+        yield from self._opened
+        yield from self._retired
+
+    def find(self, name: str) -> Line:
+        """The line that a name stands for. Raises PushRefused unknown_adapter."""
+        line = self._lines.get(name)
+        if line is None:
+            known = ", ".join(sorted(self._lines)) or "none is"
+            raise PushRefused("unknown_adapter", f"no adapter {name!r} is loaded; loaded: {known}")
+        return line
+
+    def pushed(self, name: str) -> Coordinator:
+        """Of the line of this name that something is pushed to, if there is one. Raises PushRefused unknown_adapter."""
+        opened = next((line for line in self._opened if line.name == name), None)
+        return (opened or self.find(name)).coordinator
+
+    def of_session(self, session: str) -> Line | None:
+        """The line whose commit a replica speaks of."""
+        return next((line for line in self.all() if (b := line.coordinator.ballot) and b.session == session), None)
+
+    def for_push(self, push: AdapterPush, parts: list[Part]) -> Line:
+        """The line that takes this push. Raises PushRefused for a name, shape, number or size that cannot be."""
+        try:
+            check_name(push.name)
+        except ValueError as error:
+            raise PushRefused("bad_message", str(error)) from None
+        if not self._config.max_adapters:
+            raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
+        shape = self.planner.shape(push.config, parts, self._config.max_adapter_rank)
+        opened = next((line for line in self._opened if line.name == push.name), None)
+        known = opened or self._lines.get(push.name)
+        if known is not None and known.shape == shape:
+            return known
+        if known is not None and known.coordinator.session is not None:
+            raise PushRefused("busy", f"a push of {known.coordinator.session.intent} is running", retryable=True)
+        return self._open(push.name, shape, known.history.saved.records if known is not None else [])
+
+    def went_live(self, line: Line, late: set[int]) -> None:
+        """A version of it was recorded. late: replicas that did not vote on it."""
+        if line in self._opened:
+            self._opened.remove(line)
+            before = self._lines.get(line.name)
+            if before is not None:
+                self._retire(before)
+            self._lines[line.name] = line
+        for number in late:
+            self._audience.send(number, Adapters(self.live))
+
+    def unload(self, name: str, deadline: float, done: Callable[[PushRefused | None], None]) -> None:
+        """The name stands for nothing any more. done: called once no replica begins anything under it, or with why that
+        is not known. Raises PushRefused unknown_adapter, or busy while it is pushed.
+        """
+        line = self.find(name)
+        if not line.idle or any(opened.name == name for opened in self._opened):
+            raise PushRefused("busy", f"a push of adapter {name} is running: end it first", retryable=True)
+        del self._lines[name]
+        self._retire(line)
+        log.info("adapter %s is unloaded", name, extra={"adapter": name})
+        for number in self._audience.numbers():
+            self._audience.send(number, Adapters(self.live))
+        self._leaving.append(_Leaving(name, deadline, done))
+
+    def remind(self, number: int, adapters: dict[str, int]) -> None:
+        """A replica that serves other versions than are live hears of them again. adapters: name -> epoch."""
+        if adapters != {adapter.name: adapter.live.epoch for adapter in self.live}:
+            self._audience.send(number, Adapters(self.live))
+
+    def tick(self, now: float) -> None:
+        """Deadlines; and what nobody needs any more is removed."""
+        for line in self.all():
+            line.coordinator.tick(now)
+        for line in [line for line in self._opened if line.idle]:
+            self._opened.remove(line)
+            self._retire(line)
+        for line in [line for line in self._retired if not line.is_read and line.idle]:
+            self._retired.remove(line)
+            self._changes += line.coordinator.changes + 1
+            line.close()
+        for leaving in [leaving for leaving in self._leaving if self._has_left(leaving, now)]:
+            self._leaving.remove(leaving)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [line.coordinator.next_deadline() for line in self.all()]
+        times += [leaving.deadline for leaving in self._leaving]
+        return min((t for t in times if t is not None), default=None)
+
+    def replica_gone(self, number: int, why: str) -> None:
+        """It votes on nothing any more."""
+        for line in list(self.all()):
+            line.coordinator.replica_gone(number, why)
+
+    def status(self, now: float) -> list[dict[str, Any]]:
+        """As the API shows it, by name."""
+        shown = [*self._lines.values(), *self._opened]
+        return [self._describe(line, now) for line in sorted(shown, key=lambda line: line.name)]
+
+    def close(self) -> None:
+        """The store stops, and nothing of it stays."""
+        for line in list(self.all()):
+            session = line.coordinator.session
+            if session is not None:
+                refusal = PushRefused("aborted", "the store is stopping")
+                line.coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
+            line.close()
+
+    @property
+    def changes(self) -> int:
+        """Moves whenever the status would differ."""
+        return self._changes + sum(line.coordinator.changes for line in self.all())
+
+    @property
+    def _arena_name(self) -> str:
+        return f"{self._config.name}-adapters"
+
+    def _has_left(self, leaving: "_Leaving", now: float) -> bool:
+        serving = set() if leaving.name in self._lines else self._audience.serving(leaving.name)
+        if serving and now < leaving.deadline:
+            return False
+        message = f"replicas {sorted(serving)} have not said in time that they serve {leaving.name} no more"
+        leaving.done(PushRefused("deadline", message) if serving else None)
+        return True
+
+    def _describe(self, line: Line, now: float) -> dict[str, Any]:
+        live, previous, coordinator = line.history.live, line.history.previous, line.coordinator
+        record = line.history.tail(1)
+        return {
+            "name": line.name,
+            "run_id": live.run_id if live else None,
+            "version": live.version if live else None,
+            "epoch": live.epoch if live else None,
+            "digest": live.digest if live else None,
+            "rank": line.shape.rank,
+            "modules": len(line.shape.modules),
+            "dtype": line.shape.dtype,
+            "bytes": line.layout.slot_bytes,
+            "shared_memory_bytes": line.reserved_bytes,
+            "previous": {"run_id": previous.run_id, "version": previous.version} if previous else None,
+            "session": coordinator.session.described(now) if coordinator.session else None,
+            "last_error": coordinator.last_error,
+            "last_push": record[0] if record else None,
+        }
+
+    def _open(self, name: str, shape: AdapterShape, records: list[Record]) -> Line:
+        config = self._config
+        if name not in self._lines and len(self._lines) + len(self._opened) >= config.max_adapters:
+            loaded = ", ".join(sorted(self._lines))
+            message = (
+                f"{config.max_adapters} adapters are loaded ({loaded}), which is the most (max_adapters): unload one"
+            )
+            raise PushRefused("too_large", message)
+        layout = adapter_layout(shape, self._base)
+        used, more = sum(line.reserved_bytes for line in self.all()), 3 * layout.slot_bytes
+        if used + more > config.adapter_bytes:
+            message = (
+                f"adapter {name} takes {more} bytes, {used} of {config.adapter_bytes} are taken (adapter_bytes): "
+                "unload one"
+            )
+            raise PushRefused("too_large", message)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            arena = Arena.create(config.arena_dir, self._arena_name, layout.slot_bytes, slots=1, spare=7)
+        except (StartError, OSError) as error:
+            raise PushRefused("io", f"no memory for adapter {name}: {error}", retryable=True) from error
+        self._made(arena.path)
+        history = LineHistory(self._folder / f"{name}@{secrets.token_hex(4)}.json", config.history, self._epochs)
+        try:
+            history.begin(name, shape, arena.path, layout.digest, records)
+        except OSError as error:
+            arena.close(unlink=True)
+            raise PushRefused("io", f"adapter {name} could not be written down: {error}", retryable=True) from error
+        line = self._line(history, arena)
+        self._opened.append(line)
+        return line
+
+    def _found(self, path: Path) -> Line | None:
+        """The line that a file is of, if its live version is intact; else the file is removed."""
+        try:
+            history = LineHistory(path, self._config.history, self._epochs)
+        except StartError as error:
+            log.error("%s", error)
+            return None
+        saved = history.saved
+        arena = None
+        if saved.shape is not None and saved.live is not None:
+            try:
+                layout = adapter_layout(saved.shape, self._base)
+                arena = take_over(Path(saved.arena), layout, history)
+            except (ValueError, KeyError, ArenaError) as error:
+                log.error("adapter %s does not fit this model any more: %s", saved.adapter, error)
+        if arena is None:
+            log.warning("adapter %s is gone: push or load it again", saved.adapter, extra={"adapter": saved.adapter})
+            history.remove()
+            return None
+        self._made(arena.path)
+        return self._line(history, arena)
+
+    def _line(self, history: LineHistory, arena: Arena) -> Line:
+        return Line(
+            self._config,
+            self._base,
+            history,
+            arena,
+            background=self._background,
+            counters=self._counters,
+            audience=self._audience,
+            data=self._data,
+            went_live=self.went_live,
+        )
+
+    def _retire(self, line: Line) -> None:
+        """It counts no more; a restart does not find it, its memory goes once nobody reads it."""
+        line.history.remove()
+        self._retired.append(line)
+        self._changes += 1

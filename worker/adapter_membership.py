@@ -1,0 +1,269 @@
+"""Rank 0's side of adapters: which versions the ranks hold, and which of them each name stands for.
+
+A commit: `Prepare` -> all ranks map and prove the version beside those they have, and vote -> `Finalize`: the name
+stands for the new epoch from the next step on, which is a change of a table on rank 0 alone and cannot fail. So no
+output is held. Sequences that stay on the version they began with keep it here until the last of them has ended.
+What is live as a whole comes with `Registered` and `Adapters`: this replica makes it so, and serves nothing before.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout_client.protocol import AdapterInFlight
+from weight_manager import messages as store
+from weight_manager.life import State
+from weight_manager.messages import HeldAdapter, LiveAdapter
+from worker.lifecycle import Lifecycle, WorkerState
+from worker.signals import Order, Phase, Signal, Verdict
+
+log = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 2.0
+"""After a version that is live could not be mapped."""
+
+
+class AdapterSequences(Protocol):
+    """What the scheduler does for adapters. Called between two steps."""
+
+    def adapter_live(self, name: str, version: int, epoch: int, policy: AdapterInFlight) -> None:
+        """The name stands for this version from now on. policy: of what runs on the name."""
+        ...
+
+    def adapter_gone(self, name: str) -> None:
+        """Nothing new begins under the name; what runs ends on the version it has."""
+        ...
+
+    def adapter_running(self, name: str) -> int:
+        """Sequences under the name that have begun."""
+        ...
+
+    def adapter_epochs(self) -> set[int]:
+        """Versions that sequences which have begun compute with."""
+        ...
+
+    def hold_adapter(self, name: str, on: bool) -> None:
+        """While on, nothing begins under the name."""
+        ...
+
+
+@dataclass
+class AdapterSession:
+    """A commit of one adapter's version that this replica takes part in."""
+
+    id: str
+    adapter: LiveAdapter
+    in_flight: AdapterInFlight
+    deadline: float
+    state: State = State.SEALED  # of SEALED, PREPARING and READY
+
+
+class AdapterMembership:
+    """What this replica holds of adapters, and what it owes the store for them."""
+
+    def __init__(
+        self,
+        sequences: AdapterSequences,
+        lifecycle: Lifecycle,
+        *,
+        send: Callable[[store.FromReplica], bool],
+        ask: Callable[[], None],
+        hold_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """ask: have the store say again what is live."""
+        self.live: dict[str, LiveAdapter] = {}
+        self._sequences = sequences
+        self._lifecycle = lifecycle
+        self._send = send
+        self._ask = ask
+        self._hold_s = hold_s
+        self._clock = clock
+        self._held: dict[int, LiveAdapter] = {}  # on every rank
+        self._wanted: dict[str, LiveAdapter] = {}  # said to be live, and not held yet
+        self._sessions: dict[str, AdapterSession] = {}
+        self._owed: dict[int, str] = {}  # sessions that wait for a version that was recorded without us, by its epoch
+        self._untold = False  # what is held or live has changed since the store heard of it
+        self._error = ""
+        self._not_before = 0.0
+        self._registered = False
+
+    @property
+    def complete(self) -> bool:
+        """Everything that the store says is live is live here."""
+        return not self._wanted
+
+    @property
+    def held(self) -> list[HeldAdapter]:
+        """Every version that the ranks hold."""
+        return [HeldAdapter(epoch, a.arena_path, a.live.slot) for epoch, a in self._held.items()]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `advance` has something to do at the latest."""
+        times = [s.deadline if s.state is State.SEALED else s.deadline + self._hold_s for s in self._sessions.values()]
+        if self._wanted and self._not_before > self._clock():
+            times.append(self._not_before)
+        return min(times, default=None)
+
+    def take(self, message: store.ToReplica) -> bool:
+        """A message of the store, in order; False if it is not about an adapter."""
+        match message:
+            case store.Prepare() if message.adapter is not None:
+                self._on_prepare(message, message.adapter)
+            case store.Finalize() if message.adapter:
+                self._on_finalize(message)
+            case store.Rollback() if message.session in self._sessions:
+                self._undo(self._sessions[message.session], message.reason)
+                self._send(store.RolledBack(message.session))
+            case store.Adapters():
+                self.reconcile(message.live)
+            case _:
+                return False
+        return True
+
+    def reconcile(self, live: list[LiveAdapter]) -> None:
+        """Make this, and nothing else, what is live here."""
+        names = {adapter.name for adapter in live}
+        for name in [name for name in self.live if name not in names]:
+            del self.live[name]
+            self._sequences.adapter_gone(name)
+            self._untold = True
+        self._wanted = {a.name: a for a in live if self._epoch(a.name) != a.live.epoch}
+        coming = {adapter.live.epoch for adapter in self._wanted.values()}
+        self._owed = {epoch: session for epoch, session in self._owed.items() if epoch in coming}
+        self._not_before = 0.0
+        self._untold |= bool(self._held)
+        self._adopt()
+
+    def registered(self, live: list[LiveAdapter]) -> None:
+        """The store has taken this replica in: commits that were under way are not, and this is live."""
+        for session in list(self._sessions.values()):
+            self._undo(session, "registered anew")
+        self._registered = True
+        self.reconcile(live)
+
+    def store_down(self) -> None:
+        """Nothing comes of what is under way; what is live is served on."""
+        for session in list(self._sessions.values()):
+            self._undo(session, "the store is gone")
+        self._registered = False
+
+    def advance(self) -> None:
+        """Time passes; and the store hears of what has changed."""
+        now = self._clock()
+        for session in list(self._sessions.values()):
+            if session.state is State.SEALED and now >= session.deadline:
+                running = self._sequences.adapter_running(session.adapter.name)
+                self._undo(session, "drained too slowly")
+                text = f"{running} sequences of {session.adapter.name} still run at the deadline"
+                self._send(store.Prepared(session.id, False, 0, text))
+            elif session.state is State.READY and now >= session.deadline + self._hold_s:
+                self._undo(session, "no word from the store")
+                self._ask()
+        if self._untold and self._registered:
+            epochs = {name: adapter.live.epoch for name, adapter in self.live.items()}
+            self._untold = not self._send(store.AdaptersHeld(epochs, self.held, self._error))
+
+    def next_order(self) -> Order | None:
+        """The next thing that all ranks have to do. Call only when no order is under way."""
+        idle = self._idle_epoch()
+        if idle is not None:
+            del self._held[idle]
+            self._untold = True
+            return Order(Signal.ADAPTER, Phase.FORGET, epoch=idle)
+        for session in self._sessions.values():
+            waits = session.in_flight == "wait" and self._sequences.adapter_running(session.adapter.name)
+            if session.state is State.SEALED and not waits:
+                session.state = State.PREPARING
+                return Order(Signal.ADAPTER, Phase.PREPARE, session=session.id, adapter=session.adapter)
+        if self._clock() >= self._not_before:
+            for adapter in self._wanted.values():
+                return Order(Signal.ADAPTER, Phase.PREPARE, adapter=adapter)
+        return None
+
+    def settled(self, order: Order, verdict: Verdict) -> None:
+        """All ranks have prepared a version, or one could not."""
+        adapter, session = order.adapter, self._sessions.get(order.session)
+        assert adapter is not None
+        if verdict.ok:
+            self._held[adapter.live.epoch] = adapter
+            self._untold = True
+        if session is not None:
+            session.state = State.READY
+            if not verdict.ok:
+                self._undo(session, verdict.error)
+            self._send(store.Prepared(session.id, verdict.ok, verdict.rank, verdict.error, verdict.tensors))
+        elif not order.session and not verdict.ok:
+            self._error = f"rank {verdict.rank} cannot map adapter {adapter.name}: {verdict.error}"
+            log.error("%s", self._error)
+            self._not_before, self._untold = self._clock() + _TRY_AGAIN_S, True
+        self._adopt()
+
+    def _on_prepare(self, message: store.Prepare, adapter: LiveAdapter) -> None:
+        if message.session in self._sessions:
+            return  # said twice
+        running = self._sequences.adapter_running(adapter.name)
+        if message.in_flight == "wait" and running and self._lifecycle.state is not WorkerState.SERVING:
+            text = f"{running} sequences stand still ({self._lifecycle.state.value}) and cannot finish"
+            self._send(store.Prepared(message.session, False, 0, text))
+            return
+        deadline = self._clock() + message.deadline_s
+        self._sessions[message.session] = AdapterSession(message.session, adapter, message.in_flight, deadline)
+        if message.in_flight == "wait":
+            self._sequences.hold_adapter(adapter.name, True)
+
+    def _on_finalize(self, message: store.Finalize) -> None:
+        session = self._sessions.get(message.session)
+        began = self._clock()
+        if session is not None and session.state is State.READY:
+            self._flip(session.adapter, session.in_flight)
+            self._end(session)
+        elif message.adapter in self._wanted and self._wanted[message.adapter].live.epoch == message.epoch:
+            self._owed[message.epoch] = message.session  # we registered after the vote: said once it is live here
+            return
+        elif self._epoch(message.adapter) != message.epoch:  # we had gone back: what is live is not what we serve
+            log.warning("a commit of adapter %s that we are not in; asking what is live", message.adapter)
+            self._ask()
+            return
+        self._send(store.Finalized(message.session, (self._clock() - began) * 1000))
+
+    def _flip(self, adapter: LiveAdapter, policy: AdapterInFlight) -> None:
+        self.live[adapter.name] = adapter
+        self._wanted.pop(adapter.name, None)
+        self._sequences.adapter_live(adapter.name, adapter.live.version, adapter.live.epoch, policy)
+        self._untold = True
+        owed = self._owed.pop(adapter.live.epoch, None)
+        if owed is not None:
+            self._send(store.Finalized(owed, 0.0))
+
+    def _adopt(self) -> None:
+        """What is wanted and has come is live."""
+        for adapter in list(self._wanted.values()):
+            held = self._held.get(adapter.live.epoch)
+            if held is not None:
+                self._flip(adapter, "keep")
+        if not self._wanted:
+            self._error = ""
+
+    def _undo(self, session: AdapterSession, why: str) -> None:
+        adapter = session.adapter
+        log.warning("commit of version %d of adapter %s undone: %s", adapter.live.version, adapter.name, why)
+        self._end(session)
+
+    def _end(self, session: AdapterSession) -> None:
+        del self._sessions[session.id]
+        if session.in_flight == "wait":
+            self._sequences.hold_adapter(session.adapter.name, False)
+
+    def _epoch(self, name: str) -> int:
+        adapter = self.live.get(name)
+        return adapter.live.epoch if adapter is not None else 0
+
+    def _idle_epoch(self) -> int | None:
+        """A version that nobody needs any more."""
+        needed = {a.live.epoch for a in (*self.live.values(), *self._wanted.values())}
+        needed |= {s.adapter.live.epoch for s in self._sessions.values()}
+        idle = self._held.keys() - needed
+        return min(idle - self._sequences.adapter_epochs(), default=None) if idle else None

@@ -1,0 +1,87 @@
+"""The rank's side of adapters: versions mapped from shared memory, proved, and handed to the engine by their epoch.
+
+    prepare -> (rank 0 moves the name) -> ... -> forget
+
+Between the two a version stays as it is, whatever is pushed: several versions of one adapter lie side by side, and
+which of them a sequence computes with is rank 0's to say, in each batch. So nothing happens here at a commit.
+"""
+
+from dataclasses import dataclass
+
+from rollout_client.errors import ArenaError
+from weight_manager.adapters.plan import AdapterShape, adapter_layout
+from weight_manager.arena import ArenaReader
+from weight_manager.dynamic_weight_manager import WeightsRefused
+from weight_manager.layout import rank_views, region_digests, version_digest
+from weight_manager.manifest import Layout
+from weight_manager.messages import LiveAdapter
+from worker.engine.base import Adapters
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A version that the engine has. write_epoch: of its slot when its bytes were proved."""
+
+    reader: ArenaReader
+    slot: int
+    write_epoch: int
+
+
+class AdapterViews:
+    """All adapter versions of one rank. `prepare` runs in a thread, one at a time, the rest in the loop's."""
+
+    def __init__(self, base: Layout, rank: int, table: Adapters | None) -> None:
+        """table: None = this engine takes no adapters."""
+        self._base = base
+        self._rank = rank
+        self._table = table
+        self._held: dict[int, _Held] = {}
+        self._layouts: dict[str, tuple[AdapterShape, Layout]] = {}  # the last of each name
+
+    def prepare(self, adapter: LiveAdapter) -> None:
+        """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong."""
+        live = adapter.live
+        if live.epoch in self._held:
+            return
+        if self._table is None:
+            raise WeightsRefused("this engine takes no adapters")
+        layout = self._layout(adapter)
+        try:
+            reader = self._reader(adapter.arena_path)
+            if reader.slot_bytes != layout.slot_bytes:
+                raise ArenaError(f"{reader.path}: slots of {reader.slot_bytes} bytes, {layout.slot_bytes} are needed")
+            epoch = live.write_epoch or reader.write_epoch(live.slot)
+            slot = reader.slot(live.slot)
+            if live.digest != version_digest(layout, region_digests(layout, slot)):
+                raise WeightsRefused(f"slot {live.slot} does not hold version {live.version} of {adapter.name}")
+            views = rank_views(layout, self._rank, slot)
+            self._table.prepare(adapter.name, live.epoch, views, adapter.shape.modules, adapter.shape.dtype)
+        except (ArenaError, OSError, ValueError) as error:
+            raise WeightsRefused(f"adapter {adapter.name}: {error}") from error
+        held = _Held(reader, live.slot, epoch)
+        self._held[live.epoch] = held
+        if reader.write_epoch(live.slot) != epoch:
+            self.forget(live.epoch)
+            raise WeightsRefused(f"slot {live.slot} was given away before {adapter.name} could be mapped")
+
+    def forget(self, epoch: int) -> None:
+        """Let a version go. Idempotent."""
+        held = self._held.pop(epoch, None)
+        if held is None or self._table is None:
+            return
+        self._table.forget(epoch)
+        if not any(other.reader is held.reader for other in self._held.values()):
+            held.reader.close()
+
+    def fenced(self) -> bool:
+        """Whether the store has begun to overwrite a version that is held: it went on without this replica."""
+        return any(held.reader.write_epoch(held.slot) != held.write_epoch for held in self._held.values())
+
+    def _reader(self, path: str) -> ArenaReader:
+        return next((h.reader for h in self._held.values() if str(h.reader.path) == path), None) or ArenaReader(path)
+
+    def _layout(self, adapter: LiveAdapter) -> Layout:
+        known = self._layouts.get(adapter.name)
+        if known is None or known[0] != adapter.shape:
+            known = self._layouts[adapter.name] = adapter.shape, adapter_layout(adapter.shape, self._base)
+        return known[1]
