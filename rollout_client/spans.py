@@ -14,7 +14,7 @@ import msgspec
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled under this weight version.
+    """Output tokens [start, end) were sampled under this weight version, and this one of the adapter (None = none).
 
     recomputed: before the first of them was sampled, the keys and values of all earlier positions, the prompt's
     included, were computed again under this version.
@@ -24,18 +24,20 @@ class Span(msgspec.Struct, frozen=True):
     start: int
     end: int
     recomputed: bool = False
+    adapter_version: int | None = None
 
 
 class ForwardPass(msgspec.Struct, frozen=True):
     """One pass over (prompt + output)[:len(versions)] derives the logprobs of output tokens [start, end).
 
     versions[p]: whose weights compute position p, and so its keys and values. The row of position P + t - 1 is that of
-    token t.
+    token t. adapter_versions[p]: likewise of the adapter; [] = there is none.
     """
 
     start: int
     end: int
     versions: list[int]
+    adapter_versions: list[int | None] = []
 
 
 def forward_passes(spans: Sequence[Span], prompt_length: int) -> list[ForwardPass]:
@@ -49,9 +51,17 @@ def forward_passes(spans: Sequence[Span], prompt_length: int) -> list[ForwardPas
     if [span.start for span in spans] != [0, *(span.end for span in spans)][: len(spans)]:
         raise ValueError(f"spans do not adjoin: {list(spans)}")
     made_by = [span.version for span in spans for _ in range(span.start, span.end)]
+    adapted_by = [span.adapter_version for span in spans for _ in range(span.start, span.end)]
     begins = [0, *(span.start for span in spans if span.recomputed and span.start), len(made_by)]
     return [
-        ForwardPass(start, end, [made_by[start]] * (prompt_length - 1 + start) + made_by[start:end])
+        ForwardPass(
+            start,
+            end,
+            [made_by[start]] * (prompt_length - 1 + start) + made_by[start:end],
+            [adapted_by[start]] * (prompt_length - 1 + start) + adapted_by[start:end]
+            if adapted_by[start] is not None
+            else [],
+        )
         for start, end in pairwise(begins)
         if start < end
     ]

@@ -37,6 +37,10 @@ class Admission:
         """Admit, hold or refuse."""
         if self.refusing:
             self._refuse(origin, request, self.refusing)
+        elif request.adapter and request.adapter not in self._scheduler.adapters:
+            self._send(
+                origin, CallFailed(request.request_id, "unknown_adapter", f"no adapter {request.adapter!r} is loaded")
+            )
         elif request.request_id in self._owed.get(origin, ()):
             self._refuse(origin, request, f"request id {request.request_id!r} is running")
         elif not self._is_open() and len(self._held) >= self._max_held:
@@ -57,7 +61,7 @@ class Admission:
         ended = 0
         for origin, request in self._held:
             if ids is None or request.request_id in ids:
-                self._ended.append((origin, _aborted(request, version)))
+                self._ended.append((origin, self._aborted(request, version)))
                 ended += 1
             else:
                 kept.append((origin, request))
@@ -111,12 +115,10 @@ class Admission:
         if not owed:
             del self._owed[origin]
 
+    def _aborted(self, request: Generate, version: int) -> list[Chunk]:
+        adapter = self._scheduler.adapters.get(request.adapter)
+        span = Span(version, 0, 0, adapter_version=adapter.version if adapter else None)
+        return [Chunk(request.request_id, index, [], [], [span], finish="abort") for index in range(request.sampling.n)]
+
     def _refuse(self, origin: bytes, request: Generate, why: str) -> None:
         self._send(origin, CallFailed(request.request_id, "conflict", why))
-
-
-def _aborted(request: Generate, version: int) -> list[Chunk]:
-    return [
-        Chunk(request.request_id, index, [], [], [Span(version, 0, 0)], finish="abort")
-        for index in range(request.sampling.n)
-    ]

@@ -7,16 +7,18 @@ first in order always makes progress, because alone it fits.
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from worker.cohort import Cohort
-from worker.engine.base import ForwardBatch, joined
+from worker.engine.base import NO_ADAPTERS, ForwardBatch, joined
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import BlockHash, KvCache
+from worker.live_adapters import AdapterVersion, LiveAdapters
 from worker.pace import LEAST, Pace, attended
-from worker.sequence import Sequence
+from worker.sequence import Request, Sequence
 
 _SCORED_ROWS = 256
 """Prompt positions scored in one step at most: each needs a row of logits over the whole vocabulary."""
@@ -164,6 +166,7 @@ class Step:
                 wanted.extend(range(len(tokens) - 1 - row.proposed, len(tokens)))
             used = -(-end // size)
             tables[index, :used] = table[:used]
+        adapters = [row.sequence.kv.adapter for row in self.rows]
         starts = np.repeat(contexts - np.cumsum(lengths), lengths)
         return ForwardBatch(
             token_ids=np.array(tokens, np.int32),
@@ -175,6 +178,7 @@ class Step:
             logits_rows=np.array(wanted, np.int32),
             block_copies=np.array([(copy.source, copy.target) for copy in kv.copies], np.int32).reshape(-1, 2),
             draft=self.draft,
+            adapters=np.array(adapters, np.int32) if any(adapters) else NO_ADAPTERS,
         )
 
 
@@ -185,12 +189,17 @@ def _by_order(sequence: Sequence) -> tuple[int, int, int]:
 class Batcher:
     """The queue and the running set of one replica; both sorted by order."""
 
-    def __init__(self, kv: KvCache, cohort: Cohort, max_batch: int, metrics: GenerationMetrics) -> None:
-        """cohort: who of those that run is kept in arrays; each leaves before anything happens to it here."""
+    def __init__(
+        self, kv: KvCache, cohort: Cohort, adapters: LiveAdapters, max_batch: int, metrics: GenerationMetrics
+    ) -> None:
+        """cohort: who of those that run is kept in arrays; each leaves before anything happens to it here. adapters:
+        what a sequence begins with.
+        """
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._kv = kv
         self._cohort = cohort
+        self._adapters = adapters
         self._max_batch = max_batch
         self._metrics = metrics
         self._spare = max(1, kv.pool.num_blocks // 100)  # admitting to the last block would preempt at once
@@ -207,6 +216,11 @@ class Batcher:
             for sequence in [sequence for sequence in self.running if sequence.partial]:
                 self.send_back(sequence)
         self._kv.enter(epoch)
+
+    def begun(self) -> Iterator[Sequence]:
+        """All that have begun and not finished, preempted ones included."""
+        yield from self.running
+        yield from (sequence for sequence in self.waiting if sequence.begun)
 
     @property
     def lets_in(self) -> bool:
@@ -245,6 +259,18 @@ class Batcher:
             sequence.request.prompt_logprobs.clear()
         self.queue(sequence)
 
+    def change_adapter(self, request: Request, adapter: AdapterVersion, *, recompute: bool) -> None:
+        """Another version of its adapter computes what comes next of a request that has begun. What has no token of
+        what is computed begins anew, as with other base weights; recompute: everything does.
+        """
+        request.adapter = adapter
+        for sequence in request.live.copy():
+            self._cohort.leave(sequence)
+            if sequence.running and (recompute or sequence.partial):
+                self._metrics.counters["recomputed"] += recompute
+                self.send_back(sequence)
+            sequence.kv.adapter = adapter.epoch
+
     def fill(self, step: Step, now: float, *, admit: bool) -> None:
         """Choose the step's rows. admit=False: nobody who has not begun."""
         self._make_way(admit)
@@ -262,7 +288,7 @@ class Batcher:
 
     def _make_way(self, admit: bool) -> None:
         """The head of the queue displaces running sequences of lower priority."""
-        head = next((sequence for sequence in self.waiting if admit or sequence.begun), None)
+        head = next((sequence for sequence in self.waiting if self._may_run(sequence, admit)), None)
         while head and self.running and self.running[-1].order[0] > head.order[0]:
             reused, _ = self._reusable(head)
             if len(self.running) < self._max_batch and self._fits(head, reused):
@@ -316,7 +342,7 @@ class Batcher:
         for sequence in list(self.waiting):
             if step.full or step.late or len(self.running) >= self._max_batch:
                 return
-            if not admit and not sequence.begun:
+            if not self._may_run(sequence, admit):
                 continue
             reused, lacking = self._reusable(sequence)
             if lacking in coming:  # a running prefill computes that block: taking it next step costs nothing
@@ -334,6 +360,18 @@ class Batcher:
                 reserved = self._kv.reserve(sequence.kv, length)
                 assert reserved, "an admitted sequence has all its blocks"
                 step.take(sequence, length)
+
+    def _may_run(self, sequence: Sequence, admit: bool) -> bool:
+        """One that has not begun gets the adapter that is live now, to begin with."""
+        if sequence.begun:
+            return True
+        request = sequence.request
+        if not admit or not self._adapters.opens_to(request.adapter_name):
+            return False
+        if request.adapter_name:
+            request.adapter = self._adapters.by_name[request.adapter_name]
+            sequence.kv.adapter = request.adapter.epoch
+        return True
 
     def _reusable(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
         if sequence.request.scoring:  # needs the logits of the tokens it is to score

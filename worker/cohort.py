@@ -4,7 +4,7 @@ A sequence is let in once it needs nothing from the host but its next token: no 
 than its own, no stop strings, no drafts, and a last block that nobody shares. From then on its tokens stand here, and
 its `Sequence` is behind by those that came since it was last brought up: when one of its blocks is full, when it
 leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. All tokens here are
-made by one commit of weights, so none of them begins a span.
+made by one commit of weights, each sequence's by one version of its adapter, so none of them begins a span.
 
 Rows are numbered from 0 without gaps; the last takes the place of one that leaves.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import ForwardBatch, Int32
+from worker.engine.base import NO_ADAPTERS, ForwardBatch, Int32
 from worker.generation_metrics import GenerationMetrics
 from worker.inverse_cdf import Cuts, Drawn, Float64, Int64
 from worker.kv_cache import KvCache
@@ -32,6 +32,7 @@ _ROW = np.dtype(
         ("limit", np.int32),  # of known tokens
         ("prompt", np.int32),  # tokens
         ("token", np.int32),  # the newest
+        ("adapter", np.int32),  # its epoch, 0 = none
         ("since", np.int32),  # step from which on its sequence lacks tokens
         ("seed", np.uint64),
         ("sample", np.uint64),
@@ -66,6 +67,7 @@ class Cohort:
         self._logprobs: Float64 = np.zeros((_KEPT, most), np.float64)
         self._steps = 0  # whose tokens are kept
         self._told = 0  # of them, that streams have heard of
+        self._adapted = 0  # rows with an adapter
         self._at = 0.0  # when the newest came
         self._stops: npt.NDArray[np.bool_] = np.zeros(vocab_size, np.bool_)  # of any sequence here
         self._streams: dict[bytes, tuple[int, Int64, list[Sequence]]] | None = None  # roster and rows per connection
@@ -95,6 +97,7 @@ class Cohort:
             request.prompt_length + rules.limit,
             request.prompt_length,
             sequence.tokens[-1],
+            sequence.kv.adapter,
             self._steps,
             request.seed & 0xFFFFFFFFFFFFFFFF,
             sequence.index,
@@ -112,6 +115,7 @@ class Cohort:
             if 0 <= stop < len(self._stops):
                 self._stops[stop] = True
         sequence.row = row
+        self._adapted += sequence.kv.adapter > 0
         self.sequences.append(sequence)
         self._at = now
         self._changed()
@@ -124,6 +128,7 @@ class Cohort:
         self._bring_up(row)
         sequence.last_token_at = self._at
         sequence.row = -1
+        self._adapted -= sequence.kv.adapter > 0
         last = self.sequences.pop()
         if last is not sequence:
             end = len(self.sequences)
@@ -183,6 +188,7 @@ class Cohort:
             block_tables=tables,
             logits_rows=lines,
             block_copies=_NO_COPIES,
+            adapters=entries["adapter"].copy() if self._adapted else NO_ADAPTERS,
         )
 
     def asked(self, sources: Int64) -> Asked:

@@ -1,9 +1,9 @@
 """Which KV blocks hold whose keys and values: numbers only, the memory is in models/kv_memory.py.
 
 `BlockPool` counts who holds which block. `PrefixCache` finds blocks that already hold the tokens a sequence starts
-with: a full block is named by the chain of everything it depends on: the weights' epoch, the request's salt, and all
-tokens up to its end. Nothing else can make two blocks interchangeable, so nothing else is compared. `KvCache` gives
-sequences their tables of blocks.
+with: a full block is named by the chain of everything it depends on: the epochs of weights and adapter, the request's
+salt, and all tokens up to its end. Nothing else can make two blocks interchangeable, so nothing else is compared.
+`KvCache` gives sequences their tables of blocks.
 """
 
 from array import array
@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 
 class BlockPool:
@@ -87,9 +88,19 @@ class BlockPool:
 BlockHash = bytes
 
 
-def root_hash(epoch: int, salt: str) -> BlockHash:
+class Weights(NamedTuple):
+    """What computes a sequence: the epoch of the base weights, and that of its adapter (0 = none)."""
+
+    epoch: int
+    adapter: int
+
+
+NO_WEIGHTS = Weights(-1, 0)
+
+
+def root_hash(weights: Weights, salt: str) -> BlockHash:
     """Where every chain under these weights and this salt starts."""
-    return blake2b(f"{epoch}|{salt}".encode(), digest_size=16).digest()
+    return blake2b(f"{weights.epoch}|{weights.adapter}|{salt}".encode(), digest_size=16).digest()
 
 
 def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
@@ -142,16 +153,17 @@ class PrefixCache:
 
 @dataclass(eq=False)
 class KvState:
-    """One sequence's share of the cache. tokens[:computed] have KV in `table`, all of it written under `epoch`
-    unless weights changed meanwhile; then `epoch` stays behind and nothing of it is offered for reuse.
+    """One sequence's share of the cache. tokens[:computed] have KV in `table`, all of it written under `weights`
+    unless they changed meanwhile; then `weights` stays behind and nothing of it is offered for reuse.
     """
 
     salt: str = ""
+    adapter: int = 0  # the epoch of the adapter that computes what comes next, 0 = none
     table: list[int] = field(default_factory=list)
     computed: int = 0
-    epoch: int = -1
-    names: list[BlockHash] = field(default_factory=list)  # of leading full blocks, under names_epoch
-    names_epoch: int = -1
+    weights: Weights = NO_WEIGHTS
+    names: list[BlockHash] = field(default_factory=list)  # of leading full blocks, under names_weights
+    names_weights: Weights = NO_WEIGHTS
     offered: int = 0  # leading blocks already offered to the prefix cache
 
 
@@ -178,18 +190,19 @@ class KvCache:
         self._leaving: Counter[int] = Counter()  # sources of unsettled copies, still counted by the pool
 
     def enter(self, epoch: int) -> None:
-        """Weights of this epoch are live from now on; blocks of any other are no use to new sequences."""
+        """Base weights of this epoch are live from now on; blocks of any other are no use to new sequences."""
         if epoch != self.epoch:
             self.prefix.clear()
             self.epoch = epoch
 
     def names_of(self, kv: KvState, tokens: list[int], upto: int) -> list[BlockHash]:
-        """Names of the full blocks of tokens[:upto] under the live epoch."""
-        if kv.names_epoch != self.epoch:
-            kv.names, kv.names_epoch = [], self.epoch
+        """Names of the full blocks of tokens[:upto] under the sequence's weights of now."""
+        weights = self._weights_of(kv)
+        if kv.names_weights != weights:
+            kv.names, kv.names_weights = [], weights
         size = self.block_size
         for index in range(len(kv.names), upto // size):
-            parent = kv.names[-1] if kv.names else root_hash(self.epoch, kv.salt)
+            parent = kv.names[-1] if kv.names else root_hash(weights, kv.salt)
             kv.names.append(next_hash(parent, tokens[index * size : (index + 1) * size]))
         return kv.names[: upto // size]
 
@@ -206,7 +219,7 @@ class KvCache:
 
     def names_coming(self, kv: KvState, tokens: list[int]) -> list[BlockHash]:
         """Names this sequence will offer once its known tokens are computed."""
-        if not self._caching or kv.epoch != self.epoch:
+        if not self._caching or kv.weights != self._weights_of(kv):
             return []
         return self.names_of(kv, tokens, len(tokens))[kv.computed // self.block_size :]
 
@@ -224,7 +237,7 @@ class KvCache:
         kv.table.extend(self.pool.allocate() for _ in range(self._blocks(length) - len(reused)))
         kv.computed = len(reused) * self.block_size
         kv.offered = len(reused)
-        kv.epoch = self.epoch
+        kv.weights = self._weights_of(kv)
 
     def reserve(self, kv: KvState, length: int) -> bool:
         """Make tokens [computed, computed + length) writable; False (and nothing done) when blocks run out."""
@@ -240,7 +253,7 @@ class KvCache:
             self._copies.append(copy)
         kv.table.extend(self.pool.allocate() for _ in range(missing))
         if kv.computed == 0:
-            kv.epoch = self.epoch
+            kv.weights = self._weights_of(kv)
         return True
 
     def extend(self, kv: KvState, length: int) -> bool:
@@ -275,10 +288,10 @@ class KvCache:
         self._forget_copies()
 
     def advance(self, kv: KvState, tokens: list[int], length: int) -> None:
-        """KV of `length` more tokens was written under the live epoch."""
+        """KV of `length` more tokens was written under the sequence's weights of now."""
         kv.computed += length
         full = kv.computed // self.block_size
-        if self._caching and kv.epoch == self.epoch and full > kv.offered:
+        if self._caching and full > kv.offered and kv.weights == self._weights_of(kv):
             names = self.names_of(kv, tokens, kv.computed)
             for index in range(kv.offered, full):
                 self.prefix.insert(names[index], kv.table[index])
@@ -290,11 +303,12 @@ class KvCache:
             self.pool.acquire(block)
         return KvState(
             parent.salt,
+            parent.adapter,
             list(parent.table),
             parent.computed,
-            parent.epoch,
+            parent.weights,
             list(parent.names),
-            parent.names_epoch,
+            parent.names_weights,
             parent.offered,
         )
 
@@ -304,6 +318,9 @@ class KvCache:
             self.pool.release(block)
         kv.table.clear()
         kv.computed = kv.offered = 0
+
+    def _weights_of(self, kv: KvState) -> Weights:
+        return Weights(self.epoch, kv.adapter)
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.block_size)

@@ -66,6 +66,7 @@ class Generate(Message, tag="generate", frozen=True):
     priority: int = 0  # lower runs first
     cache_salt: str = ""
     score_from: int = 0  # with prompt_logprobs: tokens before this have none, and may come from the prefix cache
+    adapter: str = ""  # its name; "" = the base alone. It begins with the version that is live then
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -131,18 +132,19 @@ class Drain(Message, tag="drain", frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens [start, end) of a sequence were sampled under this version.
+    """Output tokens [start, end) of a sequence were sampled under this version, with this one of the adapter's.
 
     recomputed: the keys and values of all positions before them were computed again, under this version, before the
     first of them was sampled. Without it each position keeps those of the version that computed it last: that of the
     token sampled from it, or of the first token for the prompt, or of the last recomputed span before, whichever is
-    the newest.
+    the newest. A version is the base's and the adapter's together; adapter_version is None without an adapter.
     """
 
     version: int
     start: int
     end: int
     recomputed: bool = False
+    adapter_version: int | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -197,10 +199,12 @@ class Done(Message, tag="done", frozen=True):
 
 
 class CallFailed(Message, tag="call_failed", frozen=True):
-    """[RANK 0] a control call did not take effect. code: conflict | timeout | bad_message | internal."""
+    """[RANK 0] a control call did not take effect. code: conflict | timeout | bad_message | internal, or of a request
+    unknown_adapter: it names one that is not loaded.
+    """
 
     call: str
-    code: Literal["conflict", "timeout", "bad_message", "internal"]
+    code: Literal["conflict", "timeout", "bad_message", "internal", "unknown_adapter"]
     message: str
     rank: int = 0
 

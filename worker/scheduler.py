@@ -7,7 +7,7 @@ logits. One owner thread. Nothing a request contains makes a method raise: it en
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.generation_metrics import GenerationMetrics
 from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.kv_cache import KvCache, KvState
+from worker.live_adapters import AdapterVersion, LiveAdapters
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
@@ -63,7 +64,8 @@ class Scheduler:
         self._metrics = GenerationMetrics()
         self._kv = KvCache(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
         self._cohort = Cohort(self._kv, self._metrics, spec.vocab_size, max_batch)
-        self._batcher = Batcher(self._kv, self._cohort, max_batch, self._metrics)
+        self._adapters = LiveAdapters()
+        self._batcher = Batcher(self._kv, self._cohort, self._adapters, max_batch, self._metrics)
         self._sampler: TokenSampler = sampler or Sampler(spec.vocab_size, logprobs_mode)
         self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
@@ -74,7 +76,6 @@ class Scheduler:
         self._begun: Drawing | None = None  # its tokens, when a device draws them
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
-        self.adapters: dict[str, tuple[int, int]] = {}  # name -> version and epoch that is live
 
     def add(self, origin: bytes, g: Generate) -> None:
         """Queue a request of the API connection `origin`."""
@@ -87,6 +88,8 @@ class Scheduler:
         self._batcher.queue(self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem))
         if problem:
             self._end_request(request, "error", problem)
+        elif g.adapter and g.adapter not in self._adapters.by_name:  # it went while the request was held
+            self._end_without_adapter(request)
         elif not request.rules.limit and not request.scoring:
             self._empty.append(request)
 
@@ -231,24 +234,43 @@ class Scheduler:
         if policy == "recompute":
             self._recompute()
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterVersion]:
+        """What sequences begin with now, by name."""
+        return self._adapters.by_name
+
     def adapter_live(self, name: str, version: int, epoch: int, policy: AdapterInFlight) -> None:
-        """The name stands for this version from now on."""
-        self.adapters[name] = version, epoch
+        """A version of an adapter is final. What becomes of its sequences that have begun: as of all in `on_update`;
+        "finish": they stay with the version that they began with.
+        """
+        self.discard()
+        begun = [r for r in self._requests if r.adapter_name == name and any(s.begun for s in r.live)]
+        if policy == "abort":
+            for request in begun:
+                self._end_request(request, "abort")
+        adapter = self._adapters.put(name, version, epoch)
+        if policy in ("keep", "recompute", "wait"):
+            for request in begun:
+                self._batcher.change_adapter(request, adapter, recompute=policy == "recompute")
 
     def adapter_gone(self, name: str) -> None:
-        """Nothing begins under the name any more."""
-        self.adapters.pop(name, None)
-
-    def adapter_running(self, name: str) -> int:
-        """Sequences under the name that have begun: none can."""
-        return 0
-
-    def adapter_epochs(self) -> set[int]:
-        """Versions that sequences which have begun compute with."""
-        return set()
+        """It is unloaded: what waits for it ends in an error, what has begun goes on with its version."""
+        self.discard()
+        self._adapters.remove(name)
+        for request in [r for r in self._requests if r.adapter_name == name and not any(s.begun for s in r.live)]:
+            self._end_without_adapter(request)
 
     def hold_adapter(self, name: str, on: bool) -> None:
-        """While on, nothing begins under the name."""
+        """Whether nothing of this adapter may begin, for a drain until `adapter_running` is 0."""
+        self._adapters.hold(name, on=on)
+
+    def adapter_running(self, name: str) -> int:
+        """Sequences of this adapter that have begun and not finished."""
+        return sum(sequence.request.adapter_name == name for sequence in self._batcher.begun())
+
+    def adapter_epochs(self) -> set[int]:
+        """The adapters that sequences which have begun compute with."""
+        return {sequence.kv.adapter for sequence in self._batcher.begun()} - {0}
 
     def clear_cache(self, keep_running: bool) -> bool:
         """Forget every cached block; keep_running=False also has what runs computed again, holding nothing.
@@ -374,6 +396,10 @@ class Scheduler:
             self._metrics.counters["recomputed"] += 1
             self._batcher.send_back(sequence)
 
+    def _end_without_adapter(self, request: Request) -> None:
+        request.at_fault = True
+        self._end_request(request, "error", f"adapter {request.adapter_name!r} is not loaded")
+
     def _end_request(self, request: Request, reason: FinishReason, error: str = "") -> None:
         """End all its live sequences. The result of one that never forked has the other samples too, empty."""
         for sequence in list(request.live):
@@ -389,6 +415,8 @@ class Scheduler:
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str = ""
     ) -> None:
         request = sequence.request
+        if request.adapter is None:  # it never began: an empty output is of what it would have begun with
+            request.adapter = self._adapters.by_name.get(request.adapter_name)
         self._batcher.drop(sequence)
         request.live.remove(sequence)
         if not request.live:

@@ -9,7 +9,8 @@ import msgspec
 from worker.detokenizer import TextStream
 from worker.engine.base import EngineSpec, Int32
 from worker.inverse_cdf import Float64
-from worker.kv_cache import KvState
+from worker.kv_cache import NO_WEIGHTS, KvState, Weights
+from worker.live_adapters import AdapterVersion
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Chunks, FinishReason, Generate, SamplingParams, Span, Tokens
 from worker.sampler import Draw, Pick
@@ -89,9 +90,16 @@ class Request:
     prompt_logprobs: PromptLogprobs | None = None
     score_from: int = 1
     speculative: bool = False
+    adapter_name: str = ""
+    adapter: AdapterVersion | None = None  # that computes it, since it began
     forked: bool = False
     at_fault: bool = False  # it cannot be done as it was asked
     live: list["Sequence"] = field(default_factory=list)
+
+    @property
+    def adapter_version(self) -> int | None:
+        """Of the adapter that computes it."""
+        return self.adapter.version if self.adapter else None
 
     @property
     def scoring(self) -> bool:
@@ -119,8 +127,8 @@ class Sequence:
     plain: bool = False  # nobody needs to see its tokens one by one
     row: int = -1  # in the cohort, which then knows its newest tokens; -1: it is not there
     _spans: list[Span] = field(default_factory=list)
-    _epoch: int = -1  # of the weights that made the newest token
-    _mixed: bool = False  # its KV, as far as it has been used, is of several epochs
+    _made_by: Weights = NO_WEIGHTS  # of the newest token
+    _mixed: bool = False  # its KV, as far as it has been used, is of several weights
     _told: int = 0  # output tokens that chunks have reported
     _logprobs: list[float] = field(default_factory=list)  # of those that none has; so are the next three, where asked
     _top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -213,7 +221,7 @@ class Sequence:
             index=self.index,
             token_ids=self.tokens[request.prompt_length + self._told :],
             logprobs=self._logprobs,
-            spans=list(self._spans) or [Span(live_version, 0, 0)],
+            spans=list(self._spans) or [Span(live_version, 0, 0, adapter_version=request.adapter_version)],
             top=self._top,
             ranks=self._ranks,
             masks=self._masks,
@@ -240,14 +248,16 @@ class Sequence:
 
         Commits are compared and not versions, as a number can come again: forced, rolled back to, in another run.
         """
-        at, other = self.length, epoch != self._epoch
+        adapter = self.request.adapter
+        made_by = Weights(epoch, adapter.epoch if adapter else 0)
+        at, other = self.length, made_by != self._made_by
         recomputed = self.renewing and (self._mixed or other) and bool(self._spans)
         if other or recomputed or not self._spans:
             self._mixed = bool(self._spans) and not recomputed
-            self._spans.append(Span(version, at, at + 1, recomputed))
+            self._spans.append(Span(version, at, at + 1, recomputed, self.request.adapter_version))
         else:
             self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=at + 1)
-        self._epoch, self.renewing = epoch, False
+        self._made_by, self.renewing = made_by, False
 
 
 def accepted(
@@ -269,6 +279,7 @@ def accepted(
         prompt_logprobs=None if sampling.prompt_logprobs is None else [],
         score_from=max(1, g.score_from),  # nothing comes before the first token that could say how likely it is
         speculative=speculative,
+        adapter_name=g.adapter,
     )
 
 

@@ -1,7 +1,8 @@
 """A scheduler and a fake engine in one hand: `rig` runs requests and checks what comes out against a replay."""
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
-from worker.engine.fake_engine import FakeEngine, fake_logits, mixed_logits
+from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.inverse_cdf import RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Generate, SamplingParams, Span
@@ -76,11 +77,11 @@ class Ahead:
         return Ahead(self.engine, logits)
 
 
-_OF_REQUEST = ("stream", "priority", "cache_salt", "score_from")
+_OF_REQUEST = ("stream", "priority", "cache_salt", "score_from", "adapter")
 
 
 class Rig:
-    """One replica without a loop. The first weights have epoch 100; binding others raises it by one."""
+    """One replica without a loop. The first weights have epoch 100; others, and adapters, the next one."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Rig:
         self.sent: dict[str, Generate] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.batches: list[ForwardBatch] = []
-        self.epoch = 99
+        self.epochs = itertools.count(100)
         self.speculative = bool(options.get("speculative"))
         self.bind(0)
 
@@ -118,13 +119,39 @@ class Rig:
     def bind(self, version: int) -> None:
         self.land()
         self.version = version
-        self.epoch += 1
+        self.epoch = next(self.epochs)
         self.engine.bind(self.weights(version))
 
     def update(self, policy: Any, version: int) -> None:
         self.bind(version)
         self.scheduler.on_update(policy, version, self.epoch)
         self.collect()
+
+    def adapter(self, name: str, version: int, policy: Any = "keep") -> None:
+        """Another version of an adapter is live; the engine forgets those that nobody computes with."""
+        self.land()
+        epoch, adapters = next(self.epochs), self.engine.adapters
+        assert isinstance(adapters, FakeAdapters)
+        adapters.prepare(name, epoch, self.adapter_views(name, version), (), "float32")
+        self.scheduler.adapter_live(name, version, epoch, policy)
+        self.forget_adapters()
+        self.collect()
+
+    def unload(self, name: str) -> None:
+        self.land()
+        self.scheduler.adapter_gone(name)
+        self.forget_adapters()
+        self.collect()
+
+    def forget_adapters(self) -> None:
+        adapters, used = self.engine.adapters, self.scheduler.adapter_epochs()
+        assert isinstance(adapters, FakeAdapters)
+        for epoch in adapters.held.keys() - used - {live.epoch for live in self.scheduler.adapters.values()}:
+            adapters.forget(epoch)
+
+    @staticmethod
+    def adapter_views(name: str, version: int) -> dict[str, Any]:
+        return {name: np.array([version])}
 
     def add(self, request_id: str, prompt: list[int], **fields: Any) -> None:
         request = {name: fields.pop(name) for name in _OF_REQUEST if name in fields}
@@ -218,7 +245,9 @@ class Rig:
         for one in forward_passes([ReplySpan(*msgspec.structs.astuple(s)) for s in result.spans], len(prompt)):
             for at in range(one.start, one.end):
                 known, token = prompt + result.tokens[:at], result.tokens[at]
-                logits = self.logits(known, one.versions[: len(known)])
+                adapters = one.adapter_versions[: len(known)]
+                assert bool(adapters) == bool(sent.adapter)
+                logits = self.logits(known, one.versions[: len(known)], sent.adapter, adapters)
                 if self.speculative and sampling.temperature > 0:  # which token depends on the drafts, too
                     score = sampler.score(logits[None], [token], sampling)
                     assert score is not None
@@ -229,16 +258,25 @@ class Rig:
                 assert draw.logprob == result.logprobs[at]
         for chunk in result.chunks:
             for at, said in enumerate(chunk.prompt_logprobs or (), start=max(1, sent.score_from)):
-                logits = self.logits(prompt[:at], [result.spans[0].version] * at)
+                first = result.spans[0]
+                logits = self.logits(prompt[:at], [first.version] * at, sent.adapter, [first.adapter_version] * at)
                 score = sampler.score(logits[None], [prompt[at]], sampling)
                 assert score is not None
                 assert score[0][0][1] == said[0][1], f"{request_id} prompt token {at} of {result.spans}"
 
-    def logits(self, known: list[int], versions: list[int]) -> Float32:
+    def logits(
+        self, known: list[int], versions: list[int], adapter: str = "", of_adapter: Sequence[int | None] = ()
+    ) -> Float32:
         """Of the token after `known`, whose positions these versions computed."""
+        weights = [self.weights(version) for version in versions]
+        if adapter:
+            weights = [
+                adapted(base, views_hash(self.adapter_views(adapter, version or 0)))
+                for base, version in zip(weights, of_adapter, strict=True)
+            ]
         if not self.engine.kv_weights:
-            return fake_logits(self.weights(versions[-1]), known, self.spec.vocab_size)
-        return mixed_logits([self.weights(version) for version in versions], known, self.spec.vocab_size)
+            return fake_logits(weights[-1], known, self.spec.vocab_size)
+        return mixed_logits(weights, known, self.spec.vocab_size)
 
     def covers(self, result: Result) -> bool:
         """Spans are half-open, adjoining, and cover the tokens."""

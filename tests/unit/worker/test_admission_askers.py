@@ -1,14 +1,16 @@
 """Who may end what: connections of one name, and one without a name."""
 
 from worker.admission import Admission
-from worker.messages import Generate, SamplingParams
+from worker.live_adapters import AdapterVersion
+from worker.messages import CallFailed, Generate, SamplingParams, Span
 
 
 class Scheduler:
-    """Stands for the scheduler: keeps what it was asked to end."""
+    """Stands for the scheduler: keeps what it was asked to end. One adapter is live."""
 
     def __init__(self):
         self.ended = []
+        self.adapters = {"a": AdapterVersion(3, 7)}
 
     def add(self, origin, request):
         pass
@@ -42,3 +44,22 @@ def test_a_connection_without_a_name_speaks_for_all():
     admission, scheduler = admitted()
     admission.abort_of(b"\0new", 0)
     assert scheduler.ended == [None]
+
+
+def test_an_adapter_that_is_not_loaded_is_refused_by_name():
+    said = []
+    admission = Admission(Scheduler(), lambda origin, message: said.append((origin, message)), lambda: True, 8)
+    for name in ("a", "b", ""):
+        admission.offer(b"api", Generate(f"of {name}", [1], SamplingParams(), adapter=name), 0)
+    assert said == [(b"api", CallFailed("of b", "unknown_adapter", "no adapter 'b' is loaded"))]
+    admission.offer(b"api", Generate("of b", [1], SamplingParams(), adapter="a"), 0)
+    assert len(said) == 1, "nothing of what was refused is kept"
+
+
+def test_a_held_request_that_is_ended_says_which_adapter_it_waited_for():
+    admission = Admission(Scheduler(), lambda origin, message: None, lambda: False, 8)
+    admission.offer(b"api", Generate("x", [1], SamplingParams(), adapter="a"), 2)
+    admission.abort(["x"], 2)
+    admission._scheduler.take_lines = dict
+    ((chunk,),) = admission.take_outputs().values()
+    assert chunk.spans == [Span(2, 0, 0, adapter_version=3)]

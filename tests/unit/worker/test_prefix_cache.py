@@ -1,11 +1,11 @@
 """Names of blocks, and what is found by them."""
 
-from worker.kv_cache import BlockPool, PrefixCache, next_hash, root_hash
+from worker.kv_cache import BlockPool, PrefixCache, Weights, next_hash, root_hash
 
 
 def test_a_name_depends_on_weights_salt_and_every_token_before() -> None:
-    def name(epoch: int, salt: str, *blocks: list[int]) -> bytes:
-        chain = root_hash(epoch, salt)
+    def name(epoch: int, salt: str, *blocks: list[int], adapter: int = 0) -> bytes:
+        chain = root_hash(Weights(epoch, adapter), salt)
         for block in blocks:
             chain = next_hash(chain, block)
         return chain
@@ -20,6 +20,8 @@ def test_a_name_depends_on_weights_salt_and_every_token_before() -> None:
         name(1, "", [1, 2]),
         name(11, "", [1, 2], [3, 4]),
         name(1, "1", [1, 2], [3, 4]),
+        name(1, "", [1, 2], [3, 4], adapter=1),
+        name(1, "", [1, 2], [3, 4], adapter=11),
     ]
     assert len(set(names)) == len(names)
     assert name(1, "", [1, 2], [3, 4]) == names[0]

@@ -1,5 +1,6 @@
 """Whatever arrives in whatever order: tokens replay, spans cover, blocks come back."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ _requests = st.fixed_dictionaries(
         "stream": st.booleans(),
         "priority": st.sampled_from([0, 0, 1]),
         "cache_salt": st.sampled_from(["", "", "other"]),
+        "adapter": st.sampled_from(["", "", "a", "b"]),
         "prompt_logprobs": st.sampled_from([None, None, 2]),
         "stop_token_ids": st.sampled_from([[], [7]]),
     }
@@ -45,14 +47,21 @@ def actions(*policies: str) -> st.SearchStrategy[list[Action]]:
     # The same number again is a forced push, one less a rollback: other commits, so other KV.
     moves = st.tuples(st.sampled_from(policies), st.sampled_from([1, 1, 1, 0, -1]))
     updates = st.tuples(st.just("update"), moves)
-    return st.lists(st.one_of(*_calm, updates), min_size=3, max_size=30)
+    adapters = st.tuples(st.just("adapter"), st.tuples(st.sampled_from("ab"), st.sampled_from([*policies, "finish"])))
+    others = st.sampled_from([("unload", "a"), ("hold", ("b", True)), ("hold", ("b", False))])
+    return st.lists(st.one_of(*_calm, updates, adapters, others), min_size=3, max_size=30)
 
 
 def play(rig: Any, actions: list[Action]) -> None:
     """Runs the actions, then everything to its end."""
+    rig.adapter("a", 1)
+    rig.adapter("b", 1)
+    versions = itertools.count(2)
     for kind, value in actions:
         if kind == "add":
             request = dict(value)
+            if request["adapter"] not in rig.scheduler.adapters:
+                request["adapter"] = ""
             rig.add(str(len(rig.sent)), request.pop("prompt"), **request)
         elif kind == "step":
             for fate in value:
@@ -69,16 +78,27 @@ def play(rig: Any, actions: list[Action]) -> None:
             rig.collect()
         elif kind == "clear":
             rig.scheduler.clear_cache(value)
+        elif kind == "adapter":
+            rig.adapter(value[0], next(versions), value[1])
+        elif kind == "unload":
+            rig.unload(value)
+        elif kind == "hold":
+            rig.scheduler.hold_adapter(*value)
         else:
             policy, forward = value
             rig.update(policy, max(0, rig.version + forward))
         rig.check_blocks()
+    rig.scheduler.hold_adapter("b", False)
     rig.run()
+    assert rig.scheduler.adapter_epochs() == set()
     for request_id, g in rig.sent.items():
         assert {key for key in rig.results if key[0] == request_id} == {(request_id, i) for i in range(g.sampling.n)}
     for (request_id, _), result in rig.results.items():
         assert rig.covers(result)
-        assert result.finish in ({"stop", "length", "abort"})
+        unloaded = (
+            result.finish == "error" and result.last.error == "adapter 'a' is not loaded" and result.last.at_fault
+        )
+        assert unloaded or result.finish in {"stop", "length", "abort"}
         limit = rig.sent[request_id].sampling.max_tokens
         room = min(rig.spec.max_model_len, rig.spec.num_blocks * rig.spec.block_size)
         room -= len(rig.sent[request_id].prompt_ids)

@@ -74,7 +74,7 @@ def test_rollouts_of_repeated_prompts_are_asked_for_once():
     assert "min_p" not in sampler.asked
     assert found["prompt_ids"] == [[1], [1], [2], [2]]
     assert found["completion_ids"] == [[1, 0], [1, 1], [2, 0], [2, 1]]
-    assert found["weight_spans"][0] == [(4, 0, 1, False)]
+    assert found["weight_spans"][0] == [(4, 0, 1, False, None)]
 
 
 def test_uneven_repeats_are_asked_for_one_by_one():
