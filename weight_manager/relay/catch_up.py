@@ -40,15 +40,16 @@ class CatchUp:
         self._history = history
         self._background = background
         self._busy = busy
-        self._digests: tuple[int, list[int]] = (0, [])  # epoch, of every region
+        self._sealed: list[int] = []  # digests of every region of what may go live next
+        self._digests: tuple[int, list[int]] = (0, [])  # epoch of what is live, when they are known, and its digests
 
     def sealed(self, digests: Sequence[int]) -> None:
-        """Of what may go live next."""
-        self._digests = 0, list(digests)
+        """A session is complete: the digests of all regions, in the layout's order."""
+        self._sealed = list(digests)
 
     def went_live(self, live: Live) -> None:
-        """And has."""
-        self._digests = live.epoch, self._digests[1]
+        """The version sealed last is live. A reading of the one before may have ended after `sealed`."""
+        self._digests = live.epoch, self._sealed
 
     def offer(self, store: Downstream) -> None:
         """Begin, if it is needed and nothing runs for this store."""
