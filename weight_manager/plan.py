@@ -3,7 +3,7 @@
 `place` turns the parts of one trainer rank into copies. `prove` shows that the parts of all ranks cover
 every served element exactly once, or refuses with everything that is wrong. A part is a whole tensor, a
 box of it, or a range of the flattened tensor, under any of the tensor's names: tied names are one tensor,
-sent once.
+sent once. It may also be of several tensors that its trainer holds as one (stacks.py).
 
 Served dtype and sent dtype may differ among float32, bfloat16 and float16; the trainer casts while it
 copies. Widening is exact; narrowing (fp32 masters to bf16 serving is the usual case) rounds to nearest,
@@ -20,6 +20,7 @@ from rollout_client.protocol import Copy, ErrorCode, Part
 from weight_manager.coverage import tile
 from weight_manager.errors import PushRefused
 from weight_manager.manifest import ITEMSIZE, Layout, Parameter, Region
+from weight_manager.stacks import Stack, stacks
 
 _SHOWN = 20
 
@@ -66,6 +67,7 @@ class _Planner:
         self.layout = layout
         self.itemsize = ITEMSIZE[layout.manifest.dtype]
         self.parameters = {name: p for p in layout.manifest.parameters for name in (p.name, *p.aliases)}
+        self.stacks = stacks(layout.manifest)
         self.regions: dict[str, list[Region]] = {}
         for region in layout.regions:
             self.regions.setdefault(region.name, []).append(region)
@@ -80,7 +82,7 @@ class _Planner:
 
     def prove(self, ranks: Sequence[Sequence[Part]], *, partial: bool) -> tuple[str, ...]:
         problems, held = self._sort([part for parts in ranks for part in parts])
-        wrong = {self.parameters[q.tensor].name for q in problems if q.tensor in self.parameters}
+        wrong = {name for q in problems for name in self._served_by(q.tensor)}
         kept = []
         for p in self.layout.manifest.parameters:
             if p.name in held:
@@ -98,15 +100,32 @@ class _Planner:
         problems: list[Problem] = []
         held: dict[str, tuple[Parameter, list[Part]]] = {}
         for part in parts:
-            p = self.parameters.get(part.name)
-            problem = _part_problem(part, p)
+            p, stack = self.parameters.get(part.name), self.stacks.get(part.name)
+            served = p or stack
+            problem = _part_problem(part, None if served is None else served.shape)
             if problem is not None:
                 problems.append(problem)
             elif p is not None:
                 held.setdefault(p.name, (p, []))[1].append(part)
+            elif stack is not None:
+                for member, piece in _through(part, stack):
+                    low, high = piece.box
+                    extent = tuple(b - a for a, b in zip(low, high, strict=True))
+                    own = Part(part.name, part.dtype, member.shape, low, extent)
+                    held.setdefault(member.name, (member, []))[1].append(own)
         return problems, held
 
+    def _served_by(self, name: str) -> list[str]:
+        """The tensors that are sent under a name."""
+        if name in self.parameters:
+            return [self.parameters[name].name]
+        return [member.parameter.name for member in self.stacks[name].members] if name in self.stacks else []
+
     def _copies(self, index: int, part: Part) -> Iterator[Copy]:
+        if part.name in self.stacks:
+            for member, piece in _through(part, self.stacks[part.name]):
+                yield from self._cut(index, piece, member)
+            return
         p = self.parameters[part.name]
         if part.flat is None and not part.local_shape and len(self.regions[p.name]) == 1:
             (region,) = self.regions[p.name]
@@ -116,10 +135,14 @@ class _Planner:
                 )
                 return
         for piece in _pieces(part):
-            for region in self.regions[p.name]:
-                copy = self._copy(index, piece, region)
-                if copy is not None:
-                    yield copy
+            yield from self._cut(index, piece, p)
+
+    def _cut(self, index: int, piece: "_Piece", p: Parameter) -> Iterator[Copy]:
+        """The copies of a piece of one tensor."""
+        for region in self.regions[p.name]:
+            copy = self._copy(index, piece, region)
+            if copy is not None:
+                yield copy
 
     def _copy(self, index: int, piece: "_Piece", region: Region) -> Copy | None:
         """Intersection of a source box with a region, as few axes as say it."""
@@ -170,28 +193,41 @@ def _pieces(part: Part) -> Iterator[_Piece]:
         yield _Piece(((0,) * len(part.shape), part.shape), 0, strides_of(part.shape))
 
 
-def _part_problem(part: Part, p: Parameter | None) -> Problem | None:
-    if p is None:
+def _through(part: Part, stack: Stack) -> Iterator[tuple[Parameter, _Piece]]:
+    """The members of a stack that a part of it holds something of, and that as pieces of theirs."""
+    for piece in _pieces(part):
+        for member in stack.members:
+            box = member.own(piece.box)
+            if box is None:
+                continue
+            before = len(stack.shape) - len(member.parameter.shape)
+            start = (*member.corner[:before], *(a + b for a, b in zip(member.corner[before:], box[0], strict=True)))
+            steps = zip(start, piece.box[0], piece.src_strides, strict=True)
+            offset = piece.src_offset + sum((at - low) * stride for at, low, stride in steps)
+            yield member.parameter, _Piece(box, offset, piece.src_strides[before:])
+
+
+def _part_problem(part: Part, shape: Shape | None) -> Problem | None:
+    if shape is None:
         return Problem("unknown_tensor", part.name, "is not served by this model")
     if part.dtype not in ITEMSIZE:
         return Problem(
             "dtype_mismatch", part.name, f"dtype {part.dtype} cannot be sent, use one of {', '.join(ITEMSIZE)}"
         )
-    if part.shape != p.shape:
-        hint = ", which is its transpose (Linear weights are [out, in] here)" if part.shape == p.shape[::-1] else ""
-        return Problem("shape_mismatch", part.name, f"shape {part.shape} was sent, {p.shape} is served{hint}")
+    if part.shape != shape:
+        hint = ", which is its transpose (Linear weights are [out, in] here)" if part.shape == shape[::-1] else ""
+        return Problem("shape_mismatch", part.name, f"shape {part.shape} was sent, {shape} is served{hint}")
     if part.flat is not None:
         start, stop = part.flat
-        if part.offset or part.local_shape or not 0 <= start <= stop <= prod(p.shape):
-            return Problem("shape_mismatch", part.name, f"flat range {part.flat} does not fit {prod(p.shape)} elements")
+        if part.offset or part.local_shape or not 0 <= start <= stop <= prod(shape):
+            return Problem("shape_mismatch", part.name, f"flat range {part.flat} does not fit {prod(shape)} elements")
     elif part.offset or part.local_shape:
-        fits = len(part.offset) == len(part.local_shape) == len(p.shape) and all(
-            a >= 0 and n >= 0 and a + n <= size
-            for a, n, size in zip(part.offset, part.local_shape, p.shape, strict=True)
+        fits = len(part.offset) == len(part.local_shape) == len(shape) and all(
+            a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(part.offset, part.local_shape, shape, strict=True)
         )
         if not fits:
             box = f"box at {part.offset} of shape {part.local_shape}"
-            return Problem("shape_mismatch", part.name, f"{box} does not fit {p.shape}")
+            return Problem("shape_mismatch", part.name, f"{box} does not fit {shape}")
     return None
 
 
@@ -205,9 +241,8 @@ def _tiling_problems(p: Parameter, parts: Sequence[Part], *, complete: bool) -> 
     if found.overlap is not None:
         names = list(dict.fromkeys(part.name for part in parts))
         if len(names) > 1:
-            problems.append(
-                Problem("duplicate_tensor", names[1], f"was also sent as {names[0]}, they are tied: send one")
-            )
+            why = "they are tied" if {*names} <= {p.name, *p.aliases} else f"both hold {p.name}"
+            problems.append(Problem("duplicate_tensor", names[1], f"was also sent as {names[0]}, {why}: send one"))
         elif len(set(parts)) < len(parts) or all(not part.local_shape and part.flat is None for part in parts):
             problems.append(Problem("duplicate_tensor", names[0], f"was sent {len(parts)} times"))
         else:
@@ -215,9 +250,8 @@ def _tiling_problems(p: Parameter, parts: Sequence[Part], *, complete: bool) -> 
                 Problem("overlapping_tensor", names[0], f"was sent more than once at {_show(found.overlap)}")
             )
     if complete and found.gap is not None:
-        problems.append(
-            Problem("missing_tensor", parts[0].name, f"of {p.shape} nothing was sent at {_show(found.gap)}")
-        )
+        name = parts[0].name if parts[0].name in {p.name, *p.aliases} else p.name  # not a stack's
+        problems.append(Problem("missing_tensor", name, f"of {p.shape} nothing was sent at {_show(found.gap)}"))
     return problems
 
 

@@ -5,7 +5,21 @@ computes is the spec; which tensors it is computed from follows from the spec, b
 store needs the manifest too.
 """
 
-from weight_manager.families import ernie45, ernie45_moe, llama, qwen2, qwen3, qwen3_moe
+from weight_manager.families import (
+    ernie45,
+    ernie45_moe,
+    gemma,
+    glm,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from weight_manager.families.config_values import Config
 from weight_manager.families.parameters import parameters
 from weight_manager.families.spec import DecoderSpec
@@ -13,9 +27,26 @@ from weight_manager.manifest import Dtype, Manifest
 
 FAMILIES = {
     "LlamaForCausalLM": llama.decoder_spec,
+    "LLaMAForCausalLM": llama.decoder_spec,
+    "InternLMForCausalLM": llama.internlm,
+    "InternLM3ForCausalLM": llama.internlm3,
+    "SeedOssForCausalLM": llama.seed_oss,
+    "MistralForCausalLM": mistral.mistral,
+    "MinistralForCausalLM": mistral.ministral,
+    "Ministral3ForCausalLM": mistral.ministral3,
     "Qwen2ForCausalLM": qwen2.decoder_spec,
+    "Qwen2MoeForCausalLM": qwen2_moe.decoder_spec,
     "Qwen3ForCausalLM": qwen3.decoder_spec,
     "Qwen3MoeForCausalLM": qwen3_moe.decoder_spec,
+    "Phi3ForCausalLM": phi3.decoder_spec,
+    "Olmo2ForCausalLM": olmo.olmo2,
+    "Olmo3ForCausalLM": olmo.olmo3,
+    "SmolLM3ForCausalLM": smollm3.decoder_spec,
+    "GemmaForCausalLM": gemma.gemma,
+    "Gemma2ForCausalLM": gemma.gemma2,
+    "Gemma3ForCausalLM": gemma.gemma3,
+    "GlmForCausalLM": glm.glm,
+    "Glm4ForCausalLM": glm.glm4,
     "Ernie4_5ForCausalLM": ernie45.decoder_spec,
     "Ernie4_5_MoeForCausalLM": ernie45_moe.decoder_spec,
 }

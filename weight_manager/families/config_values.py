@@ -29,3 +29,17 @@ def count(values: Mapping[str, Any], key: str, default: int | None = None) -> in
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
     return value
+
+
+def numbers(values: Mapping[str, Any], key: str, length: int, *, where: str = "") -> tuple[float, ...]:
+    """A list of that many finite numbers. Raises ValueError."""
+    found = values.get(key)
+    if not isinstance(found, list) or len(found) != length:
+        raise ValueError(f"config.json: {where}{key} must be a list of {length} numbers, got {found!r}")
+    return tuple(number({key: value}, key, 0.0, where=where) for value in found)
+
+
+def window(values: Mapping[str, Any], key: str = "sliding_window", default: int | None = None) -> int:
+    """Tokens of a sliding window; 0 = there is none, as the key says with null. Raises ValueError."""
+    value = values.get(key, default)
+    return 0 if value is None else count({key: value}, key)

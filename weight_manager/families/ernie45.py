@@ -6,13 +6,21 @@ from weight_manager.families.spec import DecoderSpec, MoeSpec, spec_from
 
 def decoder_spec(config: Config) -> DecoderSpec:
     """ERNIE 4.5's defaults: theta 500000, eps 1e-5, tied, heads of 128."""
-    return either(config, head_dim=128)
+    return either(config, kv_heads=2, head_dim=128)
 
 
 def either(
-    config: Config, *, head_dim: int | None = None, moe: tuple[MoeSpec | None, ...] | None = None
+    config: Config,
+    *,
+    kv_heads: int,
+    head_dim: int | None = None,
+    moe: tuple[MoeSpec | None, ...] | None = None,
+    head_bias: bool = False,
 ) -> DecoderSpec:
-    """What the dense and the MoE form share. Raises ValueError for more than one layer that drafts."""
+    """What the dense and the MoE form share. head_bias: whether ``use_bias`` is of the head too.
+
+    Raises ValueError for more than one layer that drafts.
+    """
     drafts = config.get("num_nextn_predict_layers") or 0
     if drafts not in {0, 1}:
         raise ValueError(f"config.json: num_nextn_predict_layers {drafts!r} is not served, only 0 and 1 are")
@@ -21,7 +29,9 @@ def either(
         config,
         theta=500000.0,
         eps=1e-5,
+        positions=131072,
         tied=True,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         interleaved=True,
         qkv_bias=biased,
@@ -29,4 +39,5 @@ def either(
         mlp_bias=biased,
         moe=moe,
         mtp=drafts == 1,
+        head_bias=biased and head_bias,
     )

@@ -7,7 +7,7 @@ from weight_manager.families.spec import DecoderSpec, MoeSpec
 
 def decoder_spec(config: Config) -> DecoderSpec:
     """ERNIE 4.5 MoE's defaults: as the dense form; layers [start, end] at the interval are sparse."""
-    return either(config, moe=_experts(config))
+    return either(config, kv_heads=4, moe=_experts(config), head_bias=True)
 
 
 def _experts(config: Config) -> tuple[MoeSpec | None, ...]:

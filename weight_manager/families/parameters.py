@@ -21,6 +21,8 @@ def parameters(spec: DecoderSpec) -> Iterator[Parameter]:
     yield Parameter("model.norm.weight", (hidden,))
     if not spec.tied:
         yield Parameter("lm_head.weight", (vocab, hidden), split=0, even=True)
+    if spec.head_bias:
+        yield Parameter("lm_head.bias", (vocab,), split=0, even=True)
     if spec.mtp:
         yield from _mtp(spec)
 
@@ -38,13 +40,20 @@ def _mtp(spec: DecoderSpec) -> Iterator[Parameter]:
 
 def _layer(spec: DecoderSpec, prefix: str, moe: MoeSpec | None) -> Iterator[Parameter]:
     """One decoder layer. moe: its experts, None = a dense MLP."""
-    yield Parameter(f"{prefix}.input_layernorm.weight", (spec.hidden_size,))
+    yield from _norm(spec, prefix, spec.norms.before_attention)
     yield from _attention(spec, f"{prefix}.self_attn")
-    yield Parameter(f"{prefix}.post_attention_layernorm.weight", (spec.hidden_size,))
+    yield from _norm(spec, prefix, spec.norms.after_attention)
+    yield from _norm(spec, prefix, spec.norms.before_mlp)
     if moe is None:
         yield from _mlp(f"{prefix}.mlp", spec.hidden_size, spec.intermediate, spec.mlp_bias)
     else:
         yield from _experts(f"{prefix}.mlp", spec.hidden_size, moe, spec.mlp_bias)
+    yield from _norm(spec, prefix, spec.norms.after_mlp)
+
+
+def _norm(spec: DecoderSpec, prefix: str, name: str | None) -> Iterator[Parameter]:
+    if name is not None:
+        yield Parameter(f"{prefix}.{name}.weight", (spec.hidden_size,))
 
 
 def _attention(spec: DecoderSpec, prefix: str) -> Iterator[Parameter]:
@@ -63,9 +72,12 @@ def _attention(spec: DecoderSpec, prefix: str) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.o_proj.weight", (hidden, heads * dim), split=1, heads=kv_heads, group=group)
     if spec.out_bias:
         yield Parameter(f"{prefix}.o_proj.bias", (hidden,))
-    if spec.qk_norm:
+    if spec.qk_norm == "heads":
         yield Parameter(f"{prefix}.q_norm.weight", (dim,))
         yield Parameter(f"{prefix}.k_norm.weight", (dim,))
+    elif spec.qk_norm == "whole":
+        yield Parameter(f"{prefix}.q_norm.weight", (heads * dim,), split=0, heads=kv_heads, group=group)
+        yield Parameter(f"{prefix}.k_norm.weight", (kv_heads * dim,), split=0, heads=kv_heads)
 
 
 def _mlp(prefix: str, hidden: int, size: int, bias: bool) -> Iterator[Parameter]:
@@ -79,14 +91,20 @@ def _mlp(prefix: str, hidden: int, size: int, bias: bool) -> Iterator[Parameter]
 
 
 def _experts(prefix: str, hidden: int, moe: MoeSpec, bias: bool) -> Iterator[Parameter]:
-    """Router and experts: fused groups over all experts, [count * 2 * size, hidden] and [count * hidden, size]."""
+    """Router and experts: fused groups over all experts, [count * 2 * size, hidden] and [count * hidden, size].
+
+    bias: of the shared expert; the others have none.
+    """
     yield Parameter(f"{prefix}.gate.weight", (moe.experts, hidden))
     if moe.correction_bias:
-        yield Parameter(f"{prefix}.moe_statics.e_score_correction_bias", (1, moe.experts))
+        name = "moe_statics.e_score_correction_bias"  # on the hub; the second one in transformers 5
+        yield Parameter(f"{prefix}.{name}", (1, moe.experts), aliases=(f"{prefix}.gate.{name}",))
     for expert in range(moe.experts):
-        for p in _mlp(f"{prefix}.experts.{expert}", hidden, moe.intermediate, bias):
+        for p in _mlp(f"{prefix}.experts.{expert}", hidden, moe.intermediate, bias=False):
             member = p.name.removeprefix(f"{prefix}.experts.{expert}.")
             group = member if member.startswith("down") else "gate_up_proj." + member.rsplit(".", 1)[1]
             yield Parameter(p.name, p.shape, split=p.split, fused=f"{prefix}.experts.{group}")
     if moe.shared:
-        yield from _mlp(f"{prefix}.shared_experts", hidden, moe.shared, bias)
+        yield from _mlp(f"{prefix}.{moe.shared_name}", hidden, moe.shared, bias)
+    if moe.shared_gate:
+        yield Parameter(f"{prefix}.shared_expert_gate.weight", (1, hidden))

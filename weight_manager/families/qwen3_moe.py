@@ -1,20 +1,37 @@
 """Qwen3 MoE: softmax over all experts, the best k, their weights normalised if the config says so."""
 
-from weight_manager.families.config_values import Config, count
-from weight_manager.families.spec import DecoderSpec, MoeSpec, spec_from
+from weight_manager.families.config_values import Config, count, window
+from weight_manager.families.spec import FULL, SLIDING, DecoderSpec, MoeSpec, spec_from
 
 
 def decoder_spec(config: Config) -> DecoderSpec:
-    """Qwen3-MoE's defaults: theta 10000, eps 1e-6, untied; a layer is sparse unless listed or off the step."""
+    """Qwen3-MoE's defaults: theta 10000, eps 1e-6, 32768 positions, untied; a window in all layers if one is wanted."""
     biased = bool(config.get("attention_bias"))
+    cells = window(config, default=4096) if config.get("use_sliding_window") else 0
+    moe = _experts(config)
     return spec_from(
-        config, theta=10000.0, eps=1e-6, qk_norm=True, qkv_bias=biased, out_bias=biased, moe=_experts(config)
+        config,
+        theta=10000.0,
+        eps=1e-6,
+        positions=32768,
+        kv_heads=4,
+        qk_norm="heads",
+        qkv_bias=biased,
+        out_bias=biased,
+        types=[SLIDING if cells else FULL] * len(moe) if cells else None,
+        window=cells,
+        moe=moe,
     )
 
 
-def _experts(config: Config) -> tuple[MoeSpec | None, ...]:
+def sparse_layers(config: Config) -> list[bool]:
+    """Which layers have experts, in Qwen's MoE families: all that are not listed as dense and on the step."""
     dense, step = config.get("mlp_only_layers") or [], count(config, "decoder_sparse_step", 1)
-    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(count(config, "num_hidden_layers"))]
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(count(config, "num_hidden_layers"))]
+
+
+def _experts(config: Config) -> tuple[MoeSpec | None, ...]:
+    sparse = sparse_layers(config)
     if not any(sparse):
         return (None,) * len(sparse)
     experts = MoeSpec(

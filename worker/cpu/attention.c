@@ -97,7 +97,7 @@ static inline INLINE void few_rows(Step *s, int64_t index, float *scratch, const
         most[r] = -INFINITY, total[r] = 0;
         for (int c = 0; c < dim; c += 16) *(f32x16 *)(out[r] + c) = splat(0);
     }
-    for (int64_t start = 0; start < cells; start += PANEL) {
+    for (int64_t start = first_panel(s, first); start < cells; start += PANEL) {
         int64_t end = start + PANEL < cells ? start + PANEL : cells;
         for (int64_t at = start; at < end; at += CELLS) {
             if (at + CELLS < end) prefetch_cells(s->keys, cell_at(s, sequence, at + CELLS, kv_head, dim), dim, narrow);
@@ -110,9 +110,8 @@ static inline INLINE void few_rows(Step *s, int64_t index, float *scratch, const
         else prefetch_cells(s->keys, ahead, dim, narrow);
         for (int r = 0; r < rows; r++) {
             float *row = scores + r * PANEL;
-            int64_t limit = s->positions[first + r / group] + 1, seen = limit - start, n = end - start;
-            if (s->hide_first && start == 0 && limit > 1) row[0] = -1e30f;
-            weigh_panel(row, seen < n ? seen : n, n, most + r, total + r, out[r], dim);
+            int seen = hide(s, row, start, end - start, s->positions[first + r / group]);
+            weigh_panel(row, seen, end - start, most + r, total + r, out[r], dim);
         }
         for (int r = 0; r < rows; r += FEW)
             WITH_ROWS(rows - r, weigh_few(s, out + r, R, sequence, kv_head, start, end, scores + r * PANEL, dim, narrow))

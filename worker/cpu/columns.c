@@ -41,11 +41,11 @@ typedef struct {
     const float *gate_up;  // [2 * features, columns]: gate's rows, then up's
     const float *bias;     // [2 * features] or null
     void *out;             // [features, columns], bfloat16 when narrow
-    int64_t features, columns, narrow;
+    int64_t features, columns, narrow, gelu;
     int64_t next_job;  // zero before a run
 } Gate;
 
-// Run on every thread of a team: silu(gate) * up, of 16 columns or, when there is one column, of 16 features at once.
+// Run on every thread of a team: silu(gate) * up (or gelu), of 16 columns or, when there is one column, of 16 features at once.
 void gate_columns(void *data) {
     Gate *s = data;
     const int64_t all = s->features * s->columns, job = 1024;
@@ -57,7 +57,7 @@ void gate_columns(void *data) {
             f32x16 gate = load(s->gate_up + at), up = load(s->gate_up + all + at);
             if (s->bias && s->columns == 1) gate += load(s->bias + at), up += load(s->bias + s->features + at);
             else if (s->bias) gate += s->bias[f], up += s->bias[s->features + f];
-            store_any(s->out, at, silu(gate) * up, s->narrow);
+            store_any(s->out, at, (s->gelu ? gelu(gate) : silu(gate)) * up, s->narrow);
         }
 }
 
@@ -88,8 +88,9 @@ static inline void place_head(const Step *s, int64_t index, int64_t column) {
         f32x16 scale = inverse_root(squares / (float)dim + s->eps);
         for (int d = 0; d < dim; d++) head[d] *= norm[d] * scale;
     }
-    for (int pair = 0; pair < dim / 2 && !is_value; pair++) {
-        int i = s->interleaved ? 2 * pair : pair, j = s->interleaved ? i + 1 : i + dim / 2;
+    int half = s->rotated / 2;
+    for (int pair = 0; pair < half && !is_value; pair++) {
+        int i = s->interleaved ? 2 * pair : pair, j = s->interleaved ? i + 1 : i + half;
         rotate(s, head, i, j, pair, column);
     }
 

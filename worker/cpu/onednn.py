@@ -24,7 +24,7 @@ Call = partial[int]
 """Runs one prepared primitive. Returns 0, or oneDNN's status when it failed."""
 
 ADD, MUL, SUB = 0x1FFF0, 0x1FFF1, 0x1FFF5
-LINEAR, SWISH, POW = 0x26, 0x2C, 0x30
+TANH, LINEAR, LOGISTIC, GELU_TANH, SWISH, POW = 0x21, 0x26, 0x29, 0x2B, 0x2C, 0x30
 _TYPES = {np.dtype(np.float32): 3, np.dtype(np.uint16): 2}
 _SRC, _SRC_1, _DST, _WEIGHTS, _POST_OP = 1, 2, 17, 33, 32768
 _INFERENCE, _SOFTMAX, _IMPLEMENTATION = 96, 0x30000, 8
@@ -68,7 +68,7 @@ SUM = PostOp("sum")
 
 
 def eltwise(algorithm: int, alpha: float = 1.0, beta: float = 0.0) -> PostOp:
-    """LINEAR: alpha * x + beta. SWISH: x * sigmoid(alpha * x). POW: alpha * x ** beta."""
+    """LINEAR: alpha * x + beta. SWISH: x * sigmoid(alpha * x). POW: alpha * x ** beta. LOGISTIC: sigmoid(x)."""
     return PostOp("eltwise", algorithm, alpha, beta)
 
 

@@ -77,6 +77,23 @@ static inline INLINE void weigh_panel(float *row, int seen, int n, float *most, 
     *total += sum(added);
 }
 
+// Where the first panel begins that a tile's tokens see into, `first` being the first of them.
+static inline int64_t first_panel(const Step *s, int64_t first) {
+    return first_seen(s, s->positions[first]) / PANEL * PANEL;
+}
+
+// A row's scores of n cells from `start` on capped, then hidden below what its token sees; how many are left to weigh.
+static inline int hide(const Step *s, float *row, int64_t start, int n, int64_t position) {
+    int64_t seen = position + 1 - start, unseen = first_seen(s, position) - start;
+    if (unseen >= n) return 0;
+    if (s->score_cap)
+        for (int i = 0; i < n; i += 16)
+            *(f32x16 *)(row + i) = s->score_cap * tanh_of(load(row + i) * (1 / s->score_cap));
+    for (int i = 0; i < unseen; i++) row[i] = -1e30f;
+    if (s->hide_first && start == 0 && position > 0) row[0] = -1e30f;
+    return seen < n ? seen : n;
+}
+
 // What a row's weights and values have come to, as a mean.
 static inline INLINE void store_attended(const Step *s, int64_t at, const float *sums, float total, const int dim,
                                          int narrow) {
@@ -117,16 +134,15 @@ static inline INLINE void many_rows_of(Step *s, int64_t index, float *scratch, c
         most[r] = -INFINITY, total[r] = 0;
         for (int c = 0; c < dim; c += 16) *(f32x16 *)(sums + r * dim + c) = splat(0);
     }
-    for (int64_t start = 0; start < cells; start += PANEL) {
+    for (int64_t start = first_panel(s, first); start < cells; start += PANEL) {
         int n = cells - start < PANEL ? cells - start : PANEL;
         fill_panel(s, sequence, kv_head, start, n, keys, values, dim);
         for (int t = 0; t < n; t += RUN_OF)
             for (int r = 0; r < padded; r += ROWS) score_run(q + r, keys + t * dim, scores + r * PANEL + t, s->scale, dim);
         for (int r = 0; r < padded; r++) {
             float *row = scores + r * PANEL;
-            int64_t limit = s->positions[first + (r < rows ? r : rows - 1) / group] + 1, seen = limit - start;
-            if (s->hide_first && start == 0 && limit > 1) row[0] = -1e30f;
-            weigh_panel(row, seen < n ? seen : n, n, most + r, total + r, sums + r * dim, dim);
+            int seen = hide(s, row, start, n, s->positions[first + (r < rows ? r : rows - 1) / group]);
+            weigh_panel(row, seen, n, most + r, total + r, sums + r * dim, dim);
         }
         for (int r = 0; r < padded; r += WEIGHED) add_values(scores + r * PANEL, values, n, sums + r * dim, dim);
     }

@@ -8,10 +8,10 @@
 
 #include "vectors.h"
 
-enum { SET, ADD, GATED };
+enum { SET, ADD, GATED, GATED_GELU };  // silu(gate) * up; gelu(gate) * up, gelu by its tanh
 
 typedef struct {
-    const void *weights;  // [rows, columns]; GATED: gate's rows, then as many of up
+    const void *weights;  // [rows, columns]; GATED*: gate's rows, then as many of up
     const float *bias;    // [rows of weights] or null
     const float *norm;    // [columns] or null: x is RMS-normed first
     const void *x;        // [columns] for each token, bfloat16 when x_narrow
@@ -118,9 +118,9 @@ static inline INLINE void work(Single *s, const char *x, const int narrow) {
             int64_t end = row + RUN < s->rows ? row + RUN : s->rows;
             f32x16 y[MOST], up[MOST];
             rows(s, x, begin, s->rows, y, narrow);
-            if (s->mode == GATED) {
+            if (s->mode >= GATED) {
                 rows(s, x, s->rows + begin, s->rows, up, narrow);
-                for (int t = 0; t < s->tokens; t++) y[t] = silu(y[t]) * up[t];
+                for (int t = 0; t < s->tokens; t++) y[t] = (s->mode == GATED ? silu(y[t]) : gelu(y[t])) * up[t];
             }
             for (int t = 0; t < s->tokens; t++) {
                 float *to = s->y + t * s->y_token;

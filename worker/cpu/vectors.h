@@ -155,10 +155,26 @@ static inline f32x16 exp_negative(f32x16 x) {
     return p * (f32x16)((n + 127) << 23);
 }
 
-// x / (1 + e^-x).
-static inline f32x16 silu(f32x16 x) {
-    f32x16 magnitude = (f32x16)((u32x16)x & 0x7fffffffu), e = exp_negative(-magnitude);
-    i32x16 negative = x < 0;
+// x * sigmoid(through).
+static inline f32x16 times_sigmoid(f32x16 x, f32x16 through) {
+    f32x16 magnitude = (f32x16)((u32x16)through & 0x7fffffffu), e = exp_negative(-magnitude);
+    i32x16 negative = through < 0;
     f32x16 over = (f32x16)(((i32x16)e & negative) | ((i32x16)splat(1) & ~negative));
     return x * over / (e + 1);
+}
+
+static inline f32x16 silu(f32x16 x) { return times_sigmoid(x, x); }
+
+// By its tanh form: 0.5 * x * (1 + tanh(u)) is x * sigmoid(2 * u).
+static inline f32x16 gelu(f32x16 x) { return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x)); }
+
+// Where 1 - e^-2x would have lost its last digits, its series.
+static inline f32x16 tanh_of(f32x16 x) {
+    f32x16 magnitude = (f32x16)((u32x16)x & 0x7fffffffu), e = exp_negative(-2.0f * magnitude), square = x * x;
+    f32x16 large = (1.0f - e) / (1.0f + e);
+    f32x16 small = magnitude + magnitude * square *
+        (-0.333333333f + square * (0.133333333f + square * (-0.0539682540f + square * 0.0218694885f)));
+    i32x16 first = magnitude < 0.25f;
+    f32x16 made = (f32x16)(((i32x16)small & first) | ((i32x16)large & ~first));
+    return (f32x16)((u32x16)made | ((u32x16)x & 0x80000000u));
 }

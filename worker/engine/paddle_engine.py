@@ -23,6 +23,7 @@ from worker.models.low_rank import sites_of
 from worker.models.onednn_backend import OneDnnBackend, why_not
 from worker.models.paddle_backend import PaddleBackend
 from worker.models.shard import shard_of
+from worker.models.weights import is_norm
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class PaddleEngine:
     def __init__(self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
+        if manifest.dtype == "bfloat16":  # as it is where the embeddings are, in HF and vLLM
+            model = replace(model, embed_scale=_bfloat16(model.embed_scale))
         drafts = config.speculative == "mtp"
         if drafts and not model.mtp:
             raise ValueError(
@@ -91,7 +94,7 @@ class PaddleEngine:
         replicated = xxhash.xxh3_64()
         if self._check_ranks:
             for name in self._shard.shapes:
-                if name.endswith("norm.weight"):
+                if is_norm(name) and name in self._shard.whole:
                     replicated.update(views[name].data)
         return self._backend.prepare({name: views[name] for name in self._shard.shapes}), replicated.intdigest()
 
@@ -133,3 +136,9 @@ class PaddleEngine:
             state = np.ascontiguousarray(self._backend.residual).tobytes()
             collectives.require_same(xxhash.xxh3_64_intdigest(state, seed=self._replicated), self._group)
         return logits
+
+
+def _bfloat16(value: float) -> float:
+    """Rounded to bfloat16, to nearest, ties to even."""
+    bits = int(np.float32(value).view(np.uint32))
+    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -279,7 +279,7 @@ class GpuDecoder:
         )
 
     def _angles(self, length: int) -> int:
-        cos, sin = rope_table(self.spec.rope, length)
+        cos, sin = rope_table(self.spec.ropes[0], length)
         table = np.ascontiguousarray(np.stack((cos, sin), axis=-1), np.float32)
         address = self._driver.allocate(table.nbytes, "rotary angles")
         self._driver.to_device(address, table, self._stream)
@@ -299,7 +299,7 @@ def kernels_for(
         "HEADS_AT_ONCE": heads.at_once,
         "BLOCK": block_size,
         "FP32": int(fp32),
-        "INTERLEAVED": int(spec.rope.interleaved),
+        "INTERLEAVED": int(spec.ropes[0].interleaved),
     }
     return source("" if fp32 else instances(list(_groups(weights)))), macros
 

@@ -21,6 +21,7 @@ from worker.gpu.driver import Driver
 from worker.gpu.lending import Lending
 from worker.gpu.operations import Heads
 from worker.gpu.self_test import require_right
+from worker.gpu.served import require_served
 from worker.gpu.weights import DeviceSlots, Staged, placement
 from worker.inverse_cdf import Logits
 from worker.models.shard import shard_of
@@ -41,6 +42,7 @@ class GpuEngine:
     def __init__(self, config: WorkerConfig, layout: Layout, replica: int, rank: int) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
+        require_served(model)
         if config.tp > 1:
             raise ValueError("device gpu: tensor parallelism is not served yet; use replicas")
         if config.speculative != "off":

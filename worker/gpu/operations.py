@@ -143,8 +143,9 @@ class Operations:
         self._launch("embed", (self.step.rows,), width // 8, self.step.tokens, weight, self._buffers.residual, width)
         return Rows(self._buffers.residual, width)
 
-    def norm(self, x: Rows, weight: Tensor) -> Rows:
+    def norm(self, x: Rows, weight: Tensor | None) -> Rows:
         """Done by whoever reads it."""
+        assert weight is not None, "served.py refuses layers without it"
         return replace(x, norm=weight)
 
     def attention(self, layer: int, h: Rows, qkv: Linear[Tensor], q_norm: Tensor | None, k_norm: Tensor | None) -> Rows:
@@ -189,8 +190,9 @@ class Operations:
         self.product("GATE", gate_up.weight, h, self._buffers.activated, gate_up.bias)
         return Rows(self._buffers.activated, gate_up.weight.shape[0] // 2)
 
-    def add_projected(self, x: Rows, y: Rows, linear: Linear[Tensor]) -> Rows:
+    def add_projected(self, x: Rows, y: Rows, linear: Linear[Tensor], norm: Tensor | None = None) -> Rows:
         """Onto the residual stream, in float32."""
+        assert norm is None, "served.py refuses layers that norm what they add"
         self.product("ADD", linear.weight, y, x.address)
         if linear.bias is not None:
             self._launch("add_bias", (self.step.rows,), x.width // 8, x.address, linear.bias, x.width)

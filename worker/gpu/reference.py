@@ -20,7 +20,7 @@ class ReferenceOps:
         self, spec: DecoderSpec, heads: int, kv_heads: int, max_len: int, num_blocks: int, block_size: int
     ) -> None:
         self._spec, self._heads, self._kv_heads, self._block_size = spec, heads, kv_heads, block_size
-        self._cos, self._sin = rope_table(spec.rope, max_len)
+        self._cos, self._sin = rope_table(spec.ropes[0], max_len)
         self._cache = np.zeros((2, spec.layers, num_blocks * block_size, kv_heads, spec.head_dim), np.float32)
         self._batch: ForwardBatch
 
@@ -35,8 +35,9 @@ class ReferenceOps:
         """Looked-up rows."""
         return weight[self._batch.token_ids]
 
-    def norm(self, x: Float32, weight: Float32) -> Float32:
+    def norm(self, x: Float32, weight: Float32 | None) -> Float32:
         """RMS norm over the last axis."""
+        assert weight is not None, "served.py refuses layers without it"
         scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(self._spec.eps))
         return np.asarray(x * scale * weight, np.float32)
 
@@ -74,8 +75,9 @@ class ReferenceOps:
         gate, up = np.split(_linear(h, gate_up), 2, axis=-1)
         return np.asarray(gate / (1 + np.exp(-gate)) * up, np.float32)
 
-    def add_projected(self, x: Float32, y: Float32, linear: Linear[Float32]) -> Float32:
+    def add_projected(self, x: Float32, y: Float32, linear: Linear[Float32], norm: Float32 | None = None) -> Float32:
         """x + linear(y)."""
+        assert norm is None, "served.py refuses layers that norm what they add"
         return x + _linear(y, linear)
 
     def add_experts(self, x: Float32, h: Float32, experts: Experts[Float32], moe: MoeSpec) -> Float32:
@@ -116,7 +118,9 @@ class ReferenceOps:
         turned = np.empty_like(x)
         half = self._spec.head_dim // 2
         first, second = (
-            (slice(0, None, 2), slice(1, None, 2)) if self._spec.rope.interleaved else (slice(half), slice(half, None))
+            (slice(0, None, 2), slice(1, None, 2))
+            if self._spec.ropes[0].interleaved
+            else (slice(half), slice(half, None))
         )
         turned[..., first] = x[..., first] * cos - x[..., second] * sin
         turned[..., second] = x[..., second] * cos + x[..., first] * sin

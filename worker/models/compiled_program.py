@@ -1,6 +1,7 @@
 """The program where a C compiler was found: two calls of ours between products instead of fifteen of oneDNN."""
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.kv_memory import KvMemory
 from worker.models.native_attention import NativeAttention
-from worker.models.onednn_program import Parts, Program, Rows
+from worker.models.onednn_program import Angles, Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
 from worker.models.weights import Linear
 
@@ -32,7 +33,7 @@ class _Gate(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pointer) for name in ("gate_up", "bias", "out")),
-        *((name, _Int) for name in ("features", "columns", "narrow", "next_job")),
+        *((name, _Int) for name in ("features", "columns", "narrow", "gelu", "next_job")),
     ]
 
 
@@ -45,26 +46,25 @@ class CompiledProgram(Program):
         assert native.number("gate_bytes") == ctypes.sizeof(_Gate)
         self._native, self._attend = native, attend
 
-    def begin(self, batch: ForwardBatch, kv: KvMemory, cos: Float32, sin: Float32) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvMemory, angles: Sequence[Angles]) -> None:
         """Angles and indices."""
-        tables = [self._buffer(name, len(cos)) for name in ("cos", "sin")]
-        for table, values in zip(tables, (cos, sin), strict=True):
-            table[:, : cos.shape[1]] = values
+        padded = [(self._table(f"cos {i}", cos), self._table(f"sin {i}", sin)) for i, (cos, sin) in enumerate(angles)]
         queries = self._token_major("queries", self._shard.heads * self._spec.head_dim)
-        angles, out = (tables[0], tables[1]), self._attended()
-        self._attend.begin(batch, kv, self._qkv(), angles, queries, out, hide_first=self._hide_first)
+        out = self._attended()
+        self._attend.begin(batch, kv, self._qkv(), padded, queries, out, hide_first=self._hide_first)
 
-    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
-        """RMS norm of every column, in the compute dtype."""
-        return self._normed(x, weight, self._buffer("h", len(x), self._compute))
+    def _table(self, name: str, values: Float32) -> Float32:
+        table = self._buffer(name, len(values))
+        table[:, : values.shape[1]] = values
+        return table
 
-    def _normed(self, x: Rows, weight: NamedSlot, h: Rows) -> Rows:
+    def _normed(self, x: Rows, weight: NamedSlot, into: Rows) -> Rows:
         call = _Norm(
             x=x.ctypes.data,
-            out=h.ctypes.data,
+            out=into.ctypes.data,
             features=len(x),
             columns=self._tokens,
-            narrow=h.dtype == np.uint16,
+            narrow=into.dtype == np.uint16,
             eps=self._spec.eps,
         )
         run, kernel, address = self._native.run, self._native.address("norm_columns"), ctypes.addressof(call)
@@ -74,10 +74,10 @@ class CompiledProgram(Program):
             run(kernel, address)
 
         self._steps.append(step)
-        return h
+        return into
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
-        """silu(gate) * up, from one product."""
+        """activation(gate) * up, from one product."""
         both = gate_up.weight.shape[0]
         products, made = self._buffer("gate_up", both), self._buffer("gated", both // 2, self._compute)
         self.linear(gate_up.weight, h, products)
@@ -88,6 +88,7 @@ class CompiledProgram(Program):
             features=both // 2,
             columns=self._tokens,
             narrow=self._compute == np.uint16,
+            gelu=self._spec.activation == "gelu_tanh",
         )
         run, kernel, address = self._native.run, self._native.address("gate_columns"), ctypes.addressof(call)
 
@@ -101,10 +102,15 @@ class CompiledProgram(Program):
     def attention(
         self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None
     ) -> Rows:
-        """Everything after the projection is the kernel's, bias and head norms included."""
-        self.linear(qkv.weight, h, self._qkv())
-        self._adapt(qkv.weight, h, self._qkv())
-        self._steps.append(self._attend.step(layer, qkv.bias, q_norm, k_norm))
+        """Everything after the projection is the kernel's, bias and norms of heads included."""
+        rows, bias = self._qkv(), qkv.bias
+        self.linear(qkv.weight, h, rows)
+        self._adapt(qkv.weight, h, rows)
+        if self._spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
+            self.add_bias(rows, bias)
+            self.norm_projected(rows, q_norm, k_norm)
+            bias = q_norm = k_norm = None
+        self._steps.append(self._attend.step(layer, bias, q_norm, k_norm))
         return self._attended().T
 
     def _qkv(self) -> Float32:

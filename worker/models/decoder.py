@@ -22,23 +22,26 @@ class Ops(Protocol[W, X]):
     """One step's operations over its T tokens. W: a weight; X: rows [T, n] in whatever form the backend keeps."""
 
     def embed(self, weight: W) -> X:
-        """Residual stream: the step's token ids looked up, [T, hidden]."""
+        """Residual stream: the step's token ids looked up and scaled, [T, hidden]."""
         ...
 
-    def norm(self, x: X, weight: W) -> X:
-        """RMS norm of the residual stream."""
+    def norm(self, x: X, weight: W | None) -> X:
+        """RMS norm of the residual stream; None: the stream itself, as products read it."""
         ...
 
     def attention(self, layer: int, h: X, qkv: Linear[W], q_norm: W | None, k_norm: W | None) -> X:
-        """Project to q, k, v, rotate, write KV of all T tokens, attend: [T, heads * head_dim] of this rank."""
+        """Project to q, k, v, rotate, write KV of all T tokens, attend: [T, heads * head_dim] of this rank.
+
+        How this layer rotates and how far it sees is `DecoderSpec.attention_of`'s.
+        """
         ...
 
     def gated(self, h: X, gate_up: Linear[W]) -> X:
-        """silu(gate) * up."""
+        """activation(gate) * up."""
         ...
 
-    def add_projected(self, x: X, y: X, linear: Linear[W]) -> X:
-        """x + linear(y), summed over the ranks that hold `linear`'s columns."""
+    def add_projected(self, x: X, y: X, linear: Linear[W], norm: W | None = None) -> X:
+        """x + linear(y), summed over the ranks that hold `linear`'s columns; norm: RMS norm of what is added."""
         ...
 
     def add_experts(self, x: X, h: X, experts: Experts[W], moe: MoeSpec) -> X:
@@ -82,11 +85,12 @@ def _attended(ops: Ops[W, X], index: int, x: X, layer: Layer[W]) -> X:
 
 def _behind(ops: Ops[W, X], x: X, a: X, layer: Layer[W], moe: MoeSpec | None) -> X:
     """What follows attention."""
-    x = ops.add_projected(x, a, layer.out)
+    x = ops.add_projected(x, a, layer.out, layer.attended_norm)
     h = ops.norm(x, layer.post_norm)
     if isinstance(layer.mlp, Mlp):
-        return ops.add_projected(x, ops.gated(h, layer.mlp.gate_up), layer.mlp.down)
+        return ops.add_projected(x, ops.gated(h, layer.mlp.gate_up), layer.mlp.down, layer.mlp_norm)
     assert moe is not None
+    assert layer.mlp_norm is None, "no family has a norm behind its experts"
     return ops.add_experts(x, h, layer.mlp, moe)
 
 

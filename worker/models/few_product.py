@@ -18,7 +18,7 @@ from worker.models.onednn_weights import NamedSlot
 
 MOST = 8
 """Tokens; more are as fast through oneDNN's products."""
-SET, ADD, GATED = 0, 1, 2
+SET, ADD, GATED, GATED_GELU = 0, 1, 2, 3
 _PARTS = (1024, 512, 2048, 256, 384, 768, 64, 128, 192, 320, 448)
 """Columns, the likeliest first; a whole row is tried before all."""
 _TRIED_ROWS, _TRIED_TOKENS = 512, (16, 64, 320)

@@ -1,7 +1,7 @@
 """Placing and attending by the compiled kernels: two calls a layer, keys and values in float32 or bfloat16."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +28,14 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, _Int) for name in ("heads", "kv_heads", "dim", "block_size", "narrow", "interleaved", "hide_first")),
-        ("scale", ctypes.c_float),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "eps", "score_cap", "pad")),
         ("qkv", _Pointer),
         ("columns", _Int),
-        *((name, _Pointer) for name in ("cos", "sin", "queries", "out", "positions", "slots", "tables")),
+        *((name, _Pointer) for name in ("queries", "out", "positions", "slots", "tables")),
         *((name, _Int) for name in ("table_width", "tiles", "tokens")),
         *((name, _Pointer) for name in ("tile_sequence", "tile_first", "tile_tokens")),
-        *((name, _Pointer) for name in ("keys", "values", "bias", "q_norm", "k_norm", "scratch")),
+        *((name, _Int) for name in ("rotated", "window")),
+        *((name, _Pointer) for name in ("cos", "sin", "keys", "values", "bias", "q_norm", "k_norm", "scratch")),
         *((name, _Int) for name in ("scratch_stride", "next_job", "next_thread")),
     ]
 
@@ -51,10 +51,12 @@ class NativeAttention:
             heads=shard.heads,
             kv_heads=shard.kv_heads,
             dim=spec.head_dim,
-            interleaved=spec.rope.interleaved,
-            scale=spec.head_dim**-0.5,
+            interleaved=any(rope.interleaved for rope in spec.ropes),
+            scale=spec.scale,
             eps=spec.eps,
+            score_cap=spec.score_cap,
         )
+        self._spec, self._angles = spec, [(0, 0)] * len(spec.ropes)
         self._scratch = np.empty(0, np.float32)
         self._layers: list[tuple[int, int]] = []
 
@@ -63,7 +65,7 @@ class NativeAttention:
         batch: ForwardBatch,
         kv: KvMemory,
         qkv: Float32,
-        angles: tuple[Float32, Float32],
+        angles: Sequence[tuple[Float32, Float32]],
         queries: Float32,
         out: npt.NDArray[np.generic],
         *,
@@ -71,7 +73,8 @@ class NativeAttention:
     ) -> None:
         """What the layers of this step share.
 
-        qkv: [(heads + 2 * kv_heads) * head_dim, columns], projected. angles: cos and sin, [head_dim / 2, columns].
+        qkv: [(heads + 2 * kv_heads) * head_dim, columns], projected. angles: cos and sin, [rotated / 2, columns], for
+        each of `DecoderSpec.ropes`.
         queries, out: [columns, heads * head_dim], token-major; out is of the cache's dtype. hide_first: only the first
         token of a sequence sees its cell.
         """
@@ -81,7 +84,7 @@ class NativeAttention:
         step.block_size, step.narrow = kv.block_size, kv.keys.dtype == np.uint16
         step.hide_first = hide_first
         step.qkv, step.columns = qkv.ctypes.data, qkv.shape[1]
-        step.cos, step.sin = (table.ctypes.data for table in angles)
+        self._angles = [(cos.ctypes.data, sin.ctypes.data) for cos, sin in angles]
         step.queries, step.out = queries.ctypes.data, out.ctypes.data
         step.tables, step.table_width = batch.block_tables.ctypes.data, batch.block_tables.shape[1]
         step.positions, step.slots = batch.positions.ctypes.data, batch.slots.ctypes.data
@@ -102,9 +105,14 @@ class NativeAttention:
         """One layer's work on what `begin` was given, to be run in every step."""
         step, address, run = self._step, ctypes.addressof(self._step), self._native.run
         place, attend = self._native.address("place"), self._native.address("attend")
+        attention = self._spec.attention_of(layer)
+        rotated = 0 if attention.rope is None else attention.rope.dim
+        which = None if attention.rope is None else self._spec.ropes.index(attention.rope)
 
         def work() -> None:
             step.keys, step.values = self._layers[layer]
+            step.rotated, step.window = rotated, attention.window
+            step.cos, step.sin = (0, 0) if which is None else self._angles[which]
             # Where the weights lie changes when others are bound.
             step.bias, step.q_norm, step.k_norm = (slot and slot.address for slot in (bias, q_norm, k_norm))
             step.next_job = 0

@@ -117,8 +117,8 @@ class OneDnnBackend:
         if self._native:
             self._attention = NativeAttention(self._native, spec, shard)
         else:
-            self._attention = BlockedAttention(self._dnn, mkl.load(), shard.heads, shard.kv_heads, spec.head_dim)
-        self._cos, self._sin = rope_table(spec.rope, max_len)
+            self._attention = BlockedAttention(self._dnn, mkl.load(), spec, shard)
+        self._ropes = [rope_table(rope, max_len) for rope in spec.ropes]
         self._kv: KvMemory | None = None
         self.low_rank: LowRank = (
             NativeLowRank(self._native, sites, narrow=dtype == "bfloat16") if self._native else PlainLowRank(sites)
@@ -212,7 +212,7 @@ class OneDnnBackend:
         if isinstance(program, SingleProgram):
             program.count = len(batch.token_ids)
         program.embedded()[: len(batch.token_ids)] = self._looked_up(batch.token_ids)
-        program.begin(batch, kv, self._cos[batch.positions].T, self._sin[batch.positions].T)
+        program.begin(batch, kv, [(cos[batch.positions].T, sin[batch.positions].T) for cos, sin in self._ropes])
         program.run(self.asked)
 
     def _drafted(self, batch: ForwardBatch, kv: KvMemory, *, only_keys: bool) -> Rows:
@@ -254,6 +254,9 @@ class OneDnnBackend:
         buffers, rows = self._head_parts.buffers, weights.head.shape[0]
         x, logits = buffers("last", self._spec.hidden_size, columns), buffers("logits", rows, columns)
         program.linear(weights.head, program.norm(x, weights.norm), logits)
+        program.add_bias(logits, weights.head_bias)
+        if self._spec.logit_cap:
+            program.cap(logits, self._spec.logit_cap)
         token_major = buffers("logits_rows", rows, columns).reshape(columns, rows)
         program.copy(logits.T, token_major)
         self._heads[columns, few] = program, x, token_major

@@ -15,18 +15,39 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
-from worker.cpu.onednn import ADD, MUL, SUM, SWISH, OneDnn, Operand, PostOp, combine, eltwise
+from worker.cpu.onednn import (
+    ADD,
+    GELU_TANH,
+    LINEAR,
+    LOGISTIC,
+    MUL,
+    POW,
+    SUM,
+    SWISH,
+    TANH,
+    OneDnn,
+    Operand,
+    PostOp,
+    combine,
+    eltwise,
+)
 from worker.engine.base import Float32, ForwardBatch, Interrupted
 from worker.models.kv_memory import KvMemory
 from worker.models.low_rank import LowRank
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
-from worker.models.weights import Experts, Linear
+from worker.models.weights import Experts, Linear, Mlp
 
 Rows = npt.NDArray[Any]
 """Feature-major activations [n, T], float32 or bfloat16 bits; may be a transposed view."""
+Angles = tuple[Float32, Float32]
+"""cos and sin, [rotated / 2, tokens] each, of a batch's own tokens."""
 Step = Callable[[], object]
 """Recorded work; what it returns is an error unless it is false."""
+
+
+def _scalar(value: float) -> Rows:
+    return np.full((1, 1), value, np.float32)
 
 
 def _row(operand: Operand) -> Rows:
@@ -76,6 +97,7 @@ class Program(ABC):
         self._dnn, self._spec, self._shard, self._weights = parts.dnn, parts.spec, parts.shard, parts.weights
         self._buffers, self._reduce, self._route = parts.buffers, parts.reduce, parts.route
         self._hide_first, self._adapters = parts.hide_first, parts.adapters
+        self._activation = eltwise(SWISH if parts.spec.activation == "silu" else GELU_TANH)
         self._tokens, self._compute = tokens, parts.weights.matrix_dtype
         self._steps: list[Step] = []
 
@@ -88,12 +110,18 @@ class Program(ABC):
                 raise Interrupted
 
     @abstractmethod
-    def begin(self, batch: ForwardBatch, kv: KvMemory, cos: Float32, sin: Float32) -> None:
-        """What all layers of the next run share. cos, sin: [head_dim / 2, tokens] of the batch's own tokens."""
+    def begin(self, batch: ForwardBatch, kv: KvMemory, angles: Sequence[Angles]) -> None:
+        """What all layers of the next run share. angles: for each of `DecoderSpec.ropes`."""
+
+    def norm(self, x: Rows, weight: NamedSlot | None) -> Rows:
+        """RMS norm of every column, or the column itself, in the compute dtype."""
+        if weight is None:
+            return self._narrowed("h", x)
+        return self._normed(x, weight, self._buffer("h", len(x), self._compute))
 
     @abstractmethod
-    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
-        """RMS norm of every column, in the compute dtype."""
+    def _normed(self, x: Rows, weight: NamedSlot, into: Rows) -> Rows:
+        """RMS norm of every column, into that and in its dtype."""
 
     @abstractmethod
     def attention(
@@ -112,10 +140,12 @@ class Program(ABC):
         if self._shard.vocab != (0, self._spec.vocab_size):
             assert self._reduce is not None
             self._steps.append(self._reduce(x))
+        if self._spec.embed_scale != 1:
+            self._steps.append(self._dnn.binary(MUL, x, _scalar(self._spec.embed_scale), x))
         return x
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
-        """silu(gate) * up; the second product multiplies by the first where it is stored."""
+        """activation(gate) * up; the second product multiplies by the first where it is stored."""
         if self._adapters is not None:
             return self._gated_apart(h, gate_up)
         inner, hidden = gate_up.weight.shape[0] // 2, gate_up.weight.shape[1]
@@ -123,12 +153,12 @@ class Program(ABC):
         ups, made = self._buffer("up", inner), self._buffer("gated", inner, self._compute)
         self.linear(up, h, ups)
         if gate_up.bias is None:
-            self.linear(gate, h, made, [eltwise(SWISH), combine(MUL, ups)])
+            self.linear(gate, h, made, [self._activation, combine(MUL, ups)])
             return made
-        self._add_bias(ups, gate_up.bias, inner)
+        self.add_bias(ups, gate_up.bias, inner)
         gates = self._buffer("gate", inner)
         self.linear(gate, h, gates)
-        self._add_bias(gates, gate_up.bias, 0, [eltwise(SWISH), combine(MUL, ups)])
+        self.add_bias(gates, gate_up.bias, 0, [self._activation, combine(MUL, ups)])
         return self._narrowed("gated", gates)
 
     def _gated_apart(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
@@ -136,15 +166,24 @@ class Program(ABC):
         inner = gate_up.weight.shape[0] // 2
         both = self._buffer("gate_up", 2 * inner)
         self.linear(gate_up.weight, h, both)
-        self._add_bias(both, gate_up.bias)
+        self.add_bias(both, gate_up.bias)
         self._adapt(gate_up.weight, h, both)
         gates, ups = both[:inner], both[inner:]
-        one = np.ones((1, 1), np.float32)
-        self._steps.append(self._dnn.binary(MUL, gates, one, gates, [eltwise(SWISH), combine(MUL, ups)]))
+        self._steps.append(self._dnn.binary(MUL, gates, _scalar(1), gates, [self._activation, combine(MUL, ups)]))
         return self._narrowed("gated", gates)
 
-    def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot]) -> Rows:
+    def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot], norm: NamedSlot | None = None) -> Rows:
         """x + linear(y), into x itself."""
+        if norm is not None:
+            partial = self._buffer("partial", len(x))
+            self.linear(linear.weight, y, partial)
+            self._adapt(linear.weight, y, partial)
+            if self._reduce is not None:
+                self._steps.append(self._reduce(partial))
+            self.add_bias(partial, linear.bias)
+            added = self._normed(partial, norm, self._buffer("added", len(x)))
+            self._steps.append(self._dnn.binary(ADD, x, added, x))
+            return x
         if self._reduce is None:
             self.linear(linear.weight, y, x, [SUM])
             self._adapt(linear.weight, y, x)
@@ -153,7 +192,7 @@ class Program(ABC):
             self.linear(linear.weight, y, partial)
             self._adapt(linear.weight, y, partial)
             self._add_reduced(x, partial)
-        self._add_bias(x, linear.bias)
+        self.add_bias(x, linear.bias)
         return x
 
     def add_experts(self, x: Rows, h: Rows, experts: Experts[NamedSlot], moe: MoeSpec) -> Rows:
@@ -167,14 +206,27 @@ class Program(ABC):
         self.linear(experts.router, wide, scores)
         self._steps.append(self._route(h, into, scores, experts, moe))
         if experts.shared is not None:
-            made = self.gated(h, experts.shared.gate_up)
-            self.linear(experts.shared.down.weight, made, into, [SUM])
-            self._adapt(experts.shared.down.weight, made, into)
+            self._add_shared(into, h, wide, experts.shared, experts.shared_gate)
         if self._reduce is not None:
             self._add_reduced(x, into)
         if experts.shared is not None:
-            self._add_bias(x, experts.shared.down.bias)
+            self.add_bias(x, experts.shared.down.bias)
         return x
+
+    def _add_shared(self, into: Rows, h: Rows, wide: Rows, shared: Mlp[NamedSlot], gate: NamedSlot | None) -> None:
+        """into += the shared expert of h, weighted by its gate's sigmoid if it has one. wide: h in float32."""
+        made, down = self.gated(h, shared.gate_up), shared.down.weight
+        if gate is None:
+            self.linear(down, made, into, [SUM])
+            self._adapt(down, made, into)
+            return
+        share, added = self._buffer("share", 1), self._buffer("shared", len(into))
+        self.linear(gate, wide, share)
+        self._steps.append(self._dnn.binary(MUL, share, _scalar(1), share, [eltwise(LOGISTIC)]))
+        self.linear(down, made, added)
+        self._adapt(down, made, added)
+        self._steps.append(self._dnn.binary(MUL, added, share, added))
+        self._steps.append(self._dnn.binary(ADD, into, added, into))
 
     def previous(self) -> Rows:
         """Where the caller puts the hidden states before the step's tokens, [hidden, T]."""
@@ -192,8 +244,31 @@ class Program(ABC):
         """linear(y) where the residual stream lies."""
         x = self._buffer("x", linear.weight.shape[0])
         self.linear(linear.weight, y, x)
-        self._add_bias(x, linear.bias)
+        self.add_bias(x, linear.bias)
         return x
+
+    def cap(self, x: Rows, most: float) -> None:
+        """x = most * tanh(x / most), in place."""
+        post = [eltwise(TANH), eltwise(LINEAR, most, 0.0)]
+        self._steps.append(self._dnn.binary(MUL, x, _scalar(1 / most), x, post))
+
+    def norm_projected(self, rows: Rows, q_norm: NamedSlot, k_norm: NamedSlot) -> None:
+        """q and k of rows [q + k + v, T] normed in place, over all heads of all ranks."""
+        spec, (q, k) = self._spec, (q_norm.shape[0], k_norm.shape[0])
+        parts = (rows[:q], q_norm, spec.heads), (rows[q : q + k], k_norm, spec.kv_heads * self._shard.sharers)
+        scales = self._buffer("projected_scales", 2)
+        for index, (x, _, heads) in enumerate(parts):
+            squares = self._buffer("projected_squares", len(x))
+            self._steps.append(self._dnn.binary(MUL, x, x, squares))
+            mean = np.full((1, len(x)), 1 / (heads * spec.head_dim), np.float32)  # over ranks: see `Shard.sharers`
+            self._steps.append(self._dnn.matmul(mean, squares, scales[index : index + 1]))
+        if self._reduce is not None:
+            self._steps.append(self._reduce(scales))
+        post = [eltwise(LINEAR, 1.0, spec.eps), eltwise(POW, 1.0, -0.5)]
+        self._steps.append(self._dnn.binary(MUL, scales, _scalar(1), scales, post))
+        for index, (x, norm, _) in enumerate(parts):
+            factors = self._weights.part(norm.name, (len(x), 1))
+            self._steps.append(self._dnn.binary(MUL, x, factors, x, [combine(MUL, scales[index : index + 1])]))
 
     def copy(self, src: Rows, dst: Rows) -> None:
         """dst = src, transposed or cast as their strides and dtypes say."""
@@ -212,7 +287,7 @@ class Program(ABC):
         if self._adapters is not None:
             self._steps.append(self._adapters.step(weight.name, src, dst))
 
-    def _add_bias(self, x: Rows, bias: NamedSlot | None, start: int = 0, post: Sequence[PostOp] = ()) -> None:
+    def add_bias(self, x: Rows, bias: NamedSlot | None, start: int = 0, post: Sequence[PostOp] = ()) -> None:
         """x += the bias's elements from `start` on, in a pass of its own: a product cannot add one to a row."""
         if bias is not None:
             self._steps.append(self._dnn.binary(ADD, x, self._weights.part(bias.name, (len(x), 1), start), x, post))

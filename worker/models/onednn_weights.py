@@ -10,11 +10,14 @@ from weight_manager.families.spec import DecoderSpec
 from weight_manager.manifest import Dtype
 from worker.cpu.onednn import OneDnn, Slot
 from worker.models.shard import Shard
-from worker.models.weights import Weights, collect
+from worker.models.weights import Weights, collect, is_norm
 
 Array = npt.NDArray[Any]
 Prepared = dict[str, tuple[Array, int]]
 """Per tensor its array and the array's address."""
+
+
+_ROUTING = (".mlp.gate.weight", "correction_bias", "shared_expert_gate.weight")
 
 
 class NamedSlot(Slot):
@@ -31,6 +34,7 @@ class BoundWeights:
 
     def __init__(self, dnn: OneDnn, spec: DecoderSpec, shard: Shard, dtype: Dtype) -> None:
         self._dnn, self._shapes = dnn, dict(shard.shapes)
+        self._unit_norms = spec.unit_norms
         self.matrix_dtype = np.dtype(np.float32 if dtype == "float32" else np.uint16)
         self._slots: dict[Any, NamedSlot] = {}
         self._bound: Prepared = {}
@@ -38,7 +42,7 @@ class BoundWeights:
         self._repeats = {
             name: shard.heads if name.endswith("q_norm.weight") else shard.kv_heads
             for name in shard.shapes
-            if name.endswith(("q_norm.weight", "k_norm.weight"))
+            if spec.qk_norm == "heads" and name.endswith(("q_norm.weight", "k_norm.weight"))
         }
         for name, times in self._repeats.items():
             self._shapes[name] = (times * spec.head_dim,)
@@ -57,6 +61,8 @@ class BoundWeights:
     def prepare(self, views: Mapping[str, Array]) -> Prepared:
         """What `bind` takes."""
         arrays = {name: view if self._stays(name) else _float32(view) for name, view in views.items()}
+        if self._unit_norms:
+            arrays |= {name: array + np.float32(1) for name, array in arrays.items() if is_norm(name)}
         for name, times in self._repeats.items():
             arrays[name] = np.tile(arrays[name], times)
         return {name: (array, array.ctypes.data) for name, array in arrays.items()}
@@ -78,7 +84,7 @@ class BoundWeights:
 
     def _stays(self, name: str) -> bool:
         """Norms, biases and routers are small, and wanted in float32."""
-        return len(self._shapes[name]) == 2 and not name.endswith((".mlp.gate.weight", "correction_bias"))
+        return len(self._shapes[name]) == 2 and not name.endswith(_ROUTING)
 
 
 def _float32(view: Array) -> npt.NDArray[np.float32]:

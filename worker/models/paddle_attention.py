@@ -12,8 +12,10 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F  # noqa: N812
 
+from weight_manager.families.rope import RopeSpec
 from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import ForwardBatch
+from worker.models.rope import rope_table
 from worker.models.shard import Shard
 
 Tensor = Any
@@ -24,23 +26,25 @@ _MASKED = np.float32(-1e30)
 class _Group:
     """Sequences with equal query counts that are attended to in one matmul.
 
-    rows: [S * n] rows of the step. blocks: cache rows gathered. mask: [S * kv_heads, group * n, context], added.
+    rows: [S * n] rows of the step. blocks: cache rows gathered. masks: by window, [S * kv_heads, group * n, context],
+    added.
     """
 
     rows: Tensor
     count: int
     queries: int
     blocks: Tensor
-    mask: Tensor
+    masks: dict[int, Tensor]
 
 
 class PagedAttention:
-    """Keys and values of one rank, and attention over them. cos, sin: [max_len, head_dim / 2]."""
+    """Keys and values of one rank, and attention over them. max_len: of the longest context."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, spec: DecoderSpec, shard: Shard, max_len: int) -> None:
+        self._spec = spec
         self._dim, self._heads, self._kv_heads = spec.head_dim, shard.heads, shard.kv_heads
-        self._interleaved = spec.rope.interleaved
-        self._table = cos, sin
+        self._tables = {rope: [paddle.to_tensor(t) for t in rope_table(rope, max_len)] for rope in spec.ropes}
+        self._angles: dict[RopeSpec, list[Tensor]] = {}
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -70,23 +74,27 @@ class PagedAttention:
         rows = (block[:, None] * self._kv_heads + heads) * self._block_size + offset[:, None]
         self._written = paddle.to_tensor(rows.reshape(-1))
         positions = paddle.to_tensor(batch.positions)
-        cos, sin = (paddle.index_select(table, positions).unsqueeze(1) for table in self._table)
-        self._cos, self._sin = cos, sin
+        self._angles = {
+            rope: [paddle.index_select(table, positions).unsqueeze(1) for table in tables]
+            for rope, tables in self._tables.items()
+        }
         self._groups = list(self._grouped(batch))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], not yet rotated -> [T, heads * head_dim]."""
-        q, k = self._rotated(q), self._rotated(k)
+        attention = self._spec.attention_of(layer)
+        q, k = self._rotated(q, attention.rope), self._rotated(k, attention.rope)
         for cache, new in ((self._keys[layer], k), (self._values[layer], v)):
             flat = cache.reshape([-1, self._dim])
             paddle.scatter_(flat, self._written, new.reshape([-1, self._dim]))
-        outs = [self._attend(group, q, self._keys[layer], self._values[layer]) for group in self._groups]
+        window, keys, values = attention.window, self._keys[layer], self._values[layer]
+        outs = [self._attend(group, window, q, keys, values) for group in self._groups]
         if len(outs) == 1:
             return outs[0]
         order = paddle.argsort(paddle.concat([group.rows for group in self._groups]))
         return paddle.index_select(paddle.concat(outs), order)
 
-    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, group: _Group, window: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         per_kv, dim = self._heads // self._kv_heads, self._dim
         k, v = (
             paddle.index_select(cache, group.blocks).reshape([group.count * self._kv_heads, -1, dim])
@@ -95,7 +103,10 @@ class PagedAttention:
         rows = paddle.index_select(q, group.rows)
         rows = rows.reshape([group.count, group.queries, self._kv_heads, per_kv, dim]).transpose([0, 2, 3, 1, 4])
         scores = paddle.matmul(rows.reshape([group.count * self._kv_heads, -1, dim]), k, transpose_y=True)
-        scores = scores * (dim**-0.5) + group.mask
+        scores = scores * self._spec.scale
+        if self._spec.score_cap:
+            scores = paddle.tanh(scores / self._spec.score_cap) * self._spec.score_cap
+        scores = scores + group.masks[window]
         # Paddle's softmax makes finite weights of scores that are not.
         poison = scores.sum(axis=-1, keepdim=True) * 0
         out = paddle.matmul(F.softmax(scores, axis=-1), v) + poison
@@ -117,27 +128,42 @@ class PagedAttention:
         tables = batch.block_tables[sequences, :width]
         heads = np.arange(self._kv_heads, dtype=np.int32)[None, :, None]
         blocks = tables[:, None, :] * self._kv_heads + heads
-        own = batch.positions[rows].reshape(count, queries, 1)
-        visible = np.arange(width * self._block_size) <= own
-        if self._hide_first:
-            visible[..., :1] &= own == 0
-        mask = np.where(visible, np.float32(0), _MASKED)[:, None, None]
-        mask = np.broadcast_to(mask, (count, self._kv_heads, per_kv, queries, mask.shape[-1]))
+        own, cells = batch.positions[rows].reshape(count, queries, 1), np.arange(width * self._block_size)
+        masks = {}
+        for window in dict.fromkeys(attention.window for attention in self._spec.attention):
+            visible = cells <= own
+            if window:
+                visible &= cells > own - window
+            if self._hide_first:
+                visible[..., :1] &= own == 0
+            mask = np.where(visible, np.float32(0), _MASKED)[:, None, None]
+            mask = np.broadcast_to(mask, (count, self._kv_heads, per_kv, queries, mask.shape[-1]))
+            masks[window] = paddle.to_tensor(mask.reshape(count * self._kv_heads, per_kv * queries, -1))
         return _Group(
             rows=paddle.to_tensor(rows),
             count=count,
             queries=queries,
             blocks=paddle.to_tensor(blocks.reshape(-1).astype(np.int32)),
-            mask=paddle.to_tensor(mask.reshape(count * self._kv_heads, per_kv * queries, -1)),
+            masks=masks,
         )
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        if self._interleaved:
+    def _rotated(self, x: Tensor, rope: RopeSpec | None) -> Tensor:
+        """x [T, n, head_dim] with its first `rope.dim` elements turned."""
+        if rope is None:
+            return x
+        if rope.dim < self._dim:
+            turned, rest = paddle.split(x, [rope.dim, self._dim - rope.dim], axis=-1)
+            return paddle.concat([self._turned(turned, rope), rest], axis=-1)
+        return self._turned(x, rope)
+
+    def _turned(self, x: Tensor, rope: RopeSpec) -> Tensor:
+        cos, sin = self._angles[rope]
+        if rope.interleaved:
             pairs = x.reshape([*x.shape[:-1], -1, 2])
             a, b = pairs[..., 0], pairs[..., 1]
-            return paddle.stack([a * self._cos - b * self._sin, b * self._cos + a * self._sin], -1).reshape(x.shape)
+            return paddle.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
         a, b = paddle.chunk(x, 2, axis=-1)
-        return paddle.concat([a * self._cos - b * self._sin, b * self._cos + a * self._sin], axis=-1)
+        return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def _copy_block(self, source: int, target: int) -> None:
         heads = np.arange(self._kv_heads, dtype=np.int32)

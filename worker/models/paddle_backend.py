@@ -15,7 +15,7 @@ from worker.models.kv_memory import slots_before
 from worker.models.low_rank import PlainLowRank, Site
 from worker.models.paddle_ops import PaddleOps, rms_norm
 from worker.models.shard import Shard
-from worker.models.weights import Weights, collect
+from worker.models.weights import Weights, collect, is_norm
 
 
 class PaddleBackend:
@@ -45,6 +45,8 @@ class PaddleBackend:
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> tuple[Weights[Any], dict[int, str]]:
         """Tensors over the views, without a copy in float32; the names of those that adapters may change, by id."""
         tensors = tensors_over(views)
+        if self._spec.unit_norms:
+            tensors |= {name: tensor + 1.0 for name, tensor in tensors.items() if is_norm(name)}
         names = {id(tensor): name for name, tensor in tensors.items() if name in self._sites}
         return collect(self._spec, tensors), names
 
@@ -103,6 +105,10 @@ class PaddleBackend:
     def _logits(self, x: Any, batch: ForwardBatch, weights: Weights[Any]) -> Float32 | None:
         rows = paddle.index_select(x, paddle.to_tensor(batch.logits_rows))
         part = paddle.matmul(rms_norm(rows, weights.norm, self._spec.eps), weights.head, transpose_y=True)
+        if weights.head_bias is not None:
+            part = part + weights.head_bias
+        if self._spec.logit_cap:
+            part = paddle.tanh(part / self._spec.logit_cap) * self._spec.logit_cap
         if weights.head.shape[0] < self._spec.vocab_size:
             parts: list[Any] = []
             paddle.distributed.all_gather(parts, part, group=self._group)

@@ -11,7 +11,6 @@ from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import ForwardBatch
 from worker.models.low_rank import PlainLowRank
 from worker.models.paddle_attention import PagedAttention
-from worker.models.rope import rope_table
 from worker.models.shard import Shard
 from worker.models.weights import Experts, Linear, Mlp
 
@@ -26,8 +25,7 @@ class PaddleOps:
         self._spec, self._shard, self._group, self._low_rank = spec, shard, group, low_rank
         self.names: Mapping[int, str] = {}  # by id of a weight, of the products that adapters may change
         self._previous: Tensor = None
-        cos, sin = rope_table(spec.rope, max_len)
-        self._attention = PagedAttention(spec, shard, paddle.to_tensor(cos), paddle.to_tensor(sin))
+        self._attention = PagedAttention(spec, shard, max_len)
         self._batch: ForwardBatch
 
     def allocate_kv(self, layers: int, num_blocks: int, block_size: int) -> None:
@@ -51,36 +49,51 @@ class PaddleOps:
         ids = self._batch.token_ids
         low, high = self._shard.vocab
         if high - low == self._spec.vocab_size:
-            return F.embedding(paddle.to_tensor(ids), weight)
+            return F.embedding(paddle.to_tensor(ids), weight) * self._spec.embed_scale
         mine = (ids >= low) & (ids < high)
         rows = F.embedding(paddle.to_tensor(np.where(mine, ids - low, 0).astype(np.int32)), weight)
-        return self._summed(rows * paddle.to_tensor(mine.astype(np.float32)[:, None]))
+        return self._summed(rows * paddle.to_tensor(mine.astype(np.float32)[:, None])) * self._spec.embed_scale
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm."""
-        return rms_norm(x, weight, self._spec.eps)
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm, or x itself."""
+        return x if weight is None else rms_norm(x, weight, self._spec.eps)
 
     def attention(
         self, layer: int, h: Tensor, qkv: Linear[Tensor], q_norm: Tensor | None, k_norm: Tensor | None
     ) -> Tensor:
         """Paged attention over the cache."""
         spec, shard = self._spec, self._shard
-        rows = self._linear(h, qkv).reshape([h.shape[0], -1, spec.head_dim])
+        rows = self._linear(h, qkv)
+        if spec.qk_norm == "whole":
+            rows = self._norm_projected(rows, q_norm, k_norm)
+        rows = rows.reshape([h.shape[0], -1, spec.head_dim])
         q, k, v = paddle.split(rows, [shard.heads, shard.kv_heads, shard.kv_heads], axis=1)
-        if q_norm is not None:
+        if spec.qk_norm == "heads":
             q, k = rms_norm(q, q_norm, spec.eps), rms_norm(k, k_norm, spec.eps)
         return self._attention(layer, q, k, v)
 
-    def gated(self, h: Tensor, gate_up: Linear[Tensor]) -> Tensor:
-        """silu(gate) * up."""
-        gate, up = paddle.chunk(self._linear(h, gate_up), 2, axis=-1)
-        return F.silu(gate) * up
+    def _norm_projected(self, rows: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        """q and k of [T, q + k + v] normed over all heads of all ranks."""
+        spec, widths = self._spec, [norm.shape[0] for norm in (q_norm, k_norm)]
+        q, k, v = paddle.split(rows, [*widths, widths[1]], axis=-1)
+        squares = paddle.stack([(x * x).sum(axis=-1) for x in (q, k)])
+        # Ranks that share a KV head all bring its squares.
+        whole = np.array([[spec.heads], [spec.kv_heads * self._shard.sharers]], np.float32) * spec.head_dim
+        scale = paddle.rsqrt(self._summed(squares) / paddle.to_tensor(whole) + spec.eps).unsqueeze(-1)
+        return paddle.concat([q * scale[0] * q_norm, k * scale[1] * k_norm, v], axis=-1)
 
-    def add_projected(self, x: Tensor, y: Tensor, linear: Linear[Tensor]) -> Tensor:
-        """x + linear(y)."""
+    def gated(self, h: Tensor, gate_up: Linear[Tensor]) -> Tensor:
+        """activation(gate) * up."""
+        gate, up = paddle.chunk(self._linear(h, gate_up), 2, axis=-1)
+        return (F.silu(gate) if self._spec.activation == "silu" else F.gelu(gate, approximate=True)) * up
+
+    def add_projected(self, x: Tensor, y: Tensor, linear: Linear[Tensor], norm: Tensor | None = None) -> Tensor:
+        """x + linear(y), normed maybe."""
         # The bias is whole on every rank: it is added once, after the sum.
-        partial = self._summed(self._linear(y, Linear(linear.weight, None)))
-        return x + partial if linear.bias is None else x + partial + linear.bias
+        added = self._summed(self._linear(y, Linear(linear.weight, None)))
+        if norm is None:
+            return x + added if linear.bias is None else x + added + linear.bias
+        return x + rms_norm(added if linear.bias is None else added + linear.bias, norm, self._spec.eps)
 
     def add_experts(self, x: Tensor, h: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> Tensor:
         """x + experts(h), expert by expert."""
@@ -94,7 +107,10 @@ class PaddleOps:
             y = self._mlp(paddle.index_select(h, rows), mlp) * paddle.to_tensor(weights[tokens, place][:, None])
             out = paddle.index_add(out, rows, 0, y)
         if experts.shared is not None:
-            out = out + self._mlp(h, experts.shared)
+            shared = self._mlp(h, experts.shared)
+            if experts.shared_gate is not None:
+                shared = shared * F.sigmoid(paddle.matmul(h, experts.shared_gate, transpose_y=True))
+            out = out + shared
         return x + self._summed(out)
 
     def joined(self, x: Tensor, norm: Tensor, previous_norm: Tensor) -> Tensor:

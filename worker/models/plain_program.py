@@ -1,12 +1,15 @@
 """The program of machines without a C compiler: norms and rotation by oneDNN, attention by MKL."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from weight_manager.families.rope import RopeSpec
 from worker.cpu.onednn import ADD, LINEAR, MUL, POW, combine, eltwise
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.kv_memory import KvMemory
 from worker.models.mkl_attention import BlockedAttention
-from worker.models.onednn_program import Parts, Program, Rows
+from worker.models.onednn_program import Angles, Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
 from worker.models.weights import Linear
 
@@ -18,20 +21,24 @@ class PlainProgram(Program):
         super().__init__(parts, tokens)
         self._attend = attend
 
-    def begin(self, batch: ForwardBatch, kv: KvMemory, cos: Float32, sin: Float32) -> None:
+    def begin(self, batch: ForwardBatch, kv: KvMemory, angles: Sequence[Angles]) -> None:
         """Angles are repeated for every head, as `_rotate` wants them."""
-        tokens = cos.shape[1]
-        for table, (first, second) in ((self._rotary("cos"), (cos, cos)), (self._rotary("sin"), (-sin, sin))):
-            a, b = self._pairs(table)
-            a[:, :, :tokens], b[:, :, :tokens] = first, second
+        for rope, (cos, sin) in zip(self._spec.ropes, angles, strict=True):
+            tokens = cos.shape[1]
+            for name, (first, second), rest in (("cos", (cos, cos), 1), ("sin", (-sin, sin), 0)):
+                a, b, beyond = self._pairs(self._rotary(name, rope), rope)
+                a[:, :, :tokens], b[:, :, :tokens] = first, second
+                beyond[...] = rest
         self._attend.begin(batch, kv, self._qkv_rows(), self._attended(), hide_first=self._hide_first)
 
-    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
-        """RMS norm of every column, in the compute dtype."""
-        scale, h = self._scale(x[None])[0], self._buffer("h", len(x))
+    def _normed(self, x: Rows, weight: NamedSlot, into: Rows) -> Rows:
+        scale = self._scale(x[None])[0]
+        wide = into if into.dtype == np.float32 else self._buffer("normed", len(x))
         factors = self._weights.part(weight.name, (len(x), 1))
-        self._steps.append(self._dnn.binary(MUL, x, factors, h, [combine(MUL, scale)]))
-        return self._narrowed("h", h)
+        self._steps.append(self._dnn.binary(MUL, x, factors, wide, [combine(MUL, scale)]))
+        if wide is not into:
+            self.copy(wide, into)
+        return into
 
     def attention(
         self, layer: int, h: Rows, qkv: Linear[NamedSlot], q_norm: NamedSlot | None, k_norm: NamedSlot | None
@@ -41,11 +48,15 @@ class PlainProgram(Program):
         rows = self._buffer("qkv", (heads + 2 * kv_heads) * dim)
         self.linear(qkv.weight, h, rows)
         self._adapt(qkv.weight, h, rows)
-        self._add_bias(rows, qkv.bias)
-        if q_norm is not None and k_norm is not None:
+        self.add_bias(rows, qkv.bias)
+        if self._spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
+            self.norm_projected(rows, q_norm, k_norm)
+        elif q_norm is not None and k_norm is not None:
             self._norm_heads(rows[: heads * dim], q_norm)
             self._norm_heads(rows[heads * dim : (heads + kv_heads) * dim], k_norm)
-        self._rotate(rows[: (heads + kv_heads) * dim])
+        rope = self._spec.attention_of(layer).rope
+        if rope is not None:
+            self._rotate(rows[: (heads + kv_heads) * dim], rope)
         self.copy(rows.T, self._qkv_rows())
         self._steps.append(lambda: self._attend(layer))
         out = self._attended()
@@ -81,23 +92,28 @@ class PlainProgram(Program):
         self._steps.append(self._dnn.matmul(mean, squares.reshape(x.shape), scale, post))
         return scale
 
-    def _rotate(self, x: Rows) -> None:
+    def _rotate(self, x: Rows, rope: RopeSpec) -> None:
         """Turn the rotary pairs of x [heads * head_dim, T] in place: x * cos + (x with its pairs swapped) * sin."""
         swapped = self._buffers("swapped", len(x), self._tokens)
-        (a, b), (into_a, into_b) = self._pairs(x), self._pairs(swapped)
+        (a, b, rest), (into_a, into_b, into_rest) = self._pairs(x, rope), self._pairs(swapped, rope)
         self.copy(a, into_b)
         self.copy(b, into_a)
-        self._steps.append(self._dnn.binary(MUL, swapped, self._rotary("sin"), swapped))
-        self._steps.append(self._dnn.binary(MUL, x, self._rotary("cos"), x, [combine(ADD, swapped)]))
+        if rest.size:
+            self.copy(rest, into_rest)  # times a sine of 0: what is no number must not be left there by another step
+        self._steps.append(self._dnn.binary(MUL, swapped, self._rotary("sin", rope), swapped))
+        self._steps.append(self._dnn.binary(MUL, x, self._rotary("cos", rope), x, [combine(ADD, swapped)]))
 
-    def _rotary(self, name: str) -> Float32:
-        return self._buffer(name, (self._shard.heads + self._shard.kv_heads) * self._spec.head_dim)
+    def _rotary(self, name: str, rope: RopeSpec) -> Float32:
+        heads = self._shard.heads + self._shard.kv_heads
+        return self._buffer(f"{name} {self._spec.ropes.index(rope)}", heads * self._spec.head_dim)
 
-    def _pairs(self, x: Rows) -> tuple[Rows, Rows]:
-        """First and second elements of the rotary pairs of x [heads * head_dim, T]: views [heads, head_dim / 2, T]."""
-        half = self._spec.head_dim // 2
-        if self._spec.rope.interleaved:
-            pairs = x.reshape(-1, half, 2, self._tokens)
-            return pairs[:, :, 0], pairs[:, :, 1]
-        halves = x.reshape(-1, 2, half, self._tokens)
-        return halves[:, 0], halves[:, 1]
+    def _pairs(self, x: Rows, rope: RopeSpec) -> tuple[Rows, Rows, Rows]:
+        """Of x [heads * head_dim, T] the first and second elements of rotary pairs, and those that are in none.
+
+        Views [heads, rope.dim / 2, T] and [heads, head_dim - rope.dim, T].
+        """
+        heads = x.reshape(-1, self._spec.head_dim, self._tokens)
+        turned, rest = heads[:, : rope.dim], heads[:, rope.dim :]
+        if rope.interleaved:
+            return turned[:, 0::2], turned[:, 1::2], rest
+        return turned[:, : rope.dim // 2], turned[:, rope.dim // 2 :], rest

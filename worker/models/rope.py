@@ -2,7 +2,8 @@
 
 A row of the table depends on the position alone, so a token's KV is the same whatever else is in its batch
 and however its prompt was cut into chunks. For ``dynamic`` this fixes the length that scales the base: at
-positions past the trained length it is the position itself, as when HF decodes token by token.
+positions past the trained length it is the position itself, as when HF decodes token by token. For ``longrope`` it
+is the longest context that is served.
 """
 
 import math
@@ -17,17 +18,19 @@ _ONE = np.float32(1.0)
 
 
 def rope_table(spec: RopeSpec, length: int) -> tuple[Float32, Float32]:
-    """(cos, sin), each float32 [length, dim / 2], attention factor included."""
+    """(cos, sin), each float32 [length, dim / 2], attention factor included. length: of the longest context served."""
     positions = np.arange(length, dtype=np.float32)[:, None]
     params = dict(spec.params)
     if spec.kind == "dynamic":
         lengths = np.maximum(positions + 1, spec.trained)
         growth = params["factor"] * lengths / spec.trained - (params["factor"] - 1)
         base = np.float32(spec.theta) * growth ** np.float32(spec.dim / (spec.dim - 2))
-        angles, factor = positions * (_ONE / base ** _exponents(spec.dim)), _ONE
+        inverse, factor = _ONE / base ** _exponents(spec.dim), _ONE
+    elif spec.kind == "longrope":
+        inverse, factor = _longrope(spec, params, length)
     else:
-        inverse, factor = _INVERSE_FREQUENCIES[spec.kind](spec, params)
-        angles = positions * inverse
+        inverse, factor = _FREQUENCIES[spec.kind](spec, params)
+    angles = positions * inverse
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
@@ -76,8 +79,23 @@ def _yarn(spec: RopeSpec, params: dict[str, float]) -> tuple[Float32, np.float32
     return (inverse / np.float32(factor) * (_ONE - kept) + inverse * kept).astype(np.float32), np.float32(attention)
 
 
+def _longrope(spec: RopeSpec, params: dict[str, float], length: int) -> tuple[Float32, np.float32]:
+    """LongRoPE (arXiv 2402.13753): a divisor for each frequency, of two sets.
+
+    HF takes the set by the length that a sequence has come to, and so would change keys that are cached. Here the
+    longest context that is served decides, for all sequences and positions, as in vLLM.
+    """
+    trained = params["original_max_position_embeddings"]
+    growth = params.get("factor", spec.trained / trained)
+    factor = params.get("attention_factor")
+    if factor is None:
+        factor = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(trained))
+    divisors = np.array(spec.long if length > trained else spec.short, np.float32)
+    return _default(spec, params)[0] / divisors, np.float32(factor)
+
+
 def _mscale(scale: float, mscale: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-_INVERSE_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -12,14 +12,18 @@ from weight_manager.manifest import Manifest, Parameter
 
 @dataclass(frozen=True)
 class Shard:
-    """heads, kv_heads: of this rank. vocab: its rows of the embedding and the head, [start, end)."""
+    """heads, kv_heads: of this rank. sharers: ranks that hold each KV head. vocab: its rows of the embedding and the
+    head, [start, end). whole: names of tensors that every rank holds whole.
+    """
 
     rank: int
     tp: int
     heads: int
     kv_heads: int
+    sharers: int
     vocab: tuple[int, int]
     shapes: dict[str, tuple[int, ...]]
+    whole: frozenset[str]
 
     def check(self, name: str, view: npt.NDArray[Any], dtype: str) -> None:
         """Raises ValueError naming the tensor when a view is not what this rank computes with."""
@@ -32,8 +36,11 @@ def shard_of(spec: DecoderSpec, manifest: Manifest, rank: int, tp: int) -> Shard
     """What `rank` of `tp` reads: every parameter's and fused group's shape, and what follows from them."""
     shapes: dict[str, tuple[int, ...]] = {}
     starts: dict[str, int] = {}
+    everywhere = set()
     for p in manifest.parameters:
         whole = p.split is None or (p.even and p.shape[p.split] % tp)
+        if whole:
+            everywhere.add(p.name)
         start, shape = piece(Parameter(p.name, p.shape) if whole else p, tp, rank)
         shapes[p.name], starts[p.name] = shape, start[0]
         if p.fused:
@@ -46,6 +53,8 @@ def shard_of(spec: DecoderSpec, manifest: Manifest, rank: int, tp: int) -> Shard
         tp=tp,
         heads=shapes[f"{attention}.q_proj.weight"][0] // spec.head_dim,
         kv_heads=shapes[f"{attention}.k_proj.weight"][0] // spec.head_dim,
+        sharers=max(1, tp // spec.kv_heads),
         vocab=(low, low + rows),
         shapes=shapes,
+        whole=frozenset(everywhere),
     )

@@ -8,7 +8,7 @@ from weight_manager.families.spec import DecoderSpec
 from worker.cpu.native import Native
 from worker.cpu.onednn import SUM, PostOp
 from worker.models.compiled_program import CompiledProgram
-from worker.models.few_product import ADD, GATED, SET, FewProduct, recorded
+from worker.models.few_product import ADD, GATED, GATED_GELU, SET, FewProduct, recorded
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Parts, Rows
 from worker.models.onednn_weights import NamedSlot
@@ -40,8 +40,10 @@ class SingleProgram(CompiledProgram):
         self._to_norm: dict[int, tuple[Rows, NamedSlot]] = {}
         self._written: dict[int, Rows] = {}  # what stands for x normed, where somebody else than a product reads it
 
-    def norm(self, x: Rows, weight: NamedSlot) -> Rows:
+    def norm(self, x: Rows, weight: NamedSlot | None) -> Rows:
         """A name for x normed: what is given here to a product is normed there."""
+        if weight is None:
+            return x
         h = np.empty_like(x)
         self._to_norm[id(h)] = x, weight
         self._steps.append(lambda: h is None)  # keeps the name alive, and so its id
@@ -55,11 +57,12 @@ class SingleProgram(CompiledProgram):
         self._product(ADD if post else SET, weight, None, src, dst)
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
-        """silu(gate) * up."""
+        """activation(gate) * up."""
         if self._adapters is not None:
             return super().gated(h, gate_up)
         made = self._buffer("gated", gate_up.weight.shape[0] // 2)
-        self._product(GATED, gate_up.weight, gate_up.bias, h, made)
+        mode = GATED if self._spec.activation == "silu" else GATED_GELU
+        self._product(mode, gate_up.weight, gate_up.bias, h, made)
         return made
 
     def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:

@@ -29,7 +29,8 @@ class Mlp(Generic[T]):
 class Experts(Generic[T]):
     """router: [count, hidden]. gate_up: all experts' gate_up rows, one expert after the other; down likewise.
 
-    correction: [1, count], moves the choice only. shared: the always-on expert.
+    correction: [1, count], moves the choice only. shared: the always-on expert. shared_gate: [1, hidden], of the
+    sigmoid that weighs what the shared expert adds.
     """
 
     router: T
@@ -37,19 +38,25 @@ class Experts(Generic[T]):
     gate_up: Linear[T]
     down: Linear[T]
     shared: Mlp[T] | None
+    shared_gate: T | None
 
 
 @dataclass(frozen=True)
 class Layer(Generic[T]):
-    """One decoder layer. qkv holds q's rows, then k's, then v's."""
+    """One decoder layer. qkv holds q's rows, then k's, then v's. attended_norm, mlp_norm: of what is added.
 
-    input_norm: T
+    q_norm, k_norm: [head_dim], or of all of this rank's heads (`DecoderSpec.qk_norm`).
+    """
+
+    input_norm: T | None
     qkv: Linear[T]
     q_norm: T | None
     k_norm: T | None
     out: Linear[T]
-    post_norm: T
+    attended_norm: T | None
+    post_norm: T | None
     mlp: Mlp[T] | Experts[T]
+    mlp_norm: T | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,13 @@ class Weights(Generic[T]):
     layers: tuple[Layer[T], ...]
     norm: T
     head: T
+    head_bias: T | None
     draft: Draft[T] | None
+
+
+def is_norm(name: str) -> bool:
+    """Whether this tensor is the weight of an RMS norm."""
+    return name.endswith("norm.weight")
 
 
 def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
@@ -82,14 +95,18 @@ def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
     def mlp(prefix: str) -> Mlp[T]:
         return Mlp(linear(f"{prefix}.gate_up_proj"), linear(f"{prefix}.down_proj"))
 
+    def norm(prefix: str, name: str | None) -> T | None:
+        return None if name is None else tensors[f"{prefix}.{name}.weight"]
+
     def layer(prefix: str, moe: MoeSpec | None) -> Layer[T]:
         return Layer(
-            input_norm=tensors[f"{prefix}.input_layernorm.weight"],
+            input_norm=norm(prefix, spec.norms.before_attention),
             qkv=linear(f"{prefix}.self_attn.qkv_proj"),
             q_norm=tensors[f"{prefix}.self_attn.q_norm.weight"] if spec.qk_norm else None,
             k_norm=tensors[f"{prefix}.self_attn.k_norm.weight"] if spec.qk_norm else None,
             out=linear(f"{prefix}.self_attn.o_proj"),
-            post_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
+            attended_norm=norm(prefix, spec.norms.after_attention),
+            post_norm=norm(prefix, spec.norms.before_mlp),
             mlp=mlp(f"{prefix}.mlp")
             if moe is None
             else Experts(
@@ -99,8 +116,10 @@ def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
                 else None,
                 gate_up=linear(f"{prefix}.mlp.experts.gate_up_proj"),
                 down=linear(f"{prefix}.mlp.experts.down_proj"),
-                shared=mlp(f"{prefix}.mlp.shared_experts") if moe.shared else None,
+                shared=mlp(f"{prefix}.mlp.{moe.shared_name}") if moe.shared else None,
+                shared_gate=tensors[f"{prefix}.mlp.shared_expert_gate.weight"] if moe.shared_gate else None,
             ),
+            mlp_norm=norm(prefix, spec.norms.after_mlp),
         )
 
     embed = tensors["model.embed_tokens.weight"]
@@ -109,6 +128,7 @@ def collect(spec: DecoderSpec, tensors: Mapping[str, T]) -> Weights[T]:
         layers=tuple(layer(f"model.layers.{index}", moe) for index, moe in enumerate(spec.moe)),
         norm=tensors["model.norm.weight"],
         head=embed if spec.tied else tensors["lm_head.weight"],
+        head_bias=tensors["lm_head.bias"] if spec.head_bias else None,
         draft=Draft(
             embed_norm=tensors["model.mtp_emb_norm.0.weight"],
             hidden_norm=tensors["model.mtp_hidden_norm.0.weight"],

@@ -105,7 +105,7 @@ def test_every_rope_type_that_is_read_can_be_computed(kind: str) -> None:
     scaling = {"rope_type": kind, **{name: 4.0 - index for index, name in enumerate(NEEDED[kind])}}
     if "high_freq_factor" in scaling:
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    cos, sin = rope_table(decoder_spec(SMALL | {"rope_scaling": scaling}).rope, 8)
+    cos, sin = rope_table(decoder_spec(SMALL | {"rope_scaling": scaling}).ropes[0], 8)
     assert cos.shape == sin.shape == (8, 4)
     assert np.isfinite(cos).all()
 
