@@ -25,7 +25,7 @@ def rope_table(spec: RopeSpec, length: int) -> tuple[Float32, Float32]:
         lengths = np.maximum(positions + 1, spec.trained)
         growth = params["factor"] * lengths / spec.trained - (params["factor"] - 1)
         base = np.float32(spec.theta) * growth ** np.float32(spec.dim / (spec.dim - 2))
-        inverse, factor = _ONE / base ** _exponents(spec.dim), _ONE
+        inverse, factor = (_ONE / base ** _exponents(spec.dim)).astype(np.float32), _ONE
     elif spec.kind == "longrope":
         inverse, factor = _longrope(spec, params, length)
     else:

@@ -103,6 +103,8 @@ def test_store_and_engine_refuse_the_same(said: dict[str, Any], error: str) -> N
 @pytest.mark.parametrize("kind", NEEDED)
 def test_every_rope_type_that_is_read_can_be_computed(kind: str) -> None:
     scaling = {"rope_type": kind, **{name: 4.0 - index for index, name in enumerate(NEEDED[kind])}}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     if "high_freq_factor" in scaling:
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     cos, sin = rope_table(decoder_spec(SMALL | {"rope_scaling": scaling}).ropes[0], 8)
