@@ -31,13 +31,7 @@ def _all(advice: str, *names: str, unless: tuple[Any, ...] = ()) -> dict[str, Re
 _INTO = "this route does not read it here; where a route has sampling_params, it belongs into those"
 
 REFUSED: dict[str, Refused] = {
-    **_all(
-        "output constrained by a grammar, schema or regular expression is not offered; leave it out and check the text",
-        *("regex", "json_schema", "ebnf", "ebnf_full_assistant", "structural_tag", "structured_outputs"),
-        *("structured_outputs_regex", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("guided_decoding_regex", "response_format"),
-        unless=({"type": "text"},),
-    ),
+    **_all("a grammar is of the answer, not of the conversation with it; send ebnf", "ebnf_full_assistant"),
     **_all("stops by regular expression are not offered; use stop or stop_token_ids", "stop_regex"),
     **_all(
         "beam search is not offered; leave it out, sample with n and choose by logprobs",
@@ -149,6 +143,15 @@ MISPLACED: dict[str, Refused] = {
     ),
     **_all(
         "SGLang's routes keep what ends the output by no_stop_trim, in sampling_params", "include_stop_str_in_output"
+    ),
+    **_all(
+        "this route does not read it here; what output is constrained to is said by response_format or "
+        "structured_outputs on routes of OpenAI and vLLM, by json_schema, regex, ebnf or structural_tag in "
+        "sampling_params on SGLang's",
+        *("regex", "json_schema", "ebnf", "structural_tag", "structured_outputs"),
+        *("structured_outputs_regex", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_decoding_regex", "response_format"),
+        unless=({"type": "text"},),
     ),
     **_all("routes by token ids answer without text, so nothing is cut off it", "no_stop_trim"),
     **_all("ids are left open by routes of vLLM only; use logit_bias", "allowed_token_ids"),

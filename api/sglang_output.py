@@ -34,8 +34,8 @@ class Wanted:
         stops = tuple(stops_of(sampling.stop))
         return TextOptions(sampling.skip_special_tokens is not False, bool(sampling.no_stop_trim), stops)
 
-    def params(self, prompt_tokens: int) -> SamplingParams:
-        """As the worker wants it."""
+    def params(self, prompt_tokens: int, grammar: str) -> SamplingParams:
+        """As the worker wants it. grammar: of what the output is constrained to."""
         of_prompt = self.logprobs and 0 <= self.logprobs_from < prompt_tokens
         top_n = self.top_n if self.logprobs else 0
         ids = list(self.ids) if self.logprobs else []
@@ -44,7 +44,8 @@ class Wanted:
                 "token_ids_logprob: of output tokens only, and not with top_logprobs_num; ask for one of them",
                 param="token_ids_logprob",
             )
-        return self.sampling.params(top_n=top_n, prompt_logprobs=top_n if of_prompt else None, ids=ids)
+        of_prompt_n = top_n if of_prompt else None
+        return self.sampling.params(top_n=top_n, prompt_logprobs=of_prompt_n, ids=ids, grammar=grammar)
 
 
 class TextSoFar:

@@ -79,8 +79,8 @@ length is N tokens". A default is cut to what fits.
 `model` may be left out. Where it is given it is the name in `/v1/models`, one of `api.model_aliases`, the checkpoint's
 directory or its name, or `{any}`; any other name, that of an adapter too, is a 404 with the code `model_not_found`.
 
-With `tools`, `tool_choice` is `"auto"` or `"none"`; that a tool is called cannot be forced. How calls of tools and
-reasoning are read out of the text is in [agents.md](agents.md)."""
+How calls of tools and reasoning are read out of the text, and what output can be held to, is in
+[agents.md](agents.md)."""
 
 FIELDS = """\
 ## Fields

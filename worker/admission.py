@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection
 
+from worker.grammar import Grammars
 from worker.messages import CallFailed, Chunk, Generate, Span, ToApi
 from worker.scheduler import Scheduler
 from worker.sequence import Line
@@ -18,12 +19,16 @@ class Admission:
     A refusal is a `CallFailed` whose call is the request id: nothing was begun, so it may go elsewhere.
     """
 
-    def __init__(self, scheduler: Scheduler, send: Send, is_open: Callable[[], bool], max_held: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, send: Send, is_open: Callable[[], bool], max_held: int, grammars: Grammars
+    ) -> None:
         self.refusing = ""  # why everything new is refused; "" = it is not
+        self.compiling = False  # somebody waits for a grammar alone: `flush` soon
         self._scheduler = scheduler
         self._send = send
         self._is_open = is_open
         self._max_held = max_held
+        self._grammars = grammars
         self._held: deque[tuple[bytes, Generate]] = deque()
         self._owed: dict[bytes, dict[str, int]] = {}  # origin -> request -> sequences without a finish
         self._ended: list[tuple[bytes, list[Chunk]]] = []
@@ -51,9 +56,17 @@ class Admission:
             self.flush()
 
     def flush(self) -> None:
-        """Let through what is held, if the door is open."""
+        """Let through what is held, if the door is open. What waits for its grammar keeps nobody else waiting."""
+        waiting: list[tuple[bytes, Generate]] = []
         while self._held and self._is_open():
-            self._scheduler.add(*self._held.popleft())
+            origin, request = self._held.popleft()
+            grammar = self._grammars.look_up(request.sampling.grammar) if request.sampling.grammar else None
+            if request.sampling.grammar and grammar is None:
+                waiting.append((origin, request))
+            else:
+                self._scheduler.add(origin, request, grammar)
+        self._held.extendleft(reversed(waiting))
+        self.compiling = bool(waiting)
 
     def abort(self, ids: Collection[str] | None, version: int) -> int:
         """End requests by exact id or all, held ones too. Returns how many."""

@@ -29,6 +29,7 @@ from worker.end_tokens import described, end_tokens
 from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
 from worker.event_loop import EventLoop
 from worker.gpu.driver import CudaError
+from worker.grammar import Grammars
 from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.rendezvous import LISTEN
@@ -138,6 +139,7 @@ def build_loop(
             replica=replica,
             pids=world.pids,
             layout_digest=layout.digest,
+            grammars=Grammars(tokenizer, engine.spec.vocab_size, tuple(ends)),
         )
     return EventLoop(world.signals, actions, leader, moved)
 

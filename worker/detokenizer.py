@@ -53,7 +53,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._spelling = _spelling(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
         self._bytes: dict[int, bytes] = {}
 
@@ -77,13 +77,13 @@ class Detokenizer:
         if spelling is None:
             stream = self.stream(skip_special=skip_special)
             return "".join([*map(stream.push, ids), stream.finish()])
-        shown = (i for i in ids if not (skip_special and i in self._special))
+        shown = (i for i in ids if not (skip_special and i in self.special_ids))
         text = b"".join(map(self.token_bytes, shown)).decode("utf-8", spelling.errors)
         return text[_spaces(text, spelling.strip) :]
 
     def stream(self, *, skip_special: bool, kept: frozenset[str] = frozenset()) -> TextStream:
         """A decoder fed one token at a time. kept: special tokens whose text is not left out."""
-        skipped = self._special if skip_special else frozenset()
+        skipped = self.special_ids if skip_special else frozenset()
         shown = frozenset(i for i in skipped if kept and self._tokenizer.id_to_token(i) in kept)
         if self._spelling is None:
             return _Windows(self._tokenizer, skipped - shown)

@@ -15,6 +15,7 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
+from worker.grammar import Grammars
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.messages import (
@@ -43,7 +44,7 @@ from worker.stepping import Interrupting, Stepping
 log = logging.getLogger(__name__)
 
 _POLL_WORK_S = 0.002
-"""How often a rank's background work is asked for while nothing else happens."""
+"""How often background work is asked for while nothing else happens."""
 
 
 class Leader:
@@ -59,6 +60,7 @@ class Leader:
         replica: int,
         pids: list[int],
         layout_digest: str,
+        grammars: Grammars,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -92,7 +94,7 @@ class Leader:
             unknown_s=config.unknown_s,
             clock=clock,
         )
-        self._admission = Admission(scheduler, send, self._is_open, config.max_held)
+        self._admission = Admission(scheduler, send, self._is_open, config.max_held, grammars)
         self.pausing = Pausing(self.lifecycle, scheduler, self._admission, send, clock)
         self._calls = Calls(
             actions=actions,
@@ -149,7 +151,8 @@ class Leader:
         owners = (self.membership, self.adapters, self.pausing, self._draining)
         due = [self._next_heartbeat, self._subscribers.due, *(t for t in [self.stepping.not_before] if t > now)]
         due += [t for owner in owners if (t := owner.next_deadline) is not None]
-        due += [now + _POLL_WORK_S] if self._actions.work or self.stepping.unjudged else []
+        polled = self._actions.work or self.stepping.unjudged or self._admission.compiling
+        due += [now + _POLL_WORK_S] if polled else []
         return max(0.0, min(due) - now)
 
     def _take(self, origin: bytes, message: object) -> None:

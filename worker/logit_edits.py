@@ -1,9 +1,10 @@
-"""What a request does to its logits before the temperature: masks, bias, penalties, in that order."""
+"""What a request does to its logits before the temperature: its grammar, masks, bias, penalties, in that order."""
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Float32
+from worker.grammar import Matcher
 from worker.messages import SamplingParams
 
 _Ids = npt.NDArray[np.int64]
@@ -12,9 +13,19 @@ _MOST = 1e30
 
 
 class LogitEdits:
-    """Of one sequence. stop_ids: masked until min_tokens are out. Every edit touches few ids, never the row twice."""
+    """Of one sequence. stop_ids: masked until min_tokens are out. grammar: how far the output has come in it.
 
-    def __init__(self, sampling: SamplingParams, prompt_ids: list[int], stop_ids: frozenset[int]) -> None:
+    Every edit touches few ids, never the row twice.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt_ids: list[int],
+        stop_ids: frozenset[int],
+        grammar: Matcher | None = None,
+    ) -> None:
+        self.grammar = grammar
         self._sampling = sampling
         self._length = 0
         self._stop_ids: _Ids = np.array(sorted(stop_ids), np.int64)
@@ -36,11 +47,18 @@ class LogitEdits:
     @property
     def active(self) -> bool:
         """Whether `apply` would change anything now."""
-        return self._fixed or self._masking
+        return self.grammar is not None or self._edits
+
+    @property
+    def grammar_alone(self) -> Matcher | None:
+        """The grammar, if nothing else would change anything now."""
+        return None if self._edits else self.grammar
 
     def record(self, token: int) -> None:
         """This token is part of the output now."""
         self._length += 1
+        if self.grammar is not None:
+            self.grammar.record(token)
         if self._kept:
             self._last = [*self._last, token][-self._kept :]
         if self._counts is not None:
@@ -50,11 +68,14 @@ class LogitEdits:
 
     def pass_over(self, tokens: int) -> None:
         """So many more are part of the output, while nothing was active: which they are is no matter."""
+        assert self.grammar is None, "a grammar depends on the tokens before"
         assert not self._fixed, "these edits depend on the tokens before"
         self._length += tokens
 
-    def apply(self, row: Float32) -> None:
-        """Change logits [vocab] in place. Masked ids become -inf."""
+    def apply(self, row: Float32) -> str:
+        """Change logits [vocab] in place. Masked ids become -inf. Returns why no token can follow, or ""."""
+        if self.grammar is not None and (problem := self.grammar.restrict(row, row, np.float32(-np.inf))):
+            return problem
         if self._allowed is not None:
             kept = row[self._allowed]
             row[:] = -np.inf
@@ -69,6 +90,11 @@ class LogitEdits:
             row[self._bias_ids] += self._bias
         if self._counts is not None:
             self._penalize(row, self._counts)
+        return ""
+
+    @property
+    def _edits(self) -> bool:
+        return self._fixed or self._masking
 
     @property
     def _masking(self) -> bool:

@@ -44,7 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     logprobs: int = 0  # how many top alternatives beside the sampled token's own logprob
     logprob_token_ids: list[int] = []  # report these instead of the top ones, after the sampled token itself
     prompt_logprobs: int | None = None  # None = none; N = each prompt token's own and top N
-    sampling_mask: bool = False  # report the ids that top-k/top-p/min-p left open, per token
+    sampling_mask: bool = False  # report the ids that the grammar and top-k/top-p/min-p left open, per token
+    grammar: str = ""  # that the output follows, as llguidance reads it (see worker/grammar.py); "" = none
 
     @property
     def reports_others(self) -> bool:

@@ -1,9 +1,10 @@
 """From logits to tokens: exact sampling and finite logprobs, on the CPU.
 
-The distribution sampled from is softmax(edited logits / temperature), cut by top-k, top-p and min-p. Logprobs are
-those of that distribution before the cut ("processed"), or of the untouched logits ("raw"). Temperature 0 takes
-the most likely id (the lowest of equals) and reports logprobs at temperature 1. Sums and logarithms are `softmax`'s,
-whichever way a row goes: a token's logprob is the same number drawn in a batch, alone, beside others' or scored.
+The distribution sampled from is softmax(edited logits / temperature), cut by top-k, top-p and min-p; what a grammar
+closes is an edit. Logprobs are those of that distribution before the cut ("processed"), or of the untouched logits
+("raw"). Temperature 0 takes the most likely id (the lowest of equals) and reports logprobs at temperature 1. Sums and
+logarithms are `softmax`'s, whichever way a row goes: a token's logprob is the same number drawn in a batch, alone,
+beside others' or scored.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from worker import sampling_kernels
 from worker.engine.base import Float32
+from worker.grammar import FILL
 from worker.inverse_cdf import (
     MOST_TOPS,
     Cuts,
@@ -123,6 +125,7 @@ class Sampler:
         self._rows = RowSampler(vocab_size)
         self._softmax = self._rows.softmax
         self._untouched = Softmax(vocab_size) if self._raw else None
+        self._masked: Float32 = np.empty((0, vocab_size), np.float32)  # logits that grammars leave
         sampling_kernels.load()  # compiled now, and not before the first token
 
     def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
@@ -135,7 +138,12 @@ class Sampler:
             for i, pick in enumerate(picks)
             if not pick.edits.active and (self.plain(pick.sampling) or (device and self._likeliest(pick.sampling)))
         ]
+        masked = [] if device else [i for i, pick in enumerate(picks) if self._only_masked(pick)]
         with np.errstate(all="ignore"):
+            if masked and isinstance(logits, np.ndarray):
+                found = self._sample_masked(logits, [picks[i] for i in masked], numbers[masked])
+                for i, draw in zip(masked, found, strict=True):
+                    draws[i] = draw
             if plain:
                 found = self._sample_plain(logits, [picks[i] for i in plain], numbers[plain])
                 for i, draw in zip(plain, found, strict=True):
@@ -150,6 +158,10 @@ class Sampler:
         if sampling.reports_others or sampling.sampling_mask:
             return False
         return not self._raw or is_greedy(sampling) or sampling.temperature == 1.0
+
+    def _only_masked(self, pick: Pick) -> bool:
+        """But for its grammar it is plain, and its logprob is of what the grammar leaves."""
+        return pick.edits.grammar_alone is not None and not self._raw and self.plain(pick.sampling)
 
     def _likeliest(self, sampling: SamplingParams) -> bool:
         """On a device, top logprobs of a row that is else plain come with its token."""
@@ -229,6 +241,26 @@ class Sampler:
         drawn = logits.begin(*how, _cuts(picks)).drawn()
         return _with_tops(draws_of(drawn), drawn.tops, picks)
 
+    def _sample_masked(self, logits: Float32, picks: list[Pick], numbers: Float64) -> list[Draw]:
+        """All rows together, as plain ones, from logits that their grammars leave."""
+        if len(self._masked) < len(picks):
+            self._masked = np.empty((len(picks), logits.shape[1]), np.float32)
+        rows = self._masked[: len(picks)]
+        problems: dict[int, Draw] = {}
+        for i, pick in enumerate(picks):
+            grammar, row = pick.edits.grammar, logits[pick.row]
+            assert grammar is not None
+            if not _finite(row):
+                problems[i] = _BROKEN
+            elif problem := grammar.restrict(row, rows[i], FILL):
+                problems[i] = Draw(0, 0.0, error=problem)
+            elif rows[i].max() == FILL:
+                problems[i] = _ALL_MASKED
+            if i in problems:
+                rows[i] = 0.0
+        moved = [pick._replace(row=i) for i, pick in enumerate(picks)]
+        return [problems.get(i, draw) for i, draw in enumerate(self._sample_plain(rows, moved, numbers))]
+
     def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
         spread = self._spread(row, pick)
         if isinstance(spread, Draw):
@@ -249,12 +281,13 @@ class Sampler:
                 return _BROKEN
             self._softmax.scaled[:] = row
             row = self._softmax.scaled
-            pick.edits.apply(row)
+            if problem := pick.edits.apply(row):
+                return Draw(0, 0.0, error=problem)
         sampling = pick.sampling
         spread = self._rows.spread(row, inverse_temperature(sampling), sampling, greedy=is_greedy(sampling))
         if not (spread.weighed.finite or pick.edits.active):
             return _BROKEN
-        return spread if np.isfinite(spread.weighed.peak) else Draw(0, 0.0, error="every token is masked")
+        return spread if np.isfinite(spread.weighed.peak) else _ALL_MASKED
 
     def _shares(self, spread: Spread) -> Float64:
         """The distribution that is drawn from, [vocab]."""
@@ -269,7 +302,11 @@ class Sampler:
         sampling, shown, weighed = pick.sampling, self._softmax.scaled, spread.weighed
         if self._untouched is not None:
             weighed, shown = self._untouched.weigh(row, 1.0), self._untouched.scaled
-        mask = spread.ids.tolist() if sampling.sampling_mask and spread.ids is not None else []
+        mask: list[int] = []
+        if sampling.sampling_mask and spread.ids is not None:
+            mask = spread.ids.tolist()
+        elif sampling.sampling_mask and pick.edits.grammar is not None:
+            mask = np.flatnonzero(self._softmax.scaled > -np.inf).tolist()
         draw = Draw(token, logprob(shown, token, weighed.norm), mask=mask)
         if sampling.logprob_token_ids:
             ids = dict.fromkeys((token, *sampling.logprob_token_ids))
@@ -281,6 +318,7 @@ class Sampler:
         return draw
 
 
+_ALL_MASKED = Draw(0, 0.0, error="every token is masked")
 _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
 
 

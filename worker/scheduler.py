@@ -17,6 +17,7 @@ from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.generation_metrics import GenerationMetrics
+from worker.grammar import Compiled, Refused
 from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.kv_cache import KvCache, KvState
 from worker.live_adapters import AdapterVersion, LiveAdapters
@@ -77,13 +78,17 @@ class Scheduler:
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
 
-    def add(self, origin: bytes, g: Generate) -> None:
-        """Queue a request of the API connection `origin`."""
+    def add(self, origin: bytes, g: Generate, grammar: Compiled | Refused | None = None) -> None:
+        """Queue a request of the API connection `origin`. grammar: what became of the one that it names."""
         self._arrivals += 1
         request = accepted(origin, g, self._arrivals, self._clock(), self._spec, self._context, self._speculative)
         self._metrics.counters["requests"] += 1
         self._requests[request] = None
         problem = refusal(g, self._spec, self._context, has_text=self._tokenizer is not None)
+        if isinstance(grammar, Compiled):
+            request.grammar = grammar.of_request()
+        elif g.sampling.grammar:
+            problem = problem or grammar or "the grammar was not compiled"
         request.at_fault = bool(problem)
         self._batcher.queue(self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem))
         if problem:
@@ -326,9 +331,9 @@ class Scheduler:
         rules, prompt = request.rules, tokens[: request.prompt_length] if sound else []
         stream = self._tokenizer.stream(skip_special=False) if rules.strings and self._tokenizer else None
         stops = frozenset(i for i in rules.eos | rules.ids if 0 <= i < self._spec.vocab_size)
-        sequence = Sequence(
-            request, index, tokens, kv, LogitEdits(request.sampling, prompt, stops), StopCheck(rules, stream)
-        )
+        grammar = request.grammar.matcher(stops) if request.grammar is not None and sound else None
+        edits = LogitEdits(request.sampling, prompt, stops, grammar)
+        sequence = Sequence(request, index, tokens, kv, edits, StopCheck(rules, stream))
         sequence.plain = not (rules.strings or request.speculative)
         request.live.append(sequence)
         return sequence
@@ -377,6 +382,8 @@ class Scheduler:
         sequence.append(draw, step.version, step.epoch)
         self._metrics.token(sequence, now)
         ending = sequence.stop.after(draw.token, sequence.length)
+        if ending is None and (grammar := sequence.edits.grammar) is not None and grammar.complete:
+            ending = ("stop", None)
         if ending is not None:
             self._end(sequence, *ending)
             return

@@ -8,6 +8,7 @@ import msgspec
 
 from worker.detokenizer import TextStream
 from worker.engine.base import EngineSpec, Int32
+from worker.grammar import Compiled
 from worker.inverse_cdf import Float64
 from worker.kv_cache import NO_WEIGHTS, KvState, Weights
 from worker.live_adapters import AdapterVersion
@@ -85,6 +86,7 @@ class Request:
     arrived: float
     seed: int
     rules: StopRules
+    grammar: Compiled | None = None  # that the output follows
     admitted: float | None = None
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None

@@ -79,6 +79,16 @@ class Tokenizer:
         """What a token by itself stands for, special ones included: a part of a character, maybe."""
         return self._detokenizer.token_bytes(token_id)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are not text: no text is encoded to them, and they are left out of text where that is wanted."""
+        return self._detokenizer.special_ids
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is spelled so."""
+        found = self._tokenizer.token_to_id(text)
+        return found if found in self.special_ids else None
+
     def stream(self, skip_special: bool = True, kept: frozenset[str] = frozenset()) -> TextStream:
         """A decoder fed one token at a time; its pieces and its end join to `decode` of all of them.
 

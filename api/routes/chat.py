@@ -12,6 +12,7 @@ from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
+from api.constrained import of_chat
 from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask, Job
@@ -78,6 +79,7 @@ async def asked(body: ChatRequest, service: Service, *, session: str = "") -> As
             logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
             max_tokens=body.max_completion_tokens,
             bad_words=await banned(body.bad_words, service.model),
+            grammar=of_chat(body, service.model, opened=_opened(body, service.model, text)),
         ),
         request_id=body.request_id or body.rid or "",
         stream=bool(body.stream),
@@ -191,14 +193,20 @@ class _Writer:
         return choice
 
 
+def _opened(body: ChatRequest, model: Model, prompt: str) -> bool | None:
+    """Whether the answer begins inside reasoning; None: the model does not reason."""
+    if not model.reasons:
+        return None
+    return model.always_reasons or opened_by(prompt, continued=body.continue_final_message)
+
+
 def _reading(body: ChatRequest, model: Model, prompt: str) -> Reading:
     """What is read out of this request's answers. prompt: as the template wrote it."""
-    split = model.reasons and body.separate_reasoning is not False
     calls = FORMATS[model.tool_format] if body.may_call and model.tool_format is not None else None
     tools = body.tools or []
     return Reading(
         calls=None if calls is None else lambda: calls(tools),
-        opened=(model.always_reasons or opened_by(prompt, continued=body.continue_final_message)) if split else None,
+        opened=None if body.separate_reasoning is False else _opened(body, model, prompt),
         show_reasoning=body.include_reasoning is not False,
         at_once=body.stream_reasoning is False,
         most_calls=1 if body.parallel_tool_calls is False else None,

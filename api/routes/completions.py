@@ -12,6 +12,7 @@ from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
+from api.constrained import constrained
 from api.flight import Sample
 from api.generation import Ask, Job
 from api.logprobs import TextOffsets, TokenNames
@@ -69,6 +70,7 @@ async def asked(body: CompletionRequest, service: Service, *, session: str = "")
         sampling=body.params(
             logprobs=body.logprobs or 0,
             bad_words=await banned(body.bad_words, service.model),
+            grammar=constrained(body.constraint, service.model),
             max_tokens=COMPLETION_TOKENS if body.max_tokens is None else None,
             prompt_logprobs=body.prompt_logprobs if body.prompt_logprobs is not None else echo_logprobs,
         ),

@@ -67,6 +67,8 @@ def _request(
     taken = set(ask.sampling.__struct_fields__) & TokenSampling.model_fields.keys() - {*AS_SENT, "logprobs"}
     sampling = {name: getattr(ask.sampling, name) for name in taken} | {name: getattr(body, name) for name in AS_SENT}
     sampling |= {"logprobs": logprobs}
+    if ask.sampling.grammar:
+        sampling["structured_outputs"] = {"grammar": ask.sampling.grammar}
     if ask.may_cut and ask.sampling.max_tokens is not None:  # a default, which the other route would take as asked for
         sampling["max_tokens"] = min(ask.sampling.max_tokens, service.model.max_model_len - len(ids))
     if body.no_stop_trim:

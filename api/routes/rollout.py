@@ -11,6 +11,7 @@ from starlette.responses import Response
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_admin, require_data
 from api.bad_words import banned
+from api.constrained import constrained
 from api.errors import BadInput, Conflict
 from api.flight import Sample
 from api.generation import Ask
@@ -39,7 +40,10 @@ async def generate(
     service.model.check_ids(body.stop_token_ids, "stop_token_ids")
     ask = Ask(
         prompts=prompts,
-        sampling=body.sampling(await banned(body.bad_words, service.model)),
+        sampling=body.sampling(
+            await banned(body.bad_words, service.model),
+            constrained(body.constraint.constraint if body.constraint else None, service.model),
+        ),
         request_id=body.request_id or "",
         stream=body.stream,
         priority=body.priority,

@@ -12,6 +12,8 @@ from api import sglang_output
 from api.answering import live_header, replied
 from api.auth import require_data
 from api.bad_words import banned
+from api.constrained import constrained
+from api.constraint import Constraint
 from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Arrivals, Ask, Job
@@ -45,7 +47,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
     asks = [
         Ask(
             prompts=[ids],
-            sampling=w.params(len(ids)),
+            sampling=w.params(len(ids), constrained(w.sampling.constraint, service.model)),
             request_id=_rid(body, i, len(prompts)),
             stream=bool(body.stream),
             priority=body.priority or 0,
@@ -149,7 +151,12 @@ async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) 
         asked = VllmSampling.model_validate(fields)
     except ValidationError as error:
         raise BadInput(f"generation_kwargs: {explain(error.errors())}") from None
-    sampling = asked.params(logprobs=0, bad_words=await banned(asked.bad_words, service.model))
+    regex = body.structured_outputs_regex or body.guided_decoding_regex
+    sampling = asked.params(
+        logprobs=0,
+        bad_words=await banned(asked.bad_words, service.model),
+        grammar=constrained(Constraint("regex", regex) if regex else asked.constraint, service.model),
+    )
     ask = Ask(prompts=prompts, sampling=sampling, may_cut=may_cut)
     with service.generations.submit(ask) as job:
         samples = await while_connected(request.receive, job.samples())

@@ -10,6 +10,7 @@ from api import logprobs as shapes
 from api.answering import live_header, replied, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
+from api.constrained import constrained
 from api.errors import BadInput
 from api.flight import Sample
 from api.generation import Ask, Job
@@ -41,6 +42,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         logprobs=max(1, top_n) if wanted.logprobs is not None and not wanted.logprob_token_ids else 0,
         sampling_mask=bool(wanted.sampling_mask),
         bad_words=await banned(wanted.bad_words, service.model),
+        grammar=constrained(wanted.constraint, service.model),
     )
     ask = Ask(
         prompts=[body.token_ids],

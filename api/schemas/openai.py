@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from api.schemas.base import Asked, Count, Finite, Ids, Lenient, ManyIds, Rid, Texts, TopN
+from api.schemas.structured import OpenAiStructured
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
 
@@ -119,7 +120,7 @@ COMPLETION_TOKENS = 16
 """Of a completion that does not say how many, as OpenAI and everybody after them has it."""
 
 
-class CompletionRequest(Scheduling, VllmSampling, Truncation):
+class CompletionRequest(OpenAiStructured, Scheduling, VllmSampling, Truncation):
     """/v1/completions."""
 
     rid: Rid | None = None
@@ -157,7 +158,7 @@ class NamedTool(Lenient):
     function: FunctionName
 
 
-class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
+class ChatRequest(OpenAiStructured, Scheduling, VllmSampling, Template, Truncation):
     """/v1/chat/completions."""
 
     rid: Rid | None = None
@@ -166,7 +167,8 @@ class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
     """SGLang's name for include_stop_str_in_output."""
     messages: Messages
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """none: the tools are in the prompt, and calls of them stay in the text. Null with tools: auto."""
+    """none: the tools are in the prompt, and calls of them stay in the text. Null with tools: auto. required, or the
+    name of one: the answer is held to calls, of that tool."""
     parallel_tool_calls: bool | None = True
     """False: only the first call of an answer is told of; its token ids are all there."""
     include_reasoning: bool | None = True
@@ -200,9 +202,14 @@ class ChatRequest(Scheduling, VllmSampling, Template, Truncation):
         names = _tool_names(self.tools or []) if self.may_call else []
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise ValueError(f"tool_choice: no tool is called {choice.function.name!r}; there are {names}")
-        if choice not in (None, "none", "auto"):
-            raise ValueError('tool_choice: that a tool is called cannot be forced; send "auto" or "none"')
+        if self.must_call and self.constraint is not None:
+            raise ValueError("tool_choice: output is either a call or what it is constrained to otherwise, not both")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is calls of tools and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def may_call(self) -> bool:

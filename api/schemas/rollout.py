@@ -20,6 +20,7 @@ from api.schemas.base import (
     TopN,
     Version,
 )
+from api.schemas.structured import NativeConstraint
 from worker.messages import FinishReason, PauseMode, SamplingParams
 
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -52,6 +53,8 @@ class GenerateRequest(Strict):
     allowed_token_ids: Ids | None = None
     bad_words: Texts = Field(default_factory=list)
     """Words that do not come out in the tokens that the tokenizer spells them with."""
+    constraint: NativeConstraint | None = None
+    """What the output is held to: a JSON schema, a regular expression, some texts, or a grammar."""
     seed: Seed | None = None
     """The n samples of one prompt use streams derived from it."""
     stop: Texts | str = Field(default_factory=list)
@@ -61,7 +64,7 @@ class GenerateRequest(Strict):
     """Top alternatives per token, beside the sampled token's own logprob, which always comes."""
     prompt_logprobs: TopN | None = None
     sampling_mask: bool = False
-    """Also report the ids that top-k, top-p and min-p left open, per token."""
+    """Also report the ids that the constraint, top-k, top-p and min-p left open, per token."""
     skip_special_tokens: bool = True
     include_stop: bool = False
     """Keep the stop string or token in the text; the ids always have it."""
@@ -86,8 +89,8 @@ class GenerateRequest(Strict):
             raise ValueError("send exactly one of prompt (text) and prompt_ids (token ids)")
         return self
 
-    def sampling(self, bad_words: list[list[int]]) -> SamplingParams:
-        """As the worker wants it. bad_words: theirs as ids."""
+    def sampling(self, bad_words: list[list[int]], grammar: str) -> SamplingParams:
+        """As the worker wants it. bad_words: theirs as ids. grammar: of the constraint."""
         return SamplingParams(
             n=self.n,
             max_tokens=self.max_tokens,
@@ -109,6 +112,7 @@ class GenerateRequest(Strict):
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             sampling_mask=self.sampling_mask,
+            grammar=grammar,
         )
 
 

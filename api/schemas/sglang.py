@@ -26,6 +26,7 @@ from api.schemas.base import (
     Version,
 )
 from api.schemas.openai import VersionSpan
+from api.schemas.structured import SglangStructured, Text
 from api.schemas.vllm_sampling import Stop, stops_of, top_k_of
 from worker.messages import SamplingParams
 
@@ -35,7 +36,7 @@ Salt = Annotated[str, Field(max_length=256)]
 From = Annotated[int, Field(ge=-1, lt=1 << 31)]
 
 
-class SglangSampling(Asked):
+class SglangSampling(SglangStructured):
     """sampling_params."""
 
     generates = True
@@ -59,7 +60,7 @@ class SglangSampling(Asked):
     logit_bias: LogitBias | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
 
-    def params(self, *, top_n: int, prompt_logprobs: int | None, ids: list[int]) -> SamplingParams:
+    def params(self, *, top_n: int, prompt_logprobs: int | None, ids: list[int], grammar: str) -> SamplingParams:
         """As the worker wants it."""
         return SamplingParams(
             n=self.n or 1,
@@ -80,6 +81,7 @@ class SglangSampling(Asked):
             logprobs=top_n,
             logprob_token_ids=ids,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
 
 
@@ -121,6 +123,9 @@ class SglangGenerate(Asked):
     repetition_penalty: RepetitionPenalty | None = 1.0
     max_tokens: Count | None = None
     """Null: 16."""
+    guided_decoding_regex: Text | None = None
+    structured_outputs_regex: Text | None = None
+    """The same under its later name."""
     generation_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -137,6 +142,7 @@ class SglangGenerate(Asked):
 
 
 OLDER_TRL = {*("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "generation_kwargs")}
+OLDER_TRL |= {"guided_decoding_regex", "structured_outputs_regex"}
 """Fields of `prompts`."""
 
 

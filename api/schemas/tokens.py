@@ -16,7 +16,7 @@ class TokenSampling(VllmSampling):
     logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP)] | None = None
     """Top alternatives per token; None = no logprobs at all, -1 = the whole vocabulary, where that is 128 at most."""
     sampling_mask: bool | None = False
-    """Ours: also report the ids that top-k, top-p and min-p left open."""
+    """Ours: also report the ids that a grammar, top-k, top-p and min-p left open."""
 
 
 class TokenRequest(Scheduling):

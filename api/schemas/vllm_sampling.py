@@ -20,6 +20,7 @@ from api.schemas.base import (
     TopN,
     Version,
 )
+from api.schemas.structured import Structured
 from worker.messages import SamplingParams
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def stops_of(stop: Stop) -> list[str]:
     return [s for s in ([stop] if isinstance(stop, str) else stop or []) if s]
 
 
-class VllmSampling(Asked):
+class VllmSampling(Structured):
     """Mixed into the bodies of /v1/completions and /v1/chat/completions, and on its own in /inference/v1/generate."""
 
     generates = True
@@ -77,8 +78,9 @@ class VllmSampling(Asked):
         prompt_logprobs: int | None = None,
         sampling_mask: bool = False,
         bad_words: list[list[int]] | None = None,
+        grammar: str = "",
     ) -> SamplingParams:
-        """As the worker wants it. bad_words: theirs as ids."""
+        """As the worker wants it. bad_words: theirs as ids. grammar: of what the output is constrained to."""
 
         def given(value: T | None, default: T) -> T:
             return default if value is None else value
@@ -105,6 +107,7 @@ class VllmSampling(Asked):
             logprob_token_ids=self.logprob_token_ids or [],
             prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
             sampling_mask=sampling_mask,
+            grammar=grammar,
         )
 
 

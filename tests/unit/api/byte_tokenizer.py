@@ -18,6 +18,7 @@ class ByteTokenizer:
     """Token = byte of UTF-8; ids from 256 on are special and have the text <id>."""
 
     longest_token = 5
+    special_ids = frozenset(range(256, VOCAB))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -33,6 +34,9 @@ class ByteTokenizer:
         self, messages: list[dict[str, Any]], /, *, chat_template: str | None = None, **variables: Any
     ) -> Rendering:
         return Rendering(chat_template or TEMPLATE, messages, variables)
+
+    def special_id(self, text: str) -> int | None:
+        return None
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()

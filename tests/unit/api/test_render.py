@@ -80,7 +80,7 @@ async def test_what_cannot_be_asked_cannot_be_rendered(client, path, body):
     for unfit in ({"truncate_prompt_tokens": 0}, {"max_tokens": 10_000}, {"allowed_token_ids": [10_000]}):
         assert (await client.post(path, json=body | unfit)).status_code == 400, unfit
     assert (await client.post(path, json=body | {"model": "other"})).status_code == 404
-    assert (await client.post(path, json=body | {"response_format": {"type": "json_object"}})).status_code == 400
+    assert (await client.post(path, json=body | {"response_format": {"type": "json_schema"}})).status_code == 400
     assert (await client.post(path, json=body)).status_code == 200
 
 

@@ -1,6 +1,7 @@
 """A scheduler and a fake engine in one hand: `rig` runs requests and checks what comes out against a replay."""
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
+from worker.grammar import Compiled, Grammars, Refused
 from worker.inverse_cdf import RowSampler, locate
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Generate, SamplingParams, Span
@@ -104,6 +106,7 @@ class Rig:
         self.engine = FakeEngine(self.spec, kv_weights=kv_weights)
         self.engine.allocate_kv()
         self.scheduler = Scheduler(self.spec, tokenizer, max_batch=max_batch, max_tokens_per_step=max_tokens, **options)
+        self.grammars = Grammars(tokenizer, vocab_size, eos)
         self.sent: dict[str, Generate] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.batches: list[ForwardBatch] = []
@@ -156,7 +159,13 @@ class Rig:
     def add(self, request_id: str, prompt: list[int], **fields: Any) -> None:
         request = {name: fields.pop(name) for name in _OF_REQUEST if name in fields}
         self.sent[request_id] = Generate(request_id, prompt, SamplingParams(**fields), **request)
-        self.scheduler.add(b"api", self.sent[request_id])
+        self.scheduler.add(b"api", self.sent[request_id], self.compiled(fields.get("grammar", "")))
+
+    def compiled(self, grammar: str) -> Compiled | Refused | None:
+        """What becomes of a grammar; waits for it."""
+        while grammar and (found := self.grammars.look_up(grammar)) is None:
+            time.sleep(0.001)
+        return found if grammar else None
 
     def land(self) -> None:
         flight, self.flight = self.flight, None
@@ -230,7 +239,9 @@ class Rig:
         g = self.sent[request_id]
         done = len(known) - len(g.prompt_ids)
         stops = frozenset(self.spec.eos_token_ids if not g.sampling.ignore_eos else ()) | set(g.sampling.stop_token_ids)
-        edits = LogitEdits(g.sampling, g.prompt_ids, stops)
+        grammar = self.compiled(g.sampling.grammar)
+        matcher = grammar.matcher(stops) if isinstance(grammar, Compiled) else None
+        edits = LogitEdits(g.sampling, g.prompt_ids, stops, matcher)
         for token in known[len(g.prompt_ids) :]:
             edits.record(token)
         pick = Pick(0, g.sampling, edits, g.sampling.seed or 0, index, done)

@@ -1,6 +1,7 @@
 """Who may end what: connections of one name, and one without a name."""
 
 from worker.admission import Admission
+from worker.grammar import Grammars
 from worker.live_adapters import AdapterVersion
 from worker.messages import CallFailed, Generate, SamplingParams, Span
 
@@ -12,7 +13,7 @@ class Scheduler:
         self.ended = []
         self.adapters = {"a": AdapterVersion(3, 7)}
 
-    def add(self, origin, request):
+    def add(self, origin, request, grammar):
         pass
 
     def abort(self, ids):
@@ -22,7 +23,7 @@ class Scheduler:
 
 def admitted():
     scheduler = Scheduler()
-    admission = Admission(scheduler, lambda origin, message: None, lambda: True, 8)
+    admission = Admission(scheduler, lambda origin, message: None, lambda: True, 8, Grammars(None, 8, ()))
     for origin, request_id in (
         (b"api-1-a", "1"),
         (b"api-1-b", "2"),

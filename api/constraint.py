@@ -1,0 +1,170 @@
+"""What output is constrained to, in whatever words a request has for it -> one grammar, as replicas compile it.
+
+A grammar is written for llguidance: JSON with a list of Lark grammars and JSON schemas, the first of which may name the
+others. Whether it is one that can be followed is found out by the replica, whose answer becomes a 400.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from api.errors import BadInput
+
+MAX_CHARS = 1 << 18
+"""Of a grammar in all."""
+MAX_EBNF_CHARS = 1 << 14
+"""Of a grammar that is translated in this process."""
+MAX_CHOICES = 4096
+Kind = Literal["json", "regex", "choice", "grammar", "tags"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """value: a JSON schema (object or true), a regular expression, texts to choose from, a grammar in Lark, GBNF or
+    llguidance's JSON, or structural tags. options: llguidance's for JSON. closed: objects have no other properties than
+    those that the schema lists, where it does not say.
+    """
+
+    kind: Kind
+    value: Any
+    options: tuple[tuple[str, Any], ...] = ()
+    closed: bool = False
+
+
+ANY_OBJECT = Constraint("json", {"type": "object"})
+
+
+class Writer:
+    """Writes one grammar. special: whether a text is the spelling of a special token, which no other text can be."""
+
+    def __init__(self, special: Callable[[str], bool]) -> None:
+        self._special = special
+        self._rules: list[str] = []
+        self._others: list[dict[str, Any]] = []
+
+    def quoted(self, text: str) -> str:
+        """A text as it is."""
+        return json.dumps(text, ensure_ascii=False) if text else '""'
+
+    def mark(self, text: str) -> str:
+        """The same, of a mark that may be a token of its own."""
+        return text if self._special(text) else self.quoted(text)
+
+    def rule(self, body: str, attribute: str = "") -> str:
+        """A rule's name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def until(self, mark: str) -> str:
+        """Any text up to this mark, and the mark."""
+        if self._special(mark):
+            return self.rule(f"TEXT {mark}")
+        return self.rule(f"TEXT {self.quoted(mark)}", "[lazy]")
+
+    def json(self, schema: Any, options: tuple[tuple[str, Any], ...] = (), *, closed: bool = False) -> str:
+        """JSON of a schema."""
+        schema = {} if schema is True else schema
+        if not isinstance(schema, dict):
+            raise BadInput("a JSON schema is an object")
+        schema = _closed(schema) if closed else schema
+        own = schema.get("x-guidance")
+        guidance = {"whitespace_pattern": SPACES} | dict(options) | (own if isinstance(own, dict) else {})
+        return self._other({"json_schema": schema | {"x-guidance": guidance}})
+
+    def of(self, constraint: Constraint) -> str:
+        """What a constraint allows. Raises BadInput."""
+        value = constraint.value
+        match constraint.kind:
+            case "json":
+                return self.json(value, constraint.options, closed=constraint.closed)
+            case "regex":
+                return self.rule(f"/{_slashed(value)}/")
+            case "choice":
+                return self.rule(" | ".join(self.quoted(text) for text in value))
+            case "grammar":
+                return self._grammar(value)
+            case "tags":
+                return self._tags(value)
+
+    def written(self, start: str) -> str:
+        """The whole grammar. Raises BadInput when it is too long."""
+        lines = [f"start: {start}", *self._rules, "TEXT: /(.|\\n)*/", f"SPACES: /{SPACES}/"]
+        try:
+            text = json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._others]}, ensure_ascii=False)
+            text.encode()
+        except RecursionError:
+            raise BadInput("the schema is nested too deeply") from None
+        except UnicodeError:
+            raise BadInput("the grammar is not valid Unicode") from None
+        if len(text) > MAX_CHARS:
+            raise BadInput(f"the grammar is too long: {len(text)} characters, at most {MAX_CHARS}")
+        return text
+
+    def _other(self, grammar: dict[str, Any]) -> str:
+        name = f"g{len(self._others)}"
+        self._others.append({"name": name} | grammar)
+        return f"@{name}"
+
+    def _grammar(self, text: str) -> str:
+        if text.lstrip().startswith("{"):
+            try:
+                grammars = json.loads(text)["grammars"]
+                assert isinstance(grammars, list)
+            except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+                raise BadInput('a grammar that begins with { is {"grammars": [...]}') from None
+            if len(grammars) != 1:
+                raise BadInput("of llguidance's own grammars one can be sent; write it as one")
+            return self._other({key: value for key, value in grammars[0].items() if key != "name"})
+        return self._other({"lark_grammar": _as_lark(text)})
+
+    def _tags(self, tags: dict[str, Any]) -> str:
+        """Text in which every trigger begins one of the structures, as vLLM's and SGLang's structural tags have it."""
+        branches = []
+        for structure in tags["structures"]:
+            begin = structure["begin"]
+            trigger = next((t for t in tags["triggers"] if begin.startswith(t)), None)
+            if trigger is None:
+                raise BadInput(f"structural_tag: {begin[:64]!r} begins with none of the triggers")
+            rest = f"{self.quoted(begin[len(trigger) :])} " if len(begin) > len(trigger) else ""
+            schema = structure.get("schema")
+            body = self.json({"type": "object"} if schema is None else schema)
+            branches.append(self.rule(f"{self.until(trigger)} {rest}{body} {self.quoted(structure['end'])}"))
+        return self.rule(f"({' | '.join(branches)})* TEXT")
+
+
+SPACES = r"[\x20\x0A\x0D\x09]{1,16}"
+"""Between the tokens of JSON. Bounded: a model that has nothing to say would say it in spaces."""
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression between slashes."""
+    return re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
+
+
+def _as_lark(text: str) -> str:
+    if re.search(r"^\s*start\s*(\[[^\]]*\])?\s*:(?!:)", text, re.MULTILINE):
+        return text
+    if len(text) > MAX_EBNF_CHARS:
+        raise BadInput(f"an EBNF grammar may have {MAX_EBNF_CHARS} characters; write longer ones in Lark")
+    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415  0.1 s, and few send one
+
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # the translation raises nothing narrower
+        raise BadInput(f"the grammar is neither Lark nor EBNF: {str(error)[:200]}") from None
+    return lark
+
+
+def _closed(schema: Any) -> Any:
+    """Objects that list their properties have no others, unless they say so."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in ("enum", "const", "default") else _closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema and "allOf" not in schema:
+        found["additionalProperties"] = False
+    return found

@@ -1,0 +1,409 @@
+"""Output that follows a grammar, whatever happens to the sequence on its way."""
+
+import json
+import random
+import re
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.worker.letters import END, OTHER_END, VOCAB, ids, letters, text
+from worker.admission import Admission
+from worker.grammar import FILL, Compiled, Grammars, Refused
+from worker.logit_edits import LogitEdits
+from worker.messages import Generate, SamplingParams
+from worker.sampler import Pick, Sampler
+from worker.tokenizer import Tokenizer
+
+
+def regex(pattern: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{pattern}/"}]})
+
+
+def schema(**of: object) -> str:
+    return json.dumps({"grammars": [{"json_schema": of | {"x-guidance": {"whitespace_flexible": False}}}]})
+
+
+COUNTS = schema(type="array", items={"type": "integer", "minimum": 0, "maximum": 99}, minItems=1, maxItems=3)
+AB = regex("(ab|cd){2,4}")
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(letters(), VOCAB, (END,))
+
+
+def found(grammars: Grammars, grammar: str) -> Compiled | Refused:
+    while (made := grammars.look_up(grammar)) is None:
+        time.sleep(0.001)
+    return made
+
+
+def compiled(grammars: Grammars, grammar: str) -> Compiled:
+    made = found(grammars, grammar)
+    assert isinstance(made, Compiled), made
+    return made
+
+
+def allowed(matcher) -> str:
+    row = np.zeros(VOCAB, np.float32)
+    assert matcher.restrict(row, row, np.float32(-1)) == ""
+    return text(np.flatnonzero(row == 0).tolist())
+
+
+def test_what_may_follow(grammars):
+    matcher = compiled(grammars, AB).matcher(frozenset([END]))
+    seen = [allowed(matcher)]
+    for token in ids("abcd"):
+        matcher.record(token)
+        seen.append(allowed(matcher))
+    assert seen == ["ac", "b", "ac", "d", f"ac<{END}>"]
+    assert not matcher.complete
+
+
+def test_ends_are_open_only_where_the_grammar_may_end(grammars):
+    """Also ends that a request names; and what is no end of this request is none."""
+    named = compiled(grammars, AB).matcher(frozenset([OTHER_END]))
+    for token in ids("abab"):
+        assert f"<{OTHER_END}>" not in allowed(named)
+        named.record(token)
+    assert allowed(named) == f"ac<{OTHER_END}>"
+
+
+def test_a_grammar_that_is_over_without_an_end_token(grammars):
+    matcher = compiled(grammars, AB).matcher(frozenset())
+    for token in ids("abababab"):
+        assert not matcher.complete
+        matcher.record(token)
+    assert matcher.complete
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (regex("(["), "not valid"),
+        (schema(type="integer", minimum=3, maximum=2), "Unsatisfiable"),
+        (schema(type="array", uniqueItems=True), "uniqueItems"),
+        ('{"grammars": [{"lark_grammar": "start: b\\nb: b \\"x\\""}]}', "cannot be followed"),
+        (regex("é+"), "cannot be followed"),
+        ("no JSON", "not valid"),
+        ("{}", "not valid"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_with_the_reason(grammars, grammar, why):
+    made = found(grammars, grammar)
+    assert isinstance(made, Refused)
+    assert why in made
+    assert "\n" not in made
+
+
+def test_without_a_tokenizer_there_is_nothing_to_constrain():
+    assert isinstance(Grammars(None, VOCAB, ()).look_up(AB), Refused)
+
+
+def test_grammars_of_late_are_remembered(grammars):
+    first = compiled(grammars, AB)
+    assert compiled(grammars, AB) is first
+    for i in range(70):
+        compiled(grammars, regex(f"a{{{i + 1}}}"))
+    assert len(grammars._found) <= 65
+    assert compiled(grammars, AB) is not first
+
+
+# sampling
+
+
+def pick(matcher, **sampling) -> Pick:
+    params = SamplingParams(grammar="g", **sampling)
+    return Pick(0, params, LogitEdits(params, [0], frozenset([END]), matcher), 3, 0, 0)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.5}, {"logprobs": 3}, {"top_k": 2}])
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_logprobs_are_of_what_the_grammar_left(grammars, sampling, mode):
+    row = np.random.default_rng(1).normal(size=VOCAB).astype(np.float32)
+    matcher = compiled(grammars, AB).matcher(frozenset([END]))
+    (draw,) = Sampler(VOCAB, mode).sample(row[None], [pick(matcher, **sampling)])
+    assert text([draw.token]) in "ac"
+    temperature = sampling.get("temperature", 1.0) or 1.0
+    open_ids = np.array(ids("ac"))
+    shown = row[open_ids] / temperature if mode == "processed" else row
+    norm = np.log(np.exp(shown.astype(np.float64)).sum())
+    own = row[draw.token] / temperature if mode == "processed" else row[draw.token]
+    assert draw.logprob == pytest.approx(own - norm, abs=1e-5)
+
+
+def test_the_sampling_mask_is_what_was_drawn_from(grammars):
+    """With no cut of its own the logprob is exactly that of a softmax over it."""
+    row = np.random.default_rng(2).normal(size=VOCAB).astype(np.float32)
+    matcher = compiled(grammars, AB).matcher(frozenset([END]))
+    (draw,) = Sampler(VOCAB).sample(row[None], [pick(matcher, sampling_mask=True)])
+    assert list(draw.mask) == ids("ac")
+    assert draw.logprob == pytest.approx(row[draw.token] - np.log(np.exp(row[list(draw.mask)]).sum()), abs=1e-5)
+    (cut,) = Sampler(VOCAB).sample(row[None], [pick(matcher, sampling_mask=True, top_k=1)])
+    assert list(cut.mask) == [max(ids("ac"), key=lambda i: row[i])]
+
+
+def test_one_way_of_sampling_gives_what_the_other_gives(grammars):
+    """Rows of grammars alone are drawn together; with other edits one by one."""
+    rows = np.random.default_rng(3).normal(size=(200, VOCAB)).astype(np.float32)
+    matcher = compiled(grammars, regex("[a-f0-9]+")).matcher(frozenset([END]))
+    together = [pick(matcher)._replace(row=i, position=i) for i in range(200)]
+    alone = [pick(matcher, logit_bias={31: 1.0})._replace(row=i, position=i) for i in range(200)]
+    first, second = (Sampler(VOCAB).sample(rows, picks) for picks in (together, alone))
+    assert [d.token for d in first] == [d.token for d in second]
+    assert np.allclose([d.logprob for d in first], [d.logprob for d in second], atol=1e-5)
+
+
+def test_logits_that_are_not_finite_end_the_row_and_no_other(grammars):
+    rows = np.zeros((3, VOCAB), np.float32)
+    rows[1, 5] = np.nan
+    matcher = compiled(grammars, AB).matcher(frozenset([END]))
+    draws = Sampler(VOCAB).sample(rows, [pick(matcher)._replace(row=i) for i in range(3)])
+    assert [draw.broken for draw in draws] == [False, True, False]
+
+
+def test_a_grammar_and_an_allow_list_that_have_nothing_in_common(grammars):
+    matcher = compiled(grammars, AB).matcher(frozenset([END]))
+    (draw,) = Sampler(VOCAB).sample(np.zeros((1, VOCAB), np.float32), [pick(matcher, allowed_token_ids=[20])])
+    assert draw.error == "every token is masked"
+    assert not draw.broken
+
+
+# sequences
+
+
+@pytest.fixture
+def make(rig):
+    def made(**options):
+        return rig(tokenizer=letters(), vocab_size=VOCAB, eos=(END,), max_model_len=128, **options)
+
+    return made
+
+
+def follows(tokens: list[int]) -> bool:
+    assert tokens[-1] == END
+    return re.fullmatch("(ab|cd){2,4}", text(tokens[:-1])) is not None
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_every_sample_follows_its_grammar_beside_others_that_have_none(make, device):
+    r = make(device=device)
+    for i in range(4):
+        r.add(f"g{i}", [1, 2, 3], n=3, seed=i, grammar=AB, max_tokens=60)
+        r.add(f"p{i}", [1, 2, 3], n=2, seed=i, max_tokens=12)
+    r.run()
+    outputs = set()
+    for i in range(4):
+        for index in range(3):
+            result = r.results[f"g{i}", index]
+            assert follows(result.tokens)
+            assert (result.finish, result.last.stop_reason) == ("stop", None)
+            r.check_replay(f"g{i}", index)
+            outputs.add(tuple(result.tokens))
+        for index in range(2):
+            r.check_replay(f"p{i}", index)
+    assert len(outputs) > 1
+
+
+def test_json_by_a_schema(make):
+    r = make()
+    r.add("a", [1], n=8, seed=1, grammar=COUNTS, max_tokens=60)
+    r.run()
+    for index in range(8):
+        tokens = r.results["a", index].tokens
+        numbers = json.loads(text(tokens[:-1]))
+        assert 1 <= len(numbers) <= 3
+        assert all(0 <= number <= 99 for number in numbers)
+
+
+def test_preemption_updates_and_recomputation_leave_it_where_it_was(make):
+    r = make(num_blocks=14, max_batch=6)
+    for i in range(6):
+        r.add(f"g{i}", [i, 1, 2, 3, 4], seed=i, grammar=AB, max_tokens=40, stream=True)
+    for version, policy in enumerate(("keep", "recompute", "keep", "recompute"), start=1):
+        r.step()
+        r.step()
+        r.update(policy, version)
+    r.scheduler.clear_cache(keep_running=False)
+    r.run()
+    for i in range(6):
+        assert follows(r.results[f"g{i}", 0].tokens)
+        r.check_replay(f"g{i}")
+    assert r.scheduler.counters["recomputed"] > 0
+
+
+def test_a_sequence_is_preempted_in_the_middle_of_its_grammar(make):
+    r = make(num_blocks=7, max_batch=4)
+    for i in range(4):
+        r.add(f"g{i}", [i, 1, 2], seed=i, grammar=regex("(ab|cd){6,9}"), max_tokens=40)
+    r.run()
+    assert r.scheduler.counters["preempted"] > 0
+    for i in range(4):
+        assert re.fullmatch("(ab|cd){6,9}", text(r.results[f"g{i}", 0].tokens[:-1]))
+        r.check_replay(f"g{i}")
+
+
+def test_drafts_are_judged_by_it(make):
+    r = make(speculative=True, max_tokens=32)
+    for i in range(6):
+        r.add(f"g{i}", [1, 2, 3], seed=i, grammar=AB, max_tokens=40)
+    r.run()
+    for i in range(6):
+        assert follows(r.results[f"g{i}", 0].tokens)
+    assert r.scheduler.counters["spec_drafted"] > 0
+
+
+def test_an_end_that_is_ignored_is_not_written(make):
+    """The sequence ends when the grammar does, or at its length."""
+    r = make()
+    r.add("a", [1], seed=1, grammar=regex("abc"), ignore_eos=True)
+    r.add("b", [1], seed=1, grammar=regex("[ab]+"), ignore_eos=True, max_tokens=9)
+    r.run()
+    assert (text(r.results["a", 0].tokens), r.results["a", 0].finish) == ("abc", "stop")
+    assert (len(r.results["b", 0].tokens), r.results["b", 0].finish) == (9, "length")
+
+
+def test_stop_strings_and_ids_still_stop(make):
+    r = make()
+    r.add("a", [1], seed=1, grammar=regex("ab.*"), stop=["ab"], max_tokens=40)
+    r.add("b", [1], seed=1, grammar=regex("abx"), stop_token_ids=ids("x"), ignore_eos=True, max_tokens=40)
+    r.run()
+    assert (text(r.results["a", 0].tokens), r.results["a", 0].last.stop_reason) == ("ab", "ab")
+    assert (text(r.results["b", 0].tokens), r.results["b", 0].last.stop_reason) == ("abx", ids("x")[0])
+
+
+def test_an_abort_gives_what_there_is(make):
+    r = make()
+    r.add("a", [1], seed=1, grammar=regex("[ab]+"), max_tokens=100, ignore_eos=True)
+    for _ in range(5):
+        r.step()
+    r.scheduler.abort(["a"])
+    r.collect()
+    assert r.results["a", 0].finish == "abort"
+    assert len(r.results["a", 0].tokens) == 5
+
+
+def test_a_grammar_that_cannot_be_followed_is_the_requests_own_fault(make):
+    r = make()
+    r.add("a", [1], n=2, grammar=schema(type="array", uniqueItems=True))
+    r.collect()
+    for index in range(2):
+        last = r.results["a", index].last
+        assert (last.finish, last.at_fault) == ("error", True)
+        assert "uniqueItems" in last.error
+
+
+# compiling beside the loop
+
+
+class Queue:
+    """Stands for the scheduler: what was added, when."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+
+    def add(self, origin, request, grammar) -> None:
+        self.added.append(request.request_id)
+
+    def abort(self, ids) -> int:
+        return 0
+
+    def take_lines(self) -> dict[bytes, list]:
+        return {}
+
+
+def ask(request_id: str, grammar: str = "") -> Generate:
+    return Generate(request_id, [1], SamplingParams(grammar=grammar))
+
+
+def test_only_the_request_itself_waits_for_its_grammar(grammars, monkeypatch):
+    release = threading.Event()
+    own = Grammars(letters(), VOCAB, (END,))
+    compile_ = own._compile
+    monkeypatch.setattr(own, "_compile", lambda grammar: (release.wait(5), compile_(grammar))[1])
+    queue = Queue()
+    admission = Admission(queue, lambda origin, message: None, lambda: True, 8, own)  # type: ignore[arg-type]
+    for request in (ask("a", AB), ask("b"), ask("c", AB), ask("d", COUNTS), ask("e")):
+        admission.offer(b"api", request, 0)
+    assert queue.added == ["b", "e"]
+    assert (admission.compiling, admission.held) == (True, 3)
+    assert admission.abort(["c"], 0) == 1
+    release.set()
+    while admission.compiling:
+        admission.flush()
+        time.sleep(0.001)
+    assert queue.added[2:] in (["a", "d"], ["d", "a"])
+    assert admission.held == 0
+    assert [chunk.finish for chunk in admission.take_outputs()[b"api"]] == ["abort"]
+
+
+def test_what_takes_too_long_to_compile_is_refused(monkeypatch):
+    own = Grammars(letters(), VOCAB, (END,))
+    release = threading.Event()
+    monkeypatch.setattr(own, "_compile", lambda grammar: release.wait(5))
+    monkeypatch.setattr("worker.grammar._COMPILE_S", 0.0)
+    own.look_up(AB)
+    time.sleep(0.01)
+    assert isinstance(own.look_up(AB), Refused)
+    release.set()
+    own.close()
+
+
+# grammars that mean harm
+
+
+SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
+DIVISIBLE = schema(type="integer", multipleOf=999_983, minimum=0, maximum=10**15)
+HARMFUL = {
+    "repetitions of repetitions": regex("((a{0,1000}){0,1000}){0,100}"),
+    "many states": regex("(a|b)*a(a|b){20}"),
+    "many states of many letters": regex(r"(\w|x)*x\w{25}"),
+    "divisible by much": DIVISIBLE,
+    "all of many": regex("|".join(f"w{i}.*{i}" for i in range(3000))),
+    "properties with patterns": schema(
+        type="object", properties={f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}b*$"} for i in range(2000)}
+    ),
+    "ambiguous": '{"grammars": [{"lark_grammar": "start: e\\ne: e e | e e e | \\"a\\" | \\"aa\\""}]}',
+}
+
+
+@pytest.fixture(scope="module")
+def of_smollm2() -> Grammars:
+    if not SMOLLM2.is_dir():
+        pytest.skip("models/SmolLM2-135M-Instruct is not there: run `make model`")
+    return Grammars(Tokenizer.load(SMOLLM2), 49152, (2,))
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_grammars_take_little_of_the_loops_time(of_smollm2, name):
+    """Masks are made in the loop: a request has a tenth of a second for them, and then ends."""
+    made = found(of_smollm2, HARMFUL[name])
+    if isinstance(made, Refused):
+        return
+    matcher, row, draw = made.of_request().matcher(frozenset([2])), np.zeros(49152, np.float32), random.Random(0)
+    began, tokens, out = time.thread_time(), 0, np.empty(49152, np.float32)
+    while tokens < 50 and not (problem := matcher.restrict(row, out, FILL)):
+        token = draw.choice(np.flatnonzero(out == 0).tolist())
+        if token == 2:
+            break
+        matcher.record(token)
+        tokens += 1
+    assert time.thread_time() - began < 0.5, (tokens, problem)
+
+
+def test_a_loop_turns_while_a_harmful_grammar_is_compiled(of_smollm2):
+    """Two seconds of compiling, in which the lock of Python is let go."""
+    compiled(of_smollm2, AB)  # the vocabulary is ready
+    assert of_smollm2.look_up(DIVISIBLE + " ") is None
+    gaps, last, began = [], time.monotonic(), time.monotonic()
+    while of_smollm2.look_up(DIVISIBLE + " ") is None:
+        time.sleep(0.001)
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+    took = time.monotonic() - began
+    assert took > 0.3, "nothing that would have been noticed"
+    assert max(gaps) < took / 3

@@ -1,0 +1,228 @@
+"""Output constrained by a grammar: compiled on threads beside the loop, then followed by each sequence token by token.
+
+A grammar is what llguidance reads: JSON that holds Lark grammars, JSON schemas and regular expressions. The API writes
+it. Bounds on its size and on the work of a step keep what a request sends from standing in the way of others: the
+library lets go of Python's lock while it compiles, what a mask may take is counted in processor time, and a grammar
+over a bound ends its own requests and nothing else.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.base import Float32
+from worker.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # 0.1 s, and only who sends a grammar needs it
+    from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
+
+_Ids = npt.NDArray[np.int64]
+FILL = np.float32(-1e30)
+"""In place of a logit that is masked where a row has to stay finite."""
+_KEPT = 64
+"""Compiled grammars that are remembered: a step of RL sends the same one thousands of times."""
+_THREADS = 2
+_COMPILE_S = 20.0
+"""From arrival to compiled; beyond it the request is refused."""
+_MASK_S = 0.1
+_MASK_S_PER_TOKEN = 0.002
+"""Processor time that the masks of a request may take: so much, and so much more per token. Usual ones take 0.00001."""
+
+
+class Budget:
+    """Processor seconds that a request has left for its masks, all its sequences together."""
+
+    def __init__(self) -> None:
+        self.left_s = _MASK_S
+
+
+class Matcher:
+    """How far the output of one sequence has come. ends: ids that end it; they are open where the grammar may end."""
+
+    def __init__(
+        self, matcher: "LLMatcher", vocab_size: int, reserved: _Ids, ends: frozenset[int], budget: Budget
+    ) -> None:
+        self._matcher = matcher
+        self._budget = budget
+        self._vocab = vocab_size
+        self._reserved = reserved  # what llguidance takes for ends
+        self._ends = ends
+        self._end_ids: _Ids = np.array(sorted(ends), np.int64)
+        self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        self._known = False  # the mask of what comes next
+
+    @property
+    def complete(self) -> bool:
+        """The grammar lets nothing follow, and no end token can say so."""
+        return not self._ends and self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def record(self, token: int) -> None:
+        """This token is part of the output now."""
+        if token not in self._ends:
+            self._matcher.consume_token(token)
+        self._budget.left_s += _MASK_S_PER_TOKEN
+        self._known = False
+
+    def restrict(self, row: Float32, out: Float32, fill: np.float32) -> str:
+        """Write logits [vocab] to `out`, `fill` where the grammar does not go on. Returns why none could follow, or "".
+
+        row and out may be the same array.
+        """
+        if not self._known and (problem := self._compute()):
+            return problem
+        allowed = np.unpackbits(self._bits.view(np.uint8)[0], count=self._vocab, bitorder="little").view(np.bool_)
+        count = int(np.count_nonzero(allowed))
+        if count * 8 < self._vocab:
+            ids = np.flatnonzero(allowed)
+            kept = row[ids]
+            out.fill(fill)
+            out[ids] = kept
+        else:
+            if out is not row:
+                out[:] = row
+            out[np.flatnonzero(~allowed)] = fill
+        return ""
+
+    def _compute(self) -> str:
+        from llguidance.numpy import fill_next_token_bitmask  # noqa: PLC0415
+
+        began = time.thread_time()
+        fill_next_token_bitmask(self._matcher, self._bits, 0)
+        self._budget.left_s -= time.thread_time() - began
+        if self._matcher.is_error():
+            return f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
+        if self._budget.left_s < 0:
+            return "the grammar takes too much time to follow: make it simpler, or bound its repetitions"
+        bits = self._bits.view(np.uint8)[0]
+        bits[self._reserved >> 3] &= ~(1 << (self._reserved & 7)).astype(np.uint8)
+        if self._matcher.is_accepting():
+            np.bitwise_or.at(bits, self._end_ids >> 3, (1 << (self._end_ids & 7)).astype(np.uint8))
+        self._known = True
+        return ""
+
+
+class Compiled:
+    """A grammar that sequences can follow. Each gets a matcher of its own, those of a request one budget."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, reserved: _Ids) -> None:
+        self._matcher = matcher
+        self._vocab = vocab_size
+        self._reserved = reserved
+        self._budget = Budget()
+
+    def of_request(self) -> "Compiled":
+        """The same with a budget of its own."""
+        return Compiled(self._matcher, self._vocab, self._reserved)
+
+    def matcher(self, ends: frozenset[int]) -> Matcher:
+        """At the beginning of the output. ends: ids that end this sequence."""
+        return Matcher(self._matcher.deep_copy(), self._vocab, self._reserved, ends, self._budget)
+
+
+class Refused(str):
+    """Why a grammar is none that can be followed."""
+
+    __slots__ = ()
+
+
+class Grammars:
+    """Compiles what requests constrain their output to. One owner thread; the work is done on others.
+
+    tokenizer: None = there is no text, and every grammar is refused. ends: the checkpoint's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab_size
+        # Without an end the library still wants an id for one; it is never open then.
+        self._reserved = sorted({i for i in ends if 0 <= i < vocab_size}) or [vocab_size - 1]
+        self._library: LLTokenizer | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._found: OrderedDict[str, tuple[Future[Compiled | Refused], float]] = OrderedDict()
+
+    def look_up(self, grammar: str) -> Compiled | Refused | None:
+        """The compiled grammar, or why there is none; None: it is being compiled, ask again. Begins that if need be."""
+        if self._tokenizer is None:
+            return Refused("output can only be constrained with a tokenizer, and this checkpoint has none")
+        if grammar not in self._found:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+            self._found[grammar] = self._pool.submit(self._compile, grammar), time.monotonic()
+            self._forget()
+        self._found.move_to_end(grammar)
+        future, since = self._found[grammar]
+        if future.done():
+            return future.result()
+        if time.monotonic() - since > _COMPILE_S:
+            return Refused(f"the grammar was not compiled within {_COMPILE_S:g} s: make it simpler")
+        return None
+
+    def close(self) -> None:
+        """Compile nothing that has not begun."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self) -> None:
+        done = [grammar for grammar, (future, _) in self._found.items() if future.done()]
+        for grammar in done[: max(0, len(self._found) - _KEPT)]:
+            del self._found[grammar]
+
+    def _compile(self, grammar: str) -> Compiled | Refused:
+        from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+
+        limits = LLParserLimits(
+            initial_lexer_fuel=500_000,  # at 50,000 a ms
+            step_lexer_fuel=100_000,  # at 14,000 a ms
+            step_max_items=25_000,  # at 20,000 a ms
+            max_lexer_states=50_000,  # of 2 kB
+            max_grammar_size=250_000,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._of_library(), grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            return Refused(f"the grammar is not valid: {_first_line(matcher.get_error())}")
+        reserved = np.array(self._reserved, np.int64)
+        compiled = Compiled(matcher, self._vocab, reserved)
+        # The first mask is the dearest, and says whether anything can be written at all.
+        first = compiled.matcher(frozenset(self._reserved))
+        row = np.zeros(self._vocab, np.float32)
+        if problem := first.restrict(row, row, FILL):
+            return Refused(problem)
+        return compiled if row.max() == 0 else Refused("the grammar cannot be followed: no token begins it")
+
+    def _of_library(self) -> "LLTokenizer":
+        """The vocabulary as the library wants it; two threads may make it twice, once."""
+        if self._library is None:
+            from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
+
+            assert self._tokenizer is not None
+            began = time.monotonic()
+            wrapper = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab, self._reserved[0]))
+            self._library = LLTokenizer(wrapper, n_vocab=self._vocab, eos_token=self._reserved)
+            log.info("the vocabulary is ready for grammars after %.1f s", time.monotonic() - began)
+        return self._library
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
+        self.eos_token_id = end
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab_size)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:500]
