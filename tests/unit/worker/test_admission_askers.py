@@ -49,7 +49,9 @@ def test_a_connection_without_a_name_speaks_for_all():
 
 def test_an_adapter_that_is_not_loaded_is_refused_by_name():
     said = []
-    admission = Admission(Scheduler(), lambda origin, message: said.append((origin, message)), lambda: True, 8)
+    admission = Admission(
+        Scheduler(), lambda origin, message: said.append((origin, message)), lambda: True, 8, Grammars(None, 8, ())
+    )
     for name in ("a", "b", ""):
         admission.offer(b"api", Generate(f"of {name}", [1], SamplingParams(), adapter=name), 0)
     assert said == [(b"api", CallFailed("of b", "unknown_adapter", "no adapter 'b' is loaded"))]
@@ -58,7 +60,7 @@ def test_an_adapter_that_is_not_loaded_is_refused_by_name():
 
 
 def test_a_held_request_that_is_ended_says_which_adapter_it_waited_for():
-    admission = Admission(Scheduler(), lambda origin, message: None, lambda: False, 8)
+    admission = Admission(Scheduler(), lambda origin, message: None, lambda: False, 8, Grammars(None, 8, ()))
     admission.offer(b"api", Generate("x", [1], SamplingParams(), adapter="a"), 2)
     admission.abort(["x"], 2)
     admission._scheduler.take_lines = dict

@@ -305,6 +305,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.added: list[str] = []
+        self.adapters: dict[str, object] = {}
 
     def add(self, origin, request, grammar) -> None:
         self.added.append(request.request_id)
