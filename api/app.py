@@ -11,6 +11,7 @@ from api.hosts import Hosts
 from api.processes.forwarding import Claiming, Internal, ToLead
 from api.reply_counts import ReplyCounts
 from api.routes import (
+    adapters,
     chat,
     completions,
     docs,
@@ -32,6 +33,7 @@ DESCRIPTION = "Rollout workers with dynamic weight sync. Control routes need the
 ROUTERS = (
     rollout.router,
     inspection.router,
+    adapters.router,
     completions.router,
     chat.router,
     render.router,

@@ -107,6 +107,7 @@ FROM_STORE: dict[ErrorCode, type[ApiError]] = {
     "checksum_mismatch": BadInput,
     "non_finite": BadInput,
     "base_mismatch": Conflict,
+    "unknown_adapter": NotFound,
     "unknown_session": Conflict,
     "lease_expired": Conflict,
     "refused": Conflict,

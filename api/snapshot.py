@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import time
 
+from api.adapters import described
 from api.metrics import alive, skew
 from api.replica import Replica
 from api.schemas.rollout import LiveVersion
@@ -43,6 +44,7 @@ def take(service: Service) -> Snapshot:
         replicas=replicas,
         session=status.session if status else None,
         history=history,
+        adapters=described(service.weights),
         names=_names(service, {h["version"] for h in history if "version" in h}),
         plot=PlotView(
             start=start,

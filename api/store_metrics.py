@@ -62,9 +62,28 @@ def collect(weights: Weights, samples: StoreSamples) -> Iterator[Metric]:
     yield phases
     failures = [((reason,), float(count)) for reason, count in samples.failures.items()]
     yield counter("push_failures", "pushes refused or failed", failures, labels=("reason",))
+    yield from _adapters(status)
     for name, value in status.counters.items():
         yield counter(f"store_{name}", COUNTERS.get(name, name.replace("_", " ")), [((), value)])
     yield from relay_metrics.collect(status)
+
+
+def _adapters(status: Status) -> Iterator[Metric]:
+    """Of LoRA adapters, by name; those that are pushed for the first time are not there yet."""
+    loaded = [entry for entry in status.adapters if entry["version"] is not None]
+    yield _gauge("adapters_loaded", "LoRA adapters that can be served", len(loaded))
+    version = GaugeMetricFamily("rollout_adapter_version", "version being served", labels=("adapter",))
+    memory = GaugeMetricFamily("rollout_adapter_shared_memory_bytes", "of all versions kept", labels=("adapter",))
+    age = GaugeMetricFamily("rollout_adapter_age_seconds", "time since its last commit", labels=("adapter",))
+    pushing = GaugeMetricFamily("rollout_adapter_push_in_progress", "1 while it is pushed", labels=("adapter",))
+    for entry in loaded:
+        name = (entry["name"],)
+        version.add_metric(name, entry["version"])
+        memory.add_metric(name, entry["shared_memory_bytes"])
+        pushing.add_metric(name, float(entry["session"] is not None))
+        if entry["last_push"]:
+            age.add_metric(name, max(0.0, time.time() - entry["last_push"]["time"]))
+    yield from (version, memory, age, pushing)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

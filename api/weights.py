@@ -9,7 +9,7 @@ from typing import Any
 from api.errors import Conflict, EngineFailed, TimedOut, Unavailable, from_store
 from api.link import Link, LinkDown
 from api.replicas import Fleet
-from rollout_client.protocol import InFlight
+from rollout_client.protocol import AdapterInFlight, InFlight
 from weight_manager import messages
 from weight_manager.messages import (
     AbortSession,
@@ -17,14 +17,17 @@ from weight_manager.messages import (
     CommitSession,
     GetStatus,
     Live,
+    LoadAdapter,
     LoadDisk,
     ReadTensor,
     Refused,
     Result,
+    RollbackAdapter,
     RollbackWeights,
     SessionTensors,
     Status,
     ToApi,
+    UnloadAdapter,
 )
 
 log = logging.getLogger(__name__)
@@ -127,14 +130,50 @@ class Weights:
             lambda call: LoadDisk(call, path, version, run_id, in_flight, deadline_s, force), deadline_s + MARGIN_S
         )
 
-    async def abort_session(self, reason: str) -> dict[str, Any]:
-        """End the push session in progress, whoever holds it."""
-        return await self._do(lambda call: AbortSession(call, reason), 30.0)
+    async def abort_session(self, reason: str, *, adapter: str = "") -> dict[str, Any]:
+        """End the push session in progress, whoever holds it. adapter: of its name; "" = of the model's weights."""
+        return await self._do(lambda call: AbortSession(call, adapter, reason), 30.0)
 
     async def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> dict[str, Any]:
         """Make the previous version live again. Raises what the store refuses it for, Conflict if it has none."""
+        return await self._back(lambda call: RollbackWeights(call, in_flight, deadline_s), deadline_s)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """LoRA adapters that can be served, and the version of each, as far as the store has said."""
+        entries = self.status.adapters if self.status else []
+        return {entry["name"]: entry["version"] for entry in entries if entry["version"] is not None}
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        version: int | None = None,
+        run_id: str | None = None,
+        in_flight: AdapterInFlight = "keep",
+        deadline_s: float = 60.0,
+        force: bool = False,
+    ) -> dict[str, Any]:
+        """Make a directory that PEFT saved an adapter's next version. Raises what the store refuses it for."""
+        return await self._do(
+            lambda call: LoadAdapter(call, name, path, version, run_id, in_flight, deadline_s, force),
+            deadline_s + MARGIN_S,
+        )
+
+    async def unload_adapter(self, name: str, *, deadline_s: float = 60.0) -> None:
+        """Return once no replica begins anything under this name. Raises NotFound when there is none."""
+        await self._do(lambda call: UnloadAdapter(call, name, deadline_s), deadline_s + MARGIN_S)
+
+    async def rollback_adapter(
+        self, name: str, *, in_flight: AdapterInFlight = "keep", deadline_s: float = 60.0
+    ) -> dict[str, Any]:
+        """Make an adapter's previous version live again. Raises as `rollback` does, NotFound when there is none."""
+        return await self._back(lambda call: RollbackAdapter(call, name, in_flight, deadline_s), deadline_s)
+
+    async def _back(self, build: Any, deadline_s: float) -> dict[str, Any]:
         try:
-            return await self._do(lambda call: RollbackWeights(call, in_flight, deadline_s), deadline_s + MARGIN_S)
+            return await self._do(build, deadline_s + MARGIN_S)
         except Unavailable as error:
             if error.code != "not_ready":
                 raise

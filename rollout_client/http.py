@@ -111,6 +111,10 @@ class RolloutClient:
     load_weights = _blocking(calls.load_weights)
     rollback = _blocking(calls.rollback)
     abort_push = _blocking(calls.abort_push)
+    adapters = _blocking(calls.adapters)
+    load_adapter = _blocking(calls.load_adapter)
+    unload_adapter = _blocking(calls.unload_adapter)
+    rollback_adapter = _blocking(calls.rollback_adapter)
     ready = _blocking(calls.ready)
 
     def stream(
@@ -176,6 +180,10 @@ class AsyncRolloutClient:
     load_weights = _awaited(calls.load_weights)
     rollback = _awaited(calls.rollback)
     abort_push = _awaited(calls.abort_push)
+    adapters = _awaited(calls.adapters)
+    load_adapter = _awaited(calls.load_adapter)
+    unload_adapter = _awaited(calls.unload_adapter)
+    rollback_adapter = _awaited(calls.rollback_adapter)
     ready = _awaited(calls.ready)
 
     async def stream(

@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 PauseMode = Literal["abort", "wait", "keep", "recompute"]
 InFlight = Literal["keep", "recompute", "abort", "wait"]
+AdapterInFlight = Literal["keep", "recompute", "abort", "wait", "finish"]
 Prompt = str | Sequence[str]
 PromptIds = Sequence[int] | Sequence[Sequence[int]]
 
@@ -166,6 +167,40 @@ class Loaded(msgspec.Struct, frozen=True):
     """A checkpoint directory is live as this version."""
 
     version: int | None
+    report: dict[str, Any] = {}
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter. version None: its first push is on its way. bytes: of a version. replicas: epochs they serve."""
+
+    name: str
+    run_id: str | None
+    version: int | None
+    epoch: int | None
+    digest: str | None
+    rank: int
+    modules: int
+    dtype: str
+    bytes: int
+    shared_memory_bytes: int = 0
+    previous: dict[str, Any] | None = None
+    session: dict[str, Any] | None = None
+    last_error: dict[str, Any] | None = None
+    last_push: dict[str, Any] | None = None
+    replicas: dict[str, int | None] = {}
+
+
+class Adapters(msgspec.Struct, frozen=True):
+    """By name."""
+
+    adapters: list[Adapter]
+
+
+class LoadedAdapter(msgspec.Struct, frozen=True):
+    """An adapter is live as this version."""
+
+    name: str
+    version: int
     report: dict[str, Any] = {}
 
 
@@ -324,6 +359,43 @@ def rollback(*, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> Call[
 def abort_push() -> Call[None]:
     """End the push in progress, whoever holds it."""
     return Call("POST", "/v1/rollout/weights/abort", dict, lambda reply: None)
+
+
+def adapters() -> Call[list[Adapter]]:
+    """LoRA adapters that are loaded, or are pushed for the first time."""
+    return Call("GET", "/v1/rollout/adapters", Adapters, lambda reply: reply.adapters)
+
+
+def load_adapter(
+    name: str,
+    path: str,
+    *,
+    version: int | None = None,
+    in_flight: AdapterInFlight = "keep",
+    deadline_s: float = 60.0,
+    force: bool = False,
+) -> Call[LoadedAdapter]:
+    """Make a directory on the server, as PEFT saves it, the next version of an adapter."""
+    body: dict[str, Any] = {"name": name, "path": path, "version": version, "in_flight": in_flight}
+    body |= {"deadline_s": deadline_s, "force": force}
+    path_ = "/v1/rollout/adapters/load"
+    return Call("POST", path_, LoadedAdapter, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
+
+
+def unload_adapter(name: str, *, deadline_s: float = 60.0) -> Call[None]:
+    """Begin nothing under this name any more. RequestFailed (404) when it is not loaded."""
+    body = {"name": name, "deadline_s": deadline_s}
+    timeout_s = deadline_s + REPLY_MARGIN_S
+    return Call("POST", "/v1/rollout/adapters/unload", dict, lambda reply: None, body, timeout_s=timeout_s)
+
+
+def rollback_adapter(
+    name: str, *, in_flight: AdapterInFlight = "keep", deadline_s: float = 60.0
+) -> Call[LoadedAdapter]:
+    """Serve the version before an adapter's live one again. RequestFailed (409) when it is not kept any more."""
+    body = {"name": name, "in_flight": in_flight, "deadline_s": deadline_s}
+    path = "/v1/rollout/adapters/rollback"
+    return Call("POST", path, LoadedAdapter, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
 
 
 def ready() -> Call[dict[str, Any]]:

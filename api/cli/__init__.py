@@ -228,6 +228,67 @@ def rollback(
     raise typer.Exit(command.rollback(in_flight, url, name, token))
 
 
+adapters = typer.Typer(no_args_is_help=True, help="LoRA adapters: list, load, unload and roll back.")
+app.add_typer(adapters, name="adapters")
+AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name.")]
+AdapterPolicy = Annotated[
+    Literal["keep", "recompute", "abort", "wait", "finish"],
+    typer.Option(help="What becomes of its running requests; finish: they end on the version they began with."),
+]
+
+
+@adapters.command("list")
+def adapters_list(
+    json_: Annotated[bool, typer.Option("--json", help="As the route says it.")] = False,
+    url: Url = None,
+    name: Name = "default",
+    token: DataToken = None,
+) -> None:
+    """What is loaded: versions, shapes, and which replicas serve them."""
+    from api.cli import adapters_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.show(json_, url, name, token))
+
+
+@adapters.command("load")
+def adapters_load(
+    adapter: AdapterName,
+    directory: Annotated[str, typer.Argument(help="As PEFT saves one, on the server and below its disk_roots.")],
+    version: Annotated[int | None, typer.Option(help="Above the live one; one more, if not given.")] = None,
+    in_flight: AdapterPolicy = "keep",
+    force: Annotated[bool, typer.Option(help="Also a version that is not above the live one.")] = False,
+    url: Url = None,
+    name: Name = "default",
+    token: AdminToken = None,
+) -> None:
+    """Make a directory an adapter's next version, on every replica or on none."""
+    from api.cli import adapters_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.load(adapter, directory, version, in_flight, force, url, name, token))
+
+
+@adapters.command("unload")
+def adapters_unload(adapter: AdapterName, url: Url = None, name: Name = "default", token: AdminToken = None) -> None:
+    """Begin nothing under this name any more; what runs ends on the version it has."""
+    from api.cli import adapters_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.unload(adapter, url, name, token))
+
+
+@adapters.command("rollback")
+def adapters_rollback(
+    adapter: AdapterName,
+    in_flight: AdapterPolicy = "keep",
+    url: Url = None,
+    name: Name = "default",
+    token: AdminToken = None,
+) -> None:
+    """Serve an adapter's version before the live one again."""
+    from api.cli import adapters_command as command  # noqa: PLC0415
+
+    raise typer.Exit(command.rollback(adapter, in_flight, url, name, token))
+
+
 def main() -> None:
     """Entry point."""
     app()

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from api.schemas.adapters import Adapter
 from api.schemas.rollout import LiveVersion
 
 
@@ -88,6 +89,8 @@ class Snapshot(BaseModel):
     """The push in progress, as in /v1/rollout/weights."""
     history: list[dict[str, Any]]
     """Versions that went live, newest last, with seconds per phase and stall per replica."""
+    adapters: list[Adapter]
+    """LoRA adapters, by name."""
     names: dict[int, str]
     """What trainers call versions of the history, where that is not their number."""
     plot: PlotView

@@ -146,6 +146,22 @@ function versions(s) {
     make("div", { class: "track" }, make("i", { style: { width: 100 * done + "%" } })));
 }
 
+function adapters(s) {
+  $("adapters-card").hidden = s.adapters.length === 0;
+  $("adapters").replaceChildren(
+    make("div", { class: "adapter head" }, ...["adapter", "version", "shape", "served by", "last push"].map((w) => make("span", {}, w))),
+    ...s.adapters.map((a) => {
+      const epochs = Object.values(a.replicas), serving = epochs.filter((epoch) => epoch !== null && epoch === a.epoch).length;
+      const push = a.session ? a.session.state : a.last_push ? ago(s.time, a.last_push.time) : "–";
+      return make("div", { class: "adapter", title: [a.run_id && "run " + a.run_id, a.last_error && a.last_error.message].filter(Boolean).join(" · ") },
+        make("b", {}, a.name),
+        make("span", {}, a.version === null ? "–" : String(a.version)),
+        make("span", { class: "dim" }, `rank ${a.rank}, ${count(a.modules, "module")}, ${bytes(a.bytes)}`),
+        make("span", { "data-tone": serving < epochs.length ? "warn" : "" }, `${serving} of ${epochs.length}`),
+        make("span", { class: "dim" }, push));
+    }));
+}
+
 function troubles(s) {
   const items = s.troubles.map((t) => make("li", {}, make("small", {},
     `${clock(t.time)} · ${t.source}` + (t.times > 1 ? ` · ${t.times} times` : "")), t.message));
@@ -201,7 +217,7 @@ function plots(s) {
 
 function show(s) {
   shown = s;
-  for (const section of [head, tiles, replicas, versions, troubles, plots]) section(s);
+  for (const section of [head, tiles, replicas, versions, adapters, troubles, plots]) section(s);
 }
 
 // The connection. fetch and not EventSource, which cannot send a token

@@ -20,12 +20,15 @@ from weight_manager.messages import (
     CommitSession,
     GetStatus,
     Live,
+    LoadAdapter,
     LoadDisk,
     ReadTensor,
     Result,
+    RollbackAdapter,
     RollbackWeights,
     SessionTensors,
     Status,
+    UnloadAdapter,
 )
 from worker import messages
 from worker.messages import (
@@ -267,6 +270,8 @@ class ScriptedStore:
         self.last_error: dict[str, Any] | None = None
         self.relay: dict[str, Any] | None = None
         self.arrived: set[str] = set()
+        self.adapters: list[dict[str, Any]] = []
+        self.serving: dict[str, int] = {}  # adapters of replica 0, by epoch
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{run_dir}/store.sock")
@@ -281,6 +286,15 @@ class ScriptedStore:
     def commit(self, version: int, run_id: str = "run") -> None:
         epoch = self.live.epoch + 1 if self.live else 1
         self.live = Live(run_id, version, epoch, epoch % 2, "e" * 16)
+        self.publish()
+
+    def load_adapter(self, name: str, version: int, epoch: int) -> None:
+        """It is live; replica 0 serves it."""
+        entry = dict.fromkeys(("previous", "session", "last_error", "last_push"))
+        entry |= {"name": name, "run_id": "run", "version": version, "epoch": epoch, "digest": "a" * 16, "rank": 8}
+        entry |= {"modules": 14, "dtype": "float32", "bytes": 4096, "shared_memory_bytes": 12288}
+        self.adapters = [*(one for one in self.adapters if one["name"] != name), entry]
+        self.serving[name] = epoch
         self.publish()
 
     def push(self, state: str = "staging", *, verified: int = 0) -> None:
@@ -303,12 +317,13 @@ class ScriptedStore:
             live=self.live,
             previous=None,
             session=self.session,
-            replicas={"0": {"ready": True}},
+            replicas={"0": {"ready": True, "adapters": {"live": self.serving}}},
             last_error=self.last_error,
             last_push={"version": self.live.version} if self.live else None,
             history=[],
             counters={"commits": 1.0},
             relay=self.relay,
+            adapters=self.adapters,
         )
 
     def _send(self, origin: bytes, message: Any) -> None:
@@ -335,6 +350,9 @@ class ScriptedStore:
                     self._send(origin, Result(call, True, data={"version": self.live.version}))
                 case RollbackWeights() | Checksums() | ReadTensor():
                     answer = self.results[type(message)]
+                    self._send(origin, Result(message.call, answer.ok, answer.code, answer.message, data=answer.data))
+                case LoadAdapter() | UnloadAdapter() | RollbackAdapter():
+                    answer = self.results.get(type(message), Result("", True, data={"version": 3}))
                     self._send(origin, Result(message.call, answer.ok, answer.code, answer.message, data=answer.data))
                 case LoadDisk() | AbortSession():
                     answer = self.results.get(type(message), Result("", True, data={}))

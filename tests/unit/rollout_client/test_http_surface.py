@@ -11,6 +11,7 @@ IDS = (
     "prompt_ids: collections.abc.Sequence[int] | collections.abc.Sequence[collections.abc.Sequence[int]] | None = None"
 )
 IN_FLIGHT = "in_flight: Literal['keep', 'recompute', 'abort', 'wait'] = 'keep'"
+ADAPTER_IN_FLIGHT = "in_flight: Literal['keep', 'recompute', 'abort', 'wait', 'finish'] = 'keep'"
 SAMPLING = (
     "n: int = 1, max_tokens: int | None = None, temperature: float = 1.0, seed: int | None = None, "
     "session: str | None = None, request_id: str | None = None, min_weight_version: int | None = None, **more: Any"
@@ -33,6 +34,11 @@ VERBS = {
     f"force: bool = False) -> {CALLS}.Loaded",
     "rollback": f"(self, *, {IN_FLIGHT}, deadline_s: float = 60.0) -> {CALLS}.Loaded",
     "abort_push": "(self) -> None",
+    "adapters": f"(self) -> list[{CALLS}.Adapter]",
+    "load_adapter": f"(self, name: str, path: str, *, version: int | None = None, {ADAPTER_IN_FLIGHT}, "
+    f"deadline_s: float = 60.0, force: bool = False) -> {CALLS}.LoadedAdapter",
+    "unload_adapter": "(self, name: str, *, deadline_s: float = 60.0) -> None",
+    "rollback_adapter": f"(self, name: str, *, {ADAPTER_IN_FLIGHT}, deadline_s: float = 60.0) -> {CALLS}.LoadedAdapter",
     "ready": "(self) -> dict[str, typing.Any]",
 }
 OWN = {
