@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from api import disk
 from api.errors import Conflict, TimedOut
 from api.versions import VersionNames
 from api.weights import Weights
@@ -73,7 +72,7 @@ class HttpPush:
             self._directory = directory
             self._touch()
         else:
-            await disk.load(self._weights, self._versions, directory, deadline_s=timeout_s)
+            await self._versions.load(directory, deadline_s=timeout_s)
 
     async def finish(self, name: str | None, *, timeout_s: float) -> None:
         """Make it live, on every replica or none; `name`: what the trainer calls the version."""
@@ -81,7 +80,7 @@ class HttpPush:
         weights = self._weights
         try:
             if self._directory:
-                await disk.load(self._weights, self._versions, self._directory, name=name, deadline_s=timeout_s)
+                await self._versions.load(self._directory, name=name, deadline_s=timeout_s)
                 return
             if not await self._follow((), timeout_s=timeout_s):
                 done = await weights.commit_session(timeout_s=timeout_s)

@@ -11,9 +11,9 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from api.errors import Conflict, EngineFailed, Unavailable
-from api.fleet_settings import FleetSettings
 from api.flight import Flight
 from api.intents import PauseIntent, meet
 from api.link import LinkDown
@@ -21,8 +21,24 @@ from api.members import Members
 from api.processes.board import home
 from api.processes.peers import Peers
 from api.replica import Replica
+from rollout_client.curve import TrainerKeys
 from weight_manager.messages import Live
 from worker.messages import Clear, Resume, Stats, Tag
+
+
+@dataclass
+class FleetSettings:
+    """Deadlines in seconds; see ApiConfig for what they mean to a user."""
+
+    quiet_s: float = 6.0
+    silence_s: float = 20.0
+    stuck_s: float = 180.0
+    unready_hold_s: float = 120.0
+    paused_hold_s: float = 3600.0
+    request_timeout_s: float = 3600.0
+    keys: TrainerKeys | None = None
+    """Of this process, for replicas on other hosts."""
+
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from fastapi import Depends, Request
 from api.background import kept
 from api.config import ApiConfig
 from api.control import Control
-from api.fleet_settings import FleetSettings
 from api.generation import Generations
 from api.http_push import HttpPush
 from api.members import ReplicasFile
@@ -21,7 +20,7 @@ from api.model import Model
 from api.processes.peers import Peers
 from api.processes.rates import SharedRateLimit
 from api.rate_limit import RateLimit
-from api.replicas import Fleet
+from api.replicas import Fleet, FleetSettings
 from api.versions import VersionNames
 from api.weight_checks import WeightChecks
 from api.weights import Weights

@@ -1,18 +1,50 @@
-"""The part of the metrics that the weight store knows: what is live, how pushes went, and why they failed."""
+"""The part of the metrics that the weight store knows: pushes, versions, failures, and the stores above and below."""
 
 import time
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from api import relay_metrics
 from api.histogram import SECONDS, Histogram
 from api.metric_names import counter
 from api.weights import Weights
 from rollout_client.protocol import ErrorCode
 from weight_manager.messages import Status
 from weight_manager.metrics import COUNTERS
+
+PER_STORE = {
+    "relay_store_ready": "1 while a store below holds what is live here",
+    "relay_store_fenced": "1 while a store below was left behind by the running commit and may not serve",
+    "relay_store_lag_versions": "how many versions a store below is behind; the live one's number if it holds none",
+    "relay_store_behind_bytes": "bytes of the running push that could be sent to a store below and were not",
+}
+
+
+def relay(status: Status) -> Iterator[Metric]:
+    """What stores of several hosts know of each other: nothing for a store that is neither above nor below another."""
+    known = status.relay
+    if known is None:
+        return
+    below: dict[str, dict[str, Any]] = known.get("below") or {}
+    yield _gauge("relay_stores", "stores below that have joined", len(below))
+    unready = sum(not store["ready"] for store in below.values())
+    yield _gauge("relay_stores_unready", "stores below that do not hold what is live here, or are fenced", unready)
+    live = status.live.version if status.live else 0
+    families = {name: GaugeMetricFamily(f"rollout_{name}", text, labels=("store",)) for name, text in PER_STORE.items()}
+    for name, store in sorted(below.items()):
+        lag = 0 if store["ready"] else max(0, live - (store["version"] or 0))
+        values = float(store["ready"]), float(store["fenced"]), float(lag), float(store["behind_bytes"])
+        for family, value in zip(families.values(), values, strict=True):
+            family.add_metric((name,), value)
+    yield from families.values()
+    yield counter("relay_sent_bytes", "bytes of weights sent to stores below", [((), known.get("sent_bytes") or 0)])
+    above = known.get("above")
+    if above is not None:
+        yield _gauge("relay_joined", "1 while this store has joined the one above", float(above["joined"]))
+        yield _gauge("relay_fenced", "1 while nothing may be served here: no lease from above", above["fenced"])
+        yield _gauge("relay_in_doubt", "1 while all have flipped and the store above has not said", above["in_doubt"])
+
 
 PHASES = ("stage", "seal", "prepare", "commit")
 
@@ -65,7 +97,7 @@ def collect(weights: Weights, samples: StoreSamples) -> Iterator[Metric]:
     yield from _adapters(status)
     for name, value in status.counters.items():
         yield counter(f"store_{name}", COUNTERS.get(name, name.replace("_", " ")), [((), value)])
-    yield from relay_metrics.collect(status)
+    yield from relay(status)
 
 
 def _adapters(status: Status) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from api.weights import Weights
+from rollout_client.protocol import InFlight
 from weight_manager.messages import Live
 from worker.messages import Span
 
@@ -75,6 +76,21 @@ class VersionNames:
         async with self._writing:
             await asyncio.to_thread(_write, self._path, list(self._given.values()))
         self.on_given()
+
+    async def load(
+        self, path: str, *, name: str | None = None, in_flight: InFlight = "keep", deadline_s: float = 180.0
+    ) -> dict[str, Any]:
+        """Make a checkpoint directory live, as other projects' clients ask for it; returns the store's report.
+
+        name: one that is a number is the version (and refused unless it rises), any other is what the next version is
+        called from then on. Raises what the store refuses it for.
+        """
+        number = int(name) if name is not None and name.isdecimal() and len(name) < 19 else None
+        report = await self._weights.load(path, version=number, in_flight=in_flight, deadline_s=deadline_s)
+        await self._weights.wait_for_version(report.get("version", number or 0), timeout_s=5.0)
+        if name is not None and number is None:
+            await self.give(name)
+        return report
 
     def read_again(self) -> None:
         """Another process has given a name."""

@@ -17,7 +17,7 @@ import zmq.asyncio
 from fleet_ray import messages
 from fleet_ray.actors import Place
 from fleet_ray.config import FleetConfig
-from fleet_ray.messages import Failed, Fleet, GetFleet, Reply, Scale
+from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Scale
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.shipment import KEYS, bracketed, pack
 from fleet_ray.stores import Stores
@@ -162,7 +162,7 @@ class Head:
                 pass
         everyone = [*(kept for kept, _ in self._kept.values()), *self._leaving]
         members = sorted((one.describe() for one in everyone), key=lambda member: member.replica)
-        return Fleet(request.call, self._wanted, members)
+        return FleetState(request.call, self._wanted, members)
 
 
 async def _reach(address: str) -> None:

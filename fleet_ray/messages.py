@@ -10,19 +10,19 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 
 
 class Scale(Message, tag="scale", frozen=True):
-    """[COMMAND LINE] -> `Fleet` at once: from now on there are to be so many replicas."""
+    """[COMMAND LINE] -> `FleetState` at once: from now on there are to be so many replicas."""
 
     call: str
     replicas: int
 
 
 class GetFleet(Message, tag="get_fleet", frozen=True):
-    """[COMMAND LINE] -> `Fleet`."""
+    """[COMMAND LINE] -> `FleetState`."""
 
     call: str
 
 
-class Member(msgspec.Struct, frozen=True):
+class PlacedReplica(msgspec.Struct, frozen=True):
     """One replica."""
 
     replica: int
@@ -32,12 +32,12 @@ class Member(msgspec.Struct, frozen=True):
     said: str  # why it is not running, "" while it is
 
 
-class Fleet(Message, tag="fleet", frozen=True):
+class FleetState(Message, tag="fleet", frozen=True):
     """[FLEET]"""
 
     call: str
     wanted: int
-    members: list[Member]
+    members: list[PlacedReplica]
 
 
 class Failed(Message, tag="failed", frozen=True):
@@ -48,7 +48,7 @@ class Failed(Message, tag="failed", frozen=True):
 
 
 Request = Scale | GetFleet
-Reply = Fleet | Failed
+Reply = FleetState | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

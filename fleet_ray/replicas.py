@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fleet_ray.actors import Accelerators, Place, ReplicaHost
 from fleet_ray.config import FleetConfig
 from fleet_ray.errors import NodeGone, short
-from fleet_ray.messages import Member
+from fleet_ray.messages import PlacedReplica
 from fleet_ray.stores import Stores
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ class KeptReplica:
         self._actor: Any = None
         self._holders: list[Any] = []
 
-    def describe(self) -> Member:
+    def describe(self) -> PlacedReplica:
         """For people."""
         node, host = (self._place.node, self._place.host) if self._place else ("", "")
-        return Member(self.index, self.state, node, host, self.said)
+        return PlacedReplica(self.index, self.state, node, host, self.said)
 
     async def run(self) -> None:
         """Place, start, watch; again whenever it ends."""

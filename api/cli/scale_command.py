@@ -8,7 +8,7 @@ from rich.console import Console
 
 from api.cli.connect import explained, run_dir_of
 from api.cli.supervisor import ask_fleet
-from fleet_ray.messages import Fleet, GetFleet, Scale
+from fleet_ray.messages import FleetState, GetFleet, Scale
 
 console = Console(highlight=False, soft_wrap=True)
 ASK_S, POLL_S = 10.0, 0.2
@@ -31,7 +31,7 @@ def run(replicas: int, wait_s: float, name: str, run_dir: Path | None) -> int:
     return 0 if settled or wait_s == 0 else 1
 
 
-def _settled(run_dir: Path, fleet: Fleet) -> bool:
+def _settled(run_dir: Path, fleet: FleetState) -> bool:
     """As many as are wanted, and all of them serve what is live."""
     if [member.replica for member in fleet.members] != list(range(fleet.wanted)):
         return False

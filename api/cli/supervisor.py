@@ -22,7 +22,7 @@ def ask(run_dir: Path, build: Callable[[str], Request], *, timeout_s: float) -> 
 
 def ask_fleet(
     run_dir: Path, build: Callable[[str], fleet_messages.Request], *, timeout_s: float
-) -> fleet_messages.Fleet:
+) -> fleet_messages.FleetState:
     """The answer of the process that keeps replicas on Ray. Raises as `ask`."""
     if (run_dir / "supervisor.sock").exists() and not (run_dir / fleet_messages.SOCKET).exists():
         raise OSError(f"the service in {run_dir} does not run on Ray, or is not there yet (`serve --ray`)")

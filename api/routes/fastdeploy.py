@@ -12,7 +12,6 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from api import disk
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Conflict, TimedOut, status_of
 from api.replies import Json, describe, explain
@@ -123,9 +122,7 @@ async def update_weights(service: Uses, body: schema.UpdateWeights | None = None
         raise Conflict("pause first: weights are updated while paused")
     directory = service.model.path
     name = str(body.version) if body.version is not None else step_of(directory)
-    report = await disk.load(
-        service.weights, service.versions, str(directory), name=name, in_flight="recompute", deadline_s=body.timeout
-    )
+    report = await service.versions.load(str(directory), name=name, in_flight="recompute", deadline_s=body.timeout)
     seconds = report.get("seconds", {})
     costs = {
         "sync_cost": seconds.get("stage", 0.0),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
-from api import disk, info, loads, parameters, weight_checks
+from api import info, loads, parameters, weight_checks
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Forbidden, status_of
 from api.replies import Json
@@ -72,9 +72,7 @@ async def update_weights_from_disk(body: schema.DiskUpdate, service: Uses) -> Re
     in_flight: InFlight = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"
     waiting = service.fleet.open_everywhere if service.control.paused else 0
     try:
-        report = await disk.load(
-            service.weights, service.versions, body.model_path, name=body.weight_version, in_flight=in_flight
-        )
+        report = await service.versions.load(body.model_path, name=body.weight_version, in_flight=in_flight)
     except ApiError as error:
         reply = {"success": False, "message": error.message, "num_paused_requests": waiting}
         return Json(reply, status_of(error))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from api.cli.supervisor import ask_fleet
-from fleet_ray.messages import Fleet, GetFleet
+from fleet_ray.messages import FleetState, GetFleet
 from rollout_client.publisher import WeightPublisher
 from tests.integration.live import LiveService
 
@@ -36,7 +36,7 @@ class RayService(LiveService):
             endpoint or self.push_endpoint, run_id=run_id, token=TOKEN, transport=transport, progress=False
         )
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetState:
         return ask_fleet(self.run_dir, GetFleet, timeout_s=10.0)
 
     def nodes(self) -> dict[int, str]:

@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api import relay_metrics
+from api import store_metrics
 from api.histogram import Histogram
 from api.store_metrics import StoreSamples
 from weight_manager.messages import Live, Status
@@ -81,7 +81,7 @@ def test_stores_of_other_hosts():
     above = {"joined": True, "fenced": True, "in_doubt": False}
     seen = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in relay_metrics.collect(
+        for family in store_metrics.relay(
             status(live=live, relay={"below": below, "above": above, "sent_bytes": 1 << 40})
         )
         for sample in family.samples
@@ -92,7 +92,7 @@ def test_stores_of_other_hosts():
     assert (seen["rollout_relay_store_lag_versions", "c@h"], seen["rollout_relay_store_behind_bytes", "c@h"]) == (0, 0)
     assert seen["rollout_relay_sent_bytes_total",] == 1 << 40
     assert (seen["rollout_relay_joined",], seen["rollout_relay_fenced",], seen["rollout_relay_in_doubt",]) == (1, 1, 0)
-    assert not list(relay_metrics.collect(status()))
+    assert not list(store_metrics.relay(status()))
 
 
 def test_histogram_buckets_are_cumulative_and_inclusive():
