@@ -207,6 +207,8 @@ class ServeOptions(BaseSettings):
     """mtp: the checkpoint's own drafting layer proposes a token a step; the distribution stays the model's."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """on: a token's bits do not depend on what else is in its step. auto: where that costs nothing."""
+    sum_parts: Literal[1, 2, 4, 8, 16] = 1
+    """Every tp that divides it has the same bits; more than 1 turns deterministic on."""
     api_workers: int = Field(default=1, ge=1, le=32)
     """API processes behind the one port: more than one when it has no processor time left (docs/scaling.md)."""
     host: str = "127.0.0.1"
@@ -275,6 +277,7 @@ def compose(options: ServeOptions) -> ServeConfig:
         "engine": options.engine,
         "speculative": options.speculative,
         "deterministic": options.deterministic,
+        "sum_parts": options.sum_parts,
         "ranks_on_host": options.replicas * options.tp,
         "max_model_len": options.max_model_len,
     }

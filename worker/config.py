@@ -77,6 +77,10 @@ class WorkerConfig(BaseModel):
     """on: a token's logits have the same bits alone, among others, however its prompt is cut, from the prefix cache,
     after a preemption and on another replica on the same kind of processor. auto: on where that costs nothing, which
     /health says. off: whatever is fastest. See docs/numerics.md."""
+    sum_parts: Literal[1, 2, 4, 8, 16] = 1
+    """The products that tensor-parallel ranks sum are summed in so many parts of their inputs, in a tree, whatever tp
+    is: every tp that divides it has the same bits. More than 1 turns `deterministic` on. The model's heads and MLP must
+    divide by it."""
     check_ranks: bool = False
     """After every step compare a digest of hidden state and norms over the ranks of a replica (debugging)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -45,6 +45,7 @@ def serve(
     deterministic: Annotated[
         Literal["auto", "on", "off"] | None, typer.Option(help="Same bits in any batch. [auto: where it costs nothing]")
     ] = None,
+    sum_parts: Annotated[int | None, typer.Option(help="The same bits for every tp that divides it. [1]")] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address. [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one. [8000]")] = None,
     api_workers: Annotated[int | None, typer.Option(help="API processes behind that port. [1]")] = None,
@@ -83,6 +84,7 @@ def serve(
         "device": device,
         "speculative": speculative,
         "deterministic": deterministic,
+        "sum_parts": sum_parts,
         "host": host,
         "port": port,
         "api_workers": api_workers,

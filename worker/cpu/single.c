@@ -11,12 +11,13 @@
 enum { SET, ADD, GATED, GATED_GELU };  // silu(gate) * up; gelu(gate) * up, gelu by its tanh
 
 typedef struct {
-    const void *weights;  // [rows, columns]; GATED*: gate's rows, then as many of up
+    const void *weights;  // [rows, columns], row_step elements from one row to the next; GATED*: gate's, then up's
     const float *bias;    // [rows of weights] or null
     const float *norm;    // [columns] or null: x is RMS-normed first
     const void *x;        // [columns] for each token, bfloat16 when x_narrow
     float *y;             // [rows] for each token
     int64_t rows, columns, narrow, x_narrow, mode;  // x_narrow only when narrow
+    int64_t row_step;
     int64_t part;                            // columns that are added up before their sum is added to the others'
     int64_t tokens;                          // 1 to MOST
     int64_t x_step, x_token, y_step, y_token;  // elements from one to the next; x_step is 1, or 16 and x_token 1
@@ -49,30 +50,30 @@ static inline INLINE void add_words(const char *w, int64_t stride, const char *x
 // Products of RUN rows with `count` tokens; the first of a run's groups prefetches the next run.
 static inline INLINE void products(const Single *s, const char *x, int64_t row, f32x16 y[], const int count,
                                    const int first, const int narrow) {
-    const int64_t size = narrow ? 2 : 4, stride = s->columns * size, part = s->part * size;
+    const int64_t size = narrow ? 2 : 4, stride = s->row_step * size, bytes = s->columns * size, part = s->part * size;
     const char *w = (const char *)s->weights + row * stride, *ahead = w + RUN * stride;
-    for (int64_t start = 0; start < stride; start += part) {
-        int64_t end = start + part < stride ? start + part : stride, at = start;
+    for (int64_t start = 0; start < bytes; start += part) {
+        int64_t end = start + part < bytes ? start + part : bytes, at = start;
         f32x16 a[GROUP];
         for (int t = 0; t < count; t++) a[t] = splat(0);
         for (; at + 64 <= end; at += 64) {  // a cache line of each row
             if (first)
                 for (int r = 0; r < RUN; r++) __builtin_prefetch(ahead + r * stride + at);
-            for (int i = 0; i < 64; i += 16) add_words(w, stride, x, stride, at + i, a, count, narrow);
+            for (int i = 0; i < 64; i += 16) add_words(w, stride, x, bytes, at + i, a, count, narrow);
         }
-        for (; at < end; at += 16) add_words(w, stride, x, stride, at, a, count, narrow);
+        for (; at < end; at += 16) add_words(w, stride, x, bytes, at, a, count, narrow);
         for (int t = 0; t < count; t++) y[t] = start ? a[t] + y[t] : a[t];
     }
 }
 
 // Of a matrix of fewer than RUN rows: the same for one row, in the first lane.
 static float product(const Single *s, const char *x, int64_t row) {
-    const int64_t size = s->narrow ? 2 : 4, stride = s->columns * size, part = s->part * size;
-    const char *w = (const char *)s->weights + row * stride;
+    const int64_t size = s->narrow ? 2 : 4, bytes = s->columns * size, part = s->part * size;
+    const char *w = (const char *)s->weights + row * s->row_step * size;
     f32x16 y = splat(0);
-    for (int64_t start = 0; start < stride; start += part) {
+    for (int64_t start = 0; start < bytes; start += part) {
         f32x16 a = splat(0);
-        for (int64_t at = start; at < start + part && at < stride; at += 4) {
+        for (int64_t at = start; at < start + part && at < bytes; at += 4) {
             f32x16 word = splat(*(const float *)(w + at)), there = splat(*(const float *)(x + at));
             a = s->narrow ? fused_pairs(word, there, a) : fused(word, there, a);
         }

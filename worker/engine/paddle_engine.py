@@ -59,15 +59,18 @@ class PaddleEngine:
         if reason is None:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
-            sizes, how = (length, tokens), config.deterministic
             self._backend = OneDnnBackend(
-                model, self._shard, tp_group, manifest.dtype, *sizes, sites=sites, drafts=drafts, deterministic=how
+                *(model, self._shard, tp_group, manifest.dtype, length, tokens),
+                sites=sites,
+                drafts=drafts,
+                deterministic=config.deterministic,
+                sum_parts=config.sum_parts,
             )
             self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
             kernels, deterministic = self._backend.kernels, self._backend.deterministic
         else:
-            if config.deterministic == "on":
-                raise ValueError(f"deterministic on: Paddle's own kernels compute here ({reason})")
+            if config.deterministic == "on" or config.sum_parts > 1:
+                raise ValueError(f"deterministic on, sum_parts: Paddle's own kernels compute here ({reason})")
             self._backend = PaddleBackend(
                 model, self._shard, tp_group, self.spec.max_model_len, sites=sites, drafts=drafts
             )

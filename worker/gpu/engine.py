@@ -47,7 +47,7 @@ class GpuEngine:
             raise ValueError("device gpu: tensor parallelism is not served yet; use replicas")
         if config.speculative != "off":
             raise ValueError("device gpu: speculative decoding is not served")
-        if config.deterministic == "on":
+        if config.deterministic == "on" or config.sum_parts > 1:
             raise ValueError("device gpu: deterministic is not served: a token's bits depend on the size of its batch")
         self._shard = shard_of(model, layout.manifest, rank, config.tp)
         self._dtype = layout.manifest.dtype

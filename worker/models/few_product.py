@@ -31,7 +31,7 @@ class _Single(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pointer) for name in ("weights", "bias", "norm", "x", "y")),
-        *((name, _Int) for name in ("rows", "columns", "narrow", "x_narrow", "mode", "part", "tokens")),
+        *((name, _Int) for name in ("rows", "columns", "narrow", "x_narrow", "mode", "row_step", "part", "tokens")),
         *((name, _Int) for name in ("x_step", "x_token", "y_step", "y_token")),
         ("eps", ctypes.c_float),
         ("pad", ctypes.c_float),
@@ -43,12 +43,23 @@ class _Single(ctypes.Structure):
 class FewProduct:
     """dst [rows, T] = (or +=, or gated, by `mode`) weight [rows, columns] @ src [columns, T], for up to MOST tokens.
 
-    narrow: the weight is bfloat16; src is float32, or bfloat16 beside such a weight. part: columns that are added up
-    before their sum is added to the others'. src is RMS-normed first when `run` is given a norm.
+    row_step: elements between two of the weight's rows. narrow: the weight is bfloat16; src is float32, or bfloat16
+    beside such a weight. part: columns that are added up before their sum is added to the others'. src is RMS-normed
+    first when `run` is given a norm.
     """
 
     def __init__(
-        self, native: Native, mode: int, columns: int, part: int, src: Rows, dst: Rows, *, narrow: bool, eps: float = 0
+        self,
+        native: Native,
+        mode: int,
+        columns: int,
+        part: int,
+        src: Rows,
+        dst: Rows,
+        *,
+        narrow: bool,
+        row_step: int | None = None,
+        eps: float = 0,
     ) -> None:
         assert native.number("single_bytes") == ctypes.sizeof(_Single)
         scratch = np.empty(columns * MOST * native.threads, np.float32)
@@ -63,6 +74,7 @@ class FewProduct:
             narrow=narrow,
             x_narrow=src.dtype == np.uint16,
             mode=mode,
+            row_step=columns if row_step is None else row_step,
             part=part,
             x_step=x_step,
             x_token=x_token,

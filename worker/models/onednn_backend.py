@@ -30,6 +30,8 @@ from worker.models.single_program import SingleProgram, fits
 
 log = logging.getLogger(__name__)
 
+_SUMMED = ("o_proj.weight", "down_proj.weight")
+"""Products that are summed over the ranks."""
 _HEAD_ROWS = 64
 """Rows of logits computed at a time: with a vocabulary of 150000 they are 38 MB."""
 
@@ -73,8 +75,8 @@ def padded(tokens: int, alone: int = 1) -> int:
 
 class OneDnnBackend:
     """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. sites: where
-    adapters may act. drafts: whether the drafting layer is used. deterministic: see `WorkerConfig`; raises ValueError
-    where it is asked for and cannot be.
+    adapters may act. drafts: whether the drafting layer is used. deterministic, sum_parts: see `WorkerConfig`; raises
+    ValueError where they are asked for and cannot be.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class OneDnnBackend:
         sites: Sequence[Site] = (),
         drafts: bool = False,
         deterministic: Literal["auto", "on", "off"] = "auto",
+        sum_parts: int = 1,
     ) -> None:
         self._drafts = drafts
         self.asked: Callable[[], bool] = never  # whether a step is to be given up
@@ -98,8 +101,9 @@ class OneDnnBackend:
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
         self._native, why = compiled_kernels(spec.head_dim)
         self.kernels = Kernels("onednn" if why else "compiled", why)
-        self._few = self._native is not None and fits(spec, shard)
-        self.deterministic, self._alone = self._in_one_order(deterministic), 1
+        self._sum_parts = _own_parts(spec, shard, sum_parts)
+        self._few = self._native is not None and fits(spec, shard, self._sum_parts)
+        self.deterministic, self._alone = self._in_one_order("on" if sum_parts > 1 else deterministic), 1
         if self.deterministic.on and not self._same_few():
             self._few, self._alone = False, 16
         self._experts = RoutedExperts(self._dnn, self._weights, shard, self._columns)
@@ -111,6 +115,7 @@ class OneDnnBackend:
             Buffers(padded(max_tokens)),
             self._summed if shard.tp > 1 else None,
             self._experts.step,
+            sum_parts=self._sum_parts,
         )
         self._head_parts = replace(self._parts, buffers=Buffers(_HEAD_ROWS))
         self._attention: NativeAttention | BlockedAttention
@@ -188,7 +193,7 @@ class OneDnnBackend:
             return Deterministic(False, "it is turned off")
         if self._native is None:
             if asked == "on":
-                raise ValueError(f"deterministic on: it needs the compiled kernels, and {self.kernels.why}")
+                raise ValueError(f"deterministic on, sum_parts: they need compiled kernels, and {self.kernels.why}")
             return Deterministic(False, self.kernels.why)
         if asked == "auto" and not self._same_few():
             return Deterministic(False, "one sequence alone would be slower; `deterministic on` has it nevertheless")
@@ -199,7 +204,9 @@ class OneDnnBackend:
         if self._native is None or not self._few:
             return False
         shapes = {
-            s for name, s in self._shard.shapes.items() if len(s) == 2 and not name.endswith("mtp_linear_proj.0.weight")
+            (shape[0], shape[1] // self._sum_parts) if name.endswith(_SUMMED) else shape
+            for name, shape in self._shard.shapes.items()
+            if len(shape) == 2 and not name.endswith("mtp_linear_proj.0.weight")
         }
         return all(self._part(shape) is not None for shape in shapes)
 
@@ -295,4 +302,22 @@ class OneDnnBackend:
         return rows
 
     def _summed(self, array: Rows) -> Callable[[], None]:
-        return collectives.sum_in_place(array, self._group)
+        # Two ranks have one order. The library's for more depends on the size of what is summed.
+        in_a_tree = self.deterministic.on and self._shard.tp > 2
+        return (collectives.sum_in_a_tree if in_a_tree else collectives.sum_in_place)(array, self._group)
+
+
+def _own_parts(spec: DecoderSpec, shard: Shard, sum_parts: int) -> int:
+    """Of `sum_parts`, those of one rank. Raises ValueError where the model cannot be summed in so many."""
+    if sum_parts == 1:
+        return 1
+    if any(spec.moe):
+        raise ValueError(f"sum_parts {sum_parts}: experts are not summed in parts")
+    if spec.qk_norm == "whole":
+        raise ValueError(f"sum_parts {sum_parts}: norms over all heads are not summed in parts")
+    for what, size in (("attention heads", spec.heads), ("rows of the MLP", spec.intermediate)):
+        if size % sum_parts:
+            raise ValueError(f"sum_parts {sum_parts}: the model's {size} {what} are no multiple of it")
+    if sum_parts % shard.tp:
+        raise ValueError(f"sum_parts {sum_parts} is no multiple of tp {shard.tp}")
+    return sum_parts // shard.tp

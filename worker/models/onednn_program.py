@@ -76,7 +76,8 @@ class Parts:
 
     reduce: given an array, the step that sums it over the tensor-parallel ranks in place; None when there is
     one rank. route: the step that adds routed experts, see `onednn_experts`. adapters: adds what the step's adapters
-    change; None for programs of steps without any.
+    change; None for programs of steps without any. sum_parts: of its inputs, in which a product that is summed over the
+    ranks is summed here, in a tree of which the ranks' sum is the rest.
     """
 
     dnn: OneDnn
@@ -88,6 +89,7 @@ class Parts:
     route: Callable[[Rows, Rows, Float32, Experts[NamedSlot], MoeSpec], Step]
     hide_first: bool = False  # of attention: only the first token of a sequence sees its cell
     adapters: LowRank | None = None
+    sum_parts: int = 1
 
 
 class Program(ABC):
@@ -96,7 +98,7 @@ class Program(ABC):
     def __init__(self, parts: Parts, tokens: int) -> None:
         self._dnn, self._spec, self._shard, self._weights = parts.dnn, parts.spec, parts.shard, parts.weights
         self._buffers, self._reduce, self._route = parts.buffers, parts.reduce, parts.route
-        self._hide_first, self._adapters = parts.hide_first, parts.adapters
+        self._hide_first, self._adapters, self._sum_parts = parts.hide_first, parts.adapters, parts.sum_parts
         self._activation = eltwise(SWISH if parts.spec.activation == "silu" else GELU_TANH)
         self._tokens, self._compute = tokens, parts.weights.matrix_dtype
         self._steps: list[Step] = []
@@ -175,8 +177,7 @@ class Program(ABC):
     def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot], norm: NamedSlot | None = None) -> Rows:
         """x + linear(y), into x itself."""
         if norm is not None:
-            partial = self._buffer("partial", len(x))
-            self.linear(linear.weight, y, partial)
+            partial = self._summed(linear.weight, y)
             self._adapt(linear.weight, y, partial)
             if self._reduce is not None:
                 self._steps.append(self._reduce(partial))
@@ -184,12 +185,11 @@ class Program(ABC):
             added = self._normed(partial, norm, self._buffer("added", len(x)))
             self._steps.append(self._dnn.binary(ADD, x, added, x))
             return x
-        if self._reduce is None:
+        if self._reduce is None and self._sum_parts == 1:
             self.linear(linear.weight, y, x, [SUM])
             self._adapt(linear.weight, y, x)
         else:
-            partial = self._buffer("partial", len(x))
-            self.linear(linear.weight, y, partial)
+            partial = self._summed(linear.weight, y)
             self._adapt(linear.weight, y, partial)
             self._add_reduced(x, partial)
         self.add_bias(x, linear.bias)
@@ -292,9 +292,27 @@ class Program(ABC):
         if bias is not None:
             self._steps.append(self._dnn.binary(ADD, x, self._weights.part(bias.name, (len(x), 1), start), x, post))
 
+    def _summed(self, weight: NamedSlot, y: Rows) -> Rows:
+        """weight @ y, each half of `sum_parts` equal parts of the inputs by itself, then both added up."""
+        (rows, inputs), step = weight.shape, weight.strides[0]
+        width = inputs // self._sum_parts
+
+        def of(first: int, end: int) -> Rows:
+            if end - first == 1:
+                made, at = self._buffer(f"partial{first}", rows), first * width
+                part = self._weights.part(weight.name, (rows, width), weight.offset + at, (step, 1))
+                self.linear(part, y[at : at + width], made)
+                return made
+            half = (first + end) // 2
+            low, high = of(first, half), of(half, end)
+            self._steps.append(self._dnn.binary(ADD, low, high, low))
+            return low
+
+        return of(0, self._sum_parts)
+
     def _add_reduced(self, x: Rows, partial: Rows) -> None:
-        assert self._reduce is not None
-        self._steps.append(self._reduce(partial))
+        if self._reduce is not None:
+            self._steps.append(self._reduce(partial))
         self._steps.append(self._dnn.binary(ADD, x, partial, x))
 
     def _narrowed(self, name: str, x: Rows) -> Rows:

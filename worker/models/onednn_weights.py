@@ -21,10 +21,12 @@ _ROUTING = (".mlp.gate.weight", "correction_bias", "shared_expert_gate.weight")
 
 
 class NamedSlot(Slot):
-    """An operand that lies in the tensor `name`, from element `offset` on."""
+    """An operand that lies in the tensor `name`, from element `offset` on. strides: see `Slot`."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> None:
-        super().__init__(shape, dtype)
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int, strides: tuple[int, ...] | None
+    ) -> None:
+        super().__init__(shape, dtype, strides)
         self.name, self.offset = name, offset
         self.address = 0  # of what is bound now
 
@@ -48,12 +50,19 @@ class BoundWeights:
             self._shapes[name] = (times * spec.head_dim,)
         self.by_role: Weights[NamedSlot] = collect(spec, {name: self.part(name) for name in self._shapes})
 
-    def part(self, name: str, shape: tuple[int, ...] | None = None, offset: int = 0) -> NamedSlot:
+    def part(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        offset: int = 0,
+        strides: tuple[int, ...] | None = None,
+    ) -> NamedSlot:
         """The operand of this shape that begins `offset` elements into a tensor; the whole tensor by default."""
         shape = shape or self._shapes[name]
-        key = (name, shape, offset)
+        key = (name, shape, offset, strides)
         if key not in self._slots:
-            self._slots[key] = NamedSlot(name, shape, self.matrix_dtype if self._stays(name) else np.float32, offset)
+            dtype = self.matrix_dtype if self._stays(name) else np.float32
+            self._slots[key] = NamedSlot(name, shape, dtype, offset, strides)
             if self._bound:
                 self._point(self._slots[key], self._bound[name][1])
         return self._slots[key]

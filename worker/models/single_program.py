@@ -19,10 +19,10 @@ PartOf = Callable[[NamedSlot], int]
 """Columns in a part of the product with this weight, see `few_product`."""
 
 
-def fits(spec: DecoderSpec, shard: Shard) -> bool:
-    """Whether every product of this decoder is one that the kernel computes."""
+def fits(spec: DecoderSpec, shard: Shard, sum_parts: int = 1) -> bool:
+    """Whether every product of this decoder is one that the kernel computes. sum_parts: see `Parts`."""
     inner = {shape[1] for name, shape in shard.shapes.items() if name.endswith("down_proj.weight")}
-    widths = {spec.hidden_size, shard.heads * spec.head_dim, *inner}
+    widths = {spec.hidden_size, *(width / sum_parts for width in (shard.heads * spec.head_dim, *inner))}
     return not any(spec.moe) and not any(width % 16 for width in widths)
 
 
@@ -70,6 +70,7 @@ class SingleProgram(CompiledProgram):
 
     def _product(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> None:
         x, norm = self._to_norm.get(id(src), (src, None))
-        part, narrow = self._part_of(weight), weight.dtype == np.uint16
-        product = FewProduct(self._native, mode, weight.shape[1], part, x, dst, narrow=narrow, eps=self._spec.eps)
+        shape = {"narrow": weight.dtype == np.uint16, "row_step": weight.strides[0]}
+        part = self._part_of(weight)
+        product = FewProduct(self._native, mode, weight.shape[1], part, x, dst, **shape, eps=self._spec.eps)
         self._steps.append(recorded(product, lambda: self.count, weight, bias, norm))

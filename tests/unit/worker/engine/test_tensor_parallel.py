@@ -16,12 +16,12 @@ HERE = Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())
 
 
-def _gaps(tp, names):
-    """Largest logit difference per checkpoint, from rank 0 of `tp` processes."""
+def _told(tp, script, *words):
+    """What rank 0 of `tp` processes prints."""
     ports = free_ports(ports_needed(tp))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "tp_rank.py"), str(rank), str(tp), *names],
+            [sys.executable, "-W", "ignore", str(HERE / script), str(rank), str(tp), *words],
             env={**os.environ, "OMP_NUM_THREADS": "1", **group_environment(rank, ports)},
             stdout=subprocess.PIPE,
             text=True,
@@ -42,9 +42,32 @@ def _gaps(tp, names):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("tp", "names"), [(2, FAMILIES), (4, ["llama", "qwen3_moe"])])
 def test_logits_equal_hf(tp, names):
-    gaps = _gaps(tp, names)
+    gaps = _told(tp, "tp_rank.py", *names)
     assert "replicated weights differ" in gaps.pop("drift")
     adapted = {path.name: gaps.pop(path.name) for name in names for path in ADAPTERS.glob(f"{name}.*")}
     assert sorted(gaps) == sorted(names)
     assert max(gaps.values()) < 2e-5, gaps
     assert max(adapted.values()) < 1e-4, adapted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_one_two_and_four_ranks_have_the_same_bits():
+    names = ["llama", "qwen3", "llama_tied_biased"]
+    one, two, four = (_told(tp, "tp_bits_rank.py", "4", *names) for tp in (1, 2, 4))
+    assert len(one) == 2 * len(names)
+    assert one == two == four
+    assert _told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "tp", "says"),
+    [
+        ("qwen2", 4, 1, "2 attention heads"),
+        ("llama", 2, 4, "no multiple of tp 4"),
+        ("qwen3_moe", 2, 1, "experts"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(checkpoint, name, parts, tp, says):
+    with pytest.raises(ValueError, match=f"sum_parts {parts}.*{says}"):
+        checkpoint(name, tp=tp).engine(sum_parts=parts, bound=False, group=object() if tp > 1 else None)
