@@ -70,7 +70,10 @@ class SingleProgram(CompiledProgram):
 
     def _product(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> None:
         x, norm = self._to_norm.get(id(src), (src, None))
-        shape = {"narrow": weight.dtype == np.uint16, "row_step": weight.strides[0]}
-        part = self._part_of(weight)
-        product = FewProduct(self._native, mode, weight.shape[1], part, x, dst, **shape, eps=self._spec.eps)
+        product = FewProduct(
+            *(self._native, mode, weight.shape[1], self._part_of(weight), x, dst),
+            narrow=weight.dtype == np.uint16,
+            row_step=weight.strides[0],
+            eps=self._spec.eps,
+        )
         self._steps.append(recorded(product, lambda: self.count, weight, bias, norm))
