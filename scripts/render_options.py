@@ -7,7 +7,7 @@ import ast
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -63,7 +63,7 @@ def render() -> str:
 def section(title: str, model: type[BaseModel], prefix: str, without: set[str]) -> str:
     """One class as a table."""
     texts = docstrings(model)
-    rows = ["| variable | default | bounds | meaning |", "| --- | --- | --- | --- |"]
+    rows = ["| variable | default | allowed | meaning |", "| --- | --- | --- | --- |"]
     for name, field in model.model_fields.items():
         if name not in without:
             rows.append(f"| `{prefix}{name.upper()}` | {default(field)} | {bounds(field)} | {cell(texts[name])} |")
@@ -95,9 +95,17 @@ def default(field: FieldInfo) -> str:
 
 
 def bounds(field: FieldInfo) -> str:
-    """Least and greatest value, or length."""
+    """Least and greatest value, or length; or the words there are."""
     words = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "min_length": "{} characters or more", "pattern": "`{}`"}
-    return ", ".join(cell(words[key].format(value)) for key, value in limits(field) if key in words)
+    limited = [words[key].format(value) for key, value in limits(field) if key in words]
+    return ", ".join(map(cell, [*(f"`{choice}`" for choice in choices(field.annotation)), *limited]))
+
+
+def choices(annotation: Any) -> list[Any]:
+    """What a Literal allows, wherever it stands in the type."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for part in get_args(annotation) for choice in choices(part)]
 
 
 def limits(field: FieldInfo) -> list[tuple[str, Any]]:

@@ -7,6 +7,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +45,28 @@ class Contender(Protocol):
     def close(self) -> None:
         """End its processes."""
         ...
+
+
+@contextlib.contextmanager
+def contest() -> Iterator[tuple[list[Contender], Path]]:
+    """Contenders, to be added to, and a directory for their logs. They are closed at the end, also by SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    logs = Path(tempfile.mkdtemp(prefix="bench-generate-log-"))
+    contenders: list[Contender] = []
+    try:
+        yield contenders, logs
+    except Exception:
+        print(f"logs: {logs}", file=sys.stderr)
+        raise
+    finally:
+        for contender in contenders:
+            contender.close()
+
+
+def in_turn(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    """All of them, another one first in each round."""
+    first = number % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
 
 
 class Stoppable:

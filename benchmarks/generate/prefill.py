@@ -9,8 +9,6 @@ round to round, and the ratio is taken within the round.
 """
 
 import json
-import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.generate import install
-from benchmarks.generate.contenders import Contender, Job
+from benchmarks.generate.contenders import Contender, Job, contest, in_turn
 from benchmarks.generate.rounds import Round, Section, arguments, machine
 from benchmarks.generate.servers import Service, VllmServer
 from weight_manager.families import manifest_for
@@ -32,36 +30,27 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are closed on the way out
     section = Section(args.out, f"prefill/{args.dtype}", args.rounds, args.budget)
     if not section.lacking:
         return
-    logs = Path(tempfile.mkdtemp(prefix="bench-generate-log-"))
-    contenders: list[Contender] = []
-    with tempfile.TemporaryDirectory(prefix="bench-generate-model-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bench-generate-model-") as scratch, contest() as (contenders, logs):
         model = long_model(args.model, Path(scratch))
-        try:
-            contenders.append(VllmServer(install.vllm(), model, args.dtype, logs / "vllm.log", max_len=POSITIONS))
-            contenders.append(Service(OURS, model, args.dtype, logs / "service.log").settle())
-            random = np.random.default_rng()
-            one_round(contenders, random, 0, LENGTHS[:1])
-            section.note(machine=machine())
-            section.collect(lambda number: one_round(contenders, random, number, LENGTHS))
-        except Exception:
-            print(f"logs: {logs}", file=sys.stderr)
-            raise
-        finally:
-            for contender in contenders:
-                contender.close()
+        contenders.append(VllmServer(install.vllm(), model, args.dtype, logs / "vllm.log", max_len=POSITIONS))
+        contenders.append(Service(OURS, model, args.dtype, logs / "service.log").settle())
+        random = np.random.default_rng()
+        one_round(contenders, random, 0, LENGTHS[:1])
+        section.note(machine=machine())
+        section.collect(lambda number: one_round(contenders, random, number, LENGTHS))
 
 
 def one_round(contenders: list[Contender], random: np.random.Generator, number: int, lengths: tuple[int, ...]) -> Round:
     """Seconds of every length on every contender."""
-    turned = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
     took: Round = {}
     for length in lengths:
         job = Job(random.integers(1000, 40000, (1, length)).tolist(), 1, 1)
-        took[str(length)] = {contender.name: round(1 / contender.run(job), 3) for contender in turned}
+        took[str(length)] = {
+            contender.name: round(1 / contender.run(job), 3) for contender in in_turn(contenders, number)
+        }
     return took
 
 

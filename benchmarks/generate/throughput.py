@@ -8,15 +8,10 @@ the service does, HF transformers is called in its process. In a round each side
 never seen before; who is first turns from round to round, and the ratio is taken within the round.
 """
 
-import signal
-import sys
-import tempfile
-from pathlib import Path
-
 import numpy as np
 
 from benchmarks.generate import install
-from benchmarks.generate.contenders import Contender, Job, Peer
+from benchmarks.generate.contenders import Contender, Job, Peer, contest, in_turn
 from benchmarks.generate.rounds import Round, Section, arguments
 from benchmarks.generate.servers import Service, VllmServer
 
@@ -32,13 +27,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     parser.add_argument("--peer", choices=["vllm", "hf"], required=True)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are closed on the way out
     section = Section(args.out, f"throughput/{args.dtype}/{args.peer}", args.rounds, args.budget)
     if not section.lacking:
         return
-    logs = Path(tempfile.mkdtemp(prefix="bench-generate-log-"))
-    contenders: list[Contender] = []
-    try:
+    with contest() as (contenders, logs):
         if args.peer == "vllm":
             contenders.append(VllmServer(install.vllm(), args.model, args.dtype, logs / "vllm.log"))
         else:
@@ -49,21 +41,14 @@ def main() -> None:
         one_round(contenders, random, 0, WARM_TOKENS)
         section.note(ready_s={c.name: round(c.ready_s, 2) for c in contenders})
         section.collect(lambda number: one_round(contenders, random, number, NEW_TOKENS))
-    except Exception:
-        print(f"logs: {logs}", file=sys.stderr)
-        raise
-    finally:
-        for contender in contenders:
-            contender.close()
 
 
 def one_round(contenders: list[Contender], random: np.random.Generator, number: int, new: int) -> Round:
     """Every case on every contender."""
-    turned = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
     took: Round = {}
     for case, (count, length, samples) in CASES.items():
         job = Job(random.integers(1000, 40000, (count, length)).tolist(), samples, new)
-        took[case] = {contender.name: round(contender.run(job), 1) for contender in turned}
+        took[case] = {contender.name: round(contender.run(job), 1) for contender in in_turn(contenders, number)}
     return took
 
 

@@ -5,7 +5,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,16 @@ def config(run_dir: Path, model_dir: Path, settings: dict[str, Any]) -> ApiConfi
 
 
 @pytest.fixture
-async def replicas(config: ApiConfig) -> AsyncIterator[list[ScriptedReplica]]:
-    made = [ScriptedReplica(config.run_dir, i) for i in range(config.replicas)]
+def make_replica(config: ApiConfig) -> Callable[[int], ScriptedReplica]:
+    """Override in a test module for replicas of another kind."""
+    return lambda index: ScriptedReplica(config.run_dir, index)
+
+
+@pytest.fixture
+async def replicas(
+    config: ApiConfig, make_replica: Callable[[int], ScriptedReplica]
+) -> AsyncIterator[list[ScriptedReplica]]:
+    made = [make_replica(i) for i in range(config.replicas)]
     for replica in made:
         replica.start()
     yield made

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from api.model import Model
-from tests.unit.api.test_stop_strings import SMOLLM2, StoppingReplica
+from tests.unit.api.test_stop_strings import SMOLLM2, StoppingReplica, smollm2_tokenizer
 from worker.tokenizer import Tokenizer
 
 PARTS = [10813, 116, 222]
@@ -18,9 +18,7 @@ PARTS = [10813, 116, 222]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    if not SMOLLM2.is_dir():
-        pytest.skip("models/SmolLM2-135M-Instruct is not there: run `make model`")
-    return Tokenizer.load(SMOLLM2)
+    return smollm2_tokenizer()
 
 
 @pytest.fixture
@@ -29,14 +27,8 @@ def model(config, tokenizer) -> Model:
 
 
 @pytest.fixture
-async def replicas(config, tokenizer):
-    made = [StoppingReplica(config.run_dir, i) for i in range(config.replicas)]
-    for replica in made:
-        replica.tokenizer = tokenizer
-        replica.start()
-    yield made
-    for replica in made:
-        await replica.die()
+def make_replica(config, tokenizer):
+    return lambda index: StoppingReplica(config.run_dir, index, tokenizer)
 
 
 async def _ask(client, replicas, path, script, **body):

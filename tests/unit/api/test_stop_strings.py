@@ -54,17 +54,24 @@ def _byte_fallback() -> tokenizers.Tokenizer:
     return made
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def smollm2_tokenizer() -> Tokenizer:
+    """Skips where the checkpoint is not there."""
     if not SMOLLM2.is_dir():
         pytest.skip("models/SmolLM2-135M-Instruct is not there: run `make model`")
     return Tokenizer.load(SMOLLM2)
 
 
-class StoppingReplica(ScriptedReplica):
-    """Ends its script where the worker's rules do. delay: of each token of a stream, or they may come as one chunk."""
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return smollm2_tokenizer()
 
-    tokenizer: Tokenizer
+
+class StoppingReplica(ScriptedReplica):
+    """Ends its script where the worker's rules do."""
+
+    def __init__(self, run_dir: Path, index: int, tokenizer: Tokenizer) -> None:
+        super().__init__(run_dir, index)
+        self.tokenizer = tokenizer
 
     async def _generate(self, origin: bytes, g: Generate) -> None:
         assert self.script is not None
@@ -87,14 +94,8 @@ def model(config, tokenizer) -> Model:
 
 
 @pytest.fixture
-async def replicas(config, tokenizer):
-    made = [StoppingReplica(config.run_dir, i) for i in range(config.replicas)]
-    for replica in made:
-        replica.tokenizer = tokenizer
-        replica.start()
-    yield made
-    for replica in made:
-        await replica.die()
+def make_replica(config, tokenizer):
+    return lambda index: StoppingReplica(config.run_dir, index, tokenizer)
 
 
 def _request(route: str, stop: str, *, stream: bool, include: bool) -> tuple[str, dict[str, Any]]:

@@ -1,5 +1,7 @@
 """docs/options.md is what the config classes say."""
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
 from scripts.render_options import PAGE, PARTS, render, section
@@ -13,6 +15,8 @@ class Shop(BaseModel):
     """On duty."""
     open: bool = True
     """Now."""
+    door: Literal["oak", "glass"] | None = None
+    """At the front."""
     other: str = ""
     """Left out."""
 
@@ -26,6 +30,7 @@ def test_a_class_is_a_table_of_its_fields() -> None:
         r"| `SHOP_NAME` | `corner` | 2 characters or more | Over the door \| in gold. |",
         "| `SHOP_CLERKS` | required | >= 1, <= 9 | On duty. |",
         "| `SHOP_OPEN` | `true` |  | Now. |",
+        "| `SHOP_DOOR` |  | `oak`, `glass` | At the front. |",
     ]
 
 

@@ -108,14 +108,18 @@ def test_each_sample_of_a_prompt_tells_its_own_story(rig: MakeRig) -> None:
 # did so has made a token. They leave no trace in its spans, so nothing of them may be left in its cache.
 
 
-def test_a_chunk_that_ends_before_the_last_token(rig: MakeRig) -> None:
-    replica = running(rig, prompt=[*PROMPT, 9], max_tokens=5, max_batch=1)  # 9 + 2 tokens by chunks of 5 leave 1
+def leaves_no_trace_of_what_was_computed_before_its_last_token(replica: Any) -> None:
     replica.update("recompute", 1)
     (sequence,) = replica.scheduler._batcher.waiting
     while sequence.pending > 1:
         replica.step()
     replica.update("keep", 2)
     assert [span.version for span in ended(replica)] == [0, 2]
+
+
+def test_a_chunk_that_ends_before_the_last_token(rig: MakeRig) -> None:
+    replica = running(rig, prompt=[*PROMPT, 9], max_tokens=5, max_batch=1)  # 9 + 2 tokens by chunks of 5 leave 1
+    leaves_no_trace_of_what_was_computed_before_its_last_token(replica)
 
 
 def test_all_but_the_last_token_was_in_the_cache_and_the_step_is_thrown_away(rig: MakeRig) -> None:
@@ -130,13 +134,7 @@ def test_all_but_the_last_token_was_in_the_cache_and_the_step_is_thrown_away(rig
 
 
 def test_a_draft_comes_between_what_was_computed_again_and_the_next_token(rig: MakeRig) -> None:
-    replica = running(rig, speculative=True)
-    replica.update("recompute", 1)
-    (sequence,) = replica.scheduler._batcher.waiting
-    while sequence.pending > 1:
-        replica.step()
-    replica.update("keep", 2)
-    assert [span.version for span in ended(replica)] == [0, 2]
+    leaves_no_trace_of_what_was_computed_before_its_last_token(running(rig, speculative=True))
 
 
 def test_logprobs_of_a_prompt_are_of_the_weights_that_make_the_first_token(rig: MakeRig) -> None:
