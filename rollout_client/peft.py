@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -112,12 +113,11 @@ def adapter_tensors(
     found: list[tuple[str, str, T]] = []
     others: list[str] = []
     for name, tensor in items:
-        match = _LORA.fullmatch(name) or _LORA_BARE.fullmatch(name)
-        if match is None:
+        parsed = _parsed(name)
+        if parsed is None:
             others.append(name)
-            continue
-        served = f"{_unwrapped(match['module'])}.{match['which']}"
-        found.append((match.groupdict().get("adapter") or "", served, tensor))
+        else:
+            found.append((*parsed, tensor))
     adapters = {of for of, _, _ in found}
     if not found:
         raise ValueError("no LoRA tensors (….lora_A.weight and ….lora_B.weight) are in this state dict")
@@ -143,6 +143,15 @@ def _check_others(others: list[str], *, whole_model: bool) -> None:
     if trained:
         shown = ", ".join(sorted(trained)[:20]) + (f" and {len(trained) - 20} more" if len(trained) > 20 else "")
         raise ValueError(f"not part of a plain LoRA adapter, and cannot be served: {shown}")
+
+
+@lru_cache(maxsize=1 << 16)
+def _parsed(name: str) -> tuple[str, str] | None:
+    """(adapter, name without wrappers) of an A or B; None for anything else. The same names come with every push."""
+    match = _LORA.fullmatch(name) or _LORA_BARE.fullmatch(name)
+    if match is None:
+        return None
+    return match.groupdict().get("adapter") or "", f"{_unwrapped(match['module'])}.{match['which']}"
 
 
 def _unwrapped(module: str) -> str:

@@ -7,12 +7,12 @@ whom it asks, which slots are still read, and where epochs come from.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from rollout_client.protocol import Begin, Copy, Placement
-from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, Piece, adapter_layout, in_trainers_terms
+from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout, in_trainers_terms
 from weight_manager.arena import Arena
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
@@ -104,6 +104,9 @@ class Line:
         self.name, self.shape = saved.adapter, saved.shape
         self.layout = adapter_layout(self.shape, base)
         self.history, self.arena = history, arena
+        self.planned: tuple[Any, tuple[str, ...], list[Copy]] | None = (
+            None  # of the last push: the next is as a rule its like
+        )
         self._audience = audience
         slots = Slots(arena, background, kept=KEPT, in_use=self._read, spared=self._previous)
         self.data = data(slots)
@@ -212,17 +215,16 @@ class AdapterGroup(TrainerGroup):
 
     def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
         begin, layout = begins[-1], self.line.layout
-        pieces = [self._planner.pieces(b.parts) for b in begins]
-        if len(begins) == begin.world:
+        key = ([b.parts for b in begins], begin.world, begin.base_version is not None)
+        if self.line.planned is None or self.line.planned[0] != key:
+            pieces = [self._planner.pieces(b.parts) for b in begins]
             parts = [[piece.part for piece in mine] for mine in pieces]
-            self._kept = prove(parts, layout, partial=begin.base_version is not None)
-        return _placed(pieces[-1], layout)
+            kept = prove(parts, layout, partial=key[2]) if len(begins) == begin.world else ()
+            self.line.planned = key, kept, in_trainers_terms(place(parts[-1], layout), pieces[-1])
+        _, self._kept, copies = self.line.planned
+        return copies
 
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         placement = super()._enrol(peer, begin, copies, now)
         arena = self.line.arena
         return msgspec.structs.replace(placement, arena_path=str(arena.path), arena_nonce=arena.nonce)
-
-
-def _placed(pieces: Sequence[Piece], layout: Layout) -> list[Copy]:
-    return in_trainers_terms(place([piece.part for piece in pieces], layout), pieces)

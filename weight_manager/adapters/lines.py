@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_client.errors import ArenaError
-from rollout_client.peft import check_name
+from rollout_client.peft import AdapterConfig, check_name
 from rollout_client.protocol import AdapterPush, Part
 from weight_manager.adapters.line import Audience, Line, LineHistory
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout
@@ -77,6 +77,7 @@ class Lines:
         self._opened: list[Line] = []  # nothing of them is live yet
         self._retired: list[Line] = []
         self._leaving: list[_Leaving] = []
+        self._shapes: dict[str, tuple[tuple[AdapterConfig, list[Part]], AdapterShape]] = {}  # of the last push
         self._changes = 0  # of lines that are gone, too
 
     def take_over(self) -> None:
@@ -124,7 +125,7 @@ class Lines:
             raise PushRefused("bad_message", str(error)) from None
         if not self._config.max_adapters:
             raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
-        shape = self.planner.shape(push.config, parts, self._config.max_adapter_rank)
+        shape = self._shape(push, parts)
         opened = next((line for line in self._opened if line.name == push.name), None)
         known = opened or self._lines.get(push.name)
         if known is not None and known.shape == shape:
@@ -132,6 +133,13 @@ class Lines:
         if known is not None and known.coordinator.session is not None:
             raise PushRefused("busy", f"a push of {known.coordinator.session.intent} is running", retryable=True)
         return self._open(push.name, shape, known.history.saved.records if known is not None else [])
+
+    def _shape(self, push: AdapterPush, parts: list[Part]) -> AdapterShape:
+        """Of a push; that of the last one of this name, if nothing but its numbers has changed since."""
+        asked, known = (push.config, parts), self._shapes.get(push.name)
+        if known is None or known[0] != asked:
+            known = self._shapes[push.name] = asked, self.planner.shape(*asked, self._config.max_adapter_rank)
+        return known[1]
 
     def went_live(self, line: Line, late: set[int]) -> None:
         """A version of it was recorded. late: replicas that did not vote on it."""
@@ -310,4 +318,6 @@ class Lines:
         """It counts no more; a restart does not find it, its memory goes once nobody reads it."""
         line.history.remove()
         self._retired.append(line)
+        if line.name not in self._lines:
+            self._shapes.pop(line.name, None)
         self._changes += 1
