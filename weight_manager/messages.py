@@ -99,6 +99,10 @@ class Beat(Message, tag="beat", frozen=True):
     epoch: int
 
 
+class Leaving(Message, tag="leaving", frozen=True):
+    """[RANK 0] was told to stop and has drained: its ranks end now."""
+
+
 class Prepare(Message, tag="prepare", frozen=True):
     """[STORE] build views of a sealed slot and vote. With in_flight "wait" the vote comes once drained."""
 
@@ -314,7 +318,7 @@ class Refused(Message, tag="refused", frozen=True):
     message: str
 
 
-FromReplica = Register | Adopted | Beat | Prepared | Flipped | Finalized | RolledBack | AdaptersHeld
+FromReplica = Register | Adopted | Beat | Leaving | Prepared | Flipped | Finalized | RolledBack | AdaptersHeld
 FromApi = (
     GetStatus
     | LoadDisk

@@ -18,6 +18,7 @@ from weight_manager.messages import (
     Flipped,
     FromReplica,
     HeldAdapter,
+    Leaving,
     Live,
     Prepared,
     Refused,
@@ -49,6 +50,7 @@ class Replica:
     epoch: int = 0
     adopting: int = 0  # epoch it was told to adopt and has not answered for
     error: str = ""
+    leaving: bool = False  # it was told to stop, and said so
     adapters: dict[str, int] = field(default_factory=dict)  # name -> epoch that it stands for
     held: list[HeldAdapter] = field(default_factory=list)  # versions that are read there
     adapter_error: str = ""
@@ -115,6 +117,8 @@ class Replicas:
         match message:
             case Beat():
                 self._beat(replica, message.epoch)
+            case Leaving():
+                replica.leaving = True
             case Adopted():
                 self._adopted(replica, message)
             case AdaptersHeld():
@@ -270,14 +274,17 @@ class Replicas:
             replica.adopting = live.epoch  # else it is told at its next beat
 
     def _died(self, replica: Replica, rank: int) -> None:
+        if replica.leaving:
+            self._remove(replica, "has stopped", logging.INFO)
+            return
         self._counters.add("replicas_died")
         self._remove(replica, f"died: the process of rank {rank} (pid {replica.pids[rank]}) ended")
 
-    def _remove(self, replica: Replica, why: str) -> None:
+    def _remove(self, replica: Replica, why: str, level: int = logging.WARNING) -> None:
         self._unwatch(replica)
         self._replicas.pop(replica.number, None)
         self._by_identity.pop(replica.identity, None)
-        log.warning("replica %d %s", replica.number, why, extra={"replica": replica.number})
+        log.log(level, "replica %d %s", replica.number, why, extra={"replica": replica.number})
         self._coordinator.replica_gone(replica.number, why)
         if self.lines is not None:
             self.lines.replica_gone(replica.number, why)

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rollout_client.device_slots import socket_of
 from weight_manager import logs
 from weight_manager.checkpoint import read_config
 from weight_manager.curve import StoreKeys
 from weight_manager.dynamic_weight_manager import DynamicWeightManager
-from weight_manager.errors import CheckpointError
+from weight_manager.errors import CheckpointError, StartError
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.garbage import collect_rarely
 from weight_manager.layout import make_layout
@@ -76,6 +76,9 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
     except GroupDead as error:
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
         return EXIT_GROUP_DEAD
+    except StartError as error:
+        log.critical("cannot start: %s", error, extra={"replica": replica, "rank": rank})
+        return EXIT_USAGE
     except CudaError as error:  # what is on the device is lost, or it never came so far: said in one line, not a stack
         log.critical("leaving: %s", error, extra={"replica": replica, "rank": rank})
         return EXIT_DEVICE
@@ -104,9 +107,11 @@ def build_loop(
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
     if config.engine == "paddle" and config.device == "cpu":
         select_cpu()
-    world = _join(config, rank)
-    lends_at = socket_of(channel.run_dir, replica) if channel else None
-    engine = _engine(config, hf_config, layout, world.tp_group, replica, rank, lends_at)
+    world = _join(config, replica, rank)
+    try:
+        engine = _engine(config, hf_config, layout, world, socket_of(channel.run_dir, replica) if channel else None)
+    except ValueError as error:  # what it does not serve, as its engine says it
+        raise StartError(str(error)) from error
     engine.allocate_kv()
     actions = Actions(
         engine,
@@ -146,8 +151,12 @@ def build_loop(
 
 @dataclass(frozen=True)
 class _World:
-    """The ranks of this replica: how they agree, what their matrices' sums run on, which groups may be shut."""
+    """This rank's place, and the other ranks of its replica: how they agree, what their matrices' sums run on, which
+    groups may be shut.
+    """
 
+    replica: int
+    rank: int
     signals: Signals
     groups: Groups
     tp_group: Any
@@ -167,31 +176,26 @@ class _NoGroups:
         pass
 
 
-def _join(config: WorkerConfig, rank: int) -> _World:
+def _join(config: WorkerConfig, replica: int, rank: int) -> _World:
     if config.tp == 1:
-        return _World(LocalSignals(), _NoGroups(), None, [os.getpid()])
+        return _World(replica, rank, LocalSignals(), _NoGroups(), None, [os.getpid()])
     from worker.gloo_signals import GlooSignals  # noqa: PLC0415  loads Paddle
     from worker.process_groups import join  # noqa: PLC0415
 
     joined = join(rank, config.tp, tp_backend="gloo", deadline_s=config.connect_s)
     signals = GlooSignals(joined.signal, rank, config.tp)
-    return _World(signals, joined.groups, joined.tp, signals.pids)
+    return _World(replica, rank, signals, joined.groups, joined.tp, signals.pids)
 
 
 def _engine(
-    config: WorkerConfig,
-    hf_config: dict[str, Any],
-    layout: Layout,
-    tp_group: Any,
-    replica: int,
-    rank: int,
-    lends_at: Path | None,
+    config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, world: _World, lends_at: Path | None
 ) -> Engine:
+    """lends_at: the socket of a rank that lends device memory. Raises ValueError for what the engine does not serve."""
     if config.engine == "fake":
         from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
 
         return FakeEngine(
-            fake_spec(config, hf_config), rank=rank, step_s=config.fake.step_s, kv_weights=config.fake.kv_weights
+            fake_spec(config, hf_config), rank=world.rank, step_s=config.fake.step_s, kv_weights=config.fake.kv_weights
         )
     if config.engine == "stand-in":
         from worker.engine.stand_in_engine import StandInEngine  # noqa: PLC0415  benchmarks only
@@ -200,13 +204,13 @@ def _engine(
     if config.device == "gpu":
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 
-        gpu = GpuEngine(config, layout, replica, rank)
+        gpu = GpuEngine(config, layout, world.replica, world.rank)
         if lends_at is not None:
             gpu.lend_at(lends_at)
-        return cast(Engine, gpu)
+        return gpu
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
-    return PaddleEngine(config, layout.manifest, tp_group, rank)
+    return PaddleEngine(config, layout.manifest, world.tp_group, world.rank)
 
 
 def _sampler(config: WorkerConfig, spec: EngineSpec) -> TokenSampler | None:

@@ -217,6 +217,7 @@ class Leader:
         if self._draining.over:
             self.reply()  # the last tokens leave before the last answer
             self._draining.finish()
+            self.membership.leave()
             self.lifecycle.apply(Event.STOP, "drained")
             return Order(Signal.STOP)
         askers: list[Membership | Calls | AdapterMembership] = [self.membership, self.adapters, self._calls]

@@ -173,6 +173,11 @@ class Membership:
             running = self._scheduler.running
             self._send(store.Prepared(session.id, False, 0, f"{running} sequences still run at the deadline"))
 
+    def leave(self) -> None:
+        """The ranks end after this tick, as they were told to."""
+        if self.registered:
+            self._send(store.Leaving())
+
     def beat(self) -> None:
         """Tell the store that the loop turns."""
         self._next_beat = self._clock() + self._beat_s

@@ -7,10 +7,13 @@ others get None. An engine never sees versions, requests or sockets, so tests ru
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from worker.inverse_cdf import Logits  # which reads batches
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -240,8 +243,9 @@ class Engine(Protocol):
         """Free the KV cache; returns bytes freed (0 when it holds none)."""
         ...
 
-    def forward(self, batch: ForwardBatch) -> Float32 | None:
-        """Logits [L, vocab_size] float32 on rank 0, None elsewhere. Writes the KV of all T tokens.
+    def forward(self, batch: ForwardBatch) -> "Float32 | Logits | None":
+        """Logits [L, vocab_size] float32 on rank 0, or what a device still computes of them; None elsewhere. Writes the
+        KV of all T tokens.
 
         A draft needs the hidden states of the tokens before, which the forward that wrote their KV has kept.
         """

@@ -1,12 +1,13 @@
 """The replicas as the store sees them: who is taken in, and when."""
 
 import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from weight_manager.config import StoreConfig
-from weight_manager.messages import Live, Register, Registered
+from weight_manager.messages import Leaving, Live, Register, Registered
 from weight_manager.metrics import Counters
 from weight_manager.replicas import Replicas
 from weight_manager.watching import Watching
@@ -65,3 +66,19 @@ def test_a_replica_is_held_while_the_lease_from_above_is_out(replicas):
     replicas._lease.closed = False
     replicas.admit_held(0.0)
     assert replicas.numbers() == {0}
+
+
+@pytest.mark.parametrize(("told_to", "level", "died"), [(True, "INFO", 0), (False, "WARNING", 1)])
+def test_a_replica_that_was_told_to_stop_has_not_died(replicas, caplog, told_to, level, died):
+    caplog.set_level("INFO")
+    process = subprocess.Popen(["sleep", "60"])
+    replicas.request(b"me", Register(0, [process.pid], "layout"))
+    if told_to:
+        replicas.request(b"me", Leaving())
+    process.kill()
+    process.wait()
+    replicas._watching.call(replicas._watching.wait(1000))
+    assert replicas.numbers() == set()
+    (said,) = [r for r in caplog.records if r.message.startswith(("replica 0 died", "replica 0 has stopped"))]
+    assert said.levelname == level
+    assert replicas._counters.values()["replicas_died"] == died

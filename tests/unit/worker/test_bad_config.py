@@ -27,6 +27,19 @@ def test_a_rank_that_cannot_serve_its_model_says_why_in_one_line(tmp_path: Path,
     assert capfd.readouterr().err == "worker: config.json: rms_norm_eps must be a number, got None\n"
 
 
+def test_what_an_engine_does_not_serve_is_one_line_and_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.boot._claim_signals", lambda channel: None)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    path = tmp_path / "service.json"
+    path.write_text(json.dumps({"worker": {"model_dir": str(tmp_path), "device": "gpu", "speculative": "mtp"}}))
+    assert run_rank(path, 0, 0) == EXIT_USAGE
+    (said,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert said["message"] == "cannot start: device gpu: speculative decoding is not served"
+    assert "traceback" not in said
+
+
 def test_a_rank_reads_its_config_before_paddle_is_loaded() -> None:
     code = "import sys, worker.boot; sys.exit('paddle' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@ import time
 
 import pytest
 
+from weight_manager import messages as store
 from worker.messages import Abort, CallFailed, Clear, Done, Drain, Pause, Reload, Resume, StateChanged
 
 
@@ -161,6 +162,7 @@ def test_drain_finishes_what_runs_refuses_what_comes_and_ends(busy):
     assert busy.api.result("long")[2] == "length"
     busy._thread.join(5)
     assert not busy._thread.is_alive()
+    assert busy.store.expect(store.Leaving), "the store takes its end for a death"
 
 
 def test_drain_aborts_at_its_deadline(busy):
