@@ -55,11 +55,19 @@ class FamilyCase:
         return rank_views(layout, rank, memoryview(slot).toreadonly())
 
     def engine(
-        self, directory: Path, longest: int, *, rank: int = 0, tp: int = 1, group: Any = None, dtype: Any = "float32"
+        self,
+        directory: Path,
+        longest: int,
+        *,
+        rank: int = 0,
+        tp: int = 1,
+        group: Any = None,
+        dtype: Any = "float32",
+        **settings: Any,
     ) -> PaddleEngine:
-        """Bound to these weights. directory: an empty one, for config.json."""
+        """Bound to these weights. directory: an empty one, for config.json. settings: of WorkerConfig."""
         (directory / "config.json").write_text(json.dumps(self.config))
-        sizes = {"max_batch": 8, "max_model_len": longest, "block_size": 4, "num_blocks": 64}
+        sizes = {"max_batch": 8, "max_model_len": longest, "block_size": 4, "num_blocks": 64} | settings
         config = WorkerConfig(model_dir=directory, dtype=dtype, tp=tp, **sizes)
         engine = PaddleEngine(config, manifest_for(self.config, dtype), group, rank)
         engine.allocate_kv()

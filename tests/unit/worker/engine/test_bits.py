@@ -5,11 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import family_cases
+from weight_manager.families import decoder_spec
 from worker.cpu import native, onednn
 from worker.models import few_product
 from worker.models.few_product import MOST, part_of_onednn
 
 FAMILIES = sorted(path.name for path in (Path(__file__).parents[3] / "fixtures" / "models").iterdir())
+CASES = 5
+"""Random configs of each family."""
 LENGTH = 150
 """Tokens: more than a panel of attention has cells, and no multiple of anything."""
 
@@ -40,10 +44,10 @@ def decoded_alone(feeder, engine, ids):
     return bits(run)
 
 
-def chunked(feeder, engine, ids, rng):
+def chunked(feeder, engine, ids, rng, most=60):
     run = feeder(engine, [ids], seed=int(rng.integers(1 << 30)))
     while run.done[0] < len(ids):
-        run.step({0: min(int(rng.integers(1, 60)), len(ids) - run.done[0])})
+        run.step({0: min(int(rng.integers(1, most)), len(ids) - run.done[0])})
     return bits(run)
 
 
@@ -75,6 +79,31 @@ def test_logits_do_not_depend_on_the_step(checkpoint, feeder, backend, dtype, na
         np.testing.assert_array_equal(chunked(feeder, engine, ids, rng), bits(whole), "chunked")
     np.testing.assert_array_equal(among_others(feeder, engine, ids, others[:7], rng), bits(whole), "among few")
     np.testing.assert_array_equal(among_others(feeder, engine, ids, others, rng), bits(whole), "among many")
+
+
+@compiled
+@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.parametrize("family", family_cases.FAMILIES)
+def test_nor_do_those_of_other_families(feeder, backend, tmp_path, family, number):
+    """Windows, caps, norms behind products and over all heads, gelu, shared experts with gates."""
+    case = family_cases.family_cases(family)[number]
+    longest = max(family_cases.LENGTHS)
+    if decoder_spec(case.config).head_dim % 16:  # as it says: no compiled kernels
+        with pytest.raises(ValueError, match="multiple of 16"):
+            case.engine(tmp_path, case.longest(longest), deterministic="on")
+        return
+    engine = case.engine(tmp_path, case.longest(longest), deterministic="on", max_batch=64, num_blocks=800)
+    ids = case.ids[longest]
+    rng = np.random.default_rng(number)
+    others = [rng.integers(0, 60, longest).tolist() for _ in range(20)]
+    whole, beside = feeder(engine, [ids]), feeder(engine, [ids, *others])
+    whole.step({0: longest})
+    np.testing.assert_array_equal(decoded_alone(feeder, engine, ids), bits(whole), "decoded alone")
+    np.testing.assert_array_equal(chunked(feeder, engine, ids, rng, most=12), bits(whole), "chunked")
+    while beside.done[0] < longest:
+        count = int(rng.choice([2, 7, 9, 21]))
+        beside.step({i: 1 for i in range(count) if beside.done[i] < longest})
+    np.testing.assert_array_equal(bits(beside), bits(whole), "among others")
 
 
 @compiled
