@@ -12,6 +12,8 @@ from tests.integration.live import LiveService
 from worker.service import free_ports
 
 SPARE = "spare"
+SUM_PARTS = 2
+"""With which tp 1 and 2 have the same bits."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,12 @@ def serve(model: Path, replicas: int, tp: int, api_workers: int = 1) -> LiveServ
     http, push = free_ports(2)
     # Few blocks, so that sequences are preempted, and short steps, so that a flip falls between two parts of a prompt
     # or of what is computed again.
-    small = ("worker.block_size=4", "worker.num_blocks=160", "worker.max_tokens_per_step=72")
+    small = (
+        f"worker.sum_parts={SUM_PARTS}",
+        "worker.block_size=4",
+        "worker.num_blocks=160",
+        "worker.max_tokens_per_step=72",
+    )
     options = ("--replicas", str(replicas), "--tp", str(tp), *(word for one in small for word in ("--set", one)))
     options += ("--api-workers", str(api_workers))
     return LiveService(model, *options, "--port", str(http), "--push-endpoint", f"tcp://127.0.0.1:{push}")

@@ -1,4 +1,5 @@
-"""Every token of a chaos run, derived again from what its spans claim, by the numpy reference.
+"""Every token of a chaos run, derived again from what its spans claim: by the numpy reference, and to the bit by an
+engine of one rank.
 
 The spans alone say which version computed each position: no history is tried beside the one that they tell. A
 preemption, a pause or a clear that had positions computed again without a word makes a token that cannot be derived.
@@ -7,16 +8,20 @@ preemption, a pause or a clear that had positions computed again without a word 
 import functools
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from rollout_client.spans import forward_passes
 from tests.chaos.clients import Sample
+from tests.chaos.service import SUM_PARTS
 from tests.chaos.trainer import weights_of
-from tests.reference.checkpoint import CONFIG
+from tests.reference.checkpoint import CONFIG, Checkpoint
+from tests.reference.exact import ExactReplay, difference
 from tests.reference.llama import Replay
 
 TOLERANCE = 1e-3
@@ -53,8 +58,9 @@ def judge(seed: int, samples: Sequence[Sample], workers: int) -> Verdict:
 
 def _judge_some(seed: int, samples: Sequence[Sample]) -> Verdict:
     verdict = Verdict()
+    exact = exact_replay(seed)
     for number, sample in enumerate(samples):
-        problem = replay(seed, sample)
+        problem = replay(seed, sample) or differing_bits(exact, sample)
         verdict.tokens += len(sample.tokens)
         if problem:
             verdict.torn.append(f"{problem}; prompt of {len(sample.prompt)}, spans {sample.spans}, {sample.finish}")
@@ -85,6 +91,20 @@ def replay(seed: int, sample: Sample) -> str:
             version = next(span.version for span in spans if at < span.end)
             return f"token {at} of {count} is not version {version}'s: its logprob is {abs(row[token] - said):.4f} off"
     return ""
+
+
+def exact_replay(seed: int) -> ExactReplay:
+    """What computes as the services of a run with this seed do."""
+    with tempfile.TemporaryDirectory(prefix="witness-") as scratch:
+        Checkpoint.random(Path(scratch) / "model", seed)
+        return ExactReplay(Path(scratch) / "model", functools.partial(weights_of, seed), sum_parts=SUM_PARTS)
+
+
+def differing_bits(exact: ExactReplay, sample: Sample) -> str:
+    """What is wrong with it, its spans being in order; "" = every logprob is derived to the last bit."""
+    passes = forward_passes(sample.spans, len(sample.prompt))
+    temperature = 0.0 if sample.greedy else 1.0
+    return difference(sample.logprobs, exact.logprobs(sample.prompt, sample.tokens, passes, temperature))
 
 
 def rows_of(seed: int, sample: Sample, shift: int = 0) -> np.ndarray:

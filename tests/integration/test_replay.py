@@ -4,9 +4,10 @@ Under all four policies, on one rank and on two; and with everything at once tha
 cache is small, so that sequences are preempted, and steps are, so that an update finds them computed again in part.
 `REPLAY_PUSHES=200` makes it the long proof.
 
-Two very different checkpoints take turns under load. The derivation is an independent forward in numpy. A greedy
-token must be the most likely one under the claimed weights, and every logprob must be theirs; under the other
-checkpoint nearly all of them would be far off, which the test checks too.
+Two very different checkpoints take turns under load. There are two derivations. An independent forward in numpy: a
+greedy token must be the most likely one under the claimed weights, and every logprob must be theirs; under the other
+checkpoint nearly all of them would be far off, which the test checks too. And an engine of one rank: every logprob must
+be its own to the last bit, since the service is deterministic.
 """
 
 import itertools
@@ -32,17 +33,25 @@ from tests.chaos.service import by_name
 from tests.integration.conftest import running
 from tests.integration.live import READY_S, LiveService
 from tests.reference.checkpoint import Checkpoint, random_weights
+from tests.reference.exact import ExactReplay, difference
 from tests.reference.llama import Replay
 
 PUSHES = int(os.environ.get("REPLAY_PUSHES", "12"))
 LONGEST_S = 60 + 2.5 * PUSHES
 LENGTH = 40
-SMALL = ("worker.block_size=4", "worker.num_blocks=64", "worker.max_tokens_per_step=24", "worker.max_batch=12")
+SMALL = (
+    "worker.sum_parts=2",
+    "worker.block_size=4",
+    "worker.num_blocks=64",
+    "worker.max_tokens_per_step=24",
+    "worker.max_batch=12",
+)
 """A sequence needs up to 21 of these blocks. Eight run at a time."""
 # Few and long, so that the prefix cache is hit, also right after a push.
 PROMPTS = [np.random.default_rng(n).integers(1, 128, 4 + 8 * n).tolist() for n in range(6)]
 TOLERANCE = 1e-3
 CLOSE = 1e-4
+"""Of the derivation in numpy; that of the engine has none."""
 
 
 @dataclass
@@ -146,6 +155,7 @@ def test_every_token_comes_from_the_version_its_span_claims(
         for answer in load.answers
         if answer[2].token_ids
     ]
+    compare_bits(tiny, sets, [answer for answer in load.answers if answer[2].token_ids])
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike for this test to mean anything"
     print(f"{ranks}, {in_flight}: {PUSHES} updates, {sum(len(o.token_ids) for o in outputs)} tokens replayed")
 
@@ -183,6 +193,15 @@ def check(replay: Replay, prompt: list[int], temperature: float, output: Output,
     other = np.take_along_axis(theirs, tokens[:, None], 1)[:, 0]
     np.testing.assert_allclose(output.logprobs, mine, atol=TOLERANCE, err_msg=str(output.spans))
     return float((np.abs(other - output.logprobs) > 10 * TOLERANCE).mean())
+
+
+def compare_bits(tiny: Checkpoint, sets: list[Any], answers: list[tuple[list[int], float, Output]]) -> None:
+    """Every logprob of every answer is the engine's, with nothing to spare."""
+    exact = ExactReplay(tiny.directory, lambda version: sets[version % 2], sum_parts=2)
+    for prompt, temperature, output in answers:
+        passes = output.forward_passes(len(prompt))
+        problem = difference(output.logprobs, exact.logprobs(prompt, output.token_ids, passes, temperature))
+        assert not problem, f"{problem}; prompt of {len(prompt)}, {output.spans}"
 
 
 def derived(replay: Replay, prompt: list[int], output: Output, shift: int = 0) -> np.ndarray:
@@ -291,6 +310,7 @@ def test_whatever_makes_a_sequence_begin_anew_its_spans_say_so(
     assert {answer[2].finish_reason for answer in answers} <= {"length", "abort"}
     replay = Replay(tiny.config, sets)
     misfits = [check(replay, *answer, cut=answer[2].finish_reason == "abort") for answer in answers]
+    compare_bits(tiny, sets, answers)
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike for this test to mean anything"
     told = [answer for answer in answers if any(span.recomputed for span in answer[2].spans)]
     hidden = [answer for answer in told if not fits(replay, *answer)]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rollout_client.spans import Span
+from rollout_client.spans import Span, forward_passes
 from tests.chaos import plan, witness
 from tests.chaos.clients import Sample
 from tests.chaos.trainer import weights_of
@@ -48,6 +48,22 @@ def test_a_true_sample_is_derived_whatever_became_of_the_cache(recomputed_at):
 @pytest.mark.parametrize(("recomputed_at", "said"), [(6, None), (9, None), (None, 6), (None, 9), (9, 6)])
 def test_another_history_than_the_spans_tell_is_found(recomputed_at, said):
     assert "is not version 5's" in witness.replay(SEED, replace(made(recomputed_at), spans=TOLD[said]))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return witness.exact_replay(SEED)
+
+
+@pytest.mark.parametrize("recomputed_at", TOLD)
+def test_one_bit_of_a_logprob_is_found(exact, recomputed_at):
+    sample = made(recomputed_at)
+    passes = forward_passes(sample.spans, len(PROMPT))
+    sample.logprobs = exact.logprobs(PROMPT, sample.tokens, passes, 0.0)
+    assert witness.replay(SEED, sample) == witness.differing_bits(exact, sample) == ""
+    sample.logprobs[7] = float(np.nextafter(sample.logprobs[7], 0))
+    assert witness.replay(SEED, sample) == ""
+    assert witness.differing_bits(exact, sample).startswith("logprob 7 is -0x")
 
 
 def test_tokens_under_the_wrong_version_are_found():
@@ -92,8 +108,10 @@ def test_spans_that_cannot_be_are_found(spans, problem):
     assert problem in witness.replay(SEED, replace(made(), spans=spans))
 
 
-def test_versions_are_told_apart():
-    verdict = witness._judge_some(SEED, [made()])
+def test_versions_are_told_apart(exact):
+    sample = made()
+    sample.logprobs = exact.logprobs(PROMPT, sample.tokens, forward_passes(sample.spans, len(PROMPT)), 0.0)
+    verdict = witness._judge_some(SEED, [sample])
     assert verdict.torn == []
     assert (verdict.tokens, verdict.asked) == (15, 15)
     assert verdict.telling >= 14
