@@ -20,13 +20,8 @@ ABSENT: dict[str, str] = {
         "rollout_client.WeightPublisher, or an adapter of rollout_client.adapters (docs/trainers)",
     ),
     "/start_draft_weight_update": "a drafting layer is part of the model here: its tensors come with every push",
-    **dict.fromkeys(
-        (
-            *("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter"),
-            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-        ),
-        "adapters are not served: push merged weights",
-    ),
+    "/load_lora_adapter_from_tensors": "tensors arrive there as pickles, which are never read here: push them with "
+    "rollout_client.WeightPublisher.push_adapter, or save them with PEFT and name the directory to /load_lora_adapter",
     **dict.fromkeys(
         (
             *("/classify", "/v1/classify", "/encode", "/pooling", "/v1/embeddings", "/v2/embed", "/score", "/v1/score"),

@@ -48,7 +48,7 @@ REFUSED: dict[str, Refused] = {
     ),
     **_all("only text is answered", "audio"),
     **_all('only text is answered; leave it out or send ["text"]', "modalities", unless=(["text"],)),
-    **_all("adapters are not served; push merged weights", "lora_path", "lora_id"),
+    **_all("adapters go by their names: send it as model (lora_path on routes of SGLang)", "lora_path", "lora_id"),
     **_all(
         "code of a client is never run; use logit_bias or allowed_token_ids",
         *("custom_logit_processor", "vllm_xargs", "extra_args", "logits_processors"),

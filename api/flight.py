@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from api.errors import ApiError
 from worker.messages import Chunk, FinishReason, Generate, Span
 
@@ -46,7 +48,7 @@ class Sample:
         """They cover [0, len(token_ids)). A list that has been given out stays as it is."""
         if self._spans and self._spans[-1].end != len(self.token_ids):
             *before, last = self._spans
-            self._spans = [*before, Span(last.version, last.start, len(self.token_ids), last.recomputed)]
+            self._spans = [*before, msgspec.structs.replace(last, end=len(self.token_ids))]
         return self._spans
 
     def add(self, chunk: Chunk) -> None:
@@ -136,6 +138,7 @@ class Flight:
             priority=request.priority,
             cache_salt=request.cache_salt,
             score_from=request.score_from,
+            adapter=request.adapter,
         )
 
     def watch(self, watcher: Watcher) -> None:

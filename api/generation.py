@@ -35,6 +35,8 @@ class Ask:
     stream: bool = False
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
+    """Its name; "" = the base alone."""
     session: str = ""
     min_version: int | None = None
     version_timeout_s: float = 60.0
@@ -48,7 +50,9 @@ class Ask:
 
     def same_work(self, other: "Ask") -> bool:
         """Whether both would sample or score the same (how it is delivered does not matter)."""
-        mine, theirs = ((ask.prompts, ask.sampling, ask.cache_salt, ask.score_from) for ask in (self, other))
+        mine, theirs = (
+            (ask.prompts, ask.sampling, ask.cache_salt, ask.adapter, ask.score_from) for ask in (self, other)
+        )
         return mine == theirs
 
 
@@ -176,7 +180,7 @@ class Generations:
         deadline = asyncio.get_running_loop().time() + ask.version_timeout_s
         flights = [
             Flight(
-                Generate(request_id, ids, sampling, ask.stream, ask.priority, ask.cache_salt, score_from),
+                Generate(request_id, ids, sampling, ask.stream, ask.priority, ask.cache_salt, score_from, ask.adapter),
                 session=ask.session,
                 min_version=ask.min_version,
                 max_staleness=ask.max_staleness,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,18 @@ class Model:
         """The context in the words that clients look for."""
         return f"this model's maximum context length is {self.max_model_len} tokens"
 
-    def check_name(self, name: str | None) -> None:
-        """Raises NotFound for the name of a model that is not served; a request may name none."""
-        known = (self.name, *self.aliases, str(self.path), self.path.name, ANY)
-        if name and name not in known and name.rstrip("/") != str(self.path):
-            raise NotFound(
-                f"the model {name[:256]!r} does not exist; served here: {', '.join(map(repr, known[:-2]))}",
-                code="model_not_found",
-                param="model",
-            )
+    def knows(self, name: str) -> bool:
+        """Whether this is a name of the model itself."""
+        return name in (self.name, *self.aliases, self.path.name, ANY) or name.rstrip("/") == str(self.path)
+
+    def unknown(self, name: str, adapters: Iterable[str]) -> NotFound:
+        """The error for a name that is neither the model's nor one of these adapters'."""
+        known = (self.name, *self.aliases, str(self.path), *adapters)
+        return NotFound(
+            f"the model {name[:256]!r} does not exist; served here: {', '.join(map(repr, known))}",
+            code="model_not_found",
+            param="model",
+        )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises BadInput when it cannot be encoded."""

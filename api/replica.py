@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import Protocol
 
+from api.errors import NotFound
 from api.flight import Flight
 from api.link import Link
 from rollout_client.curve import TrainerKeys
@@ -157,6 +158,11 @@ class Replica:
                     self._fleet.joined(self, message)
                 self._fleet.heard(self, message)
                 self._moved(message)
+            case CallFailed(call=call, code="unknown_adapter", message=text) if call in self.flights:
+                flight = self.flights.pop(call)
+                self.load -= flight.open
+                flight.fail(NotFound(text, code="adapter_not_found", param="model"))
+                self._fleet.landed(flight)
             case CallFailed(call=call, message=text) if call in self.flights:
                 self._refused(self.flights.pop(call), text)
             case CallFailed(call=call, code=code, message=text) if not call.startswith("c"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
+from api.adapter_names import AdapterNames
 from api.background import kept
 from api.config import ApiConfig
 from api.control import Control
@@ -54,6 +55,7 @@ class Service:
             self.peers,
         )
         self.weights = Weights(config.store_endpoint, self.fleet)
+        self.adapters = AdapterNames(model, self.weights)
         self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.weight_checks = WeightChecks(self.control)

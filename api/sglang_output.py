@@ -25,6 +25,7 @@ class Wanted:
     top_n: int
     texts: bool
     cache_salt: str = ""
+    adapter: str = ""
     ids: tuple[int, ...] = ()
 
     @property

@@ -97,9 +97,11 @@ class VersionNames:
         self._given = _read(self._path)
 
     def spans(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
-        """`weight_versions`: half-open, over all output tokens, without gaps."""
+        """`weight_versions`: half-open, over all output tokens, without gaps; with the adapter's version, if any."""
         return [
-            {"version": self.name(s.version), "start": s.start, "end": s.end, "recomputed": s.recomputed} for s in spans
+            {"version": self.name(s.version), "start": s.start, "end": s.end, "recomputed": s.recomputed}
+            | ({} if s.adapter_version is None else {"adapter_version": str(s.adapter_version)})
+            for s in spans
         ]
 
     def newest(self, spans: Iterable[Span]) -> str:

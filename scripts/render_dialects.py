@@ -77,7 +77,8 @@ A prompt or a length that does not fit is a 400 with the code `context_length_ex
 length is N tokens". A default is cut to what fits.
 
 `model` may be left out. Where it is given it is the name in `/v1/models`, one of `api.model_aliases`, the checkpoint's
-directory or its name, or `{any}`; any other name, that of an adapter too, is a 404 with the code `model_not_found`.
+directory or its name, or `{any}`; or the name of an adapter that is loaded, alone or as `base:adapter`
+([lora.md](lora.md)). Any other name is a 404 with the code `model_not_found`. SGLang's `lora_path` names adapters too.
 
 How calls of tools and reasoning are read out of the text, and what output can be held to, is in
 [agents.md](agents.md)."""

@@ -56,7 +56,7 @@ async def chat_completions(
 
 async def asked(body: ChatRequest, service: Service, *, session: str = "") -> Ask:
     """What a body asks for: one prompt, as the template writes the conversation. Raises BadInput, NotFound."""
-    service.model.check_name(body.model)
+    adapter = await service.adapters.named(body.model, body.lora_path)
     if body.may_call and service.model.tool_format is None:
         raise BadInput(
             'tool_choice: calls of tools are not read out of the text here; send "none" to have the tools in the '
@@ -85,6 +85,7 @@ async def asked(body: ChatRequest, service: Service, *, session: str = "") -> As
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        adapter=adapter,
         session=session,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
@@ -117,7 +118,7 @@ class _Writer:
             "id": job.request_id,
             "object": kind,
             "created": self.created,
-            "model": self.service.model.name,
+            "model": self.ask.adapter or self.service.model.name,
             "choices": choices,
             "weight_version": choices[-1]["weight_version"] if choices else self.service.versions.live,
         }

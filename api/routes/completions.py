@@ -55,7 +55,7 @@ def _is_text(prompt: Any) -> bool:
 
 async def asked(body: CompletionRequest, service: Service, *, session: str = "") -> Ask:
     """What a body asks for: as many prompts as it has. Raises BadInput, NotFound."""
-    service.model.check_name(body.model)
+    adapter = await service.adapters.named(body.model, body.lora_path)
     prompts = await prompt_ids(body.prompt, service.model, add_special_tokens=body.add_special_tokens)
     prompts = await truncated(
         prompts,
@@ -78,6 +78,7 @@ async def asked(body: CompletionRequest, service: Service, *, session: str = "")
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        adapter=adapter,
         session=session,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
@@ -111,7 +112,7 @@ class _Writer:
             "id": job.request_id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.model.name,
+            "model": self.ask.adapter or self.model.name,
             "choices": choices,
             "weight_version": newest,
         }

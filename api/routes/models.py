@@ -27,22 +27,23 @@ router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(requ
 
 @router.get("/v1/models")
 async def models(service: Uses) -> ModelList:
-    """The served model."""
-    return ModelList(data=[_card(service)])
+    """The served model, and the adapters over it: each may be a request's `model`."""
+    adapters = [_adapter_card(service, name) for name in sorted(service.weights.adapters)]
+    return ModelList(data=[_card(service), *adapters])
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Uses) -> ModelCard:
-    """The served model, by its name."""
-    service.model.check_name(name)
-    return _card(service)
+    """The served model or an adapter, by its name."""
+    adapter = await service.adapters.named(name)
+    return _adapter_card(service, adapter) if adapter else _card(service)
 
 
 @router.post("/tokenize")
 @router.post("/v1/tokenize")
 async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
     """Token ids of a text, or of a conversation as the chat template writes it."""
-    service.model.check_name(body.model)
+    await service.adapters.named(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadInput("send exactly one of prompt and messages")
     special = body.add_special_tokens
@@ -61,7 +62,7 @@ async def tokenize(body: TokenizeRequest, service: Uses) -> TokenizeResponse:
 @router.post("/v1/detokenize")
 async def detokenize(body: DetokenizeRequest, service: Uses) -> DetokenizeResponse:
     """Text of token ids."""
-    service.model.check_name(body.model)
+    await service.adapters.named(body.model)
     if len(body.tokens) > service.model.max_model_len:
         raise BadInput(f"{len(body.tokens)} tokens; at most the model's context of {service.model.max_model_len}")
     service.model.check_ids(body.tokens, "tokens")
@@ -83,4 +84,15 @@ def _card(service: Service) -> ModelCard:
         root=str(model.path),
         max_model_len=model.max_model_len,
         weight_version=service.versions.live,
+    )
+
+
+def _adapter_card(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=int(service.started),
+        root=name,
+        parent=service.model.name,
+        max_model_len=service.model.max_model_len,
+        weight_version=str(service.weights.adapters[name]),
     )

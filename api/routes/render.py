@@ -74,7 +74,7 @@ def _request(
     if body.no_stop_trim:
         sampling["include_stop_str_in_output"] = True
     request = {
-        "model": body.model,
+        "model": ask.adapter or body.model,
         "token_ids": ids,
         "sampling_params": {name: value for name, value in sorted(sampling.items()) if value not in (None, [], {})},
         "request_id": request_id or None,

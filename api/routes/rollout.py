@@ -14,7 +14,7 @@ from api.bad_words import banned
 from api.constrained import constrained
 from api.errors import BadInput, Conflict
 from api.flight import Sample
-from api.generation import Ask
+from api.generation import Ask, Job
 from api.model import Model
 from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
@@ -23,7 +23,7 @@ from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
-from worker.messages import Chunk, SamplingParams
+from worker.messages import Chunk, SamplingParams, Span
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
 SessionHeader = Annotated[str, Header(max_length=256)]
@@ -48,6 +48,7 @@ async def generate(
         stream=body.stream,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        adapter=await _adapter(body, service),
         session=body.session or x_session_id,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
@@ -62,7 +63,7 @@ async def generate(
         outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
         counted = usage(prompts, samples)
         del counted["prompt_tokens_details"]
-        return {"request_id": job.request_id, "model": service.model.name, "outputs": outputs, "usage": counted}
+        return _envelope(job, service, outputs) | {"usage": counted}
 
     return await replied(samples, reply)
 
@@ -85,6 +86,7 @@ async def score(
         request_id=body.request_id or "",
         priority=body.priority,
         cache_salt=body.cache_salt,
+        adapter=await _adapter(body, service),
         session=body.session or x_session_id,
         min_version=max(filter(None, (body.min_weight_version, body.weight_version)), default=None),
         version_timeout_s=body.version_timeout_s,
@@ -107,6 +109,7 @@ def _score(index: int, scored: Sample) -> schema.Score:
         index=index,
         logprobs=None if found is None else [entries[0][1] for entries in found],
         weight_version=scored.spans[-1].version,
+        adapter_version=scored.spans[-1].adapter_version,
         finish_reason=scored.finish,
         cached_tokens=scored.cached_tokens,
     )
@@ -230,7 +233,7 @@ async def _events(ask: Ask, service: Service, options: TextOptions) -> AsyncGene
                     texts[key] = StreamedText(model.tokenizer, options)
                 text = texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
             output = _output(prompt_index, chunk, text)
-            yield event({"request_id": job.request_id, "model": model.name, "outputs": [output]})
+            yield event(_envelope(job, service, [output]))
         yield DONE
 
 
@@ -251,9 +254,11 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> dict[s
         "logprobs": part.logprobs,
         "finish_reason": part.finish,
         "stop_reason": part.stop_reason,
-        "spans": [msgspec.structs.asdict(span) for span in part.spans],
+        "spans": [_span(span) for span in part.spans],
         "cached_tokens": part.cached_tokens,
     }
+    if part.spans and part.spans[-1].adapter_version is not None:
+        output["adapter_version"] = part.spans[-1].adapter_version
     if part.top:
         output["top_logprobs"] = [[{"token_id": i, "logprob": p} for i, p in tops] for tops in part.top]
         output["ranks"] = part.ranks
@@ -264,6 +269,25 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> dict[s
             [{"token_id": i, "logprob": p, "rank": r} for i, p, r in tops] for tops in part.prompt_logprobs
         ]
     return output
+
+
+def _span(span: Span) -> dict[str, Any]:
+    plain = msgspec.structs.asdict(span)
+    if span.adapter_version is None:
+        del plain["adapter_version"]
+    return plain
+
+
+async def _adapter(body: schema.GenerateRequest | schema.ScoreRequest, service: Service) -> str:
+    return await service.adapters.loaded(body.adapter, param="adapter") if body.adapter else ""
+
+
+def _envelope(job: Job, service: Service, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """schemas.rollout.GenerateResponse as plain data."""
+    envelope: dict[str, Any] = {"request_id": job.request_id, "model": service.model.name, "outputs": outputs}
+    if job.ask.adapter:
+        envelope["adapter"] = job.ask.adapter
+    return envelope
 
 
 def _pause_state(service: Service) -> schema.PauseState:

@@ -52,6 +52,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
             stream=bool(body.stream),
             priority=body.priority or 0,
             cache_salt=w.cache_salt,
+            adapter=await service.adapters.loaded(w.adapter, param="lora_path") if w.adapter else "",
             session=body.session_id or x_session_id,
             min_version=body.min_weight_version,
             version_timeout_s=body.version_timeout_s,
@@ -99,6 +100,7 @@ def _wanted(body: SglangGenerate, i: int, count: int) -> Wanted:
         top_n=pick(body.top_logprobs_num, 0),
         texts=bool(body.return_text_in_logprobs),
         cache_salt=pick(body.cache_salt, ""),
+        adapter=pick(body.lora_path, "") or "",
         ids=tuple(body.token_ids_logprob or ()),
     )
 

@@ -30,7 +30,7 @@ SessionHeader = Annotated[str, Header(max_length=256)]
 @router.post("/inference/v1/generate", response_model=TokenResponse, openapi_extra=IF_ASKED)
 async def generate(body: TokenRequest, request: Request, service: Uses, x_session_id: SessionHeader = "") -> Response:
     """Continue token ids exactly as they are."""
-    service.model.check_name(body.model)
+    adapter = await service.adapters.named(body.model)
     wanted = body.sampling_params
     top_n = service.model.vocab_size if wanted.logprobs == -1 else wanted.logprobs or 0
     if top_n > MAX_TOP and not wanted.logprob_token_ids:
@@ -51,6 +51,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        adapter=adapter,
         session=body.session_id or x_session_id,
         min_version=body.min_weight_version,
         version_timeout_s=body.version_timeout_s,
@@ -70,7 +71,12 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
 
 def _envelope(job: Job, choices: list[dict[str, Any]], service: Service) -> dict[str, Any]:
     newest = choices[-1]["weight_version"] if choices else service.versions.live
-    return {"request_id": job.request_id, "model": service.model.name, "choices": choices, "weight_version": newest}
+    return {
+        "request_id": job.request_id,
+        "model": job.ask.adapter or service.model.name,
+        "choices": choices,
+        "weight_version": newest,
+    }
 
 
 def _prompt(body: TokenRequest, first: Sample, service: Service) -> dict[str, Any]:

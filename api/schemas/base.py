@@ -33,6 +33,7 @@ RequestId = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Session = Annotated[str, Field(max_length=256)]
 Rid = Annotated[str, Field(max_length=256)]
 """SGLang's request id. Empty: none was given."""
+LoraName = Annotated[str, Field(min_length=1, max_length=128)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 """A number, not what could be taken for one: true is not token 1."""
 Ids = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]

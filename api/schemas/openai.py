@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from api.schemas.base import Asked, Count, Finite, Ids, Lenient, ManyIds, Rid, Texts, TopN
+from api.schemas.base import Asked, Count, Finite, Ids, Lenient, LoraName, ManyIds, Rid, Texts, TopN
 from api.schemas.structured import OpenAiStructured
 from api.schemas.vllm_sampling import Scheduling, VllmSampling
 from worker.messages import FinishReason
@@ -127,6 +127,8 @@ class CompletionRequest(OpenAiStructured, Scheduling, VllmSampling, Truncation):
     """SGLang's name for request_id."""
     no_stop_trim: bool | None = False
     """SGLang's name for include_stop_str_in_output."""
+    lora_path: LoraName | None = None
+    """SGLang's: the adapter, where `model` names the base."""
     max_tokens: Count | None = None
     """None: 16."""
     prompt: str | Texts | Ids | ManyIds
@@ -165,6 +167,8 @@ class ChatRequest(OpenAiStructured, Scheduling, VllmSampling, Template, Truncati
     """SGLang's name for request_id."""
     no_stop_trim: bool | None = False
     """SGLang's name for include_stop_str_in_output."""
+    lora_path: LoraName | None = None
+    """SGLang's: the adapter, where `model` names the base."""
     messages: Messages
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """none: the tools are in the prompt, and calls of them stay in the text. Null with tools: auto. required, or the
@@ -226,6 +230,8 @@ class VersionSpan(Lenient):
     start: int
     end: int
     recomputed: bool
+    adapter_version: str | None = None
+    """And under this version of the request's adapter."""
 
 
 class Usage(Lenient):
@@ -356,7 +362,7 @@ class ChatResponse(Lenient):
 
 
 class ModelCard(Lenient):
-    """The served model."""
+    """The served model, or an adapter over it, whose parent it is. weight_version: of an adapter, its own."""
 
     id: str
     object: Literal["model"] = "model"
@@ -369,7 +375,7 @@ class ModelCard(Lenient):
 
 
 class ModelList(Lenient):
-    """There is one."""
+    """The served model first."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

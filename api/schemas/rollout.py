@@ -77,6 +77,8 @@ class GenerateRequest(Strict):
     """Lower runs first."""
     cache_salt: str = Field(default="", max_length=256)
     """Prompts share cached prefixes only under equal salts."""
+    adapter: str = Field(default="", max_length=128)
+    """Name of the adapter to compute with, "" = the base alone; 404 when it is not loaded."""
     min_weight_version: Version | None = None
     """Wait until this version or a later one is live; 409 after version_timeout_s."""
     version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
@@ -125,6 +127,8 @@ class VersionSpan(Strict):
     recomputed: bool
     """Before the first of them was sampled, the keys and values of all earlier positions, the prompt's too, were
     computed again under this version. False: each is still that of the version that computed it last."""
+    adapter_version: int | None = None
+    """And under this version of the request's adapter; a span begins with another one too."""
 
 
 class TokenLogprob(Strict):
@@ -157,6 +161,8 @@ class Output(Strict):
     """None only in streams, before the end."""
     stop_reason: int | str | None = None
     spans: list[VersionSpan]
+    adapter_version: int | None = None
+    """Of the last token, where the request has an adapter."""
     top_logprobs: list[list[TokenLogprob]] | None = None
     ranks: list[int] | None = None
     sampling_masks: list[list[int]] | None = None
@@ -178,6 +184,8 @@ class GenerateResponse(Strict):
 
     request_id: str
     model: str
+    adapter: str | None = None
+    """That of the request, if any."""
     outputs: list[Output]
     usage: Usage | None = None
 
@@ -202,6 +210,8 @@ class ScoreRequest(Strict):
     """Lower runs first."""
     cache_salt: str = Field(default="", max_length=256)
     """Prompts share cached prefixes only under equal salts."""
+    adapter: str = Field(default="", max_length=128)
+    """Name of the adapter to compute with, "" = the base alone; 404 when it is not loaded."""
     min_weight_version: Version | None = None
     """Wait until this version or a later one is live; 409 after version_timeout_s."""
     version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
@@ -226,6 +236,8 @@ class Score(Strict):
     """Of each token; None when it was aborted before all were known."""
     weight_version: int
     """What they were computed under, all of them and their prompt."""
+    adapter_version: int | None = None
+    """And this version of the request's adapter."""
     finish_reason: FinishReason
     """length, or abort."""
     cached_tokens: int = 0

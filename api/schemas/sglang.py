@@ -14,6 +14,7 @@ from api.schemas.base import (
     Ids,
     Lenient,
     LogitBias,
+    LoraName,
     ManyIds,
     Names,
     Priority,
@@ -107,6 +108,8 @@ class SglangGenerate(Asked):
     """Requests of one session prefer one replica; also the header X-Session-ID."""
     cache_salt: Salt | Annotated[list[Salt], PerPrompt] | None = None
     """Prompts share cached prefixes only under equal salts."""
+    lora_path: LoraName | Annotated[list[LoraName | None], PerPrompt] | None = None
+    """Name of the adapter to compute with, one for all prompts or one each; null: the base alone."""
     min_weight_version: Version | None = None
     """Ours: wait until this version is live; 409 after version_timeout_s."""
     version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0

@@ -75,6 +75,7 @@ class ScriptedReplica:
         self.fail: dict[type, CallFailed] = {}
         self.waits: dict[type, asyncio.Event] = {}
         self.refuse = ""
+        self.adapters: dict[str, int] = {}  # versions of those that requests may name
         self.mute = False
         self.received: list[Any] = []
         self.running: dict[tuple[bytes, str], asyncio.Task[None]] = {}
@@ -134,6 +135,8 @@ class ScriptedReplica:
         match message:
             case Generate() if self.refuse:
                 self._send(origin, CallFailed(message.request_id, "conflict", self.refuse))
+            case Generate(adapter=name) if name and name not in self.adapters:
+                self._send(origin, CallFailed(message.request_id, "unknown_adapter", f"no adapter {name!r} is loaded"))
             case Generate():
                 self.running[origin, message.request_id] = asyncio.create_task(self._generate(origin, message))
             case Abort(call=call, request_ids=ids):
@@ -190,11 +193,14 @@ class ScriptedReplica:
         finally:
             self.running.pop((origin, g.request_id), None)
 
-    def _spans(self, made: int) -> list[Span]:
-        after = self.recomputed_after
+    def _spans(self, g: Generate, made: int) -> list[Span]:
+        after, adapter = self.recomputed_after, self.adapters.get(g.adapter)
         if after is None or made <= after:
-            return [Span(self.version, 0, made)]
-        return [Span(self.version, 0, after), Span(self.version, after, made, recomputed=True)]
+            return [Span(self.version, 0, made, adapter_version=adapter)]
+        return [
+            Span(self.version, 0, after, adapter_version=adapter),
+            Span(self.version, after, made, recomputed=True, adapter_version=adapter),
+        ]
 
     def _go_on(self, origin: bytes, g: Generate, token_id: int, made: int) -> None:
         """As rank 0 does: in columns what only extends the last span, and nothing else than a token is wanted of."""
@@ -213,7 +219,7 @@ class ScriptedReplica:
                 index,
                 ids,
                 [-0.5] * len(ids),
-                self._spans(made),
+                self._spans(g, made),
                 top=[_top(i, g) for i in ids] if g.sampling.reports_others else [],
                 ranks=[1] * len(ids) if g.sampling.reports_others else [],
                 finish=finish,

@@ -1,0 +1,66 @@
+"""Adapters as requests name them: which there are, and what the `model` of a request means."""
+
+import contextlib
+import time
+
+from api.errors import ApiError, BadInput, NotFound
+from api.model import Model
+from api.weights import Weights
+
+LOOK_AGAIN_S = 1.0
+"""The store is asked about a name that is not known at most this often: another process may have just loaded it."""
+
+
+class AdapterNames:
+    """What the store last said of them. A name belongs to the base model first."""
+
+    def __init__(self, model: Model, weights: Weights) -> None:
+        self._model = model
+        self._weights = weights
+        self._asked: dict[str, float] = {}  # names that nobody knew, and when the store was asked
+
+    async def named(self, model: str | None, lora_path: str | None = None) -> str:
+        """The adapter that a request's `model` stands for; "" is the base, which no name at all means too.
+
+        An adapter's name alone, as vLLM has it, or `base:adapter`, as SGLang has it. lora_path: SGLang's own field,
+        which counts when `model` names the base. Raises NotFound for the name of nothing that is served.
+        """
+        if not model or self._model.knows(model):
+            return await self.loaded(lora_path, param="lora_path") if lora_path else ""
+        base, colon, adapter = model.rpartition(":")
+        name = adapter if colon and self._model.knows(base) else model
+        if await self._known(name):
+            return name
+        raise self._model.unknown(model, sorted(self._weights.adapters))
+
+    async def loaded(self, name: str, *, param: str) -> str:
+        """The name itself. Raises NotFound when no adapter bears it."""
+        if not await self._known(name):
+            known = ", ".join(map(repr, sorted(self._weights.adapters))) or "none"
+            raise NotFound(
+                f"no adapter {name[:256]!r} is loaded; there are: {known}", code="adapter_not_found", param=param
+            )
+        return name
+
+    async def check_new(self, name: str, *, in_place: bool) -> None:
+        """Raises BadInput for the name of the base, or of an adapter unless it is to be replaced."""
+        if self._model.knows(name):
+            raise BadInput(f"The lora adapter '{name}' conflicts with a served base model.", param="lora_name")
+        if not in_place and await self._known(name):
+            raise BadInput(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True.",
+                param="lora_name",
+            )
+
+    async def _known(self, name: str) -> bool:
+        """Whether there is one; the store is asked when this process has not heard of it."""
+        if name in self._weights.adapters:
+            return True
+        now = time.monotonic()
+        self._asked = {other: at for other, at in self._asked.items() if now - at < LOOK_AGAIN_S}
+        if name not in self._asked and len(self._asked) < 64:
+            self._asked[name] = now
+            with contextlib.suppress(ApiError):  # the store is away: what is known counts
+                await self._weights.refresh(timeout_s=LOOK_AGAIN_S)
+        return name in self._weights.adapters
