@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -126,10 +126,10 @@ class Compiled:
         return Matcher(self._matcher.deep_copy(), self._vocab, self._reserved, ends, self._budget)
 
 
-class Refused(str):
+class Refused(NamedTuple):
     """Why a grammar is none that can be followed."""
 
-    __slots__ = ()
+    why: str
 
 
 class Grammars:

@@ -88,7 +88,7 @@ class Scheduler:
         if isinstance(grammar, Compiled):
             request.grammar = grammar.of_request()
         elif g.sampling.grammar:
-            problem = problem or grammar or "the grammar was not compiled"
+            problem = problem or (grammar.why if grammar is not None else "the grammar was not compiled")
         request.at_fault = bool(problem)
         self._batcher.queue(self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem))
         if problem:

@@ -18,7 +18,7 @@ from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_lo
 from worker.grammar import Compiled, Grammars, Refused
 from worker.inverse_cdf import RowSampler, locate
 from worker.logit_edits import LogitEdits
-from worker.messages import Chunk, Generate, SamplingParams, Span
+from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
 from worker.sampler import Draw, Pick, Sampler
 from worker.scheduler import Scheduler
 from worker.tokenizer import Tokenizer
@@ -219,6 +219,7 @@ class Rig:
 
     def collect(self) -> None:
         for chunk in self.scheduler.take_outputs().get(b"api", []):
+            assert encode(Chunks([chunk])), "it can be sent"
             result = self.results.setdefault((chunk.request_id, chunk.index), Result())
             assert not result.chunks or result.finish is None, "a chunk after the last"
             result.tokens += chunk.token_ids

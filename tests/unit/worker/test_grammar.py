@@ -96,8 +96,8 @@ def test_a_grammar_that_is_over_without_an_end_token(grammars):
 def test_what_is_no_grammar_is_refused_with_the_reason(grammars, grammar, why):
     made = found(grammars, grammar)
     assert isinstance(made, Refused)
-    assert why in made
-    assert "\n" not in made
+    assert why in made.why
+    assert "\n" not in made.why
 
 
 def test_without_a_tokenizer_there_is_nothing_to_constrain():
