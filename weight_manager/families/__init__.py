@@ -52,8 +52,19 @@ FAMILIES = {
 }
 
 
+_OF_NO_FAMILY = {
+    "kv_lora_rank": "multi-head latent attention (DeepSeek)",
+    "text_config": "a model of more than text",
+    "quantization_config": "quantised weights: a push has float32, bfloat16 or float16",
+}
+"""Keys of checkpoints that are not served whatever their architecture is -> what they mean."""
+
+
 def decoder_spec(config: Config) -> DecoderSpec:
     """The decoder this HF config describes. Raises ValueError for what is not served, naming the key."""
+    for key, meaning in _OF_NO_FAMILY.items():
+        if config.get(key) is not None:
+            raise ValueError(f"config.json: {key} is not served: {meaning}")
     architecture = (config.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} is not served; known: {', '.join(FAMILIES)}")

@@ -25,6 +25,6 @@ def _experts(config: Config) -> tuple[MoeSpec | None, ...]:
         normalise=True,
         norm_min=number(config, "moe_norm_min", 1e-12),
         correction_bias=True,
-        shared=size * int(config.get("moe_num_shared_experts", 0)),
+        shared=size * int(config.get("moe_num_shared_experts", 2)),
     )
     return tuple(experts if is_sparse else None for is_sparse in sparse)

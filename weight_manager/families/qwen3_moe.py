@@ -18,7 +18,7 @@ def decoder_spec(config: Config) -> DecoderSpec:
         qk_norm="heads",
         qkv_bias=biased,
         out_bias=biased,
-        types=[SLIDING if cells else FULL] * len(moe) if cells else None,
+        types=[SLIDING if cells else FULL] * len(moe),
         window=cells,
         moe=moe,
     )

@@ -71,7 +71,7 @@ def rope_spec(
         found[name] = number(found, name, 0.0, where=f"{key}.")
     base = found.pop("rope_theta", None) or (number(config, "rope_theta", theta) if config.get("rope_theta") else theta)
     if kind not in NEEDED:
-        raise ValueError(f"config.json: rope type {kind!r} is not served; known: {', '.join(NEEDED)}")
+        raise ValueError(f"config.json: {key}: rope type {kind!r} is not served; known: {', '.join(NEEDED)}")
     rotated = _rotated(config, found, dim, partial)
     missing = [name for name in NEEDED[kind] if name not in found]
     if missing:
@@ -123,6 +123,8 @@ def _rotated(config: Config, found: dict[str, Any], dim: int, partial: float | N
     if partial is None and share != 1.0:
         raise ValueError("config.json: partial_rotary_factor is not served")
     width = int(dim * share)
+    if share == 1.0 and width % 2:
+        raise ValueError(f"config.json: head_dim {dim} is odd: it has no rotary pairs")
     if not 0 < width <= dim or width % 2:
         raise ValueError(f"config.json: partial_rotary_factor {share:g} rotates {width} of a head's {dim} elements")
     return width

@@ -53,6 +53,82 @@ def test_what_has_one_meaning_is_read(said: dict[str, Any], meant: dict[str, Any
     assert decoder_spec(SMALL | said) == decoder_spec(SMALL | meant)
 
 
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BOTH = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hub", "today"),
+    [
+        # As Phi-3's and Gemma 3's own config.json are on the hub, and as transformers 5 writes them.
+        (
+            "Phi3ForCausalLM",
+            {"rope_theta": 1e4, "rope_scaling": {"type": "su", **LONGROPE}, "original_max_position_embeddings": 16},
+            {"rope_parameters": {"rope_type": "longrope", **LONGROPE, "original_max_position_embeddings": 16}},
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope", **LONGROPE}, "original_max_position_embeddings": 16},
+            {"rope_parameters": {"rope_type": "longrope", **LONGROPE, "original_max_position_embeddings": 16}},
+        ),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+            | {"sliding_window_pattern": 2},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+                },
+                "layer_types": BOTH,
+            },
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_theta": 7e3, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "layer_types": BOTH},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 7e3},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+                },
+                "layer_types": BOTH,
+            },
+        ),
+        (
+            "GlmForCausalLM",
+            {"partial_rotary_factor": 0.25, "rope_theta": 5e3},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.25}},
+        ),
+        ("GemmaForCausalLM", {"hidden_act": "gelu", "hidden_activation": None}, {"hidden_act": "gelu_pytorch_tanh"}),
+        ("GemmaForCausalLM", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, {}),
+        ("MistralForCausalLM", {}, {"sliding_window": 4096}),
+        ("LLaMAForCausalLM", {}, {}),
+        ("InternLMForCausalLM", {}, {"bias": True}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}, {}),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0]}),
+    ],
+)
+def test_both_forms_of_a_familys_config_are_read(
+    architecture: str, hub: dict[str, Any], today: dict[str, Any]
+) -> None:
+    own = {"architectures": [architecture], "num_key_value_heads": 2}
+    assert decoder_spec(SMALL | own | hub) == decoder_spec(SMALL | own | today)
+
+
+def test_names_of_llama_mean_what_their_own_code_computes() -> None:
+    plain = decoder_spec(SMALL)
+    assert decoder_spec(SMALL | {"architectures": ["LLaMAForCausalLM"]}) == plain
+    old = decoder_spec(SMALL | {"architectures": ["InternLMForCausalLM"]})
+    assert (old.qkv_bias, old.out_bias, old.mlp_bias) == (True, True, False)
+    new = decoder_spec(SMALL | {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": False})
+    assert (new.qkv_bias, new.out_bias, new.mlp_bias) == (True, False, False)
+
+
 BAD = [
     ({"rms_norm_eps": None}, "rms_norm_eps must be a number, got None"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
@@ -68,6 +144,43 @@ BAD = [
         {"rope_parameters": {"sliding_attention": FULL}},
         "rope_parameters is by type of layer, and has nothing for full_att",
     ),
+    ({"kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}, "kv_lora_rank is not served: multi-head latent"),
+    ({"text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is not served"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not served: quantised"),
+    ({"rope_scaling": {"type": "of its own"}}, "rope_scaling: rope type 'of its own' is not served"),
+    ({"use_sliding_window": True}, "use_sliding_window is not served"),
+    ({"head_dim": 7}, "head_dim 7 is odd"),
+    (
+        {"architectures": ["MinistralForCausalLM"], "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+        "layer_types has 'sliding_attention', but sliding_window says that there is none",
+    ),
+    (
+        {"architectures": ["MinistralForCausalLM"], "layer_types": ["full_attention"]},
+        "layer_types must have a type for each of num_hidden_layers 2",
+    ),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be a positive integer"),
+    (
+        {"architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 2}
+        | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+        "rope_parameters.llama_4_scaling_beta is not served",
+    ),
+    (
+        {"architectures": ["Phi3ForCausalLM"]}
+        | {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+        "rope_scaling.short_factor must be a list of 4 numbers",
+    ),
+    ({"architectures": ["GlmForCausalLM"], "partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 rotates 51 of"),
+    ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not served"),
+    (
+        {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+        "use_bidirectional_attention is not served",
+    ),
+    ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not served"),
+    (
+        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": FULL},
+        "rope_parameters must be by type of layer in this family",
+    ),
+    ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers must have 0 or 1 for each of"),
     (
         {"layer_types": ["full_attention", "sliding_attention"]},
         "layer_types has 'sliding_attention', which is not served",
