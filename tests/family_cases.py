@@ -43,15 +43,15 @@ class FamilyCase:
         trained = rope.get("original_max_position_embeddings", 64) if rope.get("rope_type") == "longrope" else 64
         return trained if length <= trained else 64
 
-    def views(self, rank: int = 0, tp: int = 1) -> dict[str, np.ndarray]:
+    def views(self, rank: int = 0, tp: int = 1, dtype: Any = "float32") -> dict[str, np.ndarray]:
         """What a rank reads after the torch module's tensors were pushed."""
-        layout = make_layout(manifest_for(self.config, "float32"), tp)
+        layout = make_layout(manifest_for(self.config, dtype), tp)
         parts = [Part(name, "float32", value.shape) for name, value in self.tensors.items()]
         prove([parts], layout)
         slot = bytearray(layout.slot_bytes)
         for copy in place(parts, layout):
             flat = self.tensors[parts[copy.part].name].reshape(-1)
-            move(source_view(flat, copy), "float32", slot_view(memoryview(slot), copy), "float32")
+            move(source_view(flat, copy), "float32", slot_view(memoryview(slot), copy), dtype)
         return rank_views(layout, rank, memoryview(slot).toreadonly())
 
     def engine(
@@ -71,7 +71,7 @@ class FamilyCase:
         config = WorkerConfig(model_dir=directory, dtype=dtype, tp=tp, **sizes)
         engine = PaddleEngine(config, manifest_for(self.config, dtype), group, rank)
         engine.allocate_kv()
-        engine.bind(engine.prepare(self.views(rank, tp)))
+        engine.bind(engine.prepare(self.views(rank, tp, dtype)))
         return engine
 
 

@@ -32,5 +32,7 @@ def _rotated(config: Config) -> list[bool]:
         interval = count(config, "no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(layers)]
     if not isinstance(found, list) or len(found) != layers or any(value not in {0, 1} for value in found):
-        raise ValueError(f"config.json: no_rope_layers must have 0 or 1 for each of num_hidden_layers {layers}, got {found!r}")
+        raise ValueError(
+            f"config.json: no_rope_layers must have 0 or 1 for each of num_hidden_layers {layers}, got {found!r}"
+        )
     return [bool(value) for value in found]

@@ -206,7 +206,9 @@ def layer_types(config: Config, default: Callable[[int], str], window: int) -> t
     if found is None:
         found = [default(layer) for layer in range(layers)]
     if not isinstance(found, list) or len(found) != layers:
-        raise ValueError(f"config.json: layer_types must have a type for each of num_hidden_layers {layers}, got {found!r}")
+        raise ValueError(
+            f"config.json: layer_types must have a type for each of num_hidden_layers {layers}, got {found!r}"
+        )
     for kind in found:
         if kind not in {FULL, SLIDING}:
             raise ValueError(f"config.json: layer_types has {kind!r}, which is not served")

@@ -1,7 +1,6 @@
 """Every key of transformers' configuration classes: honoured, refused by its name, or known to change no logits."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,11 @@ HARMLESS = {
 }
 WHERE_IT_IS_READ: dict[tuple[str, str], dict[str, Any]] = {}
 for _arch in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"):
-    WHERE_IT_IS_READ[_arch, "max_window_layers"] = {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}
+    WHERE_IT_IS_READ[_arch, "max_window_layers"] = {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": None,
+    }
     WHERE_IT_IS_READ[_arch, "sliding_window"] = WHERE_IT_IS_READ[_arch, "max_window_layers"] | {"max_window_layers": 1}
     WHERE_IT_IS_READ[_arch, "use_sliding_window"] = {"sliding_window": 5, "layer_types": None, "max_window_layers": 1}
 for _arch in ("Qwen3MoeForCausalLM",):

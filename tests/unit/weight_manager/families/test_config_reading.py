@@ -113,9 +113,7 @@ BOTH = ["sliding_attention", "full_attention"]
         ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0]}),
     ],
 )
-def test_both_forms_of_a_familys_config_are_read(
-    architecture: str, hub: dict[str, Any], today: dict[str, Any]
-) -> None:
+def test_both_forms_of_a_familys_config_are_read(architecture: str, hub: dict[str, Any], today: dict[str, Any]) -> None:
     own = {"architectures": [architecture], "num_key_value_heads": 2}
     assert decoder_spec(SMALL | own | hub) == decoder_spec(SMALL | own | today)
 
@@ -144,7 +142,10 @@ BAD = [
         {"rope_parameters": {"sliding_attention": FULL}},
         "rope_parameters is by type of layer, and has nothing for full_att",
     ),
-    ({"kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}, "kv_lora_rank is not served: multi-head latent"),
+    (
+        {"kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]},
+        "kv_lora_rank is not served: multi-head latent",
+    ),
     ({"text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is not served"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not served: quantised"),
     ({"rope_scaling": {"type": "of its own"}}, "rope_scaling: rope type 'of its own' is not served"),

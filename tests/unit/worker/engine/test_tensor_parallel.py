@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import family_cases
 from tests.engine_cases import ADAPTERS
 from worker.rendezvous import group_environment, ports_needed
 from worker.service import free_ports
@@ -71,3 +72,15 @@ def test_one_two_and_four_ranks_have_the_same_bits():
 def test_parts_that_cannot_be_are_refused(checkpoint, name, parts, tp, says):
     with pytest.raises(ValueError, match=f"sum_parts {parts}.*{says}"):
         checkpoint(name, tp=tp).engine(sum_parts=parts, bound=False, group=object() if tp > 1 else None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("half", [0, 1])
+def test_logits_of_random_configs_equal_hf(half):
+    """KV heads that two ranks share among them; norms over the heads of both."""
+    names = [f"families/{name}" for name in family_cases.FAMILIES[half::2]]
+    gaps = _told(2, "tp_rank.py", *names)
+    del gaps["drift"]
+    assert sorted(gaps) == sorted(names)
+    assert max(gaps.values()) < 2e-5, gaps

@@ -1,17 +1,21 @@
 """One rank of a tensor-parallel run over the fixture checkpoints; rank 0 prints how far it is from HF,
 and what is said of a rank whose weights are not the version the others hold.
 
-argv: rank, size, then checkpoint names. The environment is `rendezvous.group_environment`'s.
+argv: rank, size, then checkpoint names, or families/NAME for all random configs of a family. The environment is
+`rendezvous.group_environment`'s.
 """
 
 import importlib.util
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import paddle.distributed as dist
 from safetensors.numpy import load_file
+
+from tests.family_cases import family_cases, relative_gap
 
 spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(spec)
@@ -21,7 +25,30 @@ rank, size, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 dist.init_parallel_env()
 group = dist.get_group(0)  # the world: a second gloo group on the same store may never connect
 gaps = {}
+
+
+def family_gap(family):
+    """The largest of all configs that this many ranks can share."""
+    found = []
+    for case in family_cases(family):
+        length = max(case.ids)
+        with tempfile.TemporaryDirectory() as directory:
+            engine = case.engine(Path(directory), case.longest(length), rank=rank, tp=size, group=group)
+        run = helpers.Feeder(engine, [case.ids[length], case.ids[length][::-1]])
+        run.step({0: length - 12, 1: 5})
+        for _ in range(12):
+            run.step({1: 1, 0: 1})
+        if rank == 0:
+            found.append(relative_gap(run.all_logits(0), case.logits[length]))
+    return max(found, default=0.0)
+
+
 for name in names:
+    if name.startswith("families/"):
+        gap = family_gap(name.removeprefix("families/"))
+        if rank == 0:
+            gaps[name] = gap
+        continue
     expected = load_file(helpers.MODELS / name / "expected.safetensors")
     ids = expected["ids"].tolist()
     engine = helpers.Checkpoint(helpers.MODELS / name, tp=size).engine(rank=rank, group=group, check_ranks=True)
