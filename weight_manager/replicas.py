@@ -49,6 +49,7 @@ class Replica:
     pidfds: list[int] = field(default_factory=list)
     epoch: int = 0
     adopting: int = 0  # epoch it was told to adopt and has not answered for
+    untold: bool = False  # it was to adopt what is live, and its queue took no more
     error: str = ""
     leaving: bool = False  # it was told to stop, and said so
     adapters: dict[str, int] = field(default_factory=dict)  # name -> epoch that it stands for
@@ -221,7 +222,10 @@ class Replicas:
             self._welcome(identity, request, now)
 
     def _beat(self, replica: Replica, epoch: int) -> None:
-        """What a replica holds. One that holds another version than the live one is told to adopt that."""
+        """What a replica holds. One that holds another version than the live one is told to adopt that.
+
+        One that holds nothing has let go of it by order, unless it could not be told.
+        """
         if self.lines is not None:
             self.lines.remind(replica.number, replica.adapters)
         if not self._settled:
@@ -229,7 +233,7 @@ class Replicas:
         self._coordinator.changes += replica.epoch != epoch
         replica.epoch = epoch
         live = self._coordinator.history.live
-        if live is not None and epoch not in (0, live.epoch):
+        if live is not None and epoch != live.epoch and (epoch or replica.untold):
             self._adopt(replica, live)
 
     def _adopted(self, replica: Replica, answer: Adopted) -> None:
@@ -270,8 +274,9 @@ class Replicas:
         log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
 
     def _adopt(self, replica: Replica, live: Live) -> None:
-        if replica.adopting != live.epoch and self._send(replica.identity, Adopt(live)):
-            replica.adopting = live.epoch  # else it is told at its next beat
+        if replica.adopting != live.epoch:
+            replica.untold = not self._send(replica.identity, Adopt(live))  # then it is told at its next beat
+            replica.adopting = 0 if replica.untold else live.epoch
 
     def _died(self, replica: Replica, rank: int) -> None:
         if replica.leaving:

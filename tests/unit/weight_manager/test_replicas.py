@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.config import StoreConfig
-from weight_manager.messages import Leaving, Live, Register, Registered
+from weight_manager.messages import Adopt, Adopted, Beat, Leaving, Live, Register, Registered
 from weight_manager.metrics import Counters
 from weight_manager.replicas import Replicas
 from weight_manager.watching import Watching
@@ -82,3 +82,19 @@ def test_a_replica_that_was_told_to_stop_has_not_died(replicas, caplog, told_to,
     (said,) = [r for r in caplog.records if r.message.startswith(("replica 0 died", "replica 0 has stopped"))]
     assert said.levelname == level
     assert replicas._counters.values()["replicas_died"] == died
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["its queue was full", "it let go of its weights"])
+def test_a_replica_that_holds_nothing_is_told_at_its_beat_what_is_live_if_it_could_not_be_told(replicas, full):
+    replicas.coordinator.history.live = None
+    replicas.request(b"me", Register(0, [os.getpid()], "layout"))
+    take, replicas._send = replicas._send, lambda peer, message: take(peer, message) and not full
+    replicas.coordinator.history.live = NEW
+    replicas.went_live(NEW, voted=False)
+    replicas._send = take
+    if not full:
+        replicas.request(b"me", Adopted(NEW.epoch))
+    replicas.said.clear()
+    for _ in range(2):
+        replicas.request(b"me", Beat(0))
+    assert replicas.said == [(b"me", Adopt(NEW))] * full
