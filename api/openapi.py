@@ -1,5 +1,5 @@
-"""What FastAPI does not tell: the error body that routes refer to, and, of routes that answer with server-sent events,
-their type and the schema of each event.
+"""What FastAPI does not tell: the error body that routes refer to, an example of every body, which the page at /docs
+sends when it is tried out, and, of routes that answer with server-sent events, their type and the schema of each event.
 
 A route says `openapi_extra=IF_ASKED` when `stream` in its body decides, `ALWAYS` when it knows nothing else. An event
 is described by `itemSchema`, as OpenAPI 3.2 has it and FastAPI writes it for streams of its own.
@@ -16,6 +16,39 @@ _MARK = "x-server-sent-events"
 IF_ASKED: dict[str, Any] = {_MARK: "if asked"}
 ALWAYS: dict[str, Any] = {_MARK: "always"}
 
+_TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+_TEXT: dict[str, Any] = {"prompt": "2 + 2 =", "max_tokens": 16}
+_NEXT: dict[str, Any] = {"path": "/models/next"}
+_ADAPTER: dict[str, Any] = {"name": "tuned"}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/rollout/generate": _TEXT,
+    "/v1/rollout/score": {"prompt_ids": [[1, 2, 3]], "token_ids": [[4, 5]]},
+    "/v1/rollout/weights/load": _NEXT,
+    "/v1/rollout/adapters/load": _ADAPTER | _NEXT,
+    "/v1/rollout/adapters/unload": _ADAPTER,
+    "/v1/rollout/adapters/rollback": _ADAPTER,
+    "/v1/rollout/adapters/abort": _ADAPTER,
+    "/v1/completions": _TEXT,
+    "/v1/completions/render": _TEXT,
+    "/v1/chat/completions": _TALK | {"max_tokens": 16},
+    "/v1/chat/completions/render": _TALK,
+    "/tokenize": {"prompt": "2 + 2 ="},
+    "/v1/tokenize": {"prompt": "2 + 2 ="},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/detokenize": {"tokens": [1, 2, 3]},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16}},
+    "/inference/v1/abort_requests": {"request_ids": ["request-1"]},
+    "/update_weights": {"weight_dir": "/models/next"},
+    "/weight_checker": {"action": "checksum"},
+    "/collective_rpc": {"method": "check_health"},
+    "/update_weights_from_disk": {"model_path": "/models/next"},
+    "/areal_update_weights": {"model_path": "/models/next"},
+    "/update_weight_version": {"new_version": "step-7"},
+    "/get_weights_by_name": {"name": "model.norm.weight"},
+    "/generate": {"text": "2 + 2 =", "sampling_params": {"max_new_tokens": 16}},
+}
+"""By route; of one that is not here, nothing: its body may be left out."""
+
 
 def install(app: FastAPI) -> None:
     """Complete the document that the application gives at /openapi.json."""
@@ -27,8 +60,10 @@ def install(app: FastAPI) -> None:
         document = plain()
         error = ErrorBody.model_json_schema(ref_template=REF_TEMPLATE)
         document["components"]["schemas"] |= error.pop("$defs") | {"ErrorBody": error}
-        for methods in document["paths"].values():
+        for path, methods in document["paths"].items():
             for operation in methods.values():
+                if "requestBody" in operation:
+                    operation["requestBody"]["content"]["application/json"]["example"] = EXAMPLES.get(path, {})
                 if (mark := operation.pop(_MARK, None)) is not None:
                     _describe(operation["responses"]["200"]["content"], always=mark == ALWAYS[_MARK])
         return document
