@@ -17,9 +17,16 @@ Schema = dict[str, Any] | bool | Text
 
 
 def _one(found: list[Constraint], *names: str) -> Constraint | None:
+    """The one constraint there is. Any object, and a schema of objects, are one: libraries ask for both."""
+    if any(c.kind == "json" and c != ANY_OBJECT and _of_objects(c.value) for c in found):
+        found = [c for c in found if c != ANY_OBJECT]
     if len(found) > 1:
         raise ValueError(f"output can be constrained in one way only: send one of {', '.join(names)}")
     return found[0] if found else None
+
+
+def _of_objects(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type", "object") == "object"
 
 
 def schema_of(value: Schema) -> dict[str, Any] | bool:

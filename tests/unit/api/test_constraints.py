@@ -120,6 +120,15 @@ async def test_any_object(client, replicas, route, fields):
     assert not accepts(made, "3")
 
 
+async def test_any_object_and_a_schema_of_objects_are_the_schema(client, replicas):
+    """As instructor sends it: its own response_format, and what its user has put beside it."""
+    fields = {"response_format": {"type": "json_object"}, "structured_outputs": {"json": SCHEMA}}
+    made = await grammar(client, replicas, *of("chat", fields))
+    assert [accepts(made, text) for text in (*YES, *NO)] == [True] * len(YES) + [False] * len(NO)
+    fields["structured_outputs"] = {"json": {"type": "array"}}
+    assert (await client.post("/v1/chat/completions", json=of("chat", fields)[1])).status_code == 400
+
+
 REGEX: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"guided_regex": r"\d{3}/[a-c]+"}),
     ("completions", {"regex": r"\d{3}/[a-c]+"}),
