@@ -43,11 +43,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parameters a model serves, in layout order. dtype: the served dtype of all of them."""
+    """The parameters a model serves, in layout order. dtype: the served dtype of all of them.
+
+    stacked: projections that its torch modules hold as one tensor, a fused group's members in order (stacks.py).
+    """
 
     model: str  # architecture, e.g. "LlamaForCausalLM"
     dtype: Dtype
     parameters: tuple[Parameter, ...]
+    stacked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Names under which trainers hold several served tensors as one: qkv_proj, gate_up_proj, a layer's experts.
 
-Served are the single ones, of every family. Torch modules of some have them stacked (Phi-3, GLM; in transformers 5 all
-experts), and so do engines whose names a trainer may use. What is served next to each other to be read by one product
-is stacked in the same order: these are the fused groups of the manifest.
+Served are the single ones, of every family. Torch modules of some have them stacked: Phi-3, GLM; in transformers 5 the
+experts of all. What is served next to each other to be read by one product is stacked in the same order: these are the
+fused groups of the manifest. Names of families that have no such module are not taken: others stack in other orders
+(by KV head, in Paddle and Megatron), and shapes would not tell.
 """
 
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ def stacks(manifest: Manifest) -> dict[str, Stack]:
     for p in manifest.parameters:
         if p.fused is not None:
             groups.setdefault(p.fused, []).append(p)
-    made = (_experts(name, own) if _EXPERTS in name else _rows(name, own, ()) for name, own in groups.items())
-    return {stack.name: stack for stack in made}
+    experts = [_experts(name, own) for name, own in groups.items() if _EXPERTS in name]
+    held = [_rows(name, own, ()) for name, own in groups.items() if name.split(".")[-2] in manifest.stacked]
+    return {stack.name: stack for stack in (*experts, *held)}
 
 
 def _rows(name: str, parameters: list[Parameter], before: Shape) -> Stack:

@@ -74,4 +74,4 @@ def decoder_spec(config: Config) -> DecoderSpec:
 def manifest_for(config: Config, dtype: Dtype) -> Manifest:
     """Everything the model of this HF config serves, in layout order. Raises as `decoder_spec` does."""
     spec = decoder_spec(config)
-    return Manifest(config["architectures"][0], dtype, tuple(parameters(spec)))
+    return Manifest(config["architectures"][0], dtype, tuple(parameters(spec)), spec.stacked)

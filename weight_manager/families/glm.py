@@ -26,6 +26,7 @@ def _either(config: Config, norms: Norms) -> DecoderSpec:
         head_dim=128,
         partial=0.5,
         interleaved=True,
+        stacked=("gate_up_proj",),
         qkv_bias=bool(config.get("attention_bias", True)),
         norms=norms,
     )

@@ -18,6 +18,7 @@ def decoder_spec(config: Config) -> DecoderSpec:
         types=[SLIDING if cells else FULL] * (layers if isinstance(layers, int) else 0),
         window=cells,
         partial=1.0,
+        stacked=("qkv_proj", "gate_up_proj"),
     )
 
 

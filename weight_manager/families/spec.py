@@ -68,6 +68,7 @@ class DecoderSpec:
     intermediate: rows of a dense MLP's gate, 0 = every layer has experts. qkv_bias, out_bias, mlp_bias, head_bias:
     which matrices come with biases. attention, moe: per layer; moe None = dense MLP. mtp: there is a further, dense
     layer, which drafts tokens.
+    stacked: projections that the family's modules hold as one tensor, `Manifest.stacked`.
     qk_norm: q and k are RMS-normed before they are rotated, head by head or over the whole projection.
     unit_norms: a norm's weight is stored as its distance from one. scale: of scores. score_cap, logit_cap: c of
     c * tanh(x / c), 0 = none. embed_scale: of looked-up embeddings.
@@ -90,6 +91,7 @@ class DecoderSpec:
     moe: tuple[MoeSpec | None, ...]
     mtp: bool = False
     head_bias: bool = False
+    stacked: tuple[str, ...] = ()
     norms: Norms = Norms()
     unit_norms: bool = False
     activation: Activation = "silu"
@@ -135,6 +137,7 @@ def spec_from(
     moe: tuple[MoeSpec | None, ...] | None = None,
     mtp: bool = False,
     head_bias: bool = False,
+    stacked: tuple[str, ...] = (),
     norms: Norms = Norms(),
     unit_norms: bool = False,
     query_scalar: float | None = None,
@@ -187,6 +190,7 @@ def spec_from(
         moe=moe,
         mtp=mtp,
         head_bias=head_bias,
+        stacked=stacked,
         norms=norms,
         unit_norms=unit_norms,
         activation=acts,
