@@ -28,8 +28,7 @@ from worker.engine.base import ForwardBatch
 from worker.gpu.reference import ReferenceOps
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.models.decoder import hidden
-from worker.models.weights import Weights, collect
+from worker.models.decoder import Weights, collect, hidden
 from worker.sampler import Pick, Sampler
 
 CONFIG: dict[str, Any] = {

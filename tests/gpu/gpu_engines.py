@@ -14,8 +14,7 @@ from worker.gpu.driver import Driver
 from worker.gpu.operations import Heads
 from worker.gpu.reference import ReferenceOps, widened
 from worker.gpu.weights import DeviceSlots, placement
-from worker.models.decoder import hidden
-from worker.models.weights import collect
+from worker.models.decoder import collect, hidden
 
 
 def random_views(config: dict[str, Any], dtype: str, seed: int = 0) -> dict[str, np.ndarray]:

@@ -18,12 +18,11 @@ from worker.engine.base import PLAIN_TOKENS, Adapters, Deterministic, Float32, F
 from worker.engine.sizes import engine_spec
 from worker.memory import memory_of_machine
 from worker.models import collectives
-from worker.models.decoder import Backend
+from worker.models.decoder import Backend, is_norm
 from worker.models.low_rank import sites_of
 from worker.models.onednn_backend import OneDnnBackend, why_not
 from worker.models.paddle_backend import PaddleBackend
 from worker.models.shard import shard_of
-from worker.models.weights import is_norm
 
 log = logging.getLogger(__name__)
 

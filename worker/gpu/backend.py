@@ -23,9 +23,8 @@ from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Ro
 from worker.gpu.products import Choices, Shape, instances, tokens_padded
 from worker.gpu.weights import DeviceSlots, Tensor
 from worker.inverse_cdf import Logits
-from worker.models.decoder import hidden
+from worker.models.decoder import Experts, Mlp, Weights, collect, hidden
 from worker.models.rope import rope_table
-from worker.models.weights import Experts, Mlp, Weights, collect
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
 from worker.gpu.inputs import StepInputs
 from worker.gpu.products import Choices, Shape, few_rows_kernel, one_row_kernel
 from worker.gpu.weights import Tensor
-from worker.models.weights import Experts, Linear
+from worker.models.decoder import Experts, Linear
 
 _LOG2E = 1.4426950408889634
 _SPLITS_MOST = 16

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import Float32, ForwardBatch
+from worker.models.decoder import Experts, Linear, Mlp
 from worker.models.rope import rope_table
-from worker.models.weights import Experts, Linear, Mlp
 
 Array = npt.NDArray[Any]
 

@@ -16,8 +16,7 @@ from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import CudaError
 from worker.gpu.reference import ReferenceOps, widened
 from worker.gpu.weights import Array, Tensor
-from worker.models.decoder import hidden
-from worker.models.weights import Weights, collect
+from worker.models.decoder import Weights, collect, hidden
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import numpy as np
 
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch
+from worker.models.decoder import Linear
 from worker.models.kv_memory import KvMemory
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Angles, Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
-from worker.models.weights import Linear
 
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from weight_manager.families.spec import MoeSpec
 from worker.cpu.onednn import ADD, MUL, SWISH, Call, OneDnn, Slot, combine, eltwise
 from worker.engine.base import Float32
+from worker.models.decoder import Experts
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
-from worker.models.weights import Experts
 
 Rows = npt.NDArray[Any]
 

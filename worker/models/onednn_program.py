@@ -32,11 +32,11 @@ from worker.cpu.onednn import (
     eltwise,
 )
 from worker.engine.base import Float32, ForwardBatch, Interrupted
+from worker.models.decoder import Experts, Linear, Mlp
 from worker.models.kv_memory import KvMemory
 from worker.models.low_rank import LowRank
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
-from worker.models.weights import Experts, Linear, Mlp
 
 Rows = npt.NDArray[Any]
 """Feature-major activations [n, T], float32 or bfloat16 bits; may be a transposed view."""

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from weight_manager.families.spec import DecoderSpec
 from weight_manager.manifest import Dtype
 from worker.cpu.onednn import OneDnn, Slot
+from worker.models.decoder import Weights, collect, is_norm
 from worker.models.shard import Shard
-from worker.models.weights import Weights, collect, is_norm
 
 Array = npt.NDArray[Any]
 Prepared = dict[str, tuple[Array, int]]

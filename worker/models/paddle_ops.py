@@ -9,10 +9,10 @@ import paddle.nn.functional as F  # noqa: N812
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import ForwardBatch
+from worker.models.decoder import Experts, Linear, Mlp
 from worker.models.low_rank import PlainLowRank
 from worker.models.paddle_attention import PagedAttention
 from worker.models.shard import Shard
-from worker.models.weights import Experts, Linear, Mlp
 
 Tensor = Any
 """A float32 Paddle tensor; weights keep HF's [out, in]."""

@@ -7,11 +7,11 @@ import numpy as np
 from weight_manager.families.rope import RopeSpec
 from worker.cpu.onednn import ADD, LINEAR, MUL, POW, combine, eltwise
 from worker.engine.base import Float32, ForwardBatch
+from worker.models.decoder import Linear
 from worker.models.kv_memory import KvMemory
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.onednn_program import Angles, Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
-from worker.models.weights import Linear
 
 
 class PlainProgram(Program):

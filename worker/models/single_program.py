@@ -8,12 +8,12 @@ from weight_manager.families.spec import DecoderSpec
 from worker.cpu.native import Native
 from worker.cpu.onednn import SUM, PostOp
 from worker.models.compiled_program import CompiledProgram
+from worker.models.decoder import Linear
 from worker.models.few_product import ADD, GATED, GATED_GELU, SET, FewProduct, recorded
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Parts, Rows
 from worker.models.onednn_weights import NamedSlot
 from worker.models.shard import Shard
-from worker.models.weights import Linear
 
 PartOf = Callable[[NamedSlot], int]
 """Columns in a part of the product with this weight, see `few_product`."""

@@ -8,8 +8,7 @@ from tests.engine_cases import MODELS, Checkpoint, Feeder
 from weight_manager.families import decoder_spec
 from worker.engine.base import EngineSpec
 from worker.gpu.reference import ReferenceOps, widened
-from worker.models.decoder import hidden
-from worker.models.weights import collect
+from worker.models.decoder import collect, hidden
 
 FAMILIES = sorted(path.name for path in MODELS.iterdir())
 
