@@ -32,6 +32,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions/render": _TEXT,
     "/v1/chat/completions": _TALK | {"max_tokens": 16},
     "/v1/chat/completions/render": _TALK,
+    "/v1/chat/completions/tokens": _TALK | {"tokens": [1, 2, 3], "max_tokens": 16},
     "/tokenize": {"prompt": "2 + 2 ="},
     "/v1/tokenize": {"prompt": "2 + 2 ="},
     "/detokenize": {"tokens": [1, 2, 3]},

@@ -24,7 +24,7 @@ from api.reading.calls import FORMATS, MARKS
 from api.reading.message import MessageStream, Reading, whole_message
 from api.reading.thinking import opened_by
 from api.schemas.base import ERRORS
-from api.schemas.openai import ChatRequest, ChatResponse, NamedTool
+from api.schemas.openai import ChatRequest, ChatResponse, ChatTokensRequest, NamedTool
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
@@ -32,6 +32,8 @@ from worker.messages import Chunk
 
 router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
 
+_TAIL = 64
+"""Tokens of a prompt that say whether its answer begins inside reasoning."""
 SessionHeader = Annotated[str, Header(max_length=256)]
 
 
@@ -40,7 +42,18 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
     """Answer a conversation. Token ids are exactly the sampled ones."""
-    ask = await asked(body, service, session=body.session_id or x_session_id)
+    return await _answered(body, request, service, await asked(body, service, session=body.session_id or x_session_id))
+
+
+@router.post("/v1/chat/completions/tokens", response_model=ChatResponse, openapi_extra=IF_ASKED)
+async def chat_completions_of_tokens(
+    body: ChatTokensRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
+) -> Response:
+    """The same with the prompt as token ids, as prime-rl and verifiers go on from what was sampled before."""
+    return await _answered(body, request, service, await asked(body, service, session=body.session_id or x_session_id))
+
+
+async def _answered(body: ChatRequest, request: Request, service: Service, ask: Ask) -> Response:
     (ids,) = ask.prompts
     writer = _Writer(body, service, ids, ask)
     if body.stream:
@@ -63,8 +76,12 @@ async def asked(body: ChatRequest, service: Service, *, session: str = "") -> As
             "prompt and read the calls yourself, or serve with --tool-call-parser",
             param="tool_choice",
         )
-    text = await service.model.chat_text(body.messages, **body.template_options())
-    ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
+    if isinstance(body, ChatTokensRequest):
+        ids = body.tokens
+        text = service.model.text.decode(ids[-_TAIL:], skip_special=False)
+    else:
+        text = await service.model.chat_text(body.messages, **body.template_options())
+        ids = await service.model.encode(text, add_special_tokens=body.add_special_tokens)
     (ids,) = await truncated(
         [ids],
         service.model,

@@ -221,6 +221,13 @@ class ChatRequest(OpenAiStructured, Scheduling, VllmSampling, Template, Truncati
         return bool(self.tools) and self.tool_choice != "none"
 
 
+class ChatTokensRequest(ChatRequest):
+    """/v1/chat/completions/tokens: the turn after others whose token ids the client has kept."""
+
+    tokens: Annotated[Ids, Field(min_length=1)]
+    """The prompt, instead of what the chat template would make of the messages."""
+
+
 class VersionSpan(Lenient):
     """Output tokens [start, end) were sampled under this version. recomputed: all positions before them, the prompt's
     too, had been computed again under it.

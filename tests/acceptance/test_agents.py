@@ -28,3 +28,11 @@ def service() -> Iterator[LiveService]:
 @pytest.mark.parametrize("client", ["openai", "instructor", "langchain", "litellm"])
 def test_agents(service: LiveService, run_client: RunClient, client: str) -> None:
     assert run_client("agents", f"agents_{client}", service.url, timeout_s=240) == "ok"
+
+
+@takes_minutes
+@pytest.mark.timeout(300)
+def test_verifiers_tool_env(service: LiveService, run_client: RunClient) -> None:
+    """Over several turns, each of which begins with the ids of the one before."""
+    found = run_client("verifiers-toolenv", "agents_verifiers", service.url, timeout_s=240, NO_KEY="none")
+    assert found == {"exact": True, "calls": 12}

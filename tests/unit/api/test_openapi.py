@@ -36,6 +36,7 @@ async def test_streams_are_described_event_by_event(client):
         "/v1/rollout/generate",
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/chat/completions/tokens",
         "/inference/v1/generate",
         "/generate",
     }

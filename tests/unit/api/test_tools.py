@@ -175,6 +175,19 @@ async def test_a_prompt_that_opens_the_reasoning(client, replicas):
     assert reply.json()["choices"][0]["message"]["reasoning"] == "hm"
 
 
+async def test_a_turn_goes_on_from_token_ids(client, replicas):
+    """The prompt is what is sent, to the token, and whether it opened the reasoning is read from its end."""
+    _script(replicas, f"hm</think>{CALL}")
+    tokens = list(b"whatever came before, and <think>\n")
+    reply = await client.post("/v1/chat/completions/tokens", json=_body(tokens=tokens, return_token_ids=True))
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["prompt_token_ids"] == tokens == replicas[0].got(Generate)[-1].prompt_ids
+    message = reply.json()["choices"][0]["message"]
+    assert _told(message) == {"role": "assistant", "content": None, "calls": [ADD]} | THOUGHT
+    assert (await client.post("/v1/chat/completions/tokens", json=_body(tokens=[]))).status_code == 400
+    assert (await client.post("/v1/chat/completions/tokens", json=_body())).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
