@@ -11,7 +11,7 @@ A slot of 2 MiB or more starts at a multiple of 2 MiB, the first one at 2 MiB, s
 
 The store moves a slot's write epoch before it lets anybody write there. A reader that remembers the
 epoch it saw when the slot became live knows, by reading it again after its work, whether the bytes it
-worked on stood still. A store that belongs to a fleet of stores may serve only until its lease runs out,
+worked on stood still. A store that belongs to a tree of stores may serve only until its lease runs out,
 even if it is stopped or dead by then; a reader that finds the lease in the past throws its work away in
 the same manner. `mmap` by hand: the resource tracker of multiprocessing.shared_memory unlinks
 segments that other processes still use.
@@ -140,5 +140,5 @@ def slot_offset(slot: int, slot_bytes: int) -> int:
 
 
 def file_bytes(slots: int, slot_bytes: int) -> int:
-    """Of an arena of so many slots."""
+    """Bytes that the file of an arena with so many slots has."""
     return slot_offset(slots - 1, slot_bytes) + slot_bytes

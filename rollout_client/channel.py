@@ -46,7 +46,7 @@ class ConnectionMonitor:
                 self.refused = self.refused or event == zmq.Event.HANDSHAKE_FAILED_AUTH
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Stop listening, before the socket is closed."""
         self._socket.disable_monitor()
         self.events.close(0)
 

@@ -163,7 +163,7 @@ class CudaCopier:
             lending.synchronize()
 
     def _digester(self, device: Any) -> CudaHash | CudaSums:
-        """Of the current device."""
+        """What computes digests on the current device."""
         if device not in self._digesters:
             try:
                 self._digesters[device] = CudaHash(self._torch)

@@ -166,7 +166,7 @@ class Hashing:
         kernel(grid=(len(rows), 1, 1), block=(THREADS, 1, 1), args=args, stream=stream)
 
     def digests(self) -> list[int]:
-        """Of each tensor, as digest.py says. Once the stream has come so far."""
+        """The digest of each tensor, as digest.py says, once the stream has come so far."""
         out, tiny = self._out.tolist(), self._tiny.numpy()
         for row, (_, nbytes) in enumerate(self._rows):
             if nbytes <= TINY:
@@ -205,7 +205,7 @@ class Summing:
         self._host.copy_(self._sums, non_blocking=True)
 
     def digests(self) -> list[int]:
-        """Of each tensor's page sums. Once the stream has come so far."""
+        """The digest of each tensor's page sums, once the stream has come so far."""
         sums, found, start = self._host.numpy(), [], 0
         for count in self._counts:
             found.append(digest_of_sums(sums[start : start + count]))

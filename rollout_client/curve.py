@@ -21,7 +21,7 @@ class TrainerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str
 
     def __repr__(self) -> str:
-        """Without the secret: reprs end up in logs."""
+        """The keys without the secret, as reprs end up in logs."""
         return f"TrainerKeys(public={self.public!r}, store={self.store!r})"
 
     @classmethod

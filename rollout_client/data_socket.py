@@ -97,7 +97,7 @@ class DataSocket:
             return sent
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _copy(self, number: int, copy: Copy, flat: Array, src_dtype: str, reporter: Reporter) -> int:

@@ -170,7 +170,7 @@ class LentSlot:
 
 
 class LentSlots:
-    """Those of all ranks that lend theirs, for one push. One that fails is left out, and told of."""
+    """The slots of all ranks that lend theirs, for one push. One that fails is left out, and told of."""
 
     def __init__(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
         """Of the placement."""

@@ -15,13 +15,13 @@ PIECE = 16 << 20
 
 
 def digest_of(content: Any) -> int:
-    """Of a contiguous buffer."""
+    """The digest of a contiguous buffer."""
     raw = memoryview(content).cast("B")
     return joined([xxhash.xxh3_64_intdigest(piece) for piece in pieces(raw)])
 
 
 def pieces(raw: memoryview) -> list[memoryview]:
-    """What is hashed by itself; at least one."""
+    """The pieces of a buffer that are hashed each by itself; at least one."""
     return [raw[start : start + PIECE] for start in range(0, max(len(raw), 1), PIECE)]
 
 
@@ -33,7 +33,7 @@ def joined(digests: Sequence[int]) -> int:
 
 
 class Digest:
-    """The same, of bytes that come one block after the other."""
+    """The digest of bytes that come one block after the other."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
@@ -52,5 +52,5 @@ class Digest:
         self._room -= len(raw)
 
     def intdigest(self) -> int:
-        """Of all bytes so far."""
+        """The digest of all bytes so far."""
         return joined([*self._done, self._state.intdigest()])

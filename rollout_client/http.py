@@ -154,7 +154,7 @@ class RolloutClient:
 
 
 class AsyncRolloutClient:
-    """The same on asyncio."""
+    """`RolloutClient` on asyncio."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Of one list of tokens. logprobs: one each, None when it was aborted. weight_version: what computed them."""
+    """The score of one list of tokens. logprobs: one each; None when aborted. weight_version: what computed them."""
 
     index: int
     logprobs: list[float] | None
@@ -432,7 +432,7 @@ def event(line: str) -> Generation | None:
 
 
 def headers(token: str | None) -> dict[str, str]:
-    """Of every request."""
+    """The headers of every request."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 

@@ -76,7 +76,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def adapter_config(config: Any) -> AdapterConfig:
-    """Of a peft.LoraConfig, a mapping (adapter_config.json) or an AdapterConfig.
+    """The config of a peft.LoraConfig, a mapping (adapter_config.json) or an AdapterConfig.
 
     Raises ValueError listing everything that cannot be served, TypeError for what is no config.
     """
@@ -190,7 +190,7 @@ def _listed(names: list[str] | str, module: str) -> bool:
 
 
 def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
-    """Of the first pattern that the module's name ends with, after a dot or as a whole."""
+    """The value of the first pattern that the module's name ends with, after a dot or as a whole."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -71,7 +71,7 @@ class PushReport:
 def report_of(
     committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0, filled: int = 0
 ) -> PushReport:
-    """From the store's answer and what was measured here."""
+    """The report made of the store's answer and of what was measured here."""
     seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
     return PushReport(
         *(committed.version, committed.digest, committed.replicas, 0 if committed.already else nbytes, transport),
@@ -435,7 +435,7 @@ def _left(deadline: float) -> float:
 
 
 def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:
-    """Without the tensors, among those named, that are the same memory as an earlier one."""
+    """The sources without those, among the tensors named, that are the same memory as an earlier one."""
     seen: set[object] = set()
     kept = []
     for source in held:

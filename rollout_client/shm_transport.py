@@ -114,14 +114,14 @@ class Loaded:
         self._lock = threading.Lock()
 
     def flat(self) -> Array:
-        """In C order."""
+        """The elements in C order."""
         with self._lock:
             if self._flat is None:
                 self._flat = self._source.load()
             return self._flat
 
     def leave(self) -> None:
-        """One user less."""
+        """A user of the elements is done with them."""
         with self._lock:
             self.users -= 1
             if not self.users:
@@ -141,7 +141,7 @@ class Unit(NamedTuple):
 
 
 def units(source: Source, copies: Sequence[tuple[int, Copy]], slot: memoryview) -> list[Unit]:
-    """Of one part, which is fetched once for all of them. Raises ValueError for a copy that leaves the slot."""
+    """The units of one part, which is fetched once for all of them. Raises ValueError if a copy leaves the slot."""
     loaded = Loaded(source)
     found = []
     for number, copy in copies:
@@ -175,7 +175,7 @@ def together(every: Iterable[Unit]) -> Iterator[list[Unit]]:
 
 
 def move_units(batch: Sequence[Unit]) -> list[Moved]:
-    """All of them. Raises ValueError for a copy that leaves its tensor."""
+    """Move all units of a batch. Raises ValueError for a copy that leaves its tensor."""
     runs = []
     for unit in batch:
         source = source_view(unit.loaded.flat(), unit.copy)
@@ -316,7 +316,7 @@ class ShmTransport(Transport):
         finished: "queue.SimpleQueue[list[Moved] | Future[None]]",
         stop: Event,
     ) -> None:
-        """Batch after batch until there are no more."""
+        """In a thread: move batch after batch until there are no more."""
         while not stop.is_set():
             try:
                 batch = batches.get_nowait()

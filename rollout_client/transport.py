@@ -133,7 +133,7 @@ class Transport(ABC):
 
 
 def moving_threads() -> int:
-    """That compare or move tensors: one for each core this process may use, at most four."""
+    """How many threads compare or move tensors: one for each core this process may use, at most four."""
     return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 

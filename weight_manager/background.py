@@ -29,7 +29,7 @@ class Inbox:
         return self._wake
 
     def put(self, call: Callable[[], None]) -> None:
-        """From any thread: have the loop call this."""
+        """Have the loop call this. To be used from any thread."""
         self._waiting.append(call)
         os.eventfd_write(self._wake, 1)
 
@@ -41,7 +41,7 @@ class Inbox:
             self._waiting.popleft()()
 
     def close(self) -> None:
-        """After the last thread has ended."""
+        """Give the descriptor back, after the last thread has ended."""
         os.close(self._wake)
 
 

@@ -88,12 +88,12 @@ class Ballot:
 
     @property
     def stores(self) -> int:
-        """That take part, this one included."""
+        """How many stores take part, this one included."""
         return 1 + sum(self._tallies.get(v, Tally(1)).stores for v in self.voters if isinstance(v, str))
 
     @property
     def replicas(self) -> int:
-        """That take part, here and below."""
+        """How many replicas take part, here and below."""
         return sum(self._tallies.get(v, Tally()).replicas for v in self.voters)
 
     @property

@@ -111,11 +111,11 @@ class Coordinator:
 
     @property
     def in_doubt(self) -> bool:
-        """Everybody here has flipped, and only the store above knows whether it counts."""
+        """All replicas here have flipped, and only the store above knows whether the version was committed."""
         return self.session is not None and self.session.life.state is State.DOUBT
 
     def device_sockets(self) -> list[str]:
-        """Of the replicas that vote and have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
+        """Sockets of replicas that have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
         paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.voters()))
         return [str(path) for path in paths if path.is_socket()]
 
@@ -294,7 +294,7 @@ class Coordinator:
             drop(voter, "did not answer in time during a commit")  # type: ignore[arg-type]
 
     def _note(self, ballot: Ballot, session: PushSession, now: float) -> None:
-        """Before this store votes for the flip: should it die, its next life finds the bytes, and asks."""
+        """Write down what may go live, before this store votes for the flip: should it die, its next life asks."""
         try:
             self.history.may_go_live(ballot.live)
         except OSError as error:

@@ -28,7 +28,7 @@ class StoreKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trainers: dict[str, str]
 
     def __repr__(self) -> str:
-        """Without the secret: reprs end up in logs."""
+        """The keys without the secret, as reprs end up in logs."""
         return f"StoreKeys(public={self.public!r}, trainers={self.trainers!r})"
 
     @classmethod
@@ -72,7 +72,7 @@ class Gate:
             self.socket.send_multipart([version, request, status, text, (name or "").encode(), b""])
 
     def close(self) -> None:
-        """After the sockets it answers for."""
+        """Close the gate's socket, after the sockets that it answers for."""
         self.socket.close()
 
 

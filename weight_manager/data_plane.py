@@ -33,7 +33,10 @@ PIECE_BYTES = 256 << 10
 
 
 class SocketReader:
-    """Of one connection. Raises ConnectionError when the peer has gone."""
+    """Reads one connection in a thread: it sleeps until much has come, and never for long.
+
+    Raises ConnectionError when the peer has gone.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -123,7 +126,7 @@ class Receiver(ABC):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """After `Ended`."""
+        """Close the connection, after `Ended`."""
         self._thread.join()
         self._socket.close()
 
@@ -213,7 +216,7 @@ class TrainerReceiver(Receiver):
 
 
 class DataPlane:
-    """Without a port no trainer gets a key, and everything comes as chunks."""
+    """The data connections of sessions. Without a port no trainer gets a key, and all bytes come as chunks."""
 
     def __init__(self, port: DataPort | None, inbox: Inbox, slots: Slots, *, progress: bool) -> None:
         """progress: stores below want bytes as they arrive."""

@@ -56,7 +56,7 @@ class Ending:
                 stop()
 
     def begin(self) -> None:
-        """From here on the time runs, whatever else there is: the interpreter's own end can hang, too."""
+        """Start the time limit now, whatever else there is: the interpreter's own end can hang, too."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._written, b"\0")
 

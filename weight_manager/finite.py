@@ -23,7 +23,10 @@ _INFINITY = 0x7F80
 
 
 def all_finite(flat: Array) -> bool:
-    """Of every element. flat: contiguous, float32, or uint16 bits of bfloat16. Compiles its loop on first use."""
+    """Whether every element is finite. flat: contiguous, float32, or uint16 bits of bfloat16.
+
+    The first use compiles its loop.
+    """
     loop = _loop()
     if loop is not None:
         return bool(loop(flat.ctypes.data, flat.size, flat.itemsize))
@@ -32,12 +35,12 @@ def all_finite(flat: Array) -> bool:
 
 
 def ends_finite(flat: Array) -> bool:
-    """Of the first and the last elements: costs nothing, and finds a training that has diverged."""
+    """Whether the first and the last elements are finite: costs nothing, and finds a training that has diverged."""
     return _finite(flat[:ENDS]) and _finite(flat[-ENDS:])
 
 
 def all_ends_finite(views: Sequence[Array]) -> bool:
-    """Of all of them, in one pass."""
+    """Whether the first and last elements of all views are finite, in one pass."""
     return _finite(np.concatenate([end for flat in views for end in (flat[:ENDS], flat[-ENDS:])]))
 
 

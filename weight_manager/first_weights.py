@@ -80,7 +80,7 @@ class FirstWeights:
         self.failure: StartError | None = None
 
     def start(self) -> None:
-        """From the snapshot if there is one, else from the checkpoint directory, if weights are to be loaded."""
+        """Load from the snapshot if there is one, else from the checkpoint directory, if weights are to be loaded."""
         path, layout = self._config.state / SNAPSHOT_FILE, self._coordinator.layout
         saved = read_head(path, layout)
         if saved is None:

@@ -111,7 +111,7 @@ class History:
             self._write(msgspec.structs.replace(self.saved, members=names))
 
     def forget_slot(self, slot: int) -> None:
-        """It is being given away; a crash from here on must not trust it."""
+        """The slot is being given away: after a crash from here on nobody may trust what is noted of it."""
         previous, doubt = (v if v and v.slot != slot else None for v in (self.saved.previous, self.saved.doubt))
         self.saved = msgspec.structs.replace(self.saved, previous=previous, doubt=doubt)
 

@@ -81,7 +81,7 @@ class Bound(Enum):
 
 @dataclass(frozen=True)
 class Go:
-    """It moves."""
+    """The version moves to another state."""
 
     to: State
 
@@ -123,7 +123,7 @@ ABORTS = (
 
 
 def states_of(role: Role) -> tuple[State, ...]:
-    """That a version can be in."""
+    """The states that a version can be in."""
     return tuple(s for s in State if role is Role.RELAY or s not in (S.READY, S.DOUBT))
 
 
@@ -335,7 +335,7 @@ class Life:
 
     @property
     def in_question(self) -> bool:
-        """Between the first question and the outcome: what everybody serves is not known."""
+        """Whether the commit is between its first question and its outcome: what everybody serves is not known then."""
         return self.state in VOTING
 
     @property

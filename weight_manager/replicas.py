@@ -88,7 +88,7 @@ class Replicas:
         return set(self._replicas)
 
     def voters(self) -> set[int]:
-        """Those that vote on the model's weights: while nothing is live nobody serves, and replicas adopt it after."""
+        """Replicas that vote on the model's weights: none while nothing is live; they adopt the first version."""
         return self.numbers() if self._coordinator.history.live else set()
 
     def held(self) -> Iterator[HeldAdapter]:

@@ -46,7 +46,7 @@ class Slots:
         self._writers[slot] += 1
 
     def leave(self, slot: int) -> None:
-        """It has stopped."""
+        """The thread has stopped."""
         self._writers[slot] -= 1
 
     def back(self, slot: int) -> None:

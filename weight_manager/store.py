@@ -331,7 +331,7 @@ def layout_of(config: StoreConfig) -> Layout:
 
 
 def keys_of(config: StoreConfig) -> StoreKeys | None:
-    """Its key file, if it has one."""
+    """The keys of the store's key file, if it has one."""
     try:
         return None if config.curve_keys is None else StoreKeys.read(config.curve_keys)
     except (OSError, ValueError) as error:
@@ -339,7 +339,7 @@ def keys_of(config: StoreConfig) -> StoreKeys | None:
 
 
 def relay_keys_of(config: StoreConfig) -> TrainerKeys | None:
-    """Its own keys for the store above, if it has some."""
+    """The store's own keys for the store above, if it has some."""
     try:
         return None if config.relay_keys is None else TrainerKeys.read(config.relay_keys)
     except (OSError, ValueError) as error:
@@ -347,9 +347,7 @@ def relay_keys_of(config: StoreConfig) -> TrainerKeys | None:
 
 
 def bound_before(endpoint: str, file: Path) -> str | None:
-    """Of an endpoint that asks for a free port: the same with the port of the process before this one, if there was
-    one.
-    """
+    """An endpoint that asks for a free port, with the port that the process before this one was given; None = none."""
     host, _, port = endpoint.rpartition(":")
     if not endpoint.startswith("tcp://") or port not in ("*", "0"):
         return None

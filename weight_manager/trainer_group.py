@@ -54,7 +54,7 @@ class TrainerRank:
         return f"trainer rank {self.begin.rank} of {self.begin.world}"
 
     def number(self, copy: int) -> int:
-        """Of one of its copies, in the session's staging."""
+        """The number that one of its copies has in the session's staging. Raises PushRefused for no such copy."""
         if not 0 <= copy < self.count:
             raise PushRefused("bad_message", f"copy {copy} is not among the {self.count} that were placed")
         return self.first + copy
@@ -94,7 +94,7 @@ class TrainerGroup:
 
     @property
     def id(self) -> str:
-        """Of the session."""
+        """The session's id."""
         return self._running.id
 
     @property

@@ -102,7 +102,7 @@ class Trainers:
         return group.chunk(peer, chunk, time.monotonic()) if group.outcome is None else None
 
     def received(self, peer: bytes, chunk: Chunk) -> None:
-        """Its payload is in its place."""
+        """A chunk's payload is in its place."""
         group = self._group(peer, chunk.session)
         if group is not None and group.outcome is None:
             group.received(peer, chunk)

@@ -20,7 +20,7 @@ class Watching:
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: "zmq.Socket[bytes]") -> None:
-        """Stop that."""
+        """Do not wake up for it any more."""
         self._poller.unregister(socket)
 
     def watch(self, fd: int, ready: Callable[[], object], *, to_write: bool = False) -> None:
@@ -29,7 +29,7 @@ class Watching:
         self._poller.register(fd, zmq.POLLOUT if to_write else zmq.POLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """Stop that."""
+        """Do not call anything for this descriptor any more."""
         if self._calls.pop(fd, None) is not None:
             self._poller.unregister(fd)
 
@@ -38,7 +38,7 @@ class Watching:
         return {ready: self._calls.get(ready) for ready, _ in self._poller.poll(patience_ms)}
 
     def call(self, ready: Ready) -> None:
-        """Unless it is no longer watched: the number may be another's by now."""
+        """Make the calls of what was ready, unless it is no longer watched: the number may be another's by now."""
         for fd, call in ready.items():
             if call is not None and self._calls.get(fd) is call:
                 call()

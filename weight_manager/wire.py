@@ -38,7 +38,7 @@ class PushReceiver(Protocol):
         ...
 
     def received(self, peer: bytes, chunk: Chunk) -> None:
-        """Its payload is in those buffers."""
+        """The chunk's payload is in those buffers."""
         ...
 
     def malformed(self, peer: bytes, code: ErrorCode, message: str, session: str = "") -> None:

@@ -39,7 +39,7 @@ class Pusher:
 
     @property
     def version(self) -> int | None:
-        """Of the last push of this run; None before the first."""
+        """The version of the last push of this run; None before the first."""
         return self._version
 
     def connect(self) -> None:

@@ -88,7 +88,7 @@ class Kernels:
         return *places, target.size, target.itemsize, source.itemsize, cast, 0
 
     def _scratch(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
-        """Of this thread, kept: new memory for each call would be mapped, cleared and given back each time."""
+        """Scratch memory of this thread, kept: new memory for each call would be mapped, cleared and unmapped again."""
         held: Array | None = getattr(self._kept, name, None)
         if held is None or held.nbytes < size * dtype.itemsize:
             held = np.empty(size * dtype.itemsize, np.uint8)
@@ -113,7 +113,7 @@ def _address(function: Any) -> int:
 
 
 def _hash_functions() -> dict[str, Any]:
-    """By name. Raises OSError."""
+    """The library's hash functions, by name. Raises OSError."""
     names = ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState")
     found = dict(zip(names, wheel_functions(*names), strict=True))
     found["createState"].restype = ctypes.c_void_p
@@ -139,7 +139,7 @@ class Hasher:
         self._functions["64bits_update"](self.state, array.ctypes.data, array.nbytes)
 
     def intdigest(self) -> int:
-        """Of all bytes so far."""
+        """The digest of all bytes so far."""
         return int(self._functions["64bits_digest"](self.state))
 
     def __del__(self) -> None:

@@ -46,7 +46,7 @@ class Audience(Protocol):
         ...
 
     def drop(self, number: int, why: str) -> None:
-        """It did not answer: it must register again."""
+        """A replica did not answer: it must register again."""
         ...
 
     def held(self) -> Iterable[HeldAdapter]:
@@ -54,12 +54,12 @@ class Audience(Protocol):
         ...
 
     def serving(self, name: str) -> set[int]:
-        """Those that begin sequences under an adapter's name."""
+        """Replicas that begin sequences under an adapter's name."""
         ...
 
 
 class LineHistory(History):
-    """Of one adapter. Epochs are the model's: one names a version for ever, whatever is unloaded and loaded again."""
+    """The versions of one adapter. Epochs are the model's: each names one version for ever, over unloads and loads."""
 
     def __init__(self, path: Path, keep: int, epochs: History) -> None:
         """Reads `path` if it exists. Raises StartError when it cannot be understood."""
@@ -132,7 +132,7 @@ class Line:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of shared memory, with all slots that keep theirs."""
+        """Bytes of shared memory that all slots with memory of their own take."""
         backed = sum(self.arena.backed(slot) for slot in range(self.arena.slots))
         return max(backed, KEPT) * int(self.arena.slot_bytes)
 
@@ -165,7 +165,7 @@ class Line:
 
 
 class LineReplicas:
-    """Those who vote on a line's versions: the model's replicas, told whose version it is."""
+    """Voters on a line's versions: the model's replicas, told whose version it is."""
 
     def __init__(self, line: Line, audience: Audience, went_live: Callable[[Line, set[int]], None]) -> None:
         self._line = line
@@ -186,7 +186,7 @@ class LineReplicas:
         self._audience.send(number, message)
 
     def drop(self, number: int, why: str) -> None:
-        """It did not answer."""
+        """A replica did not answer."""
         self._audience.drop(number, why)
 
     def went_live(self, live: Live, *, voted: bool) -> None:

@@ -192,7 +192,7 @@ class Lines:
         return min((t for t in times if t is not None), default=None)
 
     def replica_gone(self, number: int, why: str) -> None:
-        """It votes on nothing any more."""
+        """A replica has left: it votes on nothing any more."""
         for line in list(self.all()):
             line.coordinator.replica_gone(number, why)
 
@@ -315,7 +315,7 @@ class Lines:
         )
 
     def _retire(self, line: Line) -> None:
-        """It counts no more; a restart does not find it, its memory goes once nobody reads it."""
+        """The line counts no more; a restart does not find it, its memory goes once nobody reads it."""
         line.history.remove()
         self._retired.append(line)
         if line.name not in self._lines:

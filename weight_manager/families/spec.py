@@ -106,7 +106,7 @@ class DecoderSpec:
         return len(self.moe)
 
     def attention_of(self, layer: int) -> AttentionSpec:
-        """Of a layer, the drafting one included, which comes after the others and is like the last of them."""
+        """The attention of a layer. The drafting layer comes after the others and is like the last of them."""
         return self.attention[min(layer, self.layers - 1)]
 
     @property

@@ -144,7 +144,7 @@ class Downstreams:
         return [store.name for store, enrolment in self.roster.taking_part() if not (enrolment.staged or enrolment.out)]
 
     def stores(self) -> int:
-        """That are staged, this one included."""
+        """How many stores are staged, this one included."""
         return 1 + sum(
             store.stores for store, enrolment in self.roster.taking_part() if enrolment.staged and not enrolment.out
         )
@@ -245,7 +245,7 @@ class Downstreams:
         self.roster.answer(peer, wire.NotJoined(why))
 
     def broken(self, peer: bytes, why: str) -> None:
-        """It must join again; a session that needs it ends."""
+        """A store sent what cannot be used: it must join again, and a session that needs it ends."""
         store = self.roster.of_peer(peer)
         if store is None:
             self.malformed(peer, why)

@@ -24,7 +24,7 @@ class Lease:
         return time.monotonic() >= self.until
 
     def left_s(self, now: float) -> float:
-        """Of what may be handed on."""
+        """Seconds of the lease that may be handed on to stores below."""
         return max(0.0, self.until - now)
 
     def ask(self, now: float) -> int:

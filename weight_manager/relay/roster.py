@@ -168,34 +168,34 @@ class Roster:
             self.take(store)
 
     def all(self) -> list[Downstream]:
-        """Everybody."""
+        """All stores that have joined."""
         return list(self._by_id.values())
 
     def taking_part(self) -> list[tuple[Downstream, Enrolment]]:
-        """Those that a session goes to."""
+        """The stores that a session goes to, each with its enrolment."""
         return [(store, store.enrolment) for store in self._by_id.values() if store.enrolment is not None]
 
     def of_id(self, store: str) -> Downstream | None:
-        """By what stays the same over restarts."""
+        """The store of this id, which stays the same over restarts."""
         return self._by_id.get(store)
 
     def of_peer(self, identity: bytes) -> Downstream | None:
-        """By connection."""
+        """The store behind this connection."""
         return self._by_identity.get(identity)
 
     def named(self, name: str) -> Downstream | None:
-        """By name."""
+        """The store of this name."""
         return next((store for store in self._by_id.values() if store.name == name), None)
 
     def add(self, store: Downstream) -> None:
-        """It has joined. A lease it had goes on."""
+        """A store has joined. A lease it had goes on."""
         known = self._by_id.get(store.id)
         self._end(known.enrolment if known else None)
         store.serves_until = max(known.serves_until if known else 0.0, self.absent.pop(store.name, 0.0))
         self._by_id[store.id] = self._by_identity[store.identity] = store
 
     def remove(self, store: Downstream) -> None:
-        """It has left, or is lost."""
+        """A store has left, or is lost."""
         self._by_id.pop(store.id, None)
         self._by_identity.pop(store.identity, None)
         self._end(store.enrolment)
@@ -203,7 +203,7 @@ class Roster:
             self.absent[store.name] = store.serves_until
 
     def names(self) -> list[str]:
-        """Everybody who may have a lease."""
+        """Names of all stores that may have a lease."""
         return [*(store.name for store in self._by_id.values()), *self.absent]
 
     def answer(self, peer: bytes, message: wire.Message) -> bool:
@@ -216,7 +216,7 @@ class Roster:
             store.deaf = True
 
     def give(self, store: Downstream, enrolment: Enrolment) -> tuple[int, bytes]:
-        """Its part in a session, instead of what it had. Port and key of a data connection for it; 0 = none."""
+        """Enrol a store in a session, instead of any other. Returns port and key of a data connection; 0 = none."""
         self.take(store)
         store.enrolment = enrolment
         if self._port is None:
@@ -226,7 +226,7 @@ class Roster:
         return self._port.port, enrolment.key
 
     def take(self, store: Downstream) -> Enrolment | None:
-        """It has no part in a session any more; the one it had."""
+        """End a store's enrolment, and return it."""
         enrolment, store.enrolment = store.enrolment, None
         self._end(enrolment)
         return enrolment

@@ -115,7 +115,7 @@ class Upstream:
 
     @property
     def in_doubt(self) -> bool:
-        """Everybody here has flipped, and only the store above knows whether it counts."""
+        """All replicas here have flipped, and only the store above knows whether the version was committed."""
         return self._coordinator.in_doubt
 
     def status(self, now: float) -> dict[str, Any]:
