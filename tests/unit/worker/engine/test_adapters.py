@@ -119,3 +119,28 @@ def test_a_layer_that_drafts_has_no_adapters(checkpoint):
     engine = checkpoint("ernie45_mtp").engine()
     with pytest.raises(ValueError, match="not served"):
         engine.adapters.prepare("a", 1, {}, [AdapterModule("model.mtp_block.0.mlp.up_proj", 1, 1.0)], "float32")
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied_biased", "qwen3", "ernie45"])
+def test_a_sequences_bits_do_not_show_who_else_is_in_the_step(checkpoint, feeder, backend, dtype, name):
+    """Alone, among others of its adapter, of other adapters and of the base: also those of the base itself."""
+    model = checkpoint(name, dtype=dtype)
+    engine = model.engine(num_blocks=128, max_batch=16, deterministic="on")
+    for epoch in (1, 2):
+        Adapter(ADAPTERS / f"{name}.all", dtype).into(engine, epoch, model)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 96, 30).tolist() for _ in range(12)]
+    epochs = [0, 1, 2, 1, 0, 2, 1, 1, 0, 1, 2, 1]
+    among = run_of(feeder, engine, sequences, epochs)
+    among.step({i: 3 + i for i in range(12)})
+    for _ in range(15):
+        among.step(dict.fromkeys(range(12), 1))
+    for chosen in ([0], [1], [0, 4], [1, 4, 5], [1, 2, 3, 5, 6, 7, 9, 10, 11]):
+        alone = run_of(feeder, engine, [sequences[i] for i in chosen], [epochs[i] for i in chosen])
+        alone.step({at: 3 + i for at, i in enumerate(chosen)})
+        for _ in range(15):
+            alone.step(dict.fromkeys(range(len(chosen)), 1))
+        for at, i in enumerate(chosen):
+            assert np.array_equal(alone.all_logits(at), among.all_logits(i)), f"sequence {i} among {chosen}"
