@@ -7,7 +7,7 @@ made in one order whatever else is in the step: what is added to a sequence is t
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -199,6 +199,16 @@ _FACTORS = np.dtype(
 """`Factors` of low_rank.c; a zero rank adds nothing."""
 
 
+class _Addresses(NamedTuple):
+    """Of what a step's calls share: asking numpy for one costs a microsecond."""
+
+    factors: int
+    order: int
+    runs: int
+    turned: int
+    between: int
+
+
 @dataclass(frozen=True)
 class _Held:
     """One adapter. factors: [sites, PARTS]. kept: the arrays that they point at."""
@@ -229,6 +239,7 @@ class NativeLowRank:
         self._factors = np.zeros((len(sites), 0, _PARTS), _FACTORS)  # of the step's adapters
         self._of: tuple[int, ...] = ()  # whose they are
         self._most = [0] * len(sites)  # the largest rank of each site's
+        self._addresses = _Addresses(0, 0, 0, 0, 0)
 
     def hold(self, epoch: int, changes: Mapping[str, Factors]) -> None:
         """Addresses of A, tiles of B."""
@@ -262,6 +273,8 @@ class NativeLowRank:
         between = tokens * _PARTS * max(self._most)
         if self._between.size < between:
             self._between = np.empty(between, np.float32)
+        arrays = self._factors, self._rows.order, self._rows.runs, self._turned, self._between
+        self._addresses = _Addresses(*(array.ctypes.data for array in arrays))
 
     def step(self, site: str, x: Array, y: Float32) -> Step:
         """One call of the kernel."""
@@ -288,10 +301,9 @@ class NativeLowRank:
             most = self._most[index]
             if not most:
                 return  # none of the step's adapters changes this
-            call.factors = self._factors.ctypes.data + index * self._factors.strides[0]
-            call.order, call.runs = self._rows.order.ctypes.data, self._rows.runs.ctypes.data
+            factors, call.order, call.runs, call.turned, call.between = self._addresses
+            call.factors = factors + index * self._factors.strides[0]
             call.tokens, call.run_count, call.most = len(self._rows.order), len(self._rows.runs), most
-            call.turned, call.between = self._turned.ctypes.data, self._between.ctypes.data
             ctypes.memset(counters, 0, counter_bytes)
             run(kernel, address)
 
