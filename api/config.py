@@ -73,6 +73,10 @@ class ApiConfig(BaseModel):
     """Of the worker, as the info routes report it."""
     push_endpoint: str = "tcp://127.0.0.1:5600"
     """Where trainers push, as the info routes report it."""
+    max_adapters: int = Field(default=StoreConfig.model_fields["max_adapters"].default, ge=0)
+    """Of the store, as the info routes report it: 0 = none are served."""
+    max_adapter_rank: int = Field(default=StoreConfig.model_fields["max_adapter_rank"].default, ge=1)
+    """Of the store, as the info routes report it."""
 
     data_token: str | None = Field(default=None, min_length=8, repr=False)
     """Bearer token of data routes; None = open (loopback only)."""
@@ -303,6 +307,8 @@ def compose(options: ServeOptions) -> ServeConfig:
         "tp": options.tp,
         "logprobs_mode": worker.get("logprobs_mode", "processed"),
         "push_endpoint": options.push_endpoint,
+        **{name: options.store[name] for name in ("max_adapters", "max_adapter_rank") if name in options.store},
+        **({"max_adapters": 0} if options.device == "gpu" else {}),
         "data_token": options.data_token,
         "admin_token": options.admin_token,
         "log_level": options.log_level,

@@ -17,6 +17,7 @@ def server_info(service: Service) -> dict[str, Any]:
         "data_parallel_size": 1,
         "world_size": world_size(service),
     }
+    adapters = {"max_loras": config.max_adapters, "max_lora_rank": config.max_adapter_rank}
     return {
         "vllm_config": {
             "weight_transfer_config": {"backend": "zmq", "endpoint": service.push_endpoint},
@@ -28,7 +29,7 @@ def server_info(service: Service) -> dict[str, Any]:
                 "max_model_len": model.max_model_len,
                 "max_logprobs": -1,
             },
-            "lora_config": None,
+            "lora_config": adapters if config.max_adapters else None,
             "parallel_config": parallel,
         },
         "tp_size": config.tp,

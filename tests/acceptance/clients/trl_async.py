@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer with our weight_transfer. Only what needs a GPU is replaced.
+"""TRL's AsyncGRPOTrainer, with our weight_transfer or syncing an adapter by itself. Only what needs a GPU is replaced.
 
 Replaced: the check that vLLM is installed, the lookup of a GPU's peak FLOPs, and the flash-attention kernel over packed
 samples, by the same attention computed segment by segment.
@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import peft
 import torch
 import trl
 import trl.experimental.async_grpo.async_grpo_trainer as trainer_module
@@ -40,20 +41,22 @@ class Attention:
 
 
 def main() -> None:
-    url, endpoint, model, out, steps, staleness, every = sys.argv[1:]
+    url, endpoint, model, out, steps, staleness, every, what = sys.argv[1:]
     trainer_module.get_peak_flops_per_device = lambda accelerator, dtype: None
     worker_module.is_vllm_available = lambda: True
     packing._flash_attn = lambda: Attention
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    transfer = WeightTransfer(url, endpoint, run_id="trl-async")
+    transfer = WeightTransfer(url, endpoint, run_id="trl-async") if what == "weights" else None
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=32, target_modules="all-linear")
     trainer = AsyncGRPOTrainer(
         model=model,
         reward_funcs=reward,
         train_dataset=dataset(),
         processing_class=tokenizer,
         weight_transfer=transfer,
+        peft_config=None if transfer else lora,
         args=AsyncGRPOConfig(
             output_dir=out,
             max_steps=int(steps),
@@ -81,8 +84,10 @@ def main() -> None:
         key: [entry[key] for entry in history if key in entry]
         for key in ("ratio", "sample/staleness_mean", "sample/staleness_max", "perf/weight_sync_s")
     }
-    counters = transfer.metrics()
-    transfer.destroy()
+    counters = {}
+    if transfer is not None:
+        counters = transfer.metrics()
+        transfer.destroy()
     print(json.dumps(report(trainer) | {"more": more, "counters": counters, "keys": sorted(history[0])}))
 
 

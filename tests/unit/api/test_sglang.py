@@ -180,7 +180,7 @@ async def test_info_routes(client, service):
         assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
         assert config["model_config"]["dtype"] == "float32"
         assert config["weight_transfer_config"]["backend"] == "zmq"
-        assert config["lora_config"] is None
+        assert config["lora_config"] == {"max_loras": 16, "max_lora_rank": 256}
         assert config["parallel_config"]["data_parallel_size"] == 1
     loads = (await client.get("/v1/loads")).json()["loads"]
     assert loads == (await client.get("/get_load")).json()
