@@ -7,6 +7,7 @@ over a bound ends its own requests and nothing else.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,10 @@ FILL = np.float32(-1e30)
 _KEPT = 64
 """Compiled grammars that are remembered: a step of RL sends the same one thousands of times."""
 _THREADS = 2
+_STACK = 512 << 20
+"""Bytes of address space for each of them. The library follows rules and references by recursion, 3 kB for each that
+names the next: the largest grammar that may be sent needs 100 MB, and a stack that ends takes the process along.
+"""
 _COMPILE_S = 20.0
 """From arrival to compiled; beyond it the request is refused."""
 _MASK_S = 0.1
@@ -152,9 +157,7 @@ class Grammars:
         if self._tokenizer is None:
             return Refused("output can only be constrained with a tokenizer, and this checkpoint has none")
         if grammar not in self._found:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
-            self._found[grammar] = self._pool.submit(self._compile, grammar), time.monotonic()
+            self._found[grammar] = self._begin(grammar), time.monotonic()
             self._forget()
         self._found.move_to_end(grammar)
         future, since = self._found[grammar]
@@ -163,6 +166,15 @@ class Grammars:
         if time.monotonic() - since > _COMPILE_S:
             return Refused(f"the grammar was not compiled within {_COMPILE_S:g} s: make it simpler")
         return None
+
+    def _begin(self, grammar: str) -> "Future[Compiled | Refused]":
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+        usual = threading.stack_size(_STACK)  # `submit` may start a thread
+        try:
+            return self._pool.submit(self._compile, grammar)
+        finally:
+            threading.stack_size(usual)
 
     def close(self) -> None:
         """Compile nothing that has not begun."""

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -408,3 +410,27 @@ def test_a_loop_turns_while_a_harmful_grammar_is_compiled(of_smollm2):
     took = time.monotonic() - began
     assert took > 0.3, "nothing that would have been noticed"
     assert max(gaps) < took / 3
+
+
+RULES = "start: a0\n" + "\n".join(f"a{i:x}: a{i + 1:x}" for i in range(19_000)) + '\na4a38: "a"'
+TERMS = "start: A0\n" + "\n".join(f"A{i}: A{i + 1}" for i in range(16_000)) + '\nA16000: "a"'
+REFERENCES = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(5_000)} | {"5000": {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [{"lark_grammar": RULES}, {"lark_grammar": TERMS}, {"json_schema": {"$defs": REFERENCES, "$ref": "#/$defs/0"}}],
+    ids=["rules", "terminals", "references"],
+)
+def test_a_chain_as_long_as_a_grammar_can_be(grammar):
+    """In a process of its own: what the library does by recursion ends the process when the stack does."""
+    code = """if True:
+        import sys
+        from tests.unit.worker.test_grammar import END, VOCAB, Grammars, allowed, compiled, letters
+        print(allowed(compiled(Grammars(letters(), VOCAB, (END,)), sys.stdin.read()).matcher(frozenset([END]))))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps({"grammars": [grammar]}), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout.strip() in ("a", "1")
