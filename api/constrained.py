@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from api.constraint import Constraint, Writer
+from api.constraint import Constraint, Writer, is_written
 from api.errors import BadInput
 from api.model import Model
 from api.reading import forced
@@ -14,7 +14,7 @@ def constrained(constraint: Constraint | None, model: Model) -> str:
     """The grammar of a constraint, "" for none. Raises BadInput."""
     if constraint is None:
         return ""
-    if constraint.kind == "grammar" and constraint.value.lstrip().startswith("{"):
+    if constraint.kind == "grammar" and is_written(constraint.value):
         return _written(model, lambda write: "", whole=constraint.value)
     return _written(model, lambda write: write.of(constraint))
 

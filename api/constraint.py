@@ -46,7 +46,7 @@ class Writer:
 
     def quoted(self, text: str) -> str:
         """A text as it is."""
-        return json.dumps(text, ensure_ascii=False) if text else '""'
+        return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # no string of Lark has it as it is
 
     def mark(self, text: str) -> str:
         """The same, of a mark that may be a token of its own."""
@@ -82,8 +82,9 @@ class Writer:
                 return self.json(value, constraint.options, closed=constraint.closed)
             case "regex":
                 return self.rule(f"/{_slashed(value)}/")
-            case "choice":
-                return self.rule(" | ".join(self.quoted(text) for text in value))
+            case "choice":  # one terminal: of alternatives of a rule only 2000 can be followed side by side
+                self._rules.append("CHOICE: " + " | ".join(self.quoted(text) for text in value))
+                return "CHOICE"
             case "grammar":
                 return self._grammar(value)
             case "tags":
@@ -109,12 +110,8 @@ class Writer:
         return f"@{name}"
 
     def _grammar(self, text: str) -> str:
-        if text.lstrip().startswith("{"):
-            try:
-                grammars = json.loads(text)["grammars"]
-                assert isinstance(grammars, list)
-            except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
-                raise BadInput('a grammar that begins with { is {"grammars": [...]}') from None
+        if is_written(text):
+            grammars = json.loads(text)["grammars"]
             if len(grammars) != 1:
                 raise BadInput("of llguidance's own grammars one can be sent; write it as one")
             return self._other({key: value for key, value in grammars[0].items() if key != "name"})
@@ -137,6 +134,20 @@ class Writer:
 
 SPACES = r"[\x20\x0A\x0D\x09]{1,16}"
 """Between the tokens of JSON. Bounded: a model that has nothing to say would say it in spaces."""
+
+
+def is_written(text: str) -> bool:
+    """Whether a grammar is llguidance's own JSON. Raises BadInput for JSON that is something else."""
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        whole = None
+    grammars = whole.get("grammars") if isinstance(whole, dict) else None
+    if not isinstance(grammars, list) or not grammars or not all(isinstance(grammar, dict) for grammar in grammars):
+        raise BadInput('a grammar that begins with { is {"grammars": [...]}, a list of objects')
+    return True
 
 
 def _slashed(pattern: str) -> str:

@@ -21,8 +21,8 @@ def calls(write: Writer, form: ToolFormat, tools: Sequence[Mapping[str, Any]], *
     return write.rule(f"{one} ({between} {one})*" if several else one)
 
 
-def _parameters(function: Mapping[str, Any]) -> Any:
-    parameters = function.get("parameters")
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] | None = function.get("parameters")
     return parameters or NO_ARGUMENTS
 
 
@@ -42,8 +42,8 @@ def _llama(write: Writer, function: Mapping[str, Any]) -> str:
 
 def _xml(write: Writer, function: Mapping[str, Any]) -> str:
     parameters = _parameters(function)
-    parameters = parameters if isinstance(parameters, dict) else {}
-    properties, required = parameters.get("properties"), parameters.get("required", ())
+    properties, required = parameters.get("properties"), parameters.get("required")
+    required = required if isinstance(required, list) else []
     shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     body = ""
     for name, schema in (properties if isinstance(properties, dict) else {}).items():
@@ -60,7 +60,7 @@ def _xml(write: Writer, function: Mapping[str, Any]) -> str:
 
 def _text(write: Writer, schema: Mapping[str, Any]) -> str:
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices and all(isinstance(choice, str) for choice in choices):
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return f"({' | '.join(map(write.quoted, choices))}) {write.quoted(_PARAMETER_END)}"
     return write.until(_PARAMETER_END)
 

@@ -31,6 +31,8 @@ def _tool_names(tools: list[dict[str, Any]]) -> list[str]:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ValueError(f"tools: tool {i} is no function with a name")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise ValueError(f"tools: parameters of {function['name']!r} are not a JSON schema, which is an object")
         names.append(function["name"])
     return names
 

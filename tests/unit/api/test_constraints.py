@@ -162,6 +162,42 @@ async def test_a_choice(client, replicas, route, fields):
     assert not any(accepts(made, text) for text in ("ye", "yes ", "no", "maybe"))
 
 
+@pytest.mark.parametrize("count", [1, 2, 4096])
+async def test_as_many_choices_as_may_be_sent_can_be_followed(client, replicas, count):
+    made = await grammar(client, replicas, *of("chat", {"guided_choice": [f"choice {i}." for i in range(count)]}))
+    assert all(accepts(made, f"choice {i}.") for i in (0, count - 1))
+    assert not any(accepts(made, text) for text in ("choice", f"choice {count}.", "choice 0.choice 0."))
+
+
+ODD = [
+    "\x00",
+    "\t",
+    "\n",
+    "\r\n",
+    "\x1b[0m",
+    "\x7f",
+    "\x85",
+    "\u2028",
+    "😀",
+    '"',
+    "\\",
+    "/",
+    "//",
+    "#",
+    " ",
+    "{}",
+    "%",
+    "a|b",
+]
+
+
+@pytest.mark.parametrize("text", ODD, ids=ascii)
+async def test_a_choice_is_any_text(client, replicas, text):
+    made = await grammar(client, replicas, *of("native", {"constraint": {"choice": [text, "x"]}}))
+    assert accepts(made, text)
+    assert not accepts(made, text + text)
+
+
 SUMS = {"lark": 'start: n ("+" n)*\nn: /[0-9]+/', "gbnf": 'root ::= n ("+" n)*\nn ::= [0-9]+'}
 GRAMMAR: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"guided_grammar": SUMS["lark"]}),
@@ -341,6 +377,10 @@ async def test_reasoning_comes_before_what_is_held(service, client, replicas):
         ("tokens", {"structured_outputs": {"choice": []}}, "choice"),
         ("sglang", {"regex": "x", "ebnf": "root ::= x"}, "one way only"),
         ("sglang", {"ebnf": "this is no grammar"}, "neither Lark nor EBNF"),
+        ("chat", {"guided_grammar": '{"grammars": [5]}'}, '{"grammars": [...]}'),
+        ("chat", {"guided_grammar": '{"grammars": {}}'}, '{"grammars": [...]}'),
+        ("native", {"constraint": {"grammar": '{"grammars": [5]}'}}, '{"grammars": [...]}'),
+        ("native", {"constraint": {"grammar": "{"}}, '{"grammars": [...]}'),
         ("sglang", {"structural_tag": "{}"}, "structures with triggers"),
         ("native", {"constraint": {}}, "send one of"),
         ("native", {"constraint": {"regexp": "x"}}, "regexp"),
@@ -367,3 +407,28 @@ async def test_a_rendered_request_has_it(client, replicas):
         made = rendered[0] if isinstance(rendered, list) else rendered
         there = await grammar(client, replicas, "/inference/v1/generate", made)
         assert there == await grammar(client, replicas, path, body)
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json", "ernie45"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        *([], [1], "x", 5, True, {"type": 5}, {"properties": 5}, {"properties": [1]}, {"properties": {"a": 5}}),
+        *({"properties": {"a": {}}, "required": r} for r in (5, None, True, "a", {"a": 1}, [5], [["a"]])),
+        *({"properties": {"a": {"enum": e}}} for e in (5, None, "xy", {"a": 1}, [], [5], [""], [None])),
+        *({"properties": {"a": {"type": t}}} for t in (5, None, [], ["string", "null"], {"a": 1})),
+        *({"$defs": 5}, {"properties": {"a": {"$ref": "#/$defs/a"}}}, {"properties": {"": {}}}, {"x-guidance": 5}),
+        *({"properties": {"a": {"const": 5}}}, {"properties": {"a>\n<": {}}}, {"properties": {"properties": {}}}),
+    ],
+    ids=lambda value: json.dumps(value),
+)
+async def test_parameters_of_any_form_are_a_grammar_or_a_400(service, client, replicas, form, parameters):
+    object.__setattr__(service.model, "tool_format", form)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    path, body = of("chat", {"tools": tools, "tool_choice": "required"})
+    reply = await client.post(path, json=body)
+    if not isinstance(parameters, dict):
+        assert "parameters" in reply.json()["error"]["message"]
+    if reply.status_code != 400:
+        assert reply.status_code == 200, reply.text
+        assert compiled(replicas[0].got(Generate)[-1].sampling.grammar)  # or it is refused there
