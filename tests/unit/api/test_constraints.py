@@ -420,7 +420,7 @@ async def test_a_rendered_request_has_it(client, replicas):
         *({"$defs": 5}, {"properties": {"a": {"$ref": "#/$defs/a"}}}, {"properties": {"": {}}}, {"x-guidance": 5}),
         *({"properties": {"a": {"const": 5}}}, {"properties": {"a>\n<": {}}}, {"properties": {"properties": {}}}),
     ],
-    ids=lambda value: json.dumps(value),
+    ids=json.dumps,
 )
 async def test_parameters_of_any_form_are_a_grammar_or_a_400(service, client, replicas, form, parameters):
     object.__setattr__(service.model, "tool_format", form)

@@ -429,7 +429,7 @@ def test_a_chain_as_long_as_a_grammar_can_be(grammar):
         from tests.unit.worker.test_grammar import END, VOCAB, Grammars, allowed, compiled, letters
         print(allowed(compiled(Grammars(letters(), VOCAB, (END,)), sys.stdin.read()).matcher(frozenset([END]))))
     """
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: PLW1510  it is looked at below
         [sys.executable, "-c", code], input=json.dumps({"grammars": [grammar]}), text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr[-1000:]
