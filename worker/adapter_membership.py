@@ -20,8 +20,8 @@ from worker.signals import Order, Phase, Signal, Verdict
 
 log = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 2.0
-"""After a version that is live could not be mapped."""
+_ASK_AGAIN_S = 2.0
+"""After a version that is live could not be held: what is live then is tried."""
 
 
 class AdapterSequences(Protocol):
@@ -86,7 +86,7 @@ class AdapterMembership:
         self._owed: dict[int, str] = {}  # sessions that wait for a version that was recorded without us, by its epoch
         self._untold = False  # what is held or live has changed since the store heard of it
         self._error = ""
-        self._not_before = 0.0
+        self._ask_at: float | None = None  # a version that is live could not be held: perhaps another one is by then
         self._registered = False
 
     @property
@@ -103,8 +103,8 @@ class AdapterMembership:
     def next_deadline(self) -> float | None:
         """When `advance` has something to do at the latest."""
         times = [s.deadline if s.state is State.SEALED else s.deadline + self._hold_s for s in self._sessions.values()]
-        if self._wanted and self._not_before > self._clock():
-            times.append(self._not_before)
+        if self._ask_at is not None:
+            times.append(self._ask_at)
         return min(times, default=None)
 
     def take(self, message: store.ToReplica) -> bool:
@@ -133,7 +133,7 @@ class AdapterMembership:
         self._wanted = {a.name: a for a in live if self._epoch(a.name) != a.live.epoch}
         coming = {adapter.live.epoch for adapter in self._wanted.values()}
         self._owed = {epoch: session for epoch, session in self._owed.items() if epoch in coming}
-        self._not_before = 0.0
+        self._ask_at = None
         self._untold |= bool(self._held)
         self._adopt()
 
@@ -162,6 +162,9 @@ class AdapterMembership:
             elif session.state is State.READY and now >= session.deadline + self._hold_s:
                 self._undo(session, "no word from the store")
                 self._ask()
+        if self._ask_at is not None and now >= self._ask_at:
+            self._ask_at = None
+            self._ask()
         if self._untold and self._registered:
             epochs = {name: adapter.live.epoch for name, adapter in self.live.items()}
             self._untold = not self._send(store.AdaptersHeld(epochs, self.held, self._error))
@@ -178,7 +181,7 @@ class AdapterMembership:
             if session.state is State.SEALED and not waits:
                 session.state = State.PREPARING
                 return Order(Signal.ADAPTER, Phase.PREPARE, session=session.id, adapter=session.adapter)
-        if self._clock() >= self._not_before:
+        if self._ask_at is None:
             for adapter in self._wanted.values():
                 return Order(Signal.ADAPTER, Phase.PREPARE, adapter=adapter)
         return None
@@ -198,7 +201,7 @@ class AdapterMembership:
         elif not order.session and not verdict.ok:
             self._error = f"rank {verdict.rank} cannot map adapter {adapter.name}: {verdict.error}"
             log.error("%s", self._error)
-            self._not_before, self._untold = self._clock() + _TRY_AGAIN_S, True
+            self._ask_at, self._untold = self._clock() + _ASK_AGAIN_S, True
         self._adopt()
 
     def _on_prepare(self, message: store.Prepare, adapter: LiveAdapter) -> None:

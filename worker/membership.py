@@ -144,6 +144,7 @@ class Membership:
         """A message of the store, in order. Those about adapters do not wait until an order is over."""
         if isinstance(message, store.Registered):
             self._adapters.registered(message.adapters)
+            self._orders = deque(order for order in self._orders if order.signal is not Signal.RELOAD)  # said anew
         if not self._adapters.take(message):
             self._queue.append(message)
 

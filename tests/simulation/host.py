@@ -450,3 +450,10 @@ def bytes_of(version: int, shade: int) -> dict[str, np.ndarray[Any, Any]]:
     """A whole version; shade: of a trainer that says the same of other bytes."""
     rng = np.random.default_rng(version * 1000 + shade)
     return {p.name: rng.standard_normal(p.shape, dtype=np.float32) for p in LAYOUT.manifest.parameters}
+
+
+def adapter_of(version: int, shade: int) -> dict[str, np.ndarray[Any, Any]]:
+    """A whole version of an adapter; now and then its rank is another one."""
+    rng, rank = np.random.default_rng(version * 1000 + shade + 500), 2 + (version % 7 == 0)
+    shapes = {"model.q_proj.lora_A": (rank, 8), "model.q_proj.lora_B": (6, rank)}
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}

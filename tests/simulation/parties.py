@@ -8,8 +8,9 @@ from typing import Any
 from rollout_client import protocol as wire
 from rollout_client.copying import source_view
 from rollout_client.digest import digest_of
+from rollout_client.peft import AdapterConfig
 from rollout_client.protocol import Part
-from tests.simulation.host import LAYOUT, Host, Memory, bytes_of
+from tests.simulation.host import LAYOUT, Host, Memory, adapter_of, bytes_of
 from tests.simulation.network import Connection, Frames
 from tests.simulation.world import World
 from weight_manager import messages
@@ -157,9 +158,15 @@ class Sequences:
 class Replica:
     """One replica of a host. served: called with what a step was computed with."""
 
-    def __init__(self, host: Host, number: int, served: Callable[["Replica", Live], None]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        number: int,
+        served: Callable[["Replica", Live], None],
+        adapter_served: Callable[["Replica", LiveAdapter], None] = lambda replica, adapter: None,
+    ) -> None:
         self.host, self.world, self.number = host, host.world, number
-        self._served = served
+        self._served, self._adapter_served = served, adapter_served
         self.refuses = 0.0  # how likely a prepare or a flip fails
         self.stopped_until = 0.0
         self.pid = 0
@@ -327,6 +334,7 @@ class Replica:
                 raise self.world.violated(f"lost: {self.who} has no epoch {epoch} of {name}, which runs there")
             if not self.versions.intact(epoch):
                 raise self.world.violated(f"torn: {self.who} computes epoch {epoch} of {name} with other bytes")
+            self._adapter_served(self, self.versions.held[epoch][0])
         self.sequences.turn(self.world.rng)
         self._soon(lambda: None)
         if held.memory.holds(live.slot) != live.digest:
@@ -377,10 +385,18 @@ class Trainer(Asking):
     TIMEOUT_S = 12.0
 
     def __init__(
-        self, world: World, root: Host, shade: int, counter: list[int], acknowledged: Callable[[int, str], None]
+        self,
+        world: World,
+        root: Host,
+        shade: int,
+        counter: list[int],
+        acknowledged: Callable[[int, str], None],
+        adapter: str = "",
     ) -> None:
+        """adapter: whose versions it pushes; "" = the model's."""
         super().__init__(world, root, "push", wire.decode_reply)
-        self._shade, self._counter, self._acknowledged = shade, counter, acknowledged
+        self._shade, self.counter, self.acknowledged = shade, counter, acknowledged
+        self.adapter = adapter
         self.dead = False
         self.stall_s = 0.0
         self.done = 0
@@ -388,12 +404,13 @@ class Trainer(Asking):
 
     def train(self, versions: int, pause_s: float) -> Generator[Any, Any, None]:
         for _ in range(versions):
-            self._counter[0] += 1
-            version, shade = self._counter[0], self._shade
+            self.counter[0] += 1
+            version, shade = self.counter[0], self._shade
             for _ in range(30):
-                outcome = yield from self._push(version, bytes_of(version, shade))
+                tensors = adapter_of(version, shade) if self.adapter else bytes_of(version, shade)
+                outcome = yield from self._push(version, tensors)
                 self.last = outcome
-                self.world.say(f"trainer{self._shade}", f"version {version}: {outcome}")
+                self.world.say(f"trainer{self._shade}", f"version {version} {self.adapter}: {outcome}")
                 if outcome in ("committed", "already"):
                     self.done += 1
                     break
@@ -426,7 +443,7 @@ class Trainer(Asking):
             return "no welcome"
         parts = [Part(name, "float32", t.shape) for name, t in tensors.items()]
         placement = yield from self._ask(
-            wire.Begin(version, parts, transport="zmq", in_flight=self.world.rng.choice(["keep", "wait"])),
+            self._begin(version, parts),
             (wire.Placement, wire.Committed),
         )
         if isinstance(placement, wire.Committed):
@@ -452,8 +469,16 @@ class Trainer(Asking):
         done = yield from self._ask(wire.Commit(placement.session, 6.0), (wire.Committed,))
         if not isinstance(done, wire.Committed):
             return self._failed(done)
-        self._acknowledged(done.version, done.digest)
+        self.acknowledged(done.version, done.digest)
         return "committed"
+
+    def _begin(self, version: int, parts: list[Part]) -> wire.Begin:
+        chance = self.world.rng.choice
+        if not self.adapter:
+            return wire.Begin(version, parts, transport="zmq", in_flight=chance(["keep", "wait"]))
+        push = wire.AdapterPush(self.adapter, AdapterConfig(parts[0].shape[0], 4.0))
+        policy = chance(["keep", "wait", "finish", "finish", "abort"])
+        return wire.Begin(version, parts, transport="zmq", in_flight=policy, adapter=push)
 
     def _failed(self, answer: Any) -> str:
         if isinstance(answer, wire.Error):

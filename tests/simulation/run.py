@@ -15,7 +15,7 @@ from tests.simulation.parties import Operator, Replica, Trainer
 from tests.simulation.world import Violation, World
 from weight_manager import messages
 from weight_manager.history import Saved
-from weight_manager.messages import Live
+from weight_manager.messages import Live, LiveAdapter
 
 SHAPES: list[dict[str, str | None]] = [
     {"a": None},
@@ -49,6 +49,7 @@ REQUESTS: tuple[type, ...] = (
     messages.RollbackWeights,
     messages.GetStatus,
 )
+ADAPTERS = ("x", "y")
 
 
 class Run:
@@ -69,6 +70,9 @@ class Run:
         self.recorded: list[tuple[str, int, str]] = []  # at the root, in order
         self.names: dict[tuple[str, int], str] = {}
         self.acknowledged: list[tuple[int, str]] = []
+        self.adapters: dict[str, list[int]] = {name: [] for name in ADAPTERS}  # versions that trainers were told of
+        self.adapter_names: dict[tuple[str, int], str] = {}  # recorded: name and version -> digest
+        self.adapter_trainers: list[Trainer] = []
         self.counts: dict[str, int] = {}
         self.hosts: dict[str, Host] = {}
         self.replicas: list[Replica] = []
@@ -107,9 +111,15 @@ class Run:
             self.hosts[name] = Host(world, self.net, name, above, self._written, **config)
             self.hosts[name].start()
         for host in self.hosts.values():
-            self.replicas += [Replica(host, number, self._served) for number in range(rng.choice([1, 1, 2]))]
+            count = rng.choice([1, 1, 2])
+            self.replicas += [Replica(host, number, self._served, self._adapter_served) for number in range(count)]
         self.root = self.hosts["a"]
         self._new_trainer()
+        for number, name in enumerate(ADAPTERS):
+            told = lambda version, digest, name=name: self._adapter_committed(name, version, digest)  # noqa: E731
+            trainer = Trainer(world, self.root, 50 + number, [0], told, name)
+            self.adapter_trainers.append(trainer)
+            trainer.run(trainer.train(1000, rng.choice([0.3, 1.0, 3.0])))
         world.run(world.now + 4.0)
 
     def _new_trainer(self) -> None:
@@ -123,6 +133,9 @@ class Run:
         """A history has reached a disk."""
         live = saved.live
         if live is None:
+            return
+        if saved.adapter:
+            self._adapter_written(saved, live)
             return
         key = live.run_id, live.version
         if host is self.root and saved.records and saved.records[-1].source == "rollback":
@@ -162,6 +175,29 @@ class Run:
             version = self.recorded[-1][1]
             raise self.world.violated(f"torn: {replica.who} serves version {live.version} beside version {version}")
 
+    def _adapter_written(self, saved: Saved, live: Live) -> None:
+        """A history of an adapter has reached the root's disk."""
+        key = saved.adapter, live.version
+        if self.adapter_names.setdefault(key, live.digest) != live.digest:
+            raise self.world.violated(f"torn: {key} is recorded as {live.digest}, and was {self.adapter_names[key]}")
+        known = [record.version for record in saved.records]
+        lost = [version for version in self.adapters[saved.adapter] if version not in known]
+        if lost:
+            raise self.world.violated(f"lost: {saved.adapter} {lost} were committed and are not recorded any more")
+
+    def _adapter_committed(self, name: str, version: int, digest: str) -> None:
+        self.counts["adapter commits"] = self.counts.get("adapter commits", 0) + 1
+        if self.adapter_names.get((name, version)) != digest:
+            raise self.world.violated(f"lost: {name} {version} was answered committed and is not recorded")
+        self.adapters[name].append(version)
+
+    def _adapter_served(self, replica: Replica, adapter: LiveAdapter) -> None:
+        """A sequence is computed with this."""
+        live = adapter.live
+        if self.adapter_names.get((adapter.name, live.version)) != live.digest:
+            text = f"{replica.who} computes {adapter.name} {live.version}, which nobody has recorded"
+            raise self.world.violated(f"torn: {text}")
+
     def _committed(self, version: int, digest: str) -> None:
         self.counts["commits"] = self.counts.get("commits", 0) + 1
         if ("run", version, digest) not in self.recorded:
@@ -175,7 +211,15 @@ class Run:
         faults = [
             *(self._kill_store, self._kill_replica, self._stop_replica, self._stop_store, self._lose_connection),
             *(self._cut, self._full_disk, self._crash_in_write, self._operator, self._operator, self._stall_trainer),
-            *(self._another_trainer, self._refuse, self._slow, self._full_queues, self._twice, self._reboot),
+            *(
+                self._abort_adapter,
+                self._another_trainer,
+                self._refuse,
+                self._slow,
+                self._full_queues,
+                self._twice,
+                self._reboot,
+            ),
         ]
         chosen = rng.sample(faults, rng.randint(2, len(faults)))
         if self._only:
@@ -266,6 +310,11 @@ class Run:
             self.counter[0] = max(0, self.counter[0] - 1)
             self._new_trainer()
 
+    def _abort_adapter(self) -> None:
+        """An operator ends what is pushed to an adapter."""
+        name = self.world.rng.choice(ADAPTERS)
+        Operator(self.world, self.root).ask(messages.AbortSession("call", name), lambda answer: None)
+
     def _refuse(self) -> None:
         replica = self.world.rng.choice(self.replicas)
         replica.refuses = 0.5
@@ -308,7 +357,7 @@ class Run:
         self.net.full = self.net.twice = 0.0
         for replica in self.replicas:
             replica.refuses = 0.0
-        for trainer in self.trainers:
+        for trainer in (*self.trainers, *self.adapter_trainers):
             trainer.run(trainer.train(0, 0))
             if trainer.connection is not None:
                 trainer.connection.close()
@@ -321,6 +370,13 @@ class Run:
         if last.done != 1:
             raise world.violated(f"stuck: a push does not go through any more: {last.last}")
         self._agree("after one more push")
+        for trainer in self.adapter_trainers:
+            more = Trainer(world, self.root, 98, trainer.counter, trainer.acknowledged, trainer.adapter)
+            more.run(more.train(1, 0))
+            world.run(world.now + 15)
+            if more.done != 1:
+                raise world.violated(f"stuck: a push of {more.adapter} does not go through any more: {more.last}")
+        self._agree("after one more push of each adapter")
 
     def _agree(self, when: str) -> None:
         store = self.root.store
@@ -342,10 +398,30 @@ class Run:
                 raise self.world.violated(f"stuck {when}: {host.name} holds {held}, the root {live}")
             if host.store._above is not None and host.store._above.lease.closed:
                 raise self.world.violated(f"stuck {when}: {host.name} is fenced")
+        self._agree_on_adapters(when)
         for replica in self.replicas:
             served = replica.serves
             if served is None or (served.run_id, served.version, served.digest) != name:
                 raise self.world.violated(f"stuck {when}: {replica.who} serves {served}, the root holds {live}")
+
+    def _agree_on_adapters(self, when: str) -> None:
+        """Of the root alone: adapters are not relayed."""
+        store = self.root.store
+        assert store is not None
+        busy = [line.name for line in store._lines.all() if not line.idle]
+        if busy:
+            raise self.world.violated(f"stuck {when}: pushes of {busy} are open")
+        live = {adapter.name: adapter.live.epoch for adapter in store._lines.live}
+        for name, versions in self.adapters.items():
+            if versions and name not in live:
+                raise self.world.violated(f"lost {when}: {name} {versions[-1]} was committed, and {name} is not live")
+        for replica in self.replicas:
+            names = {name: adapter.live.epoch for name, adapter in replica.adapters.live.items()}
+            if names != (live if replica.host is self.root else {}):
+                raise self.world.violated(f"stuck {when}: {replica.who} serves {names}, live are {live}")
+            spare = replica.versions.held.keys() - set(names.values()) - replica.sequences.adapter_epochs()
+            if spare:
+                raise self.world.violated(f"stuck {when}: {replica.who} holds {spare}, which nobody needs")
 
 
 def play(seed: int, **limits: Any) -> Run:

@@ -6,13 +6,16 @@ A failure names its seed: `python -m tests.simulation --seeds 1 --from SEED` pla
 import msgspec
 import pytest
 
+from tests.simulation.parties import Versions
 from tests.simulation.run import SHAPES, play
 from tests.simulation.world import Violation
 from weight_manager import life, messages
+from weight_manager.adapters.line import Line
 from weight_manager.ballot import Ballot
 from weight_manager.coordinator import Coordinator
 from weight_manager.history import History
 from weight_manager.life import Event, Go, Role, State
+from worker.adapter_membership import AdapterMembership
 
 SEEDS, EACH = 200, 10
 ENOUGH = 120
@@ -96,3 +99,21 @@ def test_it_finds_a_record_that_does_not_reach_the_disk(monkeypatch):
 
     monkeypatch.setattr(History, "_write", write)
     found("", faults=["kill_store"])
+
+
+def test_it_finds_an_adapter_that_is_served_before_it_is_recorded(monkeypatch):
+    settled = AdapterMembership.settled
+
+    def early(self, order, verdict):
+        settled(self, order, verdict)
+        if verdict.ok and order.session in self._sessions:
+            self._flip(order.adapter, "keep")
+
+    monkeypatch.setattr(AdapterMembership, "settled", early)
+    found("torn", faults=["refuse", "full_disk"])
+
+
+def test_it_finds_a_version_that_is_written_over_while_sequences_finish_on_it(monkeypatch):
+    monkeypatch.setattr(Line, "_read", lambda self: set())
+    monkeypatch.setattr(Versions, "void", property(lambda self: False))  # the fence, which hides it
+    found("torn", faults=["slow"])
