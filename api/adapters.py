@@ -5,7 +5,7 @@ from api.weights import Weights
 
 
 def described(weights: Weights) -> list[Adapter]:
-    """By name, those that are pushed for the first time included."""
+    """The adapters by name, those that are pushed for the first time included."""
     status = weights.status
     if status is None:
         return []

@@ -72,23 +72,23 @@ class Room:
         return True
 
     def works(self, one: Closing) -> None:
-        """It has a request."""
+        """A connection has a request."""
         self.waiting.pop(one, None)
         self.kept.pop(one, None)
 
     def rests(self, one: Closing) -> None:
-        """It is kept open for another request."""
+        """A connection is kept open for another request."""
         if one in self.taken:
             self.kept[one] = None
 
     def leave(self, one: Closing) -> None:
-        """Its place is free."""
+        """A connection has ended: its place is free."""
         self.taken.discard(one)
         self.works(one)
 
 
 class Connection(HttpToolsProtocol):
-    """See module. What uvicorn knows of a request (`cycle`) says in which of the states a connection is."""
+    """One HTTP connection. What uvicorn knows of a request (`cycle`) says in which of the states a connection is."""
 
     def __init__(self, *args: Any, room: Room, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
             self._await_head()  # the first bytes on a connection that was kept open
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """The connection is over."""
         self._stop_reading()
         self._stop_writing()
         self._room.leave(self)
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """It cannot be read. What is being answered is not mixed with the refusal of what came after it."""
+        """Refuse what cannot be read. What is being answered is not mixed with the refusal of what came after it."""
         if self._is_between:
             super().send_400_response(msg)
         else:
@@ -172,7 +172,7 @@ class Connection(HttpToolsProtocol):
             self._watch_writing()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has caught up."""
         super().resume_writing()
         self._stop_writing()
 
@@ -183,7 +183,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _look(self) -> None:
-        """After anything has happened: who waits for whom now?"""
+        """See who waits for whom now, after anything has happened."""
         if self._is_between:
             if self._reading is not None and not self._head_is_due:
                 self._stop_reading()  # answered before its body was complete

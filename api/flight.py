@@ -90,7 +90,7 @@ Watcher = Callable[["Flight", int], None]
 
 
 class Flight:
-    """See module. `request.request_id` is ours and unique; what clients call it stays in `Job`."""
+    """One prompt on its way. `request.request_id` is ours and unique; what clients call it stays in `Job`."""
 
     def __init__(
         self,

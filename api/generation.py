@@ -212,7 +212,7 @@ class Generations:
         return own + elsewhere
 
     async def abort_here(self, request_ids: list[str] | None, *, timeout_s: float) -> int:
-        """The same, of this process only."""
+        """End requests of this process only; see `abort`."""
         wanted = list(self._jobs) if request_ids is None else [i for i in dict.fromkeys(request_ids) if i in self._jobs]
         flights = [[f for f in self._jobs[i].flights if not f.done.is_set()] for i in wanted]
         ends = [asyncio.ensure_future(flight.done.wait()) for of_job in flights for flight in of_job]

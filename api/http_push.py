@@ -42,7 +42,7 @@ class HttpPush:
 
     @property
     def is_open(self) -> bool:
-        """Between start and finish."""
+        """Whether an update has been started and not finished."""
         if not self._touched:
             return False
         status = self._weights.status

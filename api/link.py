@@ -55,7 +55,7 @@ class Listener(Protocol[T_contra]):
 
 
 class Link(Generic[T]):
-    """See module. `run` keeps it going until cancelled."""
+    """A connection that is made anew when it is lost. `run` keeps it going until cancelled."""
 
     def __init__(
         self,

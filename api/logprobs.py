@@ -51,7 +51,7 @@ class TextOffsets:
         self._at = start
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """Of the tokens that follow those of the calls before."""
+        """Where the tokens begin that follow those of the calls before."""
         offsets = []
         for token_id in ids:
             offsets.append(self._at)
@@ -77,7 +77,7 @@ def completion(part: Part, names: TokenNames, offsets: TextOffsets) -> dict[str,
 def completion_prompt(
     ids: list[int], prompt: PromptLogprobs, names: TokenNames, offsets: TextOffsets
 ) -> dict[str, Any]:
-    """The same of an echoed prompt; its first token has no logprob."""
+    """OpenAI's completion logprobs of an echoed prompt; its first token has no logprob."""
     return {
         "tokens": [names(i) for i in ids],
         "token_logprobs": [None, *(candidates[0][1] for candidates in prompt)],

@@ -32,7 +32,7 @@ class Members:
         self.set(endpoints)
 
     def set(self, endpoints: Mapping[int, str]) -> bool:
-        """From now on there are these. Returns whether that is news."""
+        """Set the replicas that there are from now on. Returns whether that is news."""
         gone = [r for r in self.replicas if endpoints.get(r.index) != r.link.endpoint]
         staying = [r for r in self.replicas if r not in gone]
         known = {r.index for r in staying}
@@ -63,7 +63,7 @@ class Members:
 
 
 class ReplicasFile:
-    """See module."""
+    """The file that says which replicas there are, followed by its inode and time of change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -48,7 +48,7 @@ class Warnings(logging.Handler):
 
 
 class Recent:
-    """See module. clock: seconds since 1970."""
+    """The last minutes, second by second. clock: seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(_plain)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """On its sockets; and, where there are several API processes, on the one by which they reach this one."""
+        """Listen on the given sockets; and, where there are several API processes, on the one for those."""
         await super().startup(sockets)
         peers = self._service.peers
         if peers is None:
@@ -97,6 +97,6 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _plain(record: logging.LogRecord) -> bool:
-    """Without the copy of the message that has terminal colours in it."""
+    """Drop the copy of the message that has terminal colours in it."""
     record.__dict__.pop("color_message", None)
     return True

@@ -50,7 +50,7 @@ class Weights(Protocol):
         ...
 
     def close(self) -> None:
-        """Of an arena that is not bound: let it go, without a word to the engine."""
+        """Let an arena go that is not bound, without a word to the engine."""
         ...
 
     def verify(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class Groups(Protocol):
         ...
 
     def prove(self) -> None:
-        """After a failed step, on every rank: raises GroupDead when the next would fail too."""
+        """Called on every rank after a failed step: raises GroupDead when the next would fail too."""
         ...
 
 
@@ -191,7 +191,7 @@ class Actions:
         return work
 
     def recover(self) -> None:
-        """After a failed step the KV cache holds anything: make a new one. Raises GroupDead."""
+        """Make a new KV cache: after a failed step the old one holds anything. Raises GroupDead."""
         self._groups.prove()
         self.engine.release_kv()
         self.engine.allocate_kv()

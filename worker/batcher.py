@@ -89,7 +89,7 @@ class Step:
 
     @property
     def late(self) -> bool:
-        """Its time is up: no further prompt is begun."""
+        """The step's time is up: no further prompt is begun."""
         return self._prompt_tokens > 0 and self._cost_s >= self.pace.bound_s
 
     def room_for(self, sequence: Sequence) -> int:
@@ -119,7 +119,7 @@ class Step:
         self._prompt_tokens += length if length > 1 else 0
 
     def take_cohort(self, cohort: Cohort) -> None:
-        """Its newest tokens; their KV is already writable."""
+        """Add the cohort's newest tokens; their KV is already writable."""
         count = len(cohort)
         self.together, self.changes, self._cells = cohort.sequences.copy(), cohort.changes, cohort.cells()
         self.budget -= count
@@ -128,11 +128,11 @@ class Step:
 
     @property
     def empty(self) -> bool:
-        """Nobody goes."""
+        """The step feeds no sequence."""
         return not self.rows and not self.together
 
     def took(self, seconds: float) -> None:
-        """It ran so long. Steps of decodes wait for memory and say nothing of prompts."""
+        """The step ran so long. Steps of decodes wait for memory and say nothing of prompts."""
         if 2 * self._prompt_tokens >= self.tokens and not self.draft:
             cells = self._cells + sum(attended(row.length, row.start) for row in self.rows)
             self.pace.ran(self.tokens, cells, seconds)
@@ -242,14 +242,14 @@ class Batcher:
         insort(self.running, sequence, key=_by_order)
 
     def drop(self, sequence: Sequence) -> None:
-        """Gone; its blocks are given back."""
+        """A sequence is gone; its blocks are given back."""
         self._cohort.leave(sequence)
         (self.running if sequence.running else self.waiting).remove(sequence)
         sequence.running = False
         self._kv.release(sequence.kv)
 
     def send_back(self, sequence: Sequence) -> None:
-        """From running to the queue, to be computed again from its tokens."""
+        """Move a sequence from running to the queue, to be computed again from its tokens."""
         self._cohort.leave(sequence)
         self._metrics.counters["wasted_tokens"] += sequence.kv.computed
         self.drop(sequence)

@@ -89,7 +89,7 @@ class Cohort:
         )
 
     def join(self, sequence: Sequence, now: float) -> None:
-        """It goes on here from the token it got at time `now`, as all the others did."""
+        """A sequence goes on here from the token it got at time `now`, as all the others did."""
         row, request, rules = len(self.sequences), sequence.request, sequence.request.rules
         sampling, known = request.sampling, len(sequence.tokens)
         self._rows[row] = (
@@ -143,7 +143,7 @@ class Cohort:
         self._changed()
 
     def dissolve(self) -> None:
-        """Everybody leaves."""
+        """All sequences leave."""
         for sequence in reversed(self.sequences.copy()):
             self.leave(sequence)
 
@@ -291,7 +291,7 @@ class Cohort:
         ]
 
     def _bring_up(self, row: int) -> None:
-        """Its sequence gets what came since, and offers the blocks that are full to the prefix cache."""
+        """A row's sequence gets the tokens that came since, and offers its full blocks to the prefix cache."""
         since, sequence = int(self._rows["since"][row]), self.sequences[row]
         if since == self._steps:
             return

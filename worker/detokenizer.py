@@ -152,7 +152,7 @@ def _spaces(text: str, most: int) -> int:
 
 
 def _spelling(decoder: dict[str, Any] | None) -> _Spelling | None:
-    """Of a decoder as tokenizer.json writes it; None for one whose tokens do not stand for bytes one by one."""
+    """The spelling of a decoder as tokenizer.json writes it; None where tokens do not stand for bytes one by one."""
     if decoder is None:
         return None
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

@@ -127,7 +127,7 @@ class Compiled:
         return Compiled(self._matcher, self._vocab, self._reserved)
 
     def matcher(self, ends: frozenset[int]) -> Matcher:
-        """At the beginning of the output. ends: ids that end this sequence."""
+        """A matcher at the beginning of the output. ends: ids that end this sequence."""
         return Matcher(self._matcher.deep_copy(), self._vocab, self._reserved, ends, self._budget)
 
 

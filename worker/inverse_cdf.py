@@ -160,7 +160,7 @@ _EVERYTHING = Cut(0, 1.0, 0.0)
 
 
 def logprob(scaled: Float32, token: int, norm: float) -> float:
-    """Of a token, from what `Softmax.weigh` filled and returned."""
+    """The logprob of a token, from what `Softmax.weigh` filled and returned."""
     return min(0.0, float(scaled[token]) - norm)
 
 

@@ -13,7 +13,7 @@ _MOST = 1e30
 
 
 class LogitEdits:
-    """Of one sequence. stop_ids: masked until min_tokens are out. grammar: how far the output has come in it.
+    """The edits of a sequence's logits. stop_ids: masked until min_tokens are out. grammar: where the output is in it.
 
     Every edit touches few ids, never the row twice.
     """

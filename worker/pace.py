@@ -30,7 +30,7 @@ class Pace:
         self._token_s = self._cell_s = 0.0
 
     def budget(self, tokens: int) -> int:
-        """Of a step that may take so many tokens."""
+        """Tokens for a step that may take so many at most."""
         return tokens if self._seen or math.isinf(self.bound_s) else min(tokens, FIRST)
 
     def ran(self, tokens: int, cells: float, seconds: float) -> None:

@@ -67,7 +67,7 @@ async def _restart(unit: Unit, request: Restart, run_dir: Path) -> str:
 
 
 async def _ask(path: Path, message: Drain | GetStats, timeout_s: float) -> ToApi | None:
-    """Its answer, None when there is none in time."""
+    """The replica's answer, None when there is none in time."""
     context = zmq.asyncio.Context()
     socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)

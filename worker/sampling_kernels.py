@@ -132,7 +132,7 @@ def _typed(function: Any, result: Any, *arguments: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def load() -> SamplingKernels | None:
-    """Of this process; the first call may compile for a second. None where they cannot be made."""
+    """The kernels of this process; the first call may compile for a second. None where they cannot be made."""
     try:
         return SamplingKernels(library())
     except OSError as error:

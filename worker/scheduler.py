@@ -155,7 +155,7 @@ class Scheduler:
 
     @property
     def flying(self) -> bool:
-        """Between two ticks: a step was launched ahead, and nothing has thrown it away since."""
+        """A step was launched ahead between two ticks, and nothing has thrown it away since."""
         return self._step is not None
 
     def apply(self, logits: Float32 | Logits, seconds: float = 0.0) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
         }
 
     def take_lines(self) -> dict[bytes, list[Chunk | Line]]:
-        """The same in its order, with what a step gave to many streams in columns."""
+        """What `take_outputs` gives, in its order, with what a step gave to many streams in columns."""
         outputs, self._outputs = self._outputs, {}
         return outputs
 
@@ -259,7 +259,7 @@ class Scheduler:
                 self._batcher.change_adapter(request, adapter, recompute=policy == "recompute")
 
     def adapter_gone(self, name: str) -> None:
-        """It is unloaded: what waits for it ends in an error, what has begun goes on with its version."""
+        """An adapter is unloaded: what waits for it ends in an error, what has begun goes on with its version."""
         self.discard()
         self._adapters.remove(name)
         for request in [r for r in self._requests if r.adapter_name == name and not any(s.begun for s in r.live)]:

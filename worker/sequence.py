@@ -100,7 +100,7 @@ class Request:
 
     @property
     def adapter_version(self) -> int | None:
-        """Of the adapter that computes it."""
+        """The version of the adapter that computes it."""
         return self.adapter.version if self.adapter else None
 
     @property
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def wants_draft(self) -> bool:
-        """It can go on once a draft has said what may follow."""
+        """The sequence can go on once a draft has said what may follow."""
         return self._proposed and self.pending == 1 and self.draft is None
 
     @property
@@ -317,7 +317,7 @@ class Line:
     lengths: Int32
 
     def chunks(self) -> list[Chunk]:
-        """The same as one chunk a sequence."""
+        """The line as one chunk a sequence."""
         return [
             sequence.chunk_of(token, logprob, length)
             for sequence, token, logprob, length in zip(
@@ -347,7 +347,7 @@ class Telling:
             yield Chunks(chunks)
 
     def forget(self, origin: bytes) -> None:
-        """That connection is gone."""
+        """An API connection is gone."""
         self._rosters.pop(origin, None)
 
     def _tokens(self, origin: bytes, line: Line) -> Tokens:

@@ -25,7 +25,7 @@ _POLYNOMIAL = tuple(
 
 
 class Weighed(NamedTuple):
-    """Of a row: its largest logit, the total of its weights and its logarithm, and whether all logits are finite.
+    """A row: its largest logit, the total of its weights and its logarithm, whether all logits are finite.
 
     The weights are relative to the largest logit, so the logprob of an id is its scaled logit minus `norm`. Where the
     largest is no finite number there are no weights.

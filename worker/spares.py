@@ -37,7 +37,7 @@ class Spares:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that wait."""
+        """Processes of the spares that wait."""
         return [child.pid for child in self._waiting if child.status is None]
 
     def disturb(self) -> None:

@@ -63,12 +63,12 @@ class Subscribers:
         return len(self._origins)
 
     def add(self, origin: bytes) -> None:
-        """From now on."""
+        """Tell this connection from now on."""
         if origin not in self._origins:
             self._origins.append(origin)
 
     def remove(self, origin: bytes) -> None:
-        """It is gone."""
+        """This connection is gone."""
         if origin in self._origins:
             self._origins.remove(origin)
 

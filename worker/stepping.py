@@ -42,7 +42,7 @@ class Interrupting:
         self._after = float("inf") if self._spared or last_s < LONG_S else self._clock() + GRACE_S
 
     def ended(self, *, given_up: bool) -> None:
-        """It is over; the next one is spared if it was given up."""
+        """The step is over; the next one is spared if it was given up."""
         self._spared = given_up
 
     def asked(self) -> bool:

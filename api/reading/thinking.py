@@ -8,7 +8,7 @@ BEGIN, END = "<think>", "</think>"
 
 
 class Split(NamedTuple):
-    """Of a piece of text."""
+    """What of a piece of text is reasoning, and what is content."""
 
     reasoning: str
     answer: str

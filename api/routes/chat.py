@@ -49,7 +49,7 @@ async def chat_completions(
 async def chat_completions_of_tokens(
     body: ChatTokensRequest, request: Request, service: Uses, x_session_id: SessionHeader = ""
 ) -> Response:
-    """The same with the prompt as token ids, as prime-rl and verifiers go on from what was sampled before."""
+    """Chat completions with the prompt as token ids, as prime-rl and verifiers go on from what was sampled before."""
     return await _answered(body, request, service, await asked(body, service, session=body.session_id or x_session_id))
 
 

@@ -111,7 +111,7 @@ async def flush_cache(service: Uses, patience_s: FlushTimeout = 0.0) -> Response
 
 @router.get("/flush_cache", dependencies=admin, response_model=schema.Said)
 async def flush_cache_by_get(service: Uses, patience_s: FlushTimeout = 0.0) -> Response:
-    """The same, as older clients ask for it."""
+    """Flush the cache, as older clients ask for it."""
     if not service.config.legacy_get:
         raise Forbidden("GET is switched off for routes that change something (legacy_get): use POST")
     return await flush_cache(service, patience_s)

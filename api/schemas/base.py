@@ -93,7 +93,7 @@ class Lenient(BaseModel):
 
 
 class Asked(Lenient):
-    """Those that say how to generate: a field that would change the answer is done, or refused by its name."""
+    """Bodies that say how to generate: a field that would change the answer is done, or refused by its name."""
 
     generates: ClassVar[bool] = False
 

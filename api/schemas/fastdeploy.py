@@ -8,13 +8,13 @@ from api.schemas.base import Lenient, Names, Seed
 
 
 class Msg(Lenient):
-    """Of the two legacy routes."""
+    """Answer of the two legacy routes."""
 
     msg: str
 
 
 class Control(Lenient):
-    """Of the /v1 control routes that succeeded."""
+    """Answer of the /v1 control routes that succeeded."""
 
     status: Literal["success"] = "success"
     request_id: str
@@ -22,7 +22,7 @@ class Control(Lenient):
 
 
 class ControlError(Lenient):
-    """Of those that did not."""
+    """Answer of the /v1 control routes that did not succeed."""
 
     status: Literal["error"] = "error"
     request_id: str

@@ -198,7 +198,7 @@ class SglangContinue(Asked):
 
 
 class Said(Lenient):
-    """Of most control routes."""
+    """Answer of most control routes."""
 
     message: str
     status: str = "ok"

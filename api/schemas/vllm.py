@@ -8,13 +8,13 @@ from api.schemas.base import Count, Digests, Lenient, Names
 
 
 class Status(Lenient):
-    """Of /pause and /resume."""
+    """Answer of /pause and /resume."""
 
     status: str
 
 
 class IsPaused(Lenient):
-    """Of /is_paused."""
+    """Answer of /is_paused."""
 
     is_paused: bool
 
@@ -26,7 +26,7 @@ class AbortRequests(Lenient):
 
 
 class AbortNamed(Lenient):
-    """By name only."""
+    """Requests to abort, by name only."""
 
     request_ids: Names
 
@@ -136,7 +136,7 @@ class WorldSize(Lenient):
 
 
 class Sleeping(Status):
-    """Of /sleep."""
+    """Answer of /sleep."""
 
     level: int
 
@@ -148,13 +148,13 @@ class Awake(Status):
 
 
 class IsSleeping(Lenient):
-    """Of /is_sleeping."""
+    """Answer of /is_sleeping."""
 
     is_sleeping: bool
 
 
 class Success(Lenient):
-    """Of /reset_prefix_cache: false while running sequences hold blocks."""
+    """Answer of /reset_prefix_cache: false while running sequences hold blocks."""
 
     success: bool
 
@@ -176,13 +176,13 @@ class RpcResults(Lenient):
 
 
 class Release(Lenient):
-    """Of /version."""
+    """Answer of /version."""
 
     version: str
 
 
 class ServerLoad(Lenient):
-    """Of /load."""
+    """Answer of /load."""
 
     server_load: int
 

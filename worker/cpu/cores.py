@@ -13,7 +13,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 def usable_cores(root: Path = CGROUPS, own: Path = OWN) -> int:
-    """At least one. root: where control groups are mounted; own: which ones this process is in."""
+    """Cores this process may use, at least one. root: where control groups are mounted; own: those of this process."""
     return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(limit) for limit in limits(root, own))]))
 
 

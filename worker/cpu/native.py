@@ -41,7 +41,7 @@ class Native:
         return int(function())
 
     def address(self, name: str) -> int:
-        """Of a kernel ``void name(void *data)``."""
+        """The address of a kernel ``void name(void *data)``."""
         address = ctypes.cast(getattr(self._kernels, name), ctypes.c_void_p).value
         assert address is not None
         return address

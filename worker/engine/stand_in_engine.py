@@ -74,11 +74,11 @@ class StandInSampler:
         return None
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
-        """It never drafts."""
+        """Not called: this engine never drafts."""
         return [Proposal(None) for _ in picks]
 
     def verify(self, logits: Float32, picks: Sequence[Pick], proposals: Sequence[Proposal]) -> list[tuple[Draw, bool]]:
-        """It never drafts."""
+        """Not called: this engine never drafts."""
         return [(draw, False) for draw in self.sample(logits, picks)]
 
     def score(

@@ -19,7 +19,7 @@ _WORD = 8
 
 
 class DeviceDigests:
-    """Of whole versions in slots of one placement. One thread at a time."""
+    """Digests of whole versions in slots of one placement. One thread at a time."""
 
     def __init__(self, driver: Driver, layout: Layout, where: Placement) -> None:
         """Every region of the layout lies in the placement: tp is 1. Raises CudaError, OSError without NVRTC."""
@@ -40,7 +40,7 @@ class DeviceDigests:
         self._tiny = driver.pinned((count, TINY), np.uint8)
 
     def version(self, address: int) -> str:
-        """Of the slot that begins there; 16 hex digits, as `layout.version_digest`."""
+        """The digest of the slot that begins there; 16 hex digits, as `layout.version_digest`."""
         self._driver.enter()
         for row, (start, nbytes) in enumerate(self._pieces):
             self._table[row] = address + start, 0 if start % _WORD else nbytes

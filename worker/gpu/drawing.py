@@ -213,7 +213,7 @@ class DeviceLogits:
     def begin(
         self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts
     ) -> DeviceDrawing:
-        """On the device."""
+        """Begin to draw on the device."""
         self._begun = True
         return self._drawing.begin(rows, inverse_temperature, greedy, numbers, cuts)
 

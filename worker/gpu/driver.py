@@ -82,14 +82,14 @@ class Driver:
 
     @property
     def name(self) -> str:
-        """Of the device, as NVIDIA spells it."""
+        """The device's name, as NVIDIA spells it."""
         text = ctypes.create_string_buffer(128)
         self.call("cuDeviceGetName", text, 128, self._device)
         return text.value.decode()
 
     @property
     def version(self) -> int:
-        """Of CUDA, as the driver knows it: 13000 is 13.0."""
+        """The version of CUDA that the driver knows: 13000 is 13.0."""
         value = Int()
         self.call("cuDriverGetVersion", ctypes.byref(value))
         return value.value
@@ -181,7 +181,7 @@ class Driver:
         self.call("cuEventSynchronize" if event else "cuStreamSynchronize", event_or_stream)
 
     def milliseconds(self, start: Handle, end: Handle) -> float:
-        """Between two timing events, once the second has happened."""
+        """Time between two timing events, once the second has happened."""
         self.call("cuEventSynchronize", end)
         value = Float()
         self.call("cuEventElapsedTime", ctypes.byref(value), start, end)

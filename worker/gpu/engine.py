@@ -116,7 +116,7 @@ class GpuEngine:
         self._slots.bind(prepared)
 
     def free_memory(self) -> int:
-        """Of the device, other processes' use counted."""
+        """Bytes of the device's memory that nobody has, other processes' use counted."""
         self._driver.enter()
         return self._driver.memory()[0]
 

@@ -30,7 +30,7 @@ Key = tuple[int, int]
 
 
 class Digests(Protocol):
-    """Of versions in device memory."""
+    """Computes digests of versions in device memory."""
 
     def version(self, address: int) -> str:
         """As the store names a version."""

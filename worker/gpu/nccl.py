@@ -117,7 +117,7 @@ class NcclGroups:
             raise GroupDead(self._dead)
 
     def prove(self) -> None:
-        """After a failed step: a sum of one element. Raises GroupDead."""
+        """Sum one element, after a failed step. Raises GroupDead if that fails, too."""
         if self._dead:
             raise GroupDead(self._dead)
         self._driver.enter()

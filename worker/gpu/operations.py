@@ -63,7 +63,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Heads:
-    """Of this rank."""
+    """This rank's attention heads: how many, how many of keys and values, and elements of each."""
 
     query: int
     kv: int

@@ -97,7 +97,7 @@ class DeviceSlots:
         self.pinned = Pinned(driver)
 
     def tensors(self, slot: int) -> dict[str, Tensor]:
-        """By name, in this slot."""
+        """The tensors of this slot, by name."""
         return self._where.tensors(self.regions[slot].address)
 
     def stage(self, views: Mapping[str, Array]) -> Staged:

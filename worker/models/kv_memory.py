@@ -48,7 +48,7 @@ class KvMemory:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def free(self) -> int:

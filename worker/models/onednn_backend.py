@@ -308,7 +308,7 @@ class OneDnnBackend:
 
 
 def _own_parts(spec: DecoderSpec, shard: Shard, sum_parts: int) -> int:
-    """Of `sum_parts`, those of one rank. Raises ValueError where the model cannot be summed in so many."""
+    """The parts, of `sum_parts`, of one rank. Raises ValueError where the model cannot be summed in so many."""
     if sum_parts == 1:
         return 1
     if any(spec.moe):

@@ -108,7 +108,7 @@ class PlainProgram(Program):
         return self._buffer(f"{name} {self._spec.ropes.index(rope)}", heads * self._spec.head_dim)
 
     def _pairs(self, x: Rows, rope: RopeSpec) -> tuple[Rows, Rows, Rows]:
-        """Of x [heads * head_dim, T] the first and second elements of rotary pairs, and those that are in none.
+        """Views of x [heads * head_dim, T]: the first and second elements of rotary pairs, and those that are in none.
 
         Views [heads, rope.dim / 2, T] and [heads, head_dim - rope.dim, T].
         """
