@@ -1,0 +1,163 @@
+"""Whether tokens and logprobs have the same bits however requests are served, on a real model.
+
+    python -m benchmarks.numerics.bits [--requests 200] [--tokens 12] [--dtype float32 bfloat16]
+
+Each request, with a prompt and a seed of its own, is served alone; then all are served 64 at a time, with so few KV
+blocks that sequences are preempted, from a warm prefix cache, in steps of few tokens so that prompts are cut, and by
+another process with another number of threads; and what was sampled is scored. Ids must be equal and logprobs to the last bit.
+Ends with status 1 when any differs, or when a condition did not come about.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.generate.rounds import MODEL
+from benchmarks.numerics.price import HERE
+
+Answer = tuple[list[int], list[str]]
+"""Tokens, and their logprobs in hex."""
+_LONGEST = 150
+_CONTEXT = 256
+_FEW_BLOCKS = 80
+_CHUNKS = (8, 13, 29, 61)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--replica", action="store_true", help="tell the answers 64 at a time, as JSON")
+    args = parser.parse_args()
+    from worker.cpu.tuning import tune
+
+    tune(None, 1)
+    wrong = 0
+    for dtype in args.dtype:
+        replica = Replica(args.model, dtype, args.requests, args.tokens)
+        if args.replica:
+            print(json.dumps(replica.served(64)[0]))
+            continue
+        alone, _ = replica.served(1, one_by_one=True)
+        for condition, (found, came_about) in replica.conditions(args).items():
+            differing = sum(one != other for one, other in zip(found, alone, strict=True))
+            wrong += bool(differing) + (came_about == 0)
+            print(f"{dtype}: {condition}: {len(found)} requests, {differing} differ from alone", flush=True)
+    raise SystemExit(int(wrong > 0))
+
+
+class Replica:
+    """An engine, and the requests it is asked."""
+
+    def __init__(self, model: Path, dtype: str, requests: int, tokens: int) -> None:
+        from benchmarks.numerics.steps import engine_of
+
+        self._engine = engine_of(model, dtype, deterministic="on", max_tokens_per_step=1024)
+        random = np.random.default_rng(0)
+        self._prompts = [
+            random.integers(1000, 40000, int(random.integers(5, _LONGEST))).tolist() for _ in range(requests)
+        ]
+        self._tokens, self._dtype = tokens, dtype
+
+    def conditions(self, args: argparse.Namespace) -> dict[str, tuple[list[Answer], float]]:
+        """By name: the answers, and how often what it is named for came about."""
+        among, _ = self.served(64)
+        preempted = self.served(64, blocks=_FEW_BLOCKS, counts="preempted")
+        cached = self.served(64, again=True, counts="prefix_hits")
+        chunked: dict[int, Answer] = {}
+        for index, most in enumerate(_CHUNKS):
+            mine = range(index, len(self._prompts), len(_CHUNKS))
+            chunked |= zip(mine, self.served(8, most=most, only=mine)[0], strict=True)
+        return {
+            "among 64": (among, 1),
+            f"after preemption ({preempted[1]:g} times)": preempted,
+            f"from the prefix cache ({cached[1]:g} tokens)": cached,
+            "in chunks": ([chunked[i] for i in range(len(self._prompts))], 1),
+            "another process, one thread": (self._elsewhere(args), 1),
+            "scored": (self._scored(among), 1),
+        }
+
+    def served(
+        self,
+        batch: int,
+        *,
+        blocks: int | None = None,
+        most: int = 1024,
+        again: bool = False,
+        one_by_one: bool = False,
+        only: Sequence[int] | None = None,
+        counts: str = "",
+    ) -> tuple[list[Answer], float]:
+        """Answers in order, and the scheduler's counter of that name. again: served twice, told the second time."""
+        from worker.messages import SamplingParams
+
+        chosen = list(range(len(self._prompts)) if only is None else only)
+        scheduler = self._scheduler(batch, blocks, most, cache=again)
+        for _ in range(1 + again):
+            found: dict[int, Answer] = {}
+            for group in [[i] for i in chosen] if one_by_one else [chosen]:
+                wanted = {
+                    i: (self._prompts[i], SamplingParams(max_tokens=self._tokens, seed=i, ignore_eos=True))
+                    for i in group
+                }
+                for i, chunk in self._run(scheduler, wanted).items():
+                    found[i] = list(chunk.token_ids), [p.hex() for p in chunk.logprobs]
+        return [found[i] for i in chosen], scheduler.counters[counts] if counts else 1
+
+    def _scored(self, answers: list[Answer]) -> list[Answer]:
+        from worker.messages import SamplingParams
+
+        scheduler = self._scheduler(64, None, 1024, cache=True)
+        how = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        wanted = {i: (self._prompts[i] + ids, how) for i, (ids, _) in enumerate(answers)}
+        found = self._run(scheduler, wanted, from_prompt=True)
+        return [
+            (ids, [entries[0][1].hex() for entries in found[i].prompt_logprobs]) for i, (ids, _) in enumerate(answers)
+        ]
+
+    def _scheduler(self, batch: int, blocks: int | None, most: int, *, cache: bool) -> Any:
+        from worker.scheduler import Scheduler
+
+        spec = replace(self._engine.spec, num_blocks=blocks or self._engine.spec.num_blocks, max_model_len=_CONTEXT)
+        return Scheduler(spec, None, max_batch=batch, max_tokens_per_step=most, prefix_caching=cache)
+
+    def _run(self, scheduler: Any, wanted: dict[int, Any], *, from_prompt: bool = False) -> dict[int, Any]:
+        from worker.messages import Generate
+
+        for i, (prompt, sampling) in wanted.items():
+            first = len(self._prompts[i]) if from_prompt else 0
+            scheduler.add(b"api", Generate(str(i), prompt, sampling, score_from=first))
+        found = {}
+        while not scheduler.idle:
+            batch = scheduler.schedule(0, 1)
+            if batch is not None:
+                scheduler.apply(self._engine.forward(batch))
+            for chunk in scheduler.take_outputs().get(b"api", []):
+                found[int(chunk.request_id)] = chunk
+        return found
+
+    def _elsewhere(self, args: argparse.Namespace) -> list[Answer]:
+        words = ["--model", str(args.model), "--requests", str(args.requests), "--tokens", str(args.tokens)]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.numerics.bits", *words, "--dtype", self._dtype, "--replica"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return [(ids, hexes) for ids, hexes in json.loads(done.stdout.splitlines()[-1])]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the same bits in any batch cost: decode steps with `deterministic` on, beside another engine in the same rounds.
+
+    python -m benchmarks.numerics.price [--against DIR] [--rounds 7] [--dtype float32 bfloat16]
+
+Beside it: the same tree with `deterministic` off, and with --against the engine of another checkout, such as one from
+before there was such an option. The engines take turns, who is first too; the price is the median of the ratios within
+rounds. SmolLM2-135M, 1, 16 and 64 sequences at 128 tokens of context.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.generate.contenders import in_turn
+from benchmarks.generate.rounds import MODEL, Section
+
+COUNTS = {1: 40, 16: 20, 64: 8}
+"""Sequences, and steps in a round."""
+RESULTS = Path("benchmarks/results/numerics.json")
+HERE = Path(__file__).parents[2]
+
+
+class Stepper:
+    """A process that runs steps on request."""
+
+    def __init__(self, name: str, tree: Path, model: Path, dtype: str, **settings: Any) -> None:
+        self.name = name
+        words = ["--model", str(model.resolve()), "--dtype", dtype, "--settings", json.dumps(settings)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("steps.py")), *words],
+            env={**os.environ, "PYTHONPATH": str(tree), "KMP_BLOCKTIME": "0"},
+            cwd=tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._answer()
+
+    def seconds(self, count: int, steps: int) -> float:
+        """Of a step, its median."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"count": count, "steps": steps}) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(30)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"{self.name} ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--against", type=Path, help="another checkout of this repository")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds for the rounds of a dtype")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for dtype in args.dtype:
+        section = Section(args.out, f"price/{dtype}", args.rounds, args.budget)
+        if not section.lacking:
+            continue
+        steppers = [Stepper("on", HERE, args.model, dtype, deterministic="on")]
+        try:
+            steppers.append(Stepper("off", HERE, args.model, dtype, deterministic="off"))
+            if args.against is not None:
+                steppers.append(Stepper("before", args.against.resolve(), args.model, dtype))
+            section.collect(lambda number, of=steppers: one_round(of, number))
+        finally:
+            for stepper in steppers:
+                stepper.close()
+    for row in rows(args.out):
+        print(row)
+
+
+def one_round(steppers: list[Stepper], number: int) -> dict[str, Any]:
+    """Milliseconds of a step by number of sequences and engine."""
+    return {
+        str(count): {s.name: round(1e3 * s.seconds(count, steps), 3) for s in in_turn(steppers, number)}
+        for count, steps in COUNTS.items()
+    }
+
+
+def rows(out: Path) -> list[str]:
+    """The medians of the ratios within rounds."""
+    found = []
+    for name, section in json.loads(out.read_text())["sections"].items():
+        if not name.startswith("price/"):
+            continue
+        for count in map(str, COUNTS):
+            rounds = [one[count] for one in section["rounds"]]
+            for other in sorted(rounds[0].keys() - {"on"}):
+                price = 100 * (statistics.median(one["on"] / one[other] for one in rounds if other in one) - 1)
+                milliseconds = statistics.median(one["on"] for one in rounds)
+                found.append(f"{name} {count} sequences: {milliseconds:.1f} ms a step, {price:+.1f} % over {other}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
