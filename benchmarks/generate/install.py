@@ -42,6 +42,18 @@ def transformers() -> Path:
     return python
 
 
+def trainer() -> Path:
+    """An interpreter with HF transformers on torch's CPU build, pinned, and matplotlib."""
+    python = HOME / "numerics" / "bin" / "python"
+    stamp = HOME / "numerics" / ".installed"
+    if not stamp.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(HOME / "numerics")], check=True)
+        _pip(python, "install", TORCH)
+        _pip(python, "install", "transformers==5.24.0", "safetensors", "matplotlib==3.11.2")
+        stamp.touch()
+    return python
+
+
 def _requirements(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

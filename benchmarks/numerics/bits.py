@@ -4,8 +4,8 @@
 
 Each request, with a prompt and a seed of its own, is served alone; then all are served 64 at a time, with so few KV
 blocks that sequences are preempted, from a warm prefix cache, in steps of few tokens so that prompts are cut, and by
-another process with another number of threads; and what was sampled is scored. Ids must be equal and logprobs to the last bit.
-Ends with status 1 when any differs, or when a condition did not come about.
+another process with another number of threads; and what was sampled is scored. Ids must be equal and logprobs to the
+last bit. Ends with status 1 when any differs, or when a condition did not come about.
 """
 
 import argparse
