@@ -48,6 +48,8 @@ REPLICA_COUNTERS: Mapping[str, tuple[str, str]] = {
     "engine_errors": ("engine_errors", "engine steps that failed"),
     "orphaned": ("orphaned_requests", "requests ended because the API that asked is gone"),
     "aborted_by_drain": ("drained_requests", "requests cut off by a drain's deadline"),
+    "grammars": ("compiled_grammars", "grammars that output was to be held to, compiled"),
+    "grammars_refused": ("refused_grammars", "requests refused because their grammar cannot be followed"),
     "bad_messages": ("replica_bad_messages", "messages that a replica could not read"),
     "leases_expired": ("replica_pause_leases_expired", "pauses that a replica ended because nobody renewed them"),
 }

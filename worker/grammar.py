@@ -140,10 +140,12 @@ class Refused(NamedTuple):
 class Grammars:
     """Compiles what requests constrain their output to. One owner thread; the work is done on others.
 
-    tokenizer: None = there is no text, and every grammar is refused. ends: the checkpoint's.
+    tokenizer: None = there is no text, and every grammar is refused. ends: the checkpoint's. counters: grammars begun,
+    and requests refused.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: tuple[int, ...]) -> None:
+        self.counters = {"grammars": 0.0, "grammars_refused": 0.0}
         self._tokenizer = tokenizer
         self._vocab = vocab_size
         # Without an end the library still wants an id for one; it is never open then.
@@ -154,9 +156,15 @@ class Grammars:
 
     def look_up(self, grammar: str) -> Compiled | Refused | None:
         """The compiled grammar, or why there is none; None: it is being compiled, ask again. Begins that if need be."""
+        found = self._look_up(grammar)
+        self.counters["grammars_refused"] += isinstance(found, Refused)
+        return found
+
+    def _look_up(self, grammar: str) -> Compiled | Refused | None:
         if self._tokenizer is None:
             return Refused("output can only be constrained with a tokenizer, and this checkpoint has none")
         if grammar not in self._found:
+            self.counters["grammars"] += 1
             self._found[grammar] = self._begin(grammar), time.monotonic()
             self._forget()
         self._found.move_to_end(grammar)

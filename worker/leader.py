@@ -104,6 +104,7 @@ class Leader:
             send=send,
             memory=lambda: memory_of(pids),
         )
+        self._grammars = grammars
         self._telling = Telling()
         self._subscribers = Subscribers(send, config.stats_busy_s, config.stats_idle_s, clock)
         self.stepping = Stepping(
@@ -257,7 +258,8 @@ class Leader:
             self._subscribers.publish(self._stats(""), busy)
 
     def close(self) -> None:
-        """Let the sockets go."""
+        """Let the sockets go, and what is being compiled."""
+        self._grammars.close()
         self._channel.close()
 
     @property
@@ -303,6 +305,7 @@ class Leader:
             **{name: float(count) for name, count in (self.counters + self.stepping.counters).items()},
             "bad_messages": float(self._channel.bad_messages),
             "leases_expired": float(self.pausing.leases_expired),
+            **self._grammars.counters,
         }
         taken = None
         if samples:
