@@ -6,12 +6,15 @@ positions past the trained length it is the position itself, as when HF decodes 
 is the longest context that is served.
 """
 
+import logging
 import math
 
 import numpy as np
 import numpy.typing as npt
 
 from weight_manager.families.rope import RopeSpec
+
+log = logging.getLogger(__name__)
 
 Float32 = npt.NDArray[np.float32]
 _ONE = np.float32(1.0)
@@ -90,6 +93,12 @@ def _longrope(spec: RopeSpec, params: dict[str, float], length: int) -> tuple[Fl
     factor = params.get("attention_factor")
     if factor is None:
         factor = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(trained))
+    if length > trained:
+        log.warning(
+            "longrope: contexts of up to %d tokens are served, so all of them have the frequencies of those over %d; "
+            "transformers has others for shorter ones: worker.max_model_len %d serves those",
+            *(length, trained, trained),
+        )
     divisors = np.array(spec.long if length > trained else spec.short, np.float32)
     return _default(spec, params)[0] / divisors, np.float32(factor)
 

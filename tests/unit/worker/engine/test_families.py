@@ -44,3 +44,17 @@ def _in_chunks_beside_another(run: Feeder, length: int) -> None:
             counts[1] = min(1 + chunk % 3, length - run.done[1])
         run.step(counts)
         chunk = chunk % 7 + 3
+
+
+def test_longrope_says_which_frequencies_all_contexts_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """HF's logits of a sequence over the trained length are those of the first test; here its shorter prefix differs."""
+    case = next(c for c in family_cases("phi3") if c.config["rope_parameters"]["rope_type"] == "longrope")
+    found = {}
+    for longest in (16, 64):
+        caplog.clear()
+        run = Feeder(case.engine(tmp_path, longest), [case.ids[5]])
+        run.step({0: 5})
+        found[longest] = run.all_logits(0)
+        assert ("up to 64 tokens" in caplog.text and "max_model_len 16" in caplog.text) == (longest > 16)
+    assert relative_gap(found[16], case.logits[5]) < CLOSE
+    assert relative_gap(found[64], case.logits[5]) > CLOSE
