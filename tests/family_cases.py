@@ -13,7 +13,9 @@ from rollout_client.protocol import Part
 from tests.random_tensors import random_tensors
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views
+from weight_manager.manifest import Layout
 from weight_manager.plan import place, prove
+from weight_manager.stacks import stacks
 from worker.config import WorkerConfig
 from worker.engine.paddle_engine import PaddleEngine
 
@@ -90,6 +92,23 @@ def family_cases(family: str) -> list[FamilyCase]:
             )
             for number, case in enumerate(json.loads(file.metadata()["cases"]))
         ]
+
+
+def taken_apart(layout: Layout, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As the hub has them, by plain slicing."""
+    apart: dict[str, np.ndarray] = {}
+    known = stacks(layout.manifest)
+    for name, value in tensors.items():
+        if name not in known:
+            apart[name] = value
+            continue
+        flat, at = value.reshape(-1), 0
+        for member in known[name].members:
+            shape = member.parameter.shape
+            apart[member.parameter.name] = flat[at : at + int(np.prod(shape))].reshape(shape)
+            at += int(np.prod(shape))
+        assert at == flat.size
+    return apart
 
 
 def relative_gap(found: np.ndarray, expected: np.ndarray) -> float:

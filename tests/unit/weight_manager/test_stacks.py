@@ -5,12 +5,11 @@ import pytest
 
 from rollout_client.copying import move, slot_view, source_view
 from rollout_client.protocol import Part
-from tests.family_cases import FAMILIES, family_cases
+from tests.family_cases import FAMILIES, family_cases, taken_apart
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views
 from weight_manager.manifest import Layout
 from weight_manager.plan import PlanError, place, prove
-from weight_manager.stacks import stacks
 
 
 def pushed(layout: Layout, ranks: list[list[tuple[Part, np.ndarray]]]) -> bytes:
@@ -26,23 +25,6 @@ def pushed(layout: Layout, ranks: list[list[tuple[Part, np.ndarray]]]) -> bytes:
 
 def whole(tensors: dict[str, np.ndarray]) -> list[tuple[Part, np.ndarray]]:
     return [(Part(name, "float32", value.shape), value) for name, value in tensors.items()]
-
-
-def taken_apart(layout: Layout, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As the hub has them, by plain slicing."""
-    apart: dict[str, np.ndarray] = {}
-    known = stacks(layout.manifest)
-    for name, value in tensors.items():
-        if name not in known:
-            apart[name] = value
-            continue
-        flat, at = value.reshape(-1), 0
-        for member in known[name].members:
-            shape = member.parameter.shape
-            apart[member.parameter.name] = flat[at : at + int(np.prod(shape))].reshape(shape)
-            at += int(np.prod(shape))
-        assert at == flat.size
-    return apart
 
 
 @pytest.mark.parametrize("tp", [1, 2])

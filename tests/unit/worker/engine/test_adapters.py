@@ -1,9 +1,15 @@
 """Adapters over a decoder: PEFT's logits on every backend, and in any mixture."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from tests import family_cases
 from tests.engine_cases import ADAPTERS, Adapter, AdapterModule
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout
+from worker.models.low_rank import sites_of
 
 CASES = sorted(path.name for path in ADAPTERS.iterdir())
 every_backend = pytest.mark.parametrize("backend", ["native", "mkl", "paddle"], indirect=True)
@@ -36,6 +42,36 @@ def test_logits_are_those_of_pefts_merged_model(checkpoint, feeder, backend, cas
     while run.done[0] < len(ids):
         run.step({0: 1})
     np.testing.assert_allclose(run.all_logits(0), adapter.expected["logits"], atol=1e-4)
+
+
+@every_backend
+@pytest.mark.parametrize("family", family_cases.FAMILIES)
+def test_an_adapter_over_any_family_is_what_it_is_merged(feeder, backend, family, tmp_path):
+    """Where layers norm what they add, or a gate weighs it, as well; beside a sequence of the base."""
+    for case in family_cases.family_cases(family)[:3]:
+        rng = np.random.default_rng(3)
+        engine = case.engine(tmp_path, 64)
+        layout = make_layout(manifest_for(case.config, "float32"), 1)
+        modules = [module for site in sites_of(layout.manifest, engine._shard) for module in site.modules]
+        apart = family_cases.taken_apart(layout, case.tensors)
+        views, merged = {}, dict(apart)
+        for module in modules:
+            weight = apart[f"{module}.weight"]
+            a, b = (rng.standard_normal(shape, np.float32) for shape in ((4, weight.shape[1]), (weight.shape[0], 4)))
+            views |= {f"{module}.lora_A": a, f"{module}.lora_B": b}
+            merged[f"{module}.weight"] = weight + np.float32(0.05) * (b @ a)
+        said = [AdapterModule(module, 4, 0.05) for module in modules]
+        engine.adapters.prepare("all", 1, views, said, "float32")
+        ids = case.ids[41]
+        run = run_of(feeder, engine, [ids, ids], [1, 0])
+        through(run)
+        whole = feeder(replace(case, tensors=merged).engine(tmp_path, 64), [ids])
+        whole.step({0: 41})
+        base = feeder(case.engine(tmp_path, 64), [ids])
+        base.step({0: 41})
+        assert family_cases.relative_gap(run.all_logits(0), whole.all_logits(0)) < 1e-4, case.name
+        assert family_cases.relative_gap(run.all_logits(1), base.all_logits(0)) < 1e-4, case.name
+        assert family_cases.relative_gap(base.all_logits(0), whole.all_logits(0)) > 0.05, case.name
 
 
 @every_backend

@@ -47,7 +47,7 @@ def _in_chunks_beside_another(run: Feeder, length: int) -> None:
 
 
 def test_longrope_says_which_frequencies_all_contexts_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """HF's logits of a sequence over the trained length are those of the first test; here its shorter prefix differs."""
+    """A short sequence has HF's logits where short contexts are served, and others where longer ones are."""
     case = next(c for c in family_cases("phi3") if c.config["rope_parameters"]["rope_type"] == "longrope")
     found = {}
     for longest in (16, 64):
