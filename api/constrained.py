@@ -8,6 +8,7 @@ from api.model import Model
 from api.reading import forced
 from api.reading.thinking import BEGIN, END
 from api.schemas.openai import ChatRequest, NamedTool
+from worker.tokenizer import Tokenizer
 
 
 def constrained(constraint: Constraint | None, model: Model) -> str:
@@ -15,7 +16,8 @@ def constrained(constraint: Constraint | None, model: Model) -> str:
     if constraint is None:
         return ""
     if constraint.kind == "grammar" and is_written(constraint.value):
-        return _written(model, lambda write: "", whole=constraint.value)
+        _tokenizer(model)
+        return str(constraint.value)
     return _written(model, lambda write: write.of(constraint))
 
 
@@ -46,13 +48,14 @@ def of_chat(body: ChatRequest, model: Model, *, opened: bool | None) -> str:
     return _written(model, answer)
 
 
-def _written(model: Model, start: Callable[[Writer], str], *, whole: str = "") -> str:
-    """whole: a grammar that is written already."""
+def _tokenizer(model: Model) -> Tokenizer:
     if model.tokenizer is None:
         raise BadInput("output can only be constrained with a tokenizer, and this checkpoint has none")
-    if whole:
-        return whole
-    tokenizer = model.tokenizer
+    return model.tokenizer
+
+
+def _written(model: Model, start: Callable[[Writer], str]) -> str:
+    tokenizer = _tokenizer(model)
     write = Writer(lambda text: tokenizer.special_id(text) is not None)
     try:
         body = start(write)

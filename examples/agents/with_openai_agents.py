@@ -8,10 +8,11 @@ import json
 import random
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2 as httpx
 from openai import AsyncOpenAI
+from pydantic import Field
 
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 
@@ -52,7 +53,7 @@ async def play(url: str, seed: int) -> Episode:
         episode.turns.append(turn)
 
     @function_tool
-    def guess(number: int) -> str:
+    def guess(number: Annotated[int, Field(ge=0, le=9)]) -> str:
         """Guess the number."""
         episode.reward = 1.0 - abs(number - secret) / 10
         return "right" if number == secret else "higher" if number < secret else "lower"
