@@ -200,7 +200,7 @@ def _engine(
     if config.engine == "stand-in":
         from worker.engine.stand_in_engine import StandInEngine  # noqa: PLC0415  benchmarks only
 
-        return StandInEngine(fake_spec(config, hf_config))
+        return StandInEngine(fake_spec(config, hf_config), config.fake.step_s)
     if config.device == "gpu":
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 

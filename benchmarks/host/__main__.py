@@ -5,6 +5,9 @@
 A stand-in engine answers at once and samples for itself, over a vocabulary of 151,936; everything else is the real
 service. CPU time of each process (all threads, from the kernel's scheduler) over the tokens of the load, so that
 neighbours on the machine matter little. Rounds alternate over all cells; the table has medians.
+--step-s 0.1: each step takes so long, as on a device; a stream then has an event for each token, and not one for all
+that came while it was being written.
+--peer vllm: 256 streams on /v1/completions, beside vLLM's own API server around an engine of the same kind (peer.py).
 --flames: py-spy's flame graphs of rank 0 and the API at 256 streamed sequences are written there (root, or ptrace
 allowed).
 """
@@ -21,12 +24,14 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from benchmarks.host.client import Load, run, run_apart
+from benchmarks.generate import install
+from benchmarks.host.client import Load, measured, run, run_apart
+from benchmarks.host.peer import beside_vllm
+from benchmarks.host.results import keep
 from tests.integration.live import LiveService
 from tests.processor import used
 from tests.reference.checkpoint import Checkpoint
 
-RESULTS = Path(__file__).parents[1] / "results" / "host.json"
 TOKENIZER = Path("models/SmolLM2-135M-Instruct")
 VOCABULARY, WITH_TEXT = 151_936, 49_152
 TOKENS = {1: 2048, 64: 512, 256: 256, 1024: 128}
@@ -43,16 +48,27 @@ def main() -> None:
     parser.add_argument("--api-workers", default="1", help="numbers of API processes to compare (%(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--clients", type=int, default=1, help="processes that ask, each for its part (%(default)s)")
+    parser.add_argument("--step-s", type=float, default=0.0, help="seconds of a step (%(default)g)")
+    parser.add_argument("--peer", choices=["vllm"], help="compare with this server instead")
+    parser.add_argument("--vllm-python", type=Path, help="that has vLLM's CPU build (installed below .venvs)")
     parser.add_argument("--flames", type=Path, help="directory for flame graphs")
     options = parser.parse_args()
     counts = [int(count) for count in options.sequences.split(",")]
-    loads = [Load(n, TOKENS.get(n, max(64, 65_536 // n)), streamed) for n in counts for streamed in (False, True)]
+    loads = [Load(n, tokens_of(n, options.step_s), streamed) for n in counts for streamed in (False, True)]
     for workers in map(int, options.api_workers.split(",")):
         with tempfile.TemporaryDirectory() as scratch:
-            live = start(Path(scratch) / "model", max(counts), options.replicas, workers)
+            live = start(Path(scratch) / "model", max(counts), options.replicas, workers, options.step_s)
             try:
                 if options.flames:
                     flames(live, options.flames)
+                elif options.peer:
+                    found = processes(live)
+                    theirs = checkpoint(Path(scratch) / "theirs", WITH_TEXT)
+                    load = Load(256, tokens_of(256, options.step_s), streamed=True, openai=True)
+                    sides = {"engine": found["rank_0"], "api": found["api"]}
+                    python = options.vllm_python or install.vllm()
+                    beside = beside_vllm(live.url, sides, python, theirs, load, options.step_s, options.rounds)
+                    keep("vllm", {named(options, 1).removeprefix(", ") or "steps at once": beside})
                 else:
                     found = rounds(live, loads, options.rounds, options.clients)
                     report({cell + named(options, workers): values for cell, values in found.items()})
@@ -62,30 +78,48 @@ def main() -> None:
 
 def named(options: argparse.Namespace, workers: int) -> str:
     """What a cell's name says beyond the usual case of one process of each kind."""
+    pace = f", steps of {options.step_s * 1e3:.0f} ms" if options.step_s else ""
     if workers == options.replicas == options.clients == 1:
-        return ""
-    return f", {workers} API, {options.replicas} replicas, {options.clients} clients"
+        return pace
+    return f", {workers} API, {options.replicas} replicas, {options.clients} clients{pace}"
 
 
-def start(directory: Path, most: int, replicas: int = 1, workers: int = 1) -> LiveService:
+def tokens_of(sequences: int, step_s: float) -> int:
+    """New tokens of each."""
+    return 64 if step_s else TOKENS.get(sequences, min(2048, max(64, 65_536 // sequences)))
+
+
+def start(directory: Path, most: int, replicas: int = 1, workers: int = 1, step_s: float = 0.0) -> LiveService:
     """A service around the stand-in; `most`: sequences at once."""
-    Checkpoint.random(
-        directory, 1, vocab_size=VOCABULARY, hidden_size=16, max_position_embeddings=4096, eos_token_id=VOCABULARY - 1
-    )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, directory / name)
+    checkpoint(directory, VOCABULARY)
     settings = {
         "worker.engine": "stand-in",
         "worker.max_batch": most,
         "worker.max_tokens_per_step": max(2048, 2 * most),
         "worker.num_blocks": most * 32 + 256,
-        "worker.fake": json.dumps({"ids_below": WITH_TEXT}),
+        "worker.fake": json.dumps({"ids_below": WITH_TEXT, "step_s": step_s}),
         "api.max_requests": 8192,
     }
     many = ("--replicas", str(replicas), "--api-workers", str(workers))
     return LiveService(
         directory, *many, *(word for pair in settings.items() for word in ("--set", "=".join(map(str, pair))))
     ).start()
+
+
+def checkpoint(directory: Path, vocabulary: int) -> Path:
+    """One layer, and a tokenizer. Nobody computes it."""
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    ends = {"vocab_size": vocabulary, "max_position_embeddings": 4096, "eos_token_id": vocabulary - 1}
+    Checkpoint.random(directory, 1, **sizes, **ends)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, directory / name)
+    return directory
 
 
 def processes(live: LiveService) -> dict[str, list[int]]:
@@ -103,12 +137,14 @@ def rounds(live: LiveService, loads: list[Load], count: int, clients: int = 1) -
     for number in range(count):
         for load in loads:
             before, own = {name: used(some).seconds for name, some in pids.items()}, _own()
-            seconds = run(live.url, load) if clients == 1 else run_apart(live.url, load, clients)
+            took, pieces = measured(live.url, load) if clients == 1 else (run_apart(live.url, load, clients), 0)
             cell = cells[f"{load.sequences} {'streamed' if load.streamed else 'whole'}"]
             cell["client"].append((_own() - own) / load.total * 1e6)
             for name, some in pids.items():
                 cell[name].append((used(some).seconds - before[name]) / load.total * 1e6)
-            cell["tokens_per_s"].append(load.total / seconds)
+            cell["tokens_per_s"].append(load.total / took)
+            if load.streamed and pieces:
+                cell["tokens_per_event"].append(load.total / pieces)
         print(f"round {number + 1} of {count}", file=sys.stderr, flush=True)
     return {name: {what: round(median(values), 2) for what, values in cell.items()} for name, cell in cells.items()}
 
@@ -121,13 +157,11 @@ def _own() -> float:
 
 def report(cells: dict[str, dict[str, float]]) -> None:
     """Table to the terminal, figures to results/host.json."""
-    print("sequences            rank 0      API   client   tokens/s")
+    print("sequences            rank 0      API   client   tokens/s per event")
     for name, cell in cells.items():
-        print(f"{name:18} {cell['rank_0']:8.1f} {cell['api']:8.1f} {cell['client']:8.1f} {cell['tokens_per_s']:10.0f}")
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept["us_per_token"] = kept.get("us_per_token", {}) | cells
-    kept["cores"] = os.cpu_count()
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        costs = f"{cell['rank_0']:8.1f} {cell['api']:8.1f} {cell['client']:8.1f} {cell['tokens_per_s']:10.0f}"
+        print(f"{name:18} {costs} {cell.get('tokens_per_event', 0):8.1f}")
+    keep("us_per_token", cells)
 
 
 def flames(live: LiveService, directory: Path) -> None:

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ class Load:
     tokens: int
     streamed: bool
     prompt: int = 32
+    openai: bool = False  # by OpenAI's route for completions, which other servers have too
 
     @property
     def total(self) -> int:
@@ -29,9 +30,21 @@ class Load:
         return self.sequences * self.tokens
 
 
-def run(url: str, load: Load) -> float:
-    """Seconds from the first byte sent to the last one back. Raises RuntimeError when tokens are missing."""
+class Run(NamedTuple):
+    """Seconds from the first byte sent to the last one back, and in how many pieces the tokens came."""
+
+    seconds: float
+    pieces: int
+
+
+def measured(url: str, load: Load) -> Run:
+    """Put it on. Raises RuntimeError when tokens are missing."""
     return asyncio.run(_run(url, load))
+
+
+def run(url: str, load: Load) -> float:
+    """Its seconds."""
+    return measured(url, load).seconds
 
 
 def run_apart(url: str, load: Load, clients: int) -> float:
@@ -51,32 +64,31 @@ def parts_of(load: Load, clients: int) -> list[Load]:
     return [replace(load, sequences=count) for count in counts if count]
 
 
-async def _run(url: str, load: Load) -> float:
+async def _run(url: str, load: Load) -> Run:
     where = urlsplit(url)
     assert where.hostname is not None
     assert where.port is not None
     links = [await asyncio.open_connection(where.hostname, where.port, limit=_READ) for _ in range(load.sequences)]
     began = time.perf_counter()
-    counts = await asyncio.gather(*(_one(*link, load, seed) for seed, link in enumerate(links)))
+    found = await asyncio.gather(*(_one(*link, load, seed) for seed, link in enumerate(links)))
     seconds = time.perf_counter() - began
     for _, writer in links:
         writer.close()
-    if set(counts) != {load.tokens}:
-        raise RuntimeError(f"requests came back with {sorted(set(counts))} tokens, not {load.tokens}")
-    return seconds
+    counts = {tokens for tokens, _ in found}
+    if counts != {load.tokens}:
+        raise RuntimeError(f"requests came back with {sorted(counts)} tokens, not {load.tokens}")
+    return Run(seconds, sum(pieces for _, pieces in found))
 
 
-async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load: Load, seed: int) -> int:
-    body: dict[str, Any] = {
-        "prompt_ids": [(seed * 31 + at * 7) % 40000 + 1 for at in range(load.prompt)],
-        "max_tokens": load.tokens,
-        "ignore_eos": True,
-        "seed": seed,
-        "stream": load.streamed,
-    }
+async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load: Load, seed: int) -> tuple[int, int]:
+    """Tokens, and in how many pieces."""
+    prompt = [(seed * 31 + at * 7) % 40000 + 1 for at in range(load.prompt)]
+    body: dict[str, Any] = {"max_tokens": load.tokens, "ignore_eos": True, "seed": seed, "stream": load.streamed}
+    body |= {"prompt": prompt, "return_token_ids": True, "logprobs": 0} if load.openai else {"prompt_ids": prompt}
     payload = json.dumps(body).encode()
+    path = "/v1/completions" if load.openai else "/v1/rollout/generate"
     head = (
-        "POST /v1/rollout/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     )
     writer.write(head.encode() + payload)
@@ -87,14 +99,17 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load:
     status = reply[: reply.index(b"\r\n")]
     if b" 200 " not in status:
         raise RuntimeError(f"{status!r}: {reply[-500:]!r}")
-    return _tokens_of_stream(reply) if load.streamed else _tokens_of(reply[reply.index(b"\r\n\r\n") + 4 :])
+    if not load.streamed:
+        return _tokens_of(reply[reply.index(b"\r\n\r\n") + 4 :]), 1
+    # Every event is one line here; chunk sizes of the transfer coding stand on lines of their own.
+    events = [count for line in reply.split(b"\n") if line.startswith(b"data: {") and (count := _tokens_of(line[6:]))]
+    return sum(events), len(events)
 
 
 def _tokens_of(document: bytes) -> int:
-    return sum(len(output["token_ids"]) for output in msgspec.json.decode(document)["outputs"])
-
-
-def _tokens_of_stream(reply: bytes) -> int:
-    """Every event is one line here; chunk sizes of the transfer coding stand on lines of their own."""
-    events = (line[6:] for line in reply.split(b"\n") if line.startswith(b"data: {"))
-    return sum(_tokens_of(event) for event in events)
+    """With a logprob for each, as those who train need them."""
+    reply, count = msgspec.json.decode(document), 0
+    for output in reply.get("outputs") or reply["choices"]:
+        logprobs = output["logprobs"]
+        count += min(len(output["token_ids"]), len(logprobs if isinstance(logprobs, list) else logprobs["tokens"]))
+    return count

@@ -5,6 +5,7 @@ come from `StandInSampler`, a fixed sequence per request. For `make bench-host` 
 are looked at, so nothing it generates proves anything.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ _STRIDE = 7919
 
 
 class StandInEngine:
-    """`Engine` of one rank that returns at once."""
+    """`Engine` of one rank that returns at once, or after `step_s` for which a device would compute."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, step_s: float = 0.0) -> None:
         self.spec = spec
+        self._step_s = step_s
         self.asked: Callable[[], bool] = never
         self.adapters: Adapters | None = None
 
@@ -46,6 +48,8 @@ class StandInEngine:
 
     def forward(self, batch: ForwardBatch) -> Float32 | None:
         """Logits [L, 0]: `StandInSampler` looks at none."""
+        if self._step_s:
+            time.sleep(self._step_s)
         return np.empty((len(batch.logits_rows), 0), np.float32)
 
 
