@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from api import openapi, replies
 from api.bodies import Bodies
 from api.hosts import Hosts
-from api.processes.forwarding import Claiming, Internal, ToLead
+from api.processes import forwarding
+from api.processes.forwarding import Claiming, Elsewhere, Internal, ToLead
 from api.reply_counts import ReplyCounts
 from api.routes import (
     adapters,
@@ -76,6 +77,7 @@ def create_app(service: Service) -> FastAPI:
     replies.install(app)
     openapi.install(app)
     peers, passing = service.peers, service.passing
+    longest, answered = service.config.max_body_bytes, service.metrics.answered
     if peers is not None and passing is not None:
         app.add_middleware(Claiming, peers=peers, passing=passing)
     app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
@@ -83,7 +85,12 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(ReplyCounts, answered=service.metrics.answered)
     if peers is not None and passing is not None:
         if not peers.leads:
-            longest = service.config.max_body_bytes
-            app.add_middleware(ToLead, passing=passing, max_bytes=longest, answered=service.metrics.answered)
+            app.add_middleware(
+                Elsewhere, to=ToLead(passing), stays=forwarding.stays, max_bytes=longest, answered=answered
+            )
         app.add_middleware(Internal, abort=service.abort_here)
+    elif service.head is not None:
+        from api.nodes.to_head import stays  # noqa: PLC0415  an HTTP client, which a service of one host does not need
+
+        app.add_middleware(Elsewhere, to=service.head, stays=stays, max_bytes=longest, answered=answered)
     return app

@@ -57,6 +57,11 @@ class ApiConfig(BaseModel):
     """Says which replicas there are, where they come and go; None = those of `replicas`."""
     replica_keys: Path | None = None
     """Key file with which this process connects to replicas on other hosts."""
+    head_url: str = ""
+    """Of the API on the head, where this is that of one node of many (fleet_ray): what concerns the whole fleet goes on
+    to it."""
+    place: str = "api"
+    """Name of this API among those of a fleet."""
     model: Path
     """HF checkpoint directory: config.json and tokenizer files."""
     served_model_name: str = ""
@@ -338,6 +343,7 @@ def _on_ray(parts: dict[str, dict[str, Any]], options: ServeOptions) -> dict[str
     elastic = {"replicas_file": run_dir / "replicas.json", "replica_keys": run_dir / KEYS / "api.key"}
     return parts | {
         "store": {"relay_endpoint": "tcp://0.0.0.0:5601"} | store,
+        "worker": {"curve_keys": run_dir / KEYS / "store.key"} | worker,
         "api": elastic | parts["api"],
         "fleet": fleet,
     }

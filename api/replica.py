@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from api.errors import NotFound
 from api.flight import Flight
@@ -59,6 +60,7 @@ class Replica:
         self.state = UNREACHABLE
         self.version: int | None = None
         self.draining = False  # it admits nothing more and will exit
+        self.host = urlsplit(endpoint).hostname if endpoint.startswith("tcp://") else None
         self.stats: Stats | None = None
         self.flights: dict[str, Flight] = {}
         self.load = 0  # sequences it is working on for us
@@ -78,6 +80,11 @@ class Replica:
             keys=keys if endpoint.startswith("tcp://") else None,
             name=name,
         )
+
+    @property
+    def said_load(self) -> int:
+        """Sequences that it had, for whomever, when it last said so."""
+        return 0 if self.stats is None else self.stats.running + self.stats.waiting + self.stats.held
 
     @property
     def in_long_step(self) -> bool:

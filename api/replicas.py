@@ -38,6 +38,10 @@ class FleetSettings:
     request_timeout_s: float = 3600.0
     keys: TrainerKeys | None = None
     """Of this process, for replicas on other hosts."""
+    place: str = ""
+    """Name of this API among several of a fleet; "" = there are no others."""
+    near: str | None = None
+    """This API is a node's: it decides nothing, and prefers the replicas on this host; None = it is the head's."""
 
 
 log = logging.getLogger(__name__)
@@ -99,15 +103,16 @@ class Fleet:
     def _replica(self, index: int, endpoint: str) -> Replica:
         kept = self.settings
         waits = {"quiet_s": kept.quiet_s, "silence_s": kept.silence_s, "stuck_s": kept.stuck_s}
-        name = "" if self.peers is None else f"api-{self.peers.index}"
+        name = kept.place if self.peers is None else f"{kept.place or 'api'}-{self.peers.index}"
         return Replica(index, endpoint, self, **waits, keys=kept.keys, name=name)
 
     # What operators asked of all replicas, and what other processes of the API must know
 
     @property
     def leads(self) -> bool:
-        """Whether this process decides what is asked of the fleet; the others do what it says (api/processes)."""
-        return self.peers is None or self.peers.leads
+        """Whether this process decides what is asked of the fleet; the others do what it says (api/processes), or on
+        other nodes what they see that it has asked of the replicas (api/nodes)."""
+        return self.settings.near is None and (self.peers is None or self.peers.leads)
 
     @property
     def paused(self) -> PauseIntent | None:
@@ -314,11 +319,12 @@ class Fleet:
             ready = [r for r in ready if r.version is not None and r.version >= flight.min_version]
         if not ready:
             return None
-        if self.peers is not None:
+        if self.peers is not None or self.settings.place:
             if flight.session:
                 at = home(flight.session, (r.index for r in ready))
                 return next(r for r in ready if r.index == at)
-            return min(ready, key=lambda r: (r.in_long_step, self.load_of(r)))
+            near = [r for r in ready if r.host == self.settings.near] if self.settings.near else []
+            return min(near or ready, key=lambda r: (r.in_long_step, self._busy(r)))
         if flight.session and (at_home := self._sessions.get(flight.session)) is not None:
             for replica in ready:
                 if replica.index == at_home:
@@ -330,6 +336,11 @@ class Fleet:
             if len(self._sessions) > STICKY_SESSIONS:
                 self._sessions.popitem(last=False)
         return best
+
+    def _busy(self, replica: Replica) -> int:
+        """APIs of other nodes do not share what they know: a replica says what it has for all of them."""
+        own = self.load_of(replica)
+        return max(own, replica.said_load) if self.settings.place else own
 
     # What changes around them
 
@@ -352,10 +363,12 @@ class Fleet:
 
     def changed(self) -> None:
         """Something moved: a pause a restarted API had learned may be over, and held flights may go."""
+        states = {replica.state for replica in self.replicas}
         if not self.leads:
+            if self.settings.near is not None:
+                self._see(states)
             self.pump()
             return
-        states = {replica.state for replica in self.replicas}
         if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
             self.unpause()
         if self.cleared and not self.returning:
@@ -363,6 +376,14 @@ class Fleet:
                 if replica.state == "serving" and replica.link.up:  # it came back after the others were cleared
                     replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))
         self.pump()
+
+    def _see(self, states: set[str]) -> None:
+        """The head of the fleet has paused or cleared all replicas, or has them go on: they say so themselves."""
+        serving = "serving" in states
+        paused = PauseIntent("keep", adopted=True) if "paused" in states and not serving else None
+        released: set[Tag] = {"weights", "kv_cache"} if "cleared" in states and not serving else set()
+        if (paused is None, released) != (self._paused is None, self._cleared):
+            self.heed(paused, released)
 
     @property
     def paused_seconds(self) -> float:

@@ -28,6 +28,8 @@ from api.weights import Weights
 from rollout_client.curve import TrainerKeys
 
 if TYPE_CHECKING:
+    from api.nodes.everywhere import Everywhere
+    from api.nodes.to_head import HeadPassing
     from api.processes.passing import Passing
 
 
@@ -39,6 +41,8 @@ class Service:
         self.config = config
         self.peers = Peers(config.run_dir, index, config.workers) if config.workers > 1 else None
         self.passing = _passing(self.peers, config.silence_s) if self.peers else None
+        self.head = _head(config) if config.head_url else None
+        self.others = _others(config) if config.replicas_file and not config.head_url else None
         self.model = model
         self.started = time.time()
         self.fleet = Fleet(
@@ -51,6 +55,8 @@ class Service:
                 paused_hold_s=config.paused_hold_s,
                 request_timeout_s=config.request_timeout_s,
                 keys=TrainerKeys.read(config.replica_keys) if config.replica_keys else None,
+                place=config.place if config.replicas_file else "",
+                near=config.host if config.head_url else None,
             ),
             self.peers,
         )
@@ -63,8 +69,8 @@ class Service:
         self.rate_limit = self._rate_limit()
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
         self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
+        self.generations.abort_elsewhere = self._abort_elsewhere
         if self.peers is not None:
-            self.generations.abort_elsewhere = self._abort_elsewhere
             self.versions.on_given = self.peers.board.tell
             self.peers.on_news = self.versions.read_again
 
@@ -79,11 +85,19 @@ class Service:
         return await self.generations.abort_here(request_ids, timeout_s=timeout_s)
 
     async def _abort_elsewhere(self, request_ids: list[str] | None, timeout_s: float) -> int:
-        assert self.peers is not None
-        assert self.passing is not None
-        others = [index for index in range(self.peers.count) if index != self.peers.index]
-        asked = (self.passing.abort(index, request_ids, timeout_s) for index in others)
+        asked = [] if self.others is None else [self.others.abort(request_ids, timeout_s)]
+        if self.peers is not None and self.passing is not None:
+            others = [index for index in range(self.peers.count) if index != self.peers.index]
+            asked += [self.passing.abort(index, request_ids, timeout_s) for index in others]
         return sum(await asyncio.gather(*asked))
+
+    @property
+    def own_url(self) -> str:
+        """Where this API was bound."""
+        try:
+            return (self.config.run_dir / "http_url").read_text().strip()
+        except OSError:
+            return ""
 
     @property
     def push_endpoint(self) -> str:
@@ -103,6 +117,8 @@ class Service:
         if self.config.replicas_file is not None:
             file = ReplicasFile(self.config.replicas_file)
             work["following the replicas file"] = lambda: file.follow(self.fleet.set_members)
+        if self.head is not None:
+            work["following the names of versions"] = self.versions.follow
         tasks = [asyncio.create_task(kept(what, run)) for what, run in work.items()]
         log = logging.getLogger("api")
         log.addHandler(self.metrics.recent.warnings)
@@ -113,8 +129,9 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self.passing is not None:
-                await self.passing.close()
+            for way in (self.passing, self.head):
+                if way is not None:
+                    await way.close()
             if self.model.template_process is not None:
                 await self.model.template_process.close()
 
@@ -123,6 +140,18 @@ def _passing(peers: Peers, silence_s: float) -> "Passing":
     from api.processes.passing import Passing  # noqa: PLC0415  an HTTP client, which one process alone does not need
 
     return Passing(peers, silence_s=silence_s)
+
+
+def _head(config: ApiConfig) -> "HeadPassing":
+    from api.nodes.to_head import HeadPassing  # noqa: PLC0415  as above
+
+    return HeadPassing(config.head_url, silence_s=config.silence_s)
+
+
+def _others(config: ApiConfig) -> "Everywhere":
+    from api.nodes.everywhere import Everywhere  # noqa: PLC0415  as above
+
+    return Everywhere(config.run_dir / "apis.json", config.admin_token or config.data_token)
 
 
 async def _service(request: Request) -> Service:

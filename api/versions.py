@@ -1,6 +1,7 @@
 """How weight versions are called towards other projects' clients: strings, "default" before the first push."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 INITIAL = "default"
 FILE = "version_names.json"
 KEPT = 1024
+FOLLOW_S = 0.2
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -91,6 +93,16 @@ class VersionNames:
         if name is not None and number is None:
             await self.give(name)
         return report
+
+    async def follow(self) -> None:
+        """Read the file whenever it is replaced, until cancelled: where the API that gives names is on another host."""
+        seen = None
+        while True:
+            with contextlib.suppress(OSError):
+                stat = self._path.stat()
+                if seen != (seen := (stat.st_ino, stat.st_mtime_ns)):
+                    self.read_again()
+            await asyncio.sleep(FOLLOW_S)
 
     def read_again(self) -> None:
         """Another process has given a name."""

@@ -5,6 +5,7 @@ methods are called by the head only. Importing this module does not load Ray.
 """
 
 import asyncio
+import ipaddress
 import os
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Place:
 
 
 class NodeStore:
-    """The weight store of one node."""
+    """The weight store of one node, and its API."""
 
     def __init__(self, shipment: Shipment, log_level: str) -> None:
         setup("store actor", log_level)
@@ -54,6 +55,8 @@ class NodeStore:
         self._unit: Unit | None = None
         self._life: asyncio.Task[None] | None = None
         self._stopped = False
+        self._api: Unit | None = None
+        self._api_life: asyncio.Task[None] | None = None
 
     async def alive(self) -> None:
         """Answered once the actor is there."""
@@ -89,14 +92,45 @@ class NodeStore:
                     await asyncio.sleep(POLL_S)
         return str(path), f"tcp://{bracketed(self._host)}:{self._relay_port}"
 
+    async def serve(self, head_url: str, port: int) -> str:
+        """Answer HTTP beside the store; returns where, "" = not where strangers could. Raises RuntimeError."""
+        if self._stopped:
+            raise RuntimeError("this node's API was told to stop")
+        if self._shipment.api["data_token"] is None and not ipaddress.ip_address(self._host).is_loopback:
+            return ""
+        bound = self._run_dir.path / "http_url"
+        if self._api is None or self._api_life is None or self._api_life.done():
+            bound.unlink(missing_ok=True)
+            config = self._shipment.unpack_api(
+                self._run_dir.path, self._label, head_url=head_url, host=self._host, port=port
+            )
+            argv = (sys.executable, "-m", "api", "--config", str(config))
+            spec = UnitSpec("api", "api", (ProcessSpec("api", argv),), stop_s=STOP_S)
+            self._api = Unit(spec, self._run_dir.crashes, to_stderr)
+            self._api_life = asyncio.create_task(self._api.run())
+        async with asyncio.timeout(BOUND_S):
+            while not _written(bound):
+                if self._api_life.done():
+                    raise RuntimeError(f"the API did not start: {await _ended(self._api_life, self._api)}")
+                await asyncio.sleep(POLL_S)
+        return bound.read_text().strip()
+
+    async def tell(self, name: str, content: bytes) -> None:
+        """A file of the head's run directory that the API of the node reads, replaced whole."""
+        path = self._run_dir.path / name
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(content)
+        os.replace(fresh, path)
+
     async def ended(self) -> str:
         """Once the store has been given up or stopped: why."""
         return await _ended(self._life, self._unit)
 
     async def stop(self) -> None:
-        """Stop the store and remove what it wrote, also what it could not: it may have been killed a moment ago."""
+        """Stop both and remove what they wrote, also what they could not: they may have been killed a moment ago."""
         self._stopped = True
         try:
+            await _stop(self._api_life, self._api)
             await _stop(self._life, self._unit)
         finally:
             erase(self._shipment, self._run_dir.path)

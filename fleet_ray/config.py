@@ -29,6 +29,11 @@ class FleetConfig(BaseModel):
     fan_out: int = Field(default=2, ge=0, le=1024)
     """How many stores a store feeds; with more nodes the stores form a tree. 1 = a chain; 0 = the head feeds all.
     docs/scaling.md says which is for what."""
+    node_apis: bool = True
+    """An API on every node that has a replica, so that its tokens need not pass the head (docs/scaling.md). Where
+    others can reach the node, only with a data token."""
+    api_port: int = Field(default=0, ge=0, le=65535)
+    """HTTP port of those; 0 = any free one. GET /v1/rollout/apis says where they are."""
     head_host: str = ""
     """Where nodes reach the head; empty = its address in the Ray cluster."""
     drain_s: float = Field(default=10.0, ge=0, le=600)

@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from fleet_ray import messages
 from fleet_ray.actors import Place
+from fleet_ray.apis import Apis
 from fleet_ray.config import FleetConfig
 from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Scale
 from fleet_ray.replicas import KeptReplica
@@ -40,6 +41,7 @@ class Head:
         self._wanted = 0
         self._threads = 1
         self._stores: Stores
+        self._apis: Apis | None = None
 
     async def run(self) -> int:
         """Until SIGTERM or SIGINT; the exit status."""
@@ -57,6 +59,8 @@ class Head:
             await asyncio.gather(control, return_exceptions=True)
             self._scale(0)
             await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+            if self._apis is not None:
+                self._apis.close()
             await self._stores.close()
             ray.shutdown()
         return 0
@@ -72,18 +76,21 @@ class Head:
             log_to_driver=False,
             configure_logging=False,
         )
-        shipment = pack(self._config_path, config.name, config.run_dir / KEYS / "store.key")
+        shipment = pack(self._config_path, config.name, config.run_dir / KEYS)
         self._threads = shipment.worker.get("threads") or max(1, int(config.cpus_per_rank))
         here = Place(ray.get_runtime_context().get_node_id(), str(ray.util.get_node_ip_address()), sees_head=True)
         relay = await self._relay_endpoint(config.head_host or here.host, stop)
         if stop.is_set():
             return False
+        if config.node_apis:
+            self._apis = Apis(config.run_dir, config.head_host or here.host, port=config.api_port, api=shipment.api)
         self._stores = Stores(
             ray.put(shipment),
             here,
             run_dir=config.run_dir,
             relay=relay,
             fan_out=config.fan_out,
+            apis=self._apis,
             log_level=config.log_level,
         )
         log.info("in the Ray cluster, on node %s", here.node[:8], extra={"node": here.node, "relay": relay})
@@ -133,6 +140,8 @@ class Head:
         scratch = path.with_suffix(".new")
         scratch.write_text(json.dumps(self._endpoints))
         os.replace(scratch, path)
+        if self._apis is not None:
+            self._apis.look()
 
     async def _serve_control(self) -> None:
         context = zmq.asyncio.Context()

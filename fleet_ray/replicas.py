@@ -94,7 +94,8 @@ class KeptReplica:
             self._place, self.state, self.said = place, "starting", ""
             run_dir = await self._stores.at(place, self.index)
             devices = [one for ids in await asyncio.gather(*(h.ids.remote() for h in self._holders)) for one in ids]
-            host = "" if self._stores.serves_itself(place) else place.host
+            # On a socket file no API of another node could reach it.
+            host = "" if self._stores.serves_itself(place) and not self._config.node_apis else place.host
             self._told(self.index, await self._actor.start.remote(str(run_dir), host, devices))
             self.state = "running"
             said = {"replica": self.index, "node": place.node, "host": place.host}

@@ -16,19 +16,25 @@ SUFFIXES = {".json", ".txt", ".jinja", ".model"}
 KEYS = "replica-keys"
 """Directory in the head's run directory: store.key for the replicas, api.key for the API."""
 KEY_FILE = "replica.key"
+API_KEY_FILE = "api.key"
 LOCKS = ("lock", "store.lock")
 """Held by whoever uses a run directory."""
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """store, worker: the parts of the head's configuration. model: small files of the checkpoint, by name."""
+    """store, worker, api: the parts of the head's configuration. model: small files of the checkpoint, by name.
+
+    key: of the replicas; api_key: of whoever asks them.
+    """
 
     name: str
     store: dict[str, Any]
     worker: dict[str, Any]
     model: dict[str, bytes]
     key: bytes
+    api: dict[str, Any]
+    api_key: bytes
     release: str
 
     def store_name(self, label: str) -> str:
@@ -65,14 +71,38 @@ class Shipment:
         path.write_text(json.dumps({"store": store, "worker": worker}))
         return path
 
+    def unpack_api(self, run_dir: Path, label: str, *, head_url: str, host: str, port: int) -> Path:
+        """Write run_dir/api.json, for an API beside the node's store; returns its path."""
+        key = run_dir / API_KEY_FILE
+        key.touch(mode=0o600)
+        key.write_bytes(self.api_key)
+        api = self.api | {
+            "head_url": head_url,
+            "place": label,
+            "host": host,
+            "port": port,
+            "workers": 1,
+            "run_dir": str(run_dir),
+            "state_dir": None,
+            "replicas_file": str(run_dir / "replicas.json"),
+            "replica_keys": str(key),
+            "model": str(run_dir / "model"),
+            "served_model_name": self.api["served_model_name"] or Path(self.api["model"]).name,
+        }
+        path = run_dir / "api.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({"api": api}))
+        return path
 
-def pack(config_path: Path, name: str, key: Path) -> Shipment:
-    """From the head's config.json."""
+
+def pack(config_path: Path, name: str, keys: Path) -> Shipment:
+    """From the head's config.json, and its directory of keys."""
     document = json.loads(config_path.read_bytes())
     model = Path(document["worker"]["model_dir"])
     files = {p.name: p for p in model.iterdir() if p.suffix in SUFFIXES and p.is_file() and p.stat().st_size <= LARGEST}
     content = {name: path.read_bytes() for name, path in files.items()}
-    return Shipment(name, document["store"], document["worker"], content, key.read_bytes(), release())
+    key, api_key = ((keys / f"{whose}.key").read_bytes() for whose in ("store", "api"))
+    return Shipment(name, document["store"], document["worker"], content, key, document["api"], api_key, release())
 
 
 def release() -> str:

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet_ray.actors import NodeStore, Place
+from fleet_ray.apis import Apis
 from fleet_ray.errors import NodeGone, short
 from fleet_ray.shipment import sweep
 from fleet_ray.tree import ROOT, Tree
@@ -25,12 +26,23 @@ SWEEP_S = 8.0
 class Stores:
     """`at` brings one up, `leave` lets go of it. Only the head's loop touches it."""
 
-    def __init__(self, shipment: Any, head: Place, *, run_dir: Path, relay: str, fan_out: int, log_level: str) -> None:
-        """shipment: a reference to it in Ray's store. relay: where stores join the head's."""
+    def __init__(
+        self,
+        shipment: Any,
+        head: Place,
+        *,
+        run_dir: Path,
+        relay: str,
+        fan_out: int,
+        apis: Apis | None = None,
+        log_level: str,
+    ) -> None:
+        """shipment: a reference to it in Ray's store. relay: where stores join the head's. apis: nodes have some."""
         self._shipment = shipment
         self._head = head
         self._run_dir = run_dir
         self._relay = relay
+        self._apis = apis
         self._log_level = log_level
         self._tree = Tree(fan_out)
         self._lives: dict[str, _Life] = {}
@@ -51,7 +63,7 @@ class Stores:
             self._tree.add(place.node)
             with self._noted.open("a") as file:
                 file.write(f"{place.node}\n")
-            life = _Life(place.node, self._shipment, self._upstream, self._remove, self._log_level)
+            life = _Life(place.node, self._shipment, self._upstream, self._remove, self._apis, self._log_level)
             self._lives[place.node] = life
         life.users.add(replica)
         return await life.up()
@@ -111,9 +123,11 @@ class _Life:
         shipment: Any,
         upstream: Callable[[str], Awaitable[str]],
         gone: Callable[[str], None],
+        apis: Apis | None,
         log_level: str,
     ) -> None:
         """gone: the node is no more."""
+        self._apis = apis
         self.node = node
         self.users: set[int] = set()
         self.relay = ""
@@ -141,6 +155,8 @@ class _Life:
     async def stop(self) -> None:
         """End it, and remove what it wrote, if the node is still there."""
         self._task.cancel()
+        if self._apis is not None:
+            self._apis.gone(self.node)
         if not self._run_dir.done():
             self._run_dir.cancel()
         elif not self._run_dir.cancelled():
@@ -163,6 +179,8 @@ class _Life:
                 log.info("node %s: store is up", self.node[:8], extra={"node": self.node, "relay": self.relay})
                 if not self._run_dir.done():
                     self._run_dir.set_result(Path(run_dir))
+                if self._apis is not None:
+                    self._apis.beside(self.node, self._actor)
                 why = await self._actor.ended.remote()
             except ActorUnschedulableError as error:
                 self._actor = None

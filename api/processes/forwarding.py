@@ -12,7 +12,7 @@ does not move, has its request answered with 503 or 504: nobody knows then wheth
 import contextlib
 import re
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 GENERATE = frozenset(
     {
         *("/v1/rollout/generate", "/v1/rollout/score"),
-        *("/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"),
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/tokens"),
+        *("/generate", "/inference/v1/generate"),
     }
 )
 """Routes whose requests have ids."""
@@ -71,18 +72,34 @@ class Internal:
         await self._app(scope, receive, send)
 
 
-class ToLead:
-    """ASGI middleware around everything else of a process that does not lead. answered: counts what fails here."""
+class Decides(Protocol):
+    """The API that decides, as seen by one that does not."""
 
-    def __init__(self, app: ASGIApp, passing: "Passing", max_bytes: int, answered: Callable[[str, int], None]) -> None:
+    async def hand_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Have it answer. Raises ApiError while no answer has begun, ConnectionError after that."""
+
+
+class Elsewhere:
+    """ASGI middleware around an API that does not decide: what does not stay here is passed on. answered: counts what
+    fails on the way."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        to: Decides,
+        stays: Callable[[Scope], bool],
+        max_bytes: int,
+        answered: Callable[[str, int], None],
+    ) -> None:
         self._app = app
-        self._passing = passing
+        self._to = to
+        self._stays = stays
         self._max_bytes = max_bytes
         self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or is_internal(scope) or is_local(scope["path"]):
+        if scope["type"] != "http" or self._stays(scope):
             await self._app(scope, receive, send)
             return
         body = bytearray()
@@ -92,20 +109,36 @@ class ToLead:
                 return  # the client is gone
             body += message.get("body", b"")
             if len(body) > self._max_bytes:
-                # The lead would refuse it by its length; it need not travel.
+                # It would be refused there by its length, too; it need not travel.
                 scope["headers"] = [*scope["headers"], (b"content-length", str(len(body)).encode())]
                 await self._app(scope, _nothing_more, send)
                 return
             if not message.get("more_body", False):
                 break
         try:
-            await self._passing.hand_on(LEAD, scope, bytes(body), receive, send)
+            await self._to.hand_on(scope, bytes(body), receive, send)
         except ClientDisconnect:
             pass
         except ApiError as error:
             response = error_response(error)
             self._answered("none", response.status_code)
             await response(scope, receive, send)
+
+
+class ToLead:
+    """The first process, as the others of its host see it."""
+
+    def __init__(self, passing: "Passing") -> None:
+        self._passing = passing
+
+    async def hand_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """See Decides."""
+        await self._passing.hand_on(LEAD, scope, body, receive, send)
+
+
+def stays(scope: Scope) -> bool:
+    """Whether a process that does not lead answers this by itself."""
+    return is_internal(scope) or is_local(scope["path"])
 
 
 class Claiming:

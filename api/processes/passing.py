@@ -81,36 +81,9 @@ class Passing:
         work.result()
 
     async def _exchange(self, index: int, scope: Scope, body: bytes, send: Send) -> None:
-        client = self._client(index)
-        url = httpx.URL("http://api").copy_with(raw_path=_target(scope))
-        headers = [(k, v) for k, v in scope["headers"] if k not in _HOP]
-        headers.append((CLIENT, (scope["client"][0] if scope.get("client") else "").encode("latin-1")))
-        request = client.build_request(scope["method"], url, headers=headers, content=body)
-        answer = await self._reached(index, client, request)
-        try:
-            kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _HOP - {b"content-length"}]
-            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
-            async for part in answer.aiter_raw():
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except httpx.TransportError:
-            raise Unavailable(f"API process {index} went away before it had answered") from None
-        finally:
-            await answer.aclose()
-
-    async def _reached(self, index: int, client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
-        until = asyncio.get_running_loop().time() + COME_BACK_S
-        while True:
-            try:
-                return await client.send(request, stream=True)
-            except httpx.ConnectError:
-                if asyncio.get_running_loop().time() >= until:
-                    raise Unavailable(f"API process {index} is not there; nothing was done") from None
-                await asyncio.sleep(AGAIN_S)
-            except httpx.TransportError:
-                raise Unavailable(
-                    f"API process {index} went away before it answered; whether it did what was asked is not known"
-                ) from None
+        client = (scope["client"][0] if scope.get("client") else "").encode("latin-1")
+        scope = {**scope, "headers": [*scope["headers"], (CLIENT, client)]}
+        await exchange(self._client(index), f"API process {index}", scope, body, send)
 
     def _client(self, index: int) -> httpx.AsyncClient:
         if index not in self._clients:
@@ -121,6 +94,41 @@ class Passing:
                 base_url="http://api", transport=transport, timeout=httpx.Timeout(None, connect=2.0), trust_env=False
             )
         return self._clients[index]
+
+
+async def exchange(client: httpx.AsyncClient, name: str, scope: Scope, body: bytes, send: Send) -> None:
+    """Pass a request on as it came, and its answer back. name: of who answers. Raises Unavailable.
+
+    One that is not there is waited for, COME_BACK_S; nothing is sent twice.
+    """
+    url = client.base_url.copy_with(raw_path=_target(scope))
+    headers = [(k, v) for k, v in scope["headers"] if k not in _HOP]
+    answer = await _reached(client, name, client.build_request(scope["method"], url, headers=headers, content=body))
+    try:
+        kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _HOP - {b"content-length"}]
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+        async for part in answer.aiter_raw():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    except httpx.TransportError:
+        raise Unavailable(f"{name} went away before it had answered") from None
+    finally:
+        await answer.aclose()
+
+
+async def _reached(client: httpx.AsyncClient, name: str, request: httpx.Request) -> httpx.Response:
+    until = asyncio.get_running_loop().time() + COME_BACK_S
+    while True:
+        try:
+            return await client.send(request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            if asyncio.get_running_loop().time() >= until:
+                raise Unavailable(f"{name} is not there; nothing was done") from None
+            await asyncio.sleep(AGAIN_S)
+        except httpx.TransportError:
+            raise Unavailable(
+                f"{name} went away before it answered; whether it did what was asked is not known"
+            ) from None
 
 
 def _target(scope: Scope) -> bytes:

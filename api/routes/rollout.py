@@ -211,6 +211,14 @@ async def verify(service: Uses) -> ChecksumsResponse:
     )
 
 
+@router.get("/apis", dependencies=data)
+async def apis(service: Uses) -> schema.ApisResponse:
+    """Where requests may be sent: here, and with `--ray` to the API of each node, which prefers its own replicas."""
+    others = service.others.apis() if service.others is not None else {}
+    found = {service.config.place: service.own_url} | others
+    return schema.ApisResponse(apis=[schema.ApiPlace(place=place, url=url) for place, url in found.items()])
+
+
 async def _prompt_ids(body: schema.GenerateRequest, model: Model) -> list[list[int]]:
     if body.prompt is not None:
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt

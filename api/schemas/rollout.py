@@ -375,6 +375,19 @@ class Ok(Strict):
     ok: bool = True
 
 
+class ApiPlace(Strict):
+    """An API of the fleet. place: its node; url: where it listens."""
+
+    place: str
+    url: str
+
+
+class ApisResponse(Strict):
+    """This one first, then those of other nodes."""
+
+    apis: list[ApiPlace]
+
+
 class PrefixCacheReset(Strict):
     """empty: nothing is cached any more; false while running sequences hold blocks."""
 

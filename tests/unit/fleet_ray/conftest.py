@@ -33,4 +33,4 @@ def packed(tmp_path):
     config = compose(options)
     config.api.run_dir.mkdir()
     make_keys(config.api.run_dir / KEYS, "api")
-    return pack(config.write(), "svc", config.api.run_dir / KEYS / "store.key")
+    return pack(config.write(), "svc", config.api.run_dir / KEYS)

@@ -1,0 +1,117 @@
+"""An API on every node: tokens do not pass the head, and what the head decides holds everywhere."""
+
+import asyncio
+import json
+
+from worker.messages import Generate, Pause
+
+GENERATE = "/v1/rollout/generate"
+PROMPT = {"prompt_ids": [65], "max_tokens": 2}
+
+
+async def generate(api, **fields):
+    return await api.client.post(GENERATE, json=PROMPT | fields)
+
+
+async def test_a_node_answers_by_itself_with_its_own_replica_and_the_head_hears_nothing(apis, replicas):
+    head, *nodes = apis
+    for number, node in enumerate(nodes):
+        for _ in range(3):
+            reply = await generate(node)
+            assert reply.status_code == 200
+        assert len(replicas[number].got(Generate)) == 3
+    assert not head.service.generations.open
+    assert head.service.metrics.answered  # it counts what it answers
+    text = (await head.client.get("/metrics")).text
+    assert not [line for line in text.splitlines() if GENERATE in line and not line.endswith(" 0.0")]
+
+
+async def test_a_node_whose_replica_is_away_gives_its_requests_to_others(apis, replicas, until):
+    _, node, _ = apis
+    replicas[0].move("stopped")
+    await until(lambda: node.service.fleet.replicas[0].state == "stopped")
+    assert (await generate(node)).status_code == 200
+    assert len(replicas[1].got(Generate)) == 1
+
+
+async def test_a_session_has_one_replica_in_every_api(apis, replicas):
+    for session in "abcdef":
+        before = [len(r.got(Generate)) for r in replicas]
+        for api in apis:
+            assert (await generate(api, session=session)).status_code == 200
+        assert sorted(len(r.got(Generate)) - b for r, b in zip(replicas, before, strict=True)) == [0, 3]
+    assert all(r.got(Generate) for r in replicas), "no session's replica is another's"
+
+
+async def test_a_pause_asked_of_a_node_is_the_heads_and_holds_requests_everywhere(apis, replicas, until):
+    _, node, other = apis
+    paused = await node.client.post("/v1/rollout/pause", json={"mode": "keep"})
+    assert paused.json()["paused"]
+    assert [len(r.got(Pause)) for r in replicas] == [1, 1], "once, by the head"
+    await until(lambda: all(api.service.fleet.paused for api in apis))
+    waiting = [asyncio.create_task(generate(api)) for api in apis]
+    await asyncio.sleep(0.3)
+    assert not any(task.done() for task in waiting)
+    for api in (node, other):  # they do not take the pause for replicas that are not ready, whose requests wait less
+        assert (await api.client.get("/v1/rollout/pause")).json()["paused"]
+        flight = next(iter(api.service.fleet.flights))
+        assert not api.service.fleet._overdue(flight, flight.unready_since + 3000)
+    assert (await other.client.post("/v1/rollout/resume")).status_code == 200
+    assert [(await task).status_code for task in waiting] == [200, 200, 200]
+    await until(lambda: not any(api.service.fleet.paused for api in apis))
+
+
+async def test_requests_are_ended_wherever_they_are_by_id_or_all(apis, replicas, until):
+    head, node, _ = apis
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(1)
+    tasks = [asyncio.create_task(generate(api, request_id=f"r{i}")) for i, api in enumerate(apis)]
+    await until(lambda: sum(len(r.running) for r in replicas) == 3)
+    ended = await node.client.post("/v1/rollout/abort", json={"request_ids": ["r2", "nobody's"]})
+    assert ended.json()["aborted"] == 1
+    assert (await tasks[2]).json()["outputs"][0]["finish_reason"] == "abort"
+    assert (await head.client.post("/v1/rollout/abort")).json()["aborted"] == 2
+    for task in tasks[:2]:
+        assert (await task).json()["outputs"][0]["finish_reason"] == "abort"
+
+
+async def test_connections_of_one_api_speak_for_that_one_alone(apis):
+    """A replica ends "whatever I asked for" by the name of who asks; one without a name would speak for all."""
+    names = [{replica.link._name for replica in api.service.fleet.replicas} for api in apis]
+    assert names == [{"head"}, {"n0"}, {"n1"}]
+
+
+async def test_tokens_are_checked_by_the_head_too(apis):
+    _, node, _ = apis
+    reply = await node.client.post("/v1/rollout/pause", headers={"authorization": "Bearer another"})
+    assert reply.status_code in (401, 403)
+    assert (await node.client.post(GENERATE, json=PROMPT, headers={"authorization": ""})).status_code in (401, 403)
+
+
+async def test_every_api_names_versions_as_the_head_does(apis, until):
+    head, node, _ = apis
+    await head.service.versions.give("step-7")
+    said = (head.service.config.run_dir / "version_names.json").read_bytes()
+    (node.service.config.run_dir / "version_names.json").write_bytes(said)  # as the fleet's process does
+    await until(lambda: node.service.versions.live == "step-7")
+
+
+async def test_all_apis_are_named_to_whoever_asks_any_of_them(apis):
+    head, node, _ = apis
+    listed = (await node.client.get("/v1/rollout/apis")).json()["apis"]
+    assert [one["place"] for one in listed] == ["head", "n0", "n1"]
+    assert listed[0]["url"] == (head.service.config.run_dir / "http_url").read_text()
+    assert {one["url"] for one in listed[1:]} == set(
+        json.loads((head.service.config.run_dir / "apis.json").read_text()).values()
+    )
+
+
+async def test_without_the_head_data_routes_are_answered_and_others_say_that_it_is_away(apis, monkeypatch):
+    from api.processes import passing
+
+    monkeypatch.setattr(passing, "COME_BACK_S", 0.3)
+    head, node, _ = apis
+    head.server.servers[0].close()
+    reply = await node.client.post("/v1/rollout/pause")
+    assert (reply.status_code, "not there" in reply.json()["error"]["message"]) == (503, True)
+    assert (await generate(node)).status_code == 200
