@@ -394,7 +394,7 @@ class TokenizeRequest(Template):
     """Text, or a conversation. One of them."""
 
     model: str | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Makes no difference to the prompt."""
     prompt: str | None = None
     messages: Messages | None = None

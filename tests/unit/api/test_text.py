@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from api.text import StreamedText, TextOptions, final_text
 from tests.unit.api.byte_tokenizer import ByteTokenizer
+from tests.unit.worker.letters import END, OTHER_END, ids, letters
 from worker.messages import SamplingParams
 from worker.sequence import StopCheck, StopRules
 
@@ -13,7 +14,7 @@ BYTES = ByteTokenizer()
 
 
 def ends(ids: list[int], stops: list[str], min_tokens: int) -> tuple[list[int], str | None]:
-    """As the worker ends a sequence: at the first token that completes a stop string, from min_tokens on."""
+    """As the worker ends a sequence: at the first token that completes a stop string,     from min_tokens on."""
     sampling = SamplingParams(stop=stops, min_tokens=min_tokens, ignore_eos=True)
     check = StopCheck(StopRules(sampling, (), len(ids)), BYTES.stream(skip_special=False))
     for n, token_id in enumerate(ids, 1):
@@ -94,3 +95,12 @@ async def test_many_short_texts_are_a_long_one(model, monkeypatch):
     assert threads == {False}
     assert await model.encode_all(["A", "B"]) == [[65], [66]]
     assert threads == {False, True}
+
+
+def test_a_special_token_that_is_kept_is_shown_and_others_are_not() -> None:
+    """Marks of calls are special tokens of some checkpoints."""
+    tokenizer = letters()
+    sampled = [*ids("ab"), OTHER_END, *ids("c"), END, *ids("d")]
+    for kept, shown in ((frozenset(), "abcd"), (frozenset(["<other>", "<tool_call>"]), "ab<other>cd")):
+        stream = StreamedText(tokenizer, TextOptions(kept=kept))
+        assert "".join(stream.push([token]) for token in sampled) + stream.push([], "length") == shown

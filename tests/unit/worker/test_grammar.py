@@ -434,3 +434,16 @@ def test_a_chain_as_long_as_a_grammar_can_be(grammar):
     )
     assert done.returncode == 0, done.stderr[-1000:]
     assert done.stdout.strip() in ("a", "1")
+
+
+def test_a_mark_that_is_a_special_token_is_that_token_and_no_text(grammars):
+    made = compiled(
+        grammars, '{"grammars": [{"lark_grammar": "start: \\"a\\" <other> TEXT <other>\\nTEXT: /[a-c]*/"}]}'
+    )
+    matcher = made.matcher(frozenset([END]))
+    matcher.record(ids("a")[0])
+    assert allowed(matcher) == f"<{OTHER_END}>"
+    matcher.record(OTHER_END)
+    assert allowed(matcher) == f"abc<{OTHER_END}>"
+    matcher.record(OTHER_END)
+    assert allowed(matcher) == f"<{END}>"
