@@ -19,6 +19,8 @@ class Report:
     logprob_gap_max: float = 0.0
     mixed: int = 0  # answers that hold tokens of more than one version
     tokens: int = 0
+    rescored: int = 0  # answers that the service scored once more, under the version that made them
+    unequal: int = 0  # of those, with another bit in a logprob; 0 where replicas are deterministic
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -38,6 +40,8 @@ class Report:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "logprob_gap_max": self.logprob_gap_max,
             "answers_of_mixed_versions": self.mixed,
+            "answers_rescored": self.rescored,
+            "answers_rescored_unequal": self.unequal,
             "seconds": round(time.monotonic() - self.started, 1),
         }
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -28,12 +28,15 @@ class Rollouts:
     """A batch to learn from; versions [B, ANSWER_LEN]: the weight version of each answer token, -1 = no token.
 
     renewed [B, ANSWER_LEN]: the answer token at which everything before it was last computed again; 0 = never.
+    rescored: answers that the version which made them scored once more; unequal: those with another bit in a logprob.
     """
 
     batch: Batch
     versions: Ids
     renewed: Ids
     tokens: int
+    rescored: int = 0
+    unequal: int = 0
 
 
 class RolloutStream:
@@ -97,7 +100,22 @@ class RolloutStream:
         outputs = [output for reply in replies for output in reply.outputs]
         if broken := [o for o in outputs if o.finish_reason not in ("stop", "length")]:
             raise RuntimeError(f"{len(broken)} of {len(outputs)} samples ended with {broken[0].finish_reason}")
-        return Samples(np.repeat(prompts, self._group, axis=0), np.repeat(answers, self._group, axis=0), outputs)
+        wide = np.repeat(prompts, self._group, axis=0)
+        same, unequal = await self._rescored(wide[:: self._group], outputs[:: self._group])
+        return Samples(wide, np.repeat(answers, self._group, axis=0), outputs, same + unequal, unequal)
+
+    async def _rescored(self, prompts: Ids, outputs: list[Output]) -> tuple[int, int]:
+        """How many answers have, and have not, the very logprobs that the version which made them gives them now.
+
+        Of those that one version made which is still live: their importance ratio is exactly 1.
+        """
+        scores = await self._client.score(prompts.tolist(), [output.token_ids for output in outputs], temperature=1.0)
+        found = [
+            output.logprobs == score.logprobs
+            for output, score in zip(outputs, scores.outputs, strict=True)
+            if [span.version for span in output.spans] == [score.weight_version]
+        ]
+        return found.count(True), found.count(False)
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,8 @@ class Samples:
     prompts: Ids
     answers: Ids
     outputs: list[Output]
+    rescored: int = 0
+    unequal: int = 0
 
 
 def collate(parts: list[Samples]) -> Rollouts:
@@ -129,4 +149,6 @@ def collate(parts: list[Samples]) -> Rollouts:
                 renewed[row, span.start :] = span.start
     mask = (versions >= 0).astype(np.float32)
     scored = rewards([output.token_ids for output in outputs], answers)
-    return Rollouts(Batch(ids, PROMPT_LEN, logprobs, mask, scored), versions, renewed, int(mask.sum()))
+    rescored, unequal = sum(part.rescored for part in parts), sum(part.unequal for part in parts)
+    batch = Batch(ids, PROMPT_LEN, logprobs, mask, scored)
+    return Rollouts(batch, versions, renewed, int(mask.sum()), rescored, unequal)

@@ -73,6 +73,8 @@ def run(
                 report.staleness.append(float(version - 1 - rollouts.versions[present].mean()))
                 report.mixed += int((np.where(present, rollouts.versions, -1).max(1) > rollouts.versions[:, 0]).sum())
                 report.tokens += rollouts.tokens
+                report.rescored += rollouts.rescored
+                report.unequal += rollouts.unequal
                 progress.update(report, version)
     return report.write(out)
 

@@ -1,4 +1,6 @@
-"""The demo in short: every step pushes, every logprob fits its version, and Ctrl-C leaves nothing."""
+"""The demo in short: every step pushes, every logprob fits its version, what is scored again has the bits of sampling,
+and Ctrl-C leaves nothing.
+"""
 
 import json
 import os
@@ -26,6 +28,8 @@ def six_steps(out: Path) -> int:
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == summary["versions_pushed"] == 6
     assert summary["logprob_gap_max"] < 1e-4
+    assert summary["answers_rescored"] > 0
+    assert summary["answers_rescored_unequal"] == 0
     assert (out / "reward.png").exists()
     assert not left_by(trainer.pid)
     return int(summary["answers_of_mixed_versions"])
