@@ -20,6 +20,7 @@ _TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is 2 + 2
 _TEXT: dict[str, Any] = {"prompt": "2 + 2 =", "max_tokens": 16}
 _NEXT: dict[str, Any] = {"path": "/models/next"}
 _ADAPTER: dict[str, Any] = {"name": "tuned"}
+_LORA: dict[str, Any] = {"lora_name": "tuned"}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/rollout/generate": _TEXT,
     "/v1/rollout/score": {"prompt_ids": [[1, 2, 3]], "token_ids": [[4, 5]]},
@@ -46,6 +47,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/areal_update_weights": {"model_path": "/models/next"},
     "/update_weight_version": {"new_version": "step-7"},
     "/get_weights_by_name": {"name": "model.norm.weight"},
+    "/v1/load_lora_adapter": _LORA | {"lora_path": "/models/tuned"},
+    "/v1/unload_lora_adapter": _LORA,
+    "/load_lora_adapter": _LORA | {"lora_path": "/models/tuned"},
+    "/unload_lora_adapter": _LORA,
     "/generate": {"text": "2 + 2 =", "sampling_params": {"max_new_tokens": 16}},
 }
 """By route; of one that is not here, nothing: its body may be left out."""
