@@ -64,6 +64,7 @@ class PaddleEngine:
                 drafts=drafts,
                 deterministic=config.deterministic,
                 sum_parts=config.sum_parts,
+                others=[shard_of(model, manifest, other, config.tp) for other in range(config.tp) if other != rank],
             )
             self._backend.asked = lambda: self.asked()  # noqa: PLW0108  which is set later
             kernels, deterministic = self._backend.kernels, self._backend.deterministic

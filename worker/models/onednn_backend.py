@@ -76,7 +76,8 @@ def padded(tokens: int, alone: int = 1) -> int:
 class OneDnnBackend:
     """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. sites: where
     adapters may act. drafts: whether the drafting layer is used. deterministic, sum_parts: see `WorkerConfig`; raises
-    ValueError where they are asked for and cannot be.
+    ValueError where they are asked for and cannot be. others: the shards of the other ranks, which must come to the
+    same number of columns.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class OneDnnBackend:
         drafts: bool = False,
         deterministic: Literal["auto", "on", "off"] = "auto",
         sum_parts: int = 1,
+        others: Sequence[Shard] = (),
     ) -> None:
         self._drafts = drafts
         self.asked: Callable[[], bool] = never  # whether a step is to be given up
@@ -102,7 +104,8 @@ class OneDnnBackend:
         self._native, why = compiled_kernels(spec.head_dim)
         self.kernels = Kernels("onednn" if why else "compiled", why)
         self._sum_parts = _own_parts(spec, shard, sum_parts)
-        self._few = self._native is not None and fits(spec, shard, self._sum_parts)
+        self._shards = [shard, *others]
+        self._few = self._native is not None and all(fits(spec, s, self._sum_parts) for s in self._shards)
         self.deterministic, self._alone = self._in_one_order("on" if sum_parts > 1 else deterministic), 1
         if self.deterministic.on and not self._same_few():
             self._few, self._alone = False, 16
@@ -205,7 +208,8 @@ class OneDnnBackend:
             return False
         shapes = {
             (shape[0], shape[1] // self._sum_parts) if name.endswith(_SUMMED) else shape
-            for name, shape in self._shard.shapes.items()
+            for shard in self._shards
+            for name, shape in shard.shapes.items()
             if len(shape) == 2 and not name.endswith("mtp_linear_proj.0.weight")
         }
         return all(self._part(shape) is not None for shape in shapes)

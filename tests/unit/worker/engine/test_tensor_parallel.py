@@ -10,6 +10,7 @@ import pytest
 
 from tests import family_cases
 from tests.engine_cases import ADAPTERS
+from tests.reference.checkpoint import Checkpoint
 from worker.rendezvous import group_environment, ports_needed
 from worker.service import free_ports
 
@@ -59,6 +60,21 @@ def test_one_two_and_four_ranks_have_the_same_bits():
     assert len(one) == 2 * len(names)
     assert one == two == four
     assert _told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
+
+
+def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, monkeypatch, tmp_path):
+    """What they sum must be of one size; whether few tokens' products have oneDNN's bits is known shape by shape."""
+    Checkpoint.random(tmp_path / "odd", 0, vocab_size=129)
+    model = checkpoint_class(tmp_path / "odd", tp=2)
+    first, second = (model.engine(rank=rank, group=object(), bound=False)._shard.shapes for rank in range(2))
+    own = {first[name] for name in first if first[name] != second[name]}
+    assert own, "the shards are even: the test does not ask its question"
+    monkeypatch.setattr(
+        "worker.models.onednn_backend.part_of_onednn",
+        lambda _, __, rows, columns, narrow: None if (rows, columns) in own else columns,
+    )
+    engines = [model.engine(rank=rank, group=object(), bound=False, deterministic="on") for rank in range(2)]
+    assert {engine._backend.form(1) for engine in engines} == {(16, False)}
 
 
 @pytest.mark.parametrize(
