@@ -247,6 +247,15 @@ class Committed(Message, tag="committed", frozen=True):
     already: bool = False  # it was live before this push
 
 
+class Merge(Message, tag="merge", frozen=True):
+    """[TRAINER] the model's next version is its weights, without any adapter, and this one's changes -> `Committed`."""
+
+    adapter: str
+    version: int
+    in_flight: InFlight = "keep"
+    deadline_s: float = 60.0
+
+
 class Unload(Message, tag="unload", frozen=True):
     """[TRAINER] nobody is to be served by this adapter any more."""
 
@@ -284,7 +293,7 @@ class Error(Message, tag="error", frozen=True):
     retryable: bool = False
 
 
-Request = Hello | Begin | Chunk | Written | Renew | Seal | Commit | Abort | Unload
+Request = Hello | Begin | Chunk | Written | Renew | Seal | Commit | Abort | Merge | Unload
 Reply = Welcome | Placement | Renewed | Sealed | Committed | Aborted | Unloaded | Error
 
 encode = msgspec.msgpack.Encoder().encode

@@ -31,6 +31,7 @@ from rollout_client.protocol import (
     Committed,
     Hello,
     InFlight,
+    Merge,
     Message,
     Placement,
     Seal,
@@ -196,6 +197,7 @@ class WeightPublisher:
         rank: int = 0,
         world: int = 1,
         adapter: str | None = None,
+        merge: bool = False,
         timeout_s: float = 60.0,
     ) -> PushReport:
         """Make these tensors the live version of a LoRA adapter; returns once every replica serves `name` with it.
@@ -212,6 +214,7 @@ class WeightPublisher:
             with, which stays loaded until the last of them has ended.
         base_version: send only some tensors; the others are taken from this version of the adapter.
         adapter: which one, of several in the model's own state dict.
+        merge: `merge_adapter` follows, under the same version; the report is that of the merge.
         rank, world, force, timeout_s: as in `push`.
 
         Raises as `push` does; ValueError also for what cannot be served as a LoRA adapter.
@@ -227,7 +230,40 @@ class WeightPublisher:
             force=force,
             adapter=AdapterPush(name, adapter_config(config)),
         )
-        return self._push_alone(adapter_tensors(named_tensors, adapter), begin, timeout_s)
+        if not merge:
+            return self._push_alone(adapter_tensors(named_tensors, adapter), begin, timeout_s)
+        if in_flight == "finish":
+            raise ValueError(
+                "in_flight='finish' cannot be merged: of the model itself, one version is served at a time"
+            )
+        deadline = time.monotonic() + timeout_s
+        self._push_alone(adapter_tensors(named_tensors, adapter), begin, timeout_s)
+        return self.merge_adapter(name, version, in_flight=in_flight, timeout_s=_left(deadline))
+
+    def merge_adapter(
+        self, name: str, version: int, *, in_flight: InFlight = "keep", timeout_s: float = 180.0
+    ) -> PushReport:
+        """Make the model's weights with this adapter's changes in them the live version, as a push of them would.
+
+        The store makes them, in float32 and rounded once, from weights into which no adapter was merged: from what is
+        live, or was before the last merge. So a trainer may merge each version of its adapter. Memory for one more
+        version of the model is kept from then on.
+        version: of the model, as in `push`. Raises as `push` does.
+        """
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(InFlight))}")
+        started = time.monotonic()
+        deadline, patience = started + timeout_s, min(timeout_s, self._busy_timeout_s) + started
+        with self._alone(deadline):
+            self._connect(min(self._connect_timeout_s, _left(deadline)), "")
+            while True:
+                try:
+                    committed = self._ask(Merge(name, version, in_flight, _left(deadline)), Committed, deadline)
+                    return report_of(committed, 0, "merge", {"commit": time.monotonic() - started})
+                except Busy as busy:
+                    if not busy.retryable or time.monotonic() + BUSY_PAUSE_S > patience:
+                        raise
+                    time.sleep(BUSY_PAUSE_S)
 
     def unload_adapter(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Returns once no replica begins anything under this name; what runs ends on the version it has.

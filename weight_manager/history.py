@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: int
     digest: str
     time: float  # seconds since 1970
-    source: str  # "push", "disk", "snapshot"
+    source: str  # "push", "disk", "snapshot", "relay", "rollback", "merge"
     client: str = ""
     bytes: int = 0
     replicas: int = 0
@@ -54,6 +54,7 @@ class Saved(msgspec.Struct, frozen=True):
     members: list[str] = []  # stores below that may hold a lease
     adapter: str = ""  # whose versions these are; "": the model's
     shape: AdapterShape | None = None  # of the adapter
+    unmerged: Live | None = None  # while an adapter is merged into what is live: the weights without it
     doubt: Live | None = None  # flipped at the word of the store above, which has not said yet whether it counts
 
 
@@ -91,14 +92,32 @@ class History:
 
     def moved(self, arena: Path, layout: str) -> None:
         """A new arena: whatever the old one held is gone, nothing is live."""
-        empty = msgspec.structs.replace(self.saved, live=None, previous=None, doubt=None)
+        empty = msgspec.structs.replace(self.saved, live=None, previous=None, unmerged=None, doubt=None)
         self._write(msgspec.structs.replace(empty, arena=str(arena), layout=layout))
 
     def commit(self, live: Live, record: Record) -> None:
         """Make `live` what is served: the commit point."""
         records = [*self.saved.records, record][-self._keep :]
-        previous = self.saved.live
-        self._write(msgspec.structs.replace(self.saved, live=live, previous=previous, records=records, doubt=None))
+        changed = msgspec.structs.replace(self.saved, live=live, previous=self.saved.live, records=records, doubt=None)
+        self._write(msgspec.structs.replace(changed, unmerged=self._left_unmerged(live, record)))
+
+    @property
+    def without_adapters(self) -> Live | None:
+        """The live version, or what it was before an adapter was merged into it; None when that is not kept."""
+        live = self.saved.live
+        return self.saved.unmerged if live is not None and self._is_merged(live) else live
+
+    def kept_slots(self) -> tuple[int, ...]:
+        """Beside that of the live version: what the next merge starts from."""
+        return (self.saved.unmerged.slot,) if self.saved.unmerged is not None else ()
+
+    def _is_merged(self, live: Live) -> bool:
+        return any(record.source == "merge" and record.digest == live.digest for record in self.saved.records)
+
+    def _left_unmerged(self, live: Live, record: Record) -> Live | None:
+        if record.source == "merge":
+            return self.without_adapters
+        return self.saved.unmerged if record.source == "rollback" and self._is_merged(live) else None
 
     def may_go_live(self, live: Live) -> None:
         """Every rank here has flipped to `live`, but the store above has the word: a restart must find the bytes."""
@@ -117,8 +136,8 @@ class History:
 
     def forget_previous(self) -> None:
         """Nobody vouches for its slot any more."""
-        if self.saved.previous is not None:
-            self.saved = msgspec.structs.replace(self.saved, previous=None)
+        if self.saved.previous is not None or self.saved.unmerged is not None:
+            self.saved = msgspec.structs.replace(self.saved, previous=None, unmerged=None)
 
     def amend(self, epoch: int, stall_ms: dict[str, float]) -> None:
         """Add what replicas reported after the commit; reaches the disk with the next write."""

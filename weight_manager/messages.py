@@ -257,6 +257,17 @@ class RollbackAdapter(Message, tag="rollback_adapter", frozen=True):
     deadline_s: float = 60.0
 
 
+class MergeAdapter(Message, tag="merge_adapter", frozen=True):
+    """[API] the model's next version is its weights with this adapter's changes in them -> Result, as after a push."""
+
+    call: str
+    name: str
+    version: int | None = None  # None: live + 1
+    run_id: str | None = None  # None: the adapter's
+    in_flight: InFlight = "keep"
+    deadline_s: float = 180.0
+
+
 class AbortSession(Message, tag="abort_session", frozen=True):
     """[API] end the running push session, whoever holds it. adapter: of its name; "": of the model."""
 
@@ -331,6 +342,7 @@ FromApi = (
     | LoadAdapter
     | UnloadAdapter
     | RollbackAdapter
+    | MergeAdapter
 )
 ToReplica = Registered | Adopt | Prepare | Flip | Finalize | Rollback | Adapters | Refused
 ToApi = Status | Result | Refused

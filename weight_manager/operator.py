@@ -27,6 +27,7 @@ from weight_manager.messages import (
     GetStatus,
     LoadAdapter,
     LoadDisk,
+    MergeAdapter,
     ReadTensor,
     Result,
     RollbackAdapter,
@@ -57,6 +58,7 @@ class Operator:
         *,
         replicas: Replicas,
         lines: Lines,
+        adapters: AdapterCalls,
         files: Background,
         counters: Counters,
         relay: Callable[[float], dict[str, Any] | None],
@@ -66,7 +68,7 @@ class Operator:
         self._coordinator = coordinator
         self._replicas = replicas
         self._lines = lines
-        self._adapters = AdapterCalls(config, lines, files)
+        self._adapters = adapters
         self._files = files
         self._counters = counters
         self._relay = relay
@@ -100,13 +102,12 @@ class Operator:
                 case CommitSession():
                     self._commit(peer, request)
                 case LoadAdapter():
-                    self._coordinator.check_root()
                     self._adapters.load(request, functools.partial(self._send, peer))
                 case UnloadAdapter():
-                    self._coordinator.check_root()
                     self._adapters.unload(request, functools.partial(self._send, peer))
+                case MergeAdapter():
+                    self._adapters.merge(request, functools.partial(self._done, peer, request.call))
                 case RollbackAdapter():
-                    self._coordinator.check_root()
                     self._adapters.rollback(request, functools.partial(self._send, peer))
         except PushRefused as refusal:
             self._send(peer, refused(request.call, refusal))

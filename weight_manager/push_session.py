@@ -14,7 +14,7 @@ from weight_manager.staging import Staging
 
 MAX_VERSION = (1 << 63) - 1
 """Versions travel as signed 64-bit integers between ranks."""
-Source = Literal["push", "disk", "snapshot", "relay", "rollback"]
+Source = Literal["push", "disk", "snapshot", "relay", "rollback", "merge"]
 
 
 class Owner(Protocol):

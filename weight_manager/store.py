@@ -21,6 +21,7 @@ from rollout_client.curve import TrainerKeys
 from rollout_client.native import kernels
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
+from weight_manager.adapters.calls import AdapterCalls
 from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background, Inbox
 from weight_manager.checkpoint import read_config
@@ -99,7 +100,7 @@ class Store:
         push_file, relay_file = config.run_dir / "push_endpoint", config.run_dir / "relay_endpoint"
         self._push = self._bind(config.push_endpoint, cap, PUSH_BACKLOG, keys, push_file)
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
-        slots = Slots(self._arena, self._background)
+        slots = Slots(self._arena, self._background, in_use=self._history.kept_slots)
         lease = None if config.upstream is None else Lease(self._arena, config.relay_lease_s)
         self._coordinator = Coordinator(
             config,
@@ -142,12 +143,14 @@ class Store:
             made=self._made,
         )
         self._lines.take_over()
-        self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data, self._lines)
+        adapters = AdapterCalls(config, self._coordinator, self._lines, self._files)
+        self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data, self._lines, adapters)
         self._operator = Operator(
             config,
             self._coordinator,
             replicas=self._replicas,
             lines=self._lines,
+            adapters=adapters,
             files=self._files,
             counters=counters,
             relay=self._relay_status,

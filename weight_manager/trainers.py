@@ -17,6 +17,7 @@ from rollout_client.protocol import (
     Error,
     ErrorCode,
     Hello,
+    Merge,
     Renew,
     Reply,
     Request,
@@ -27,12 +28,14 @@ from rollout_client.protocol import (
     Written,
     encode,
 )
+from weight_manager.adapters.calls import AdapterCalls
 from weight_manager.adapters.line import AdapterGroup
 from weight_manager.adapters.lines import Lines
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
+from weight_manager.messages import MergeAdapter
 from weight_manager.metrics import Counters
 from weight_manager.push_session import MAX_VERSION, Intent
 from weight_manager.trainer_group import SessionRequest, TrainerGroup
@@ -57,14 +60,16 @@ class Trainers:
         counters: Counters,
         data: DataPlane,
         lines: Lines,
+        adapters: AdapterCalls,
     ) -> None:
-        """coordinator, data: of the model's weights. lines: of adapters."""
+        """coordinator, data: of the model's weights. lines, adapters: of LoRA adapters, and what is no push of one."""
         self._config = config
         self._coordinator = coordinator
         self._router = router
         self._counters = counters
         self._data = data
         self._lines = lines
+        self._adapters = adapters
         self._store_id = secrets.token_hex(8)
         self._peers: OrderedDict[bytes, Hello] = OrderedDict()
         self._groups: OrderedDict[str, TrainerGroup] = OrderedDict()
@@ -88,6 +93,8 @@ class Trainers:
                         group.written(peer, request, now)
                 case Renew() | Seal() | Commit() | Abort():
                     self._of_session(peer, request, now)
+                case Merge():
+                    self._merge(peer, request)
                 case Unload():
                     self._unload(peer, request, now)
         except PushRefused as refusal:
@@ -161,7 +168,8 @@ class Trainers:
         hello = self._peers.get(peer)
         if hello is None:
             raise PushRefused("unauthorized", "say Hello first")
-        self._coordinator.check_root()
+        if begin.adapter is None:
+            self._coordinator.check_root()  # adapters are each store's own
         self._check(begin)
         line = self._lines.for_push(begin.adapter, begin.parts) if begin.adapter is not None else None
         coordinator = self._coordinator if line is None else line.coordinator
@@ -192,10 +200,24 @@ class Trainers:
             del self._groups[session]
         return placement
 
+    def _merge(self, peer: bytes, request: Merge) -> None:
+        hello = self._peers.get(peer)
+        if hello is None:
+            raise PushRefused("unauthorized", "say Hello first")
+        live = self._coordinator.history.live
+        if live is not None and (live.run_id, live.version) == (hello.run_id, request.version):
+            self._answer(peer, Committed(live.version, live.digest, 0, {}, {}, already=True))
+            return
+
+        def done(outcome: Committed | PushRefused) -> None:
+            self._answer(peer, outcome if isinstance(outcome, Committed) else outcome.to_wire())
+
+        asked = (request.adapter, request.version, hello.run_id, request.in_flight, request.deadline_s)
+        self._adapters.merge(MergeAdapter("", *asked), done)
+
     def _unload(self, peer: bytes, request: Unload, now: float) -> None:
         if peer not in self._peers:
             raise PushRefused("unauthorized", "say Hello first")
-        self._coordinator.check_root()
 
         def done(refusal: PushRefused | None) -> None:
             self._answer(peer, Unloaded(request.adapter) if refusal is None else refusal.to_wire())

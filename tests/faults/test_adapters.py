@@ -391,3 +391,86 @@ def test_a_name_that_is_no_name_is_refused_by_the_store_too(trainer):
     answer = begin(trainer(), 1, 1, "../policy")
     assert isinstance(answer, wire.Error)
     assert "cannot be an adapter's name" in answer.message
+
+
+def with_adapter(base, changes):
+    """The model's weights with an adapter's changes in them, as PEFT merges them."""
+    found = dict(base)
+    for name in base:
+        module = "base_model.model." + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in changes:
+            product = changes[f"{module}.lora_B.weight"] @ changes[f"{module}.lora_A.weight"]
+            found[name] = base[name] + product * np.float32(2.0)
+    return found
+
+
+def test_an_adapter_is_merged_into_weights_without_any(
+    store, replica, publisher, push, push_adapter, weights, digest_of, loaded
+):
+    one = replica(0)
+    push(weights(1), 1)
+    for version in (2, 3, 4):
+        report = publisher.push_adapter("policy-a", adapter(version), ADAPTER_CONFIG, version, merge=True)
+        wanted = (version, digest_of(with_adapter(weights(1), adapter(version))))
+        assert (report.version, report.digest) == store.serving() == one.served() == wanted
+    assert loaded()["policy-a"][0] == 4
+    assert publisher.merge_adapter("policy-a", 4).already
+    push(weights(5), 5)
+    assert publisher.merge_adapter("policy-a", 6).digest == digest_of(with_adapter(weights(5), adapter(4)))
+    with pytest.raises(errors.StaleVersion):
+        publisher.merge_adapter("policy-a", 2)
+    with pytest.raises(errors.InvalidPush, match="policy-x"):
+        publisher.merge_adapter("policy-x", 9)
+
+
+def test_back_from_a_merge_is_without_the_adapter(store, publisher, push, push_adapter, weights, digest_of):
+    push(weights(1), 1)
+    publisher.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2, merge=True)
+    assert store.ask(messages.RollbackWeights("x")).ok
+    assert store.serving() == (1, digest_of(weights(1)))
+    assert store.ask(messages.MergeAdapter("y", "policy-a")).data["version"] == 2
+    assert store.serving() == (2, digest_of(with_adapter(weights(1), adapter(2))))
+
+
+def test_what_is_merged_is_not_merged_again_once_nobody_vouches_for_the_rest(
+    store, publisher, push, weights, digest_of, run
+):
+    push(weights(1), 1)
+    publisher.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2, merge=True)
+    store.end(signal.SIGKILL)
+    store.start()
+    store.wait_live()
+    with (
+        WeightPublisher(store.endpoint, run_id=run) as again,
+        pytest.raises(errors.InvalidPush, match="push the model's own weights first"),
+    ):
+        again.merge_adapter("policy-a", 3)
+    assert store.serving()[1] == digest_of(with_adapter(weights(1), adapter(2)))
+
+
+@pytest.mark.parametrize("store_config", [{"dtype": "bfloat16"}])
+def test_a_merge_into_bfloat16_is_rounded_once(store, publisher, push, weights):
+    push(weights(1), 1)
+    publisher.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2, merge=True)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    read = store.ask(messages.ReadTensor("x", name, 0, 1 << 20)).data
+    base = rounded(weights(1)[name])
+    merged = with_adapter({name: base}, adapter(2))[name]
+    assert np.frombuffer(read["bytes"], np.uint16).reshape(base.shape).tolist() == bits(merged).tolist()
+
+
+def bits(array):
+    """Nearest bfloat16s, ties to even."""
+    wide = array.view(np.uint32)
+    return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def rounded(array):
+    return (bits(array).astype(np.uint32) << 16).view(np.float32)
+
+
+def test_a_store_that_follows_another_takes_adapters_of_its_own(launch, until, run):
+    store = launch(upstream="ipc:///nobody/is/there", load_weights=False)
+    until((store.run_dir / "push_endpoint").exists, 10)
+    with WeightPublisher(store.endpoint, run_id=run) as publisher:
+        assert publisher.push_adapter("policy-a", adapter(1), ADAPTER_CONFIG, 1).version == 1

@@ -16,14 +16,16 @@ from rollout_client.peft import AdapterConfig, adapter_config, adapter_tensors
 from rollout_client.protocol import AdapterPush, Committed, Part
 from weight_manager.adapters.line import Line
 from weight_manager.adapters.lines import Lines
+from weight_manager.adapters.merge import merge
 from weight_manager.adapters.plan import AdapterPlanner, in_trainers_terms
 from weight_manager.background import Background
 from weight_manager.checkpoint import Tensor, TensorFile, below_roots
 from weight_manager.config import StoreConfig
+from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
 from weight_manager.manifest import Layout
-from weight_manager.messages import LoadAdapter, Result, RollbackAdapter, UnloadAdapter
+from weight_manager.messages import LoadAdapter, MergeAdapter, Result, RollbackAdapter, UnloadAdapter
 from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
 from weight_manager.plan import place, prove
 from weight_manager.push_session import MAX_VERSION, Intent
@@ -35,8 +37,10 @@ Reply = Callable[[Result], object]
 class AdapterCalls:
     """Owned by the store's loop. `reply` is called once for each call."""
 
-    def __init__(self, config: StoreConfig, lines: Lines, files: Background) -> None:
+    def __init__(self, config: StoreConfig, model: Coordinator, lines: Lines, files: Background) -> None:
+        """model: of the model's own weights, for merges."""
         self._config = config
+        self._model = model
         self._lines = lines
         self._files = files
 
@@ -75,6 +79,40 @@ class AdapterCalls:
         done = functools.partial(self._done, request.call, reply)
         owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))
         owner.start(request.in_flight, time.monotonic())
+
+    def merge(self, request: MergeAdapter, done: Callable[[Outcome], None]) -> None:
+        """The model's next version: its weights with the adapter's changes in them. Raises PushRefused busy,
+        stale_version, unknown_adapter, or base_mismatch when weights without an adapter are not kept.
+        """
+        model, line = self._model, self._lines.find(request.name)
+        model.check_root()
+        base, live, adapter = model.history.without_adapters, model.history.live, line.history.live
+        assert adapter is not None
+        if live is None or base is None:
+            message = (
+                "the live version has an adapter merged into it, and the weights without it are not kept: push the "
+                "model's own weights first"
+            )
+            raise PushRefused("base_mismatch" if live else "not_ready", message if live else "nothing is live yet")
+        run_id = request.run_id if request.run_id is not None else adapter.run_id
+        version = request.version if request.version is not None else live.version + 1
+        if not 0 <= version <= MAX_VERSION:
+            raise PushRefused("bad_message", f"version {version} is out of range")
+        client = f"adapter {line.name} version {adapter.version}"
+        intent = Intent(run_id, version, "merge", client, request.in_flight, "disk")
+        held = line.coordinator.slots
+
+        def over(outcome: Outcome) -> None:
+            held.leave(adapter.slot)
+            done(outcome)
+
+        arena, reading = model.slots.arena, (line.shape, line.layout, line.arena.slot(adapter.slot))
+        reader = functools.partial(merge, model.layout, arena.slot(base.slot), *reading)
+        load = DiskLoad(model, self._files, over, self._config.patience(request.deadline_s))
+        load.start(intent, reader, time.monotonic())
+        held.enter(adapter.slot)  # not given away before the sum is made
+        for slot in range(arena.slots):
+            model.slots.back(slot)  # the next merge finds both taken: what is live, and what it starts from
 
     def _done(self, call: str, reply: Reply, outcome: Outcome) -> None:
         if isinstance(outcome, Committed):

@@ -27,6 +27,7 @@ def ask():
             *(SimpleNamespace(), Coordinator(error)),
             replicas=None,
             lines=None,
+            adapters=None,
             files=None,
             counters=None,
             relay=lambda now: None,
