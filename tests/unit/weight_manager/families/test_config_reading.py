@@ -229,3 +229,48 @@ def test_every_rope_type_that_is_read_can_be_computed(kind: str) -> None:
 def test_reading_a_config_loads_neither_paddle_nor_numpy() -> None:
     code = "import sys, weight_manager.families; sys.exit(any(name in sys.modules for name in ('paddle', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# What is on the hub, in the words of its own config.json; what changes no logit is left out.
+HUB: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"architectures": ["MistralForCausalLM"], "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu"}
+        | {"max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096}
+        | {"tie_word_embeddings": False},
+        {"windows": [4096] * 32, "head_dim": 128},
+    ),
+    (
+        {"architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu"}
+        | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05}
+        | {"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "attention_bias": False},
+        {"windows": [2047] * 32, "head_dim": 96, "stacked": ("qkv_proj", "gate_up_proj")},
+    ),
+    (
+        {"architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None}
+        | {"final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4}
+        | {"num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06}
+        | {"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512}
+        | {"sliding_window_pattern": 6, "vocab_size": 262144},
+        {
+            "windows": [0 if (layer + 1) % 6 == 0 else 512 for layer in range(26)],
+            "thetas": [1e6 if (layer + 1) % 6 == 0 else 1e4 for layer in range(26)],
+            "tied": True,
+            "scale": 256**-0.5,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "meant"), HUB, ids=lambda value: value.get("architectures", [""])[0])
+def test_config_files_of_the_hub(config: dict[str, Any], meant: dict[str, Any]) -> None:
+    spec = decoder_spec(config)
+    ropes = [attention.rope for attention in spec.attention]
+    found = {
+        "windows": [attention.window for attention in spec.attention],
+        "thetas": [rope.theta for rope in ropes if rope is not None],
+        **{name: getattr(spec, name) for name in meant.keys() - {"windows", "thetas"}},
+    }
+    assert {name: found[name] for name in meant} == meant
