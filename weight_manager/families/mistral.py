@@ -5,7 +5,10 @@ from weight_manager.families.spec import FULL, SLIDING, DecoderSpec, layer_types
 
 
 def mistral(config: Config) -> DecoderSpec:
-    """Mistral's defaults: theta 10000, eps 1e-6, untied; a window of 4096 in all layers, none if it is null."""
+    """Mistral's defaults: theta 10000, eps 1e-6, untied; a window of 4096 in all layers, none if it is null.
+
+    ``layer_types`` has no meaning here, as in transformers.
+    """
     return ministral({name: value for name, value in config.items() if name != "layer_types"})
 
 
