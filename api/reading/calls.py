@@ -122,6 +122,7 @@ class LlamaJson:
         self._all_content = False
         self._called = False
         self._call: JsonCall | None = None
+        self._skipped = ""  # before what may be a call: content again if it is none
 
     def push(self, text: str) -> list[Part]:
         """See Reader."""
@@ -130,13 +131,14 @@ class LlamaJson:
         while not self._all_content:
             if self._call is None:
                 start = self._text.lstrip(" \n\r\t;," if self._called else None)
-                if not start or (not self._called and self.MARK.startswith(start) and start != self.MARK):
+                if not start or (self.MARK.startswith(start) and start != self.MARK):
                     return parts
                 if start.startswith(self.MARK):
                     self._text = start[len(self.MARK) :]
                     continue
                 if not start.startswith("{"):
                     break
+                self._skipped = self._text[: len(self._text) - len(start)]
                 self._call, self._text = JsonCall(), start
             text, self._text = self._text, ""
             parts += self._call.push(text)
@@ -156,7 +158,7 @@ class LlamaJson:
         return [Content(left)] if left else []
 
     def _leave(self, call: JsonCall) -> None:
-        self._call, self._text = None, call.rest
+        self._call, self._text = None, call.rest if call.is_call else self._skipped + call.rest
         self._called = self._called or call.is_call
         self._all_content = not call.is_call
 
@@ -183,7 +185,8 @@ class QwenXml:
         self._text = ""
         self._name: str | None = None
         self._given = 0  # parameters
-        self._opened = False  # a <tool_call> that nothing has followed yet
+        self._opened = ""  # a <tool_call> that nothing but spaces has followed yet, and those
+        self._closes = False  # a </tool_call> that comes is that of a call
         self._spacing = _Spacing()
 
     def push(self, text: str) -> list[Part]:
@@ -198,7 +201,7 @@ class QwenXml:
         """See Reader."""
         if self._name is not None:
             return []  # the call broke off: what there is of a value is none yet
-        parts = self._spacing.content(("<tool_call>" if self._opened else "") + self._text)
+        parts = self._spacing.content(self._opened + self._text)
         return parts + self._spacing.finish()
 
     def _step(self) -> list[Part] | None:
@@ -220,21 +223,26 @@ class QwenXml:
         if mark != _FUNCTION:
             self._text = self._text[at + len(mark) :]
             parts += self._content_of_opened()
-            self._opened = mark == "<tool_call>"
+            if mark == "<tool_call>":
+                self._opened = mark
+            elif not self._closes:
+                parts += self._spacing.content(mark)
+            self._closes = False
             return parts
-        self._name, self._given, self._opened = self._text[at + len(mark) : end].strip(), 0, False
+        self._name, self._given, self._opened = self._text[at + len(mark) : end].strip(), 0, ""
         self._text = self._text[end + 1 :]
         self._spacing.call()
         return [*parts, Call(self._name)]
 
     def _content(self, text: str) -> list[Part]:
         if self._opened and not text.strip():
+            self._opened += text
             return []
         return self._content_of_opened() + self._spacing.content(text)
 
     def _content_of_opened(self) -> list[Part]:
-        opened, self._opened = self._opened, False
-        return self._spacing.content("<tool_call>") if opened else []
+        opened, self._opened = self._opened, ""
+        return self._spacing.content(opened) if opened else []
 
     def _inside(self) -> list[Part] | None:
         assert self._name is not None
@@ -243,7 +251,7 @@ class QwenXml:
             return None
         if mark != _PARAMETER:
             self._text = self._text[at + len(mark) :]
-            self._name = None
+            self._name, self._closes = None, mark == _FUNCTION_END
             return [Arguments("}" if self._given else "{}")]
         named = self._text.find(">", at)
         if named < 0:

@@ -5,8 +5,25 @@ import re
 
 from api.reading.parts import Arguments, Call, Part
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_GAP = r"\s{0,16}"
+_HEAD = re.compile(
+    _GAP.join(
+        (
+            r"",
+            r"\{",
+            r'"name"',
+            r":",
+            r'("(?:[^"\\]|\\.){0,256}")',
+            r",",
+            r'"(?:arguments|parameters)"',
+            r":",
+            r"(?=\{)",
+        )
+    )
+)
 """In this order the arguments can be given out as they come; else the call is given out once it is whole."""
+_LONGEST_HEAD = 1024
+"""Characters. A text that has no head in so many has none, and is not looked at again with each piece that comes."""
 
 
 class JsonCall:
@@ -21,6 +38,7 @@ class JsonCall:
         self.is_call = False
         self.rest = ""
         self._text = ""
+        self._seen = 0  # of the text, when a head was last looked for
         self._scanned = 0
         self._told = 0  # of the text, once the arguments are known to begin there
         self._shown = False  # the arguments are through
@@ -33,7 +51,9 @@ class JsonCall:
         """More of the text."""
         self._text += text
         parts: list[Part] = []
-        if not self.is_call and (head := _HEAD.match(self._text)) and isinstance(name := _decoded(head[1]), str):
+        head = None if self.is_call or self._seen > _LONGEST_HEAD else _HEAD.match(self._text)
+        self._seen = len(self._text)
+        if head is not None and isinstance(name := _decoded(head[1]), str):
             self._scan(head.end(), 0)
             self.is_call, self._told = True, head.end()
             parts.append(Call(name))

@@ -213,3 +213,20 @@ def test_drafts_are_judged_with_the_adapter(rig: MakeRig) -> None:
     replica.run()
     assert [span[:2] for span in spans(replica, "x")] == [(0, 1), (0, 2)]
     assert replica.scheduler.counters["spec_drafted"] > 0
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+@pytest.mark.parametrize("policy", ["gone", "finish", "keep", "abort"])
+def test_samples_that_have_no_seat_yet_are_of_a_request_that_has_begun(rig: MakeRig, after: int, policy: str) -> None:
+    """n samples over fewer seats: all of them end, whatever becomes of the adapter while some wait."""
+    replica = rig(max_batch=2, max_tokens=64)
+    replica.adapter("a", 1)
+    replica.add("x", PROMPT, n=5, max_tokens=4, temperature=0.0, adapter="a")
+    for _ in range(after):
+        replica.step()
+    if policy == "gone":
+        replica.scheduler.adapter_gone("a")
+    else:
+        replica.adapter("a", 2, policy)
+    replica.run()
+    assert {replica.results["x", index].finish for index in range(5)} <= {"length", "abort"}

@@ -1,6 +1,7 @@
 """Calls of tools in the text of a model, in every format, whole and in pieces."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -142,6 +143,40 @@ def test_any_text_in_any_pieces(kind: str, words: list[str], data: st.DataObject
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(kind, pieces) == read(kind, [text])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("qwen3_coder", "x</tool_call>y"),
+        ("qwen3_coder", "<tool_call>\n x"),
+        ("qwen3_coder", "<tool_call> \n</tool_call>"),
+        ("qwen3_coder", "a <tool_call>\n<tool_call> b"),
+        ("llama3_json", ' \n{"name": 5}'),
+        ("llama3_json", '\n{"x'),
+    ],
+)
+def test_marks_and_spaces_without_a_call_are_content(kind: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(kind, pieces) == (text, [])
+
+
+def test_a_mark_after_a_call_that_broke_is_the_same_in_pieces() -> None:
+    text = '{"name": "f", "parameters": {;<|python_tag|>x'
+    assert read("llama3_json", list(text)) == read("llama3_json", [text])
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+@pytest.mark.parametrize("begin", ['<tool_call>{"name": "', "<tool_call>", '{"name": "', "<tool_call>{", ""])
+@pytest.mark.parametrize("more", ["x", "{", "<", " ", "\\"])
+def test_a_model_that_runs_away_costs_no_more_with_every_token(kind: str, begin: str, more: str) -> None:
+    """The loop that reads it is everybody's: 8000 tokens of a name that never ends took seconds of it."""
+    reader = FORMATS[kind](TOOLS)  # type: ignore[index]
+    reader.push(begin)
+    began = time.thread_time()
+    for _ in range(8000):
+        reader.push(4 * more)
+    assert time.thread_time() - began < 0.8
 
 
 def test_arguments_come_as_they_are_written() -> None:
