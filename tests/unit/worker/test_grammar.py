@@ -447,3 +447,17 @@ def test_a_mark_that_is_a_special_token_is_that_token_and_no_text(grammars):
     assert allowed(matcher) == f"abc<{OTHER_END}>"
     matcher.record(OTHER_END)
     assert allowed(matcher) == f"<{END}>"
+
+
+def test_a_request_whose_masks_take_too_much_time_ends_and_no_other(make, monkeypatch):
+    """The budget is that of all its sequences together."""
+    r = make()
+    r.compiled(AB)
+    monkeypatch.setattr("worker.grammar._MASK_S", -1.0)
+    r.add("a", [1, 2], n=2, seed=1, grammar=AB, max_tokens=40)
+    r.add("b", [1, 2], seed=1, max_tokens=6, ignore_eos=True)
+    r.run()
+    assert (r.results["a", 0].last.finish, r.results["a", 0].last.at_fault) == ("error", True)
+    assert "too much time" in r.results["a", 0].last.error
+    assert len(r.results["b", 0].tokens) == 6
+    r.check_replay("b")
