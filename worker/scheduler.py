@@ -28,6 +28,10 @@ from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler, draw
 from worker.sequence import Line, Request, Sequence, StopCheck, accepted, refusal
 from worker.tokenizer import Tokenizer
 
+FEW = 3
+"""Sequences that cost less in arrays than one by one: a step of the cohort is some forty operations, however few there
+are. On a device arrays are worth it for one: only the cohort's steps can be launched ahead."""
+
 
 class Scheduler:
     """Continuous batching over a paged KV cache.
@@ -77,6 +81,7 @@ class Scheduler:
         self._begun: Drawing | None = None  # its tokens, when a device draws them
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
+        self._least = FEW  # sequences that are kept in arrays
 
     def add(self, origin: bytes, g: Generate, grammar: Compiled | Refused | None = None) -> None:
         """Queue a request of the API connection `origin`. grammar: what became of the one that it names."""
@@ -167,6 +172,7 @@ class Scheduler:
         assert step is not None, "no step is under way"
         step.took(seconds)
         self._kv.settle()
+        self._least = FEW if isinstance(logits, np.ndarray) else 1
         if step.draft:
             assert isinstance(logits, np.ndarray), "no device drafts"
             self._drafting.propose(step, logits)
@@ -373,6 +379,8 @@ class Scheduler:
             self._end(sequence, *ending)
         for origin, line in lines:
             self._outputs.setdefault(origin, []).append(line)
+        if 0 < len(self._cohort) < self._least - 1:  # not as soon as it is one too few: who ends is often followed
+            self._cohort.dissolve()
 
     def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
         if draw.error:
@@ -389,7 +397,7 @@ class Scheduler:
             return
         if sequence.request.stream:
             self._emit(sequence.request, sequence.chunk(self._version))
-        if self._batcher.crowded or not self._cohort.takes(sequence):
+        if self._batcher.crowded or len(self._batcher.running) < self._least or not self._cohort.takes(sequence):
             return
         if self._sampler.plain(sequence.request.sampling):
             self._cohort.join(sequence, now)

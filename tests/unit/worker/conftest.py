@@ -16,13 +16,12 @@ from rollout_client.spans import forward_passes
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
-from worker.inverse_cdf import RowSampler, locate
+from worker.inverse_cdf import RowSampler
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
 from worker.sampler import Draw, Pick, Sampler
 from worker.scheduler import Scheduler
 from worker.tokenizer import Tokenizer
-from worker.truncation import open_ids, truncates
 
 
 @dataclass
@@ -57,16 +56,7 @@ class Ahead:
 
     def begin(self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any, cuts: Any) -> "Ahead":
         sampler = RowSampler(self.engine.spec.vocab_size)
-        self.found = sampler.draw(self.rows, rows, inverse_temperature, greedy, numbers)
-        for i, (k, p, least) in enumerate(zip(*cuts[:3], strict=True)):
-            sampling = SamplingParams(top_k=int(k), top_p=float(p), min_p=float(least))
-            if truncates(sampling, self.rows.shape[1]) and not greedy[i]:
-                scaled = (self.rows[rows[i]] - self.rows[rows[i]].max()) * inverse_temperature[i]
-                weights = np.exp(scaled)
-                total = float(weights.sum(dtype=np.float64))
-                ids = open_ids(scaled, weights, total, sampling)
-                self.found.tokens[i] = ids[locate(weights[ids][None], numbers[i : i + 1])[0][0]]
-                self.found.logprobs[i] = min(0.0, float(scaled[self.found.tokens[i]]) - np.log(total))
+        self.found = sampler.draw(self.rows, rows, inverse_temperature, greedy, numbers, cuts)
         return self
 
     def drawn(self) -> Any:

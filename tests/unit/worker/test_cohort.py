@@ -80,6 +80,25 @@ def test_cut_requests_are_in_step_too_and_drawn_the_same(rig: Callable[..., Any]
     assert _said(together) == _said(apart)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_few_are_kept_one_by_one_and_more_in_arrays_as_they_come_and_go(rig: Callable[..., Any], stream: bool) -> None:
+    def use(replica: Any) -> None:
+        counts = []
+        for number, length in enumerate((40, 30, 20, 10)):
+            replica.add(str(number), [1 + number], max_tokens=length, seed=number, stream=stream)
+        while replica.step():
+            counts.append((len(replica.scheduler._batcher.running), len(replica.scheduler._cohort)))
+        replica.run()
+        in_arrays.append(counts)
+
+    in_arrays: list[list[tuple[int, int]]] = []
+    together, apart = _both(rig, {}, use)
+    assert _said(together) == _said(apart)
+    seen = dict(in_arrays[0])
+    assert (seen[4], seen[3], seen[2], seen[1]) == (4, 3, 2, 0), "the last is alone"
+    assert not any(kept for _, kept in in_arrays[1])
+
+
 def test_what_stops_one_does_not_stop_another(rig: Callable[..., Any]) -> None:
     plain = rig()
     plain.add("a", [1, 2, 3], max_tokens=20, temperature=0.0)

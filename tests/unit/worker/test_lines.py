@@ -42,16 +42,16 @@ def test_members_are_named_when_they_change(rig: Callable[..., Any]) -> None:
 
 
 def test_a_connection_that_comes_again_is_told_everything(rig: Callable[..., Any]) -> None:
-    replica, telling = _decoding(rig, 2), Telling()
+    replica, telling = _decoding(rig, 3), Telling()
     _told(replica, telling)
     telling.forget(b"api")
     _, (message,) = _told(replica, telling)
     assert isinstance(message, Tokens)
-    assert message.members == [("r0", 0), ("r1", 0)]
+    assert message.members == [("r0", 0), ("r1", 0), ("r2", 0)]
 
 
 def test_chunks_and_columns_leave_in_the_order_in_which_they_happened(rig: Callable[..., Any]) -> None:
-    replica, telling = _decoding(rig, 2), Telling()
+    replica, telling = _decoding(rig, 3), Telling()
     chunk = Chunk("x", 0, [1], [-1.0], [messages.Span(0, 0, 1)])
     items, _ = _told(replica, telling)
     sent = list(telling.messages(b"api", [chunk, chunk, *items, chunk]))
