@@ -63,7 +63,7 @@ def test_one_two_and_four_ranks_have_the_same_bits():
 
 
 def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, tmp_path):
-    """What they sum must be of one size: 48 columns of the MLP are a width for few tokens' products, the other 49 not."""
+    """What they sum must be of one size. Of the MLP, 48 are a width for few tokens' products, the other 49 are not."""
     Checkpoint.random(tmp_path / "odd", 0, intermediate_size=97)
     model = checkpoint_class(tmp_path / "odd", tp=2)
     engines = [model.engine(rank=rank, group=object(), bound=False, deterministic="on") for rank in range(2)]
