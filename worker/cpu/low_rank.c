@@ -28,6 +28,8 @@ typedef struct {
     const int64_t *outputs;     // [parts] rows of each
     const Factors *factors;     // [adapters, 3]
     const int32_t *order;       // [tokens] columns of x and y
+    const int32_t *places;      // [columns] where each is in `order`, or -1
+    int64_t columns;            // of x and y; 1 or a multiple of 16
     const Run *runs;
     int64_t tokens, run_count, most;  // most: the largest rank in use
     float *turned;  // [tokens, width]
@@ -40,6 +42,8 @@ typedef struct {
 #define FEATURES 128  // turned at a time
 #define CHUNK 64      // outputs a thread takes at a time
 #define PARTS 3
+#define MANY 8        // runs times parts
+#define APART 64      // columns whose outputs are first kept apart: few enough for the nearest cache
 
 static inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -49,18 +53,63 @@ static inline float element(const void *base, int64_t at, int narrow) {
     return wide.value;
 }
 
-static inline float to_bfloat16(float x) { return widened(rounded(splat(x)))[0]; }
+// v[i][j] becomes v[j][i].
+static inline INLINE void transpose(f32x16 v[16]) {
+#ifdef __AVX512F__
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {  // pairs of rows, element by element
+        a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {  // b[i + c]: columns c, c + 4, c + 8, c + 12 of four rows
+            b[i + 2 * j] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + j], (__m512d)a[i + 2 + j]);
+            b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + j], (__m512d)a[i + 2 + j]);
+        }
+    for (int c = 0; c < 4; c++) {
+        __m512 low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), high = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+        __m512 low2 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+        __m512 high2 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+        v[c] = (f32x16)_mm512_shuffle_f32x4(low, low2, 0x88);
+        v[8 + c] = (f32x16)_mm512_shuffle_f32x4(low, low2, 0xdd);
+        v[4 + c] = (f32x16)_mm512_shuffle_f32x4(high, high2, 0x88);
+        v[12 + c] = (f32x16)_mm512_shuffle_f32x4(high, high2, 0xdd);
+    }
+#else
+    float from[16][16], to[16][16];
+    for (int i = 0; i < 16; i++) *(f32x16 *)from[i] = v[i];
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
+    for (int i = 0; i < 16; i++) v[i] = load(to[i]);
+#endif
+}
 
-// FEATURES features of 16 tokens of the order, one token after the other, float32 and filled up with zeros.
-static void turn(const LowRank *s, int64_t first, int64_t from) {
+// Features [k, k + 16) of a token; what lies behind the last is zero.
+static inline f32x16 of_token(const LowRank *s, int64_t column, int64_t k) {
+    int64_t at = column * s->x_token + k * s->x_step;
+    if (s->x_step == 1 && k + 16 <= s->inputs) return load_any(s->x, at, s->x_narrow);
+    f32x16 v = splat(0);
+    for (int64_t i = 0; i < 16 && k + i < s->inputs; i++) v[i] = element(s->x, at + i * s->x_step, s->x_narrow);
+    return v;
+}
+
+// FEATURES features of 16 columns, for each that is in the order one after the other, float32 and filled up with zeros.
+static void turn(const LowRank *s, int64_t column, int64_t from) {
     int64_t end = from + FEATURES < s->width ? from + FEATURES : s->width;
-    int64_t last = first + 16 < s->tokens ? first + 16 : s->tokens;
-    for (int64_t t = first; t < last; t++) {
-        float *to = s->turned + t * s->width;
-        int64_t column = s->order[t] * s->x_token, k = from;
-        for (; k < end && k < s->inputs; k++) to[k] = element(s->x, k * s->x_step + column, s->x_narrow);
-        for (int64_t i = from; s->x_round && i < k; i++) to[i] = to_bfloat16(to[i]);
-        for (; k < end; k++) to[k] = 0;
+    int64_t count = s->columns - column < 16 ? s->columns - column : 16;
+    for (int64_t k = from; k < end; k += 16) {
+        f32x16 v[16];
+        if (s->x_token == 1 && count == 16 && k + 16 <= s->inputs) {
+            for (int i = 0; i < 16; i++) v[i] = load_any(s->x, (k + i) * s->x_step + column, s->x_narrow);
+            transpose(v);
+        } else
+            for (int i = 0; i < count; i++)
+                if (s->places[column + i] >= 0) v[i] = of_token(s, column + i, k);
+        for (int i = 0; i < count; i++) {
+            int64_t place = s->places[column + i];
+            if (place < 0) continue;
+            *(f32x16 *)(s->turned + place * s->width + k) = s->x_round ? widened(rounded(v[i])) : v[i];
+        }
     }
 }
 
@@ -72,9 +121,9 @@ static inline f32x16 of_row(const Factors *f, const LowRank *s, int64_t row, int
     return v;
 }
 
-// ROWS rows of A with `count` tokens.
+// ROWS rows of A with `count` tokens; the first tokens of a run bring the next rows nearer.
 static inline INLINE void dots(const LowRank *s, const Factors *f, int64_t row, const int rows, const float *x,
-                               float *z, int64_t z_token, const int count, const int narrow) {
+                               float *z, int64_t z_token, const int count, const int first, const int narrow) {
     f32x16 sums[ROWS][GROUP];
     for (int r = 0; r < rows; r++)
         for (int t = 0; t < count; t++) sums[r][t] = splat(0);
@@ -82,6 +131,7 @@ static inline INLINE void dots(const LowRank *s, const Factors *f, int64_t row, 
         f32x16 of_token[GROUP];
         for (int t = 0; t < count; t++) of_token[t] = load(x + t * s->width + k);
         for (int r = 0; r < rows; r++) {
+            if (first) __builtin_prefetch((const char *)f->a + ((row + rows + r) * f->a_row + k) * (narrow ? 2 : 4));
             f32x16 a = of_row(f, s, row + r, k, narrow);
             for (int t = 0; t < count; t++) sums[r][t] = fused(a, of_token[t], sums[r][t]);
         }
@@ -96,26 +146,28 @@ static inline INLINE void shrink_rows(const LowRank *s, const Run *run, const Fa
     for (int64_t t = run->first; t < run->first + run->count; t += GROUP) {
         const float *x = s->turned + t * s->width;
         float *z = s->between + t * z_token + part * s->most + row;
+        int first = t == run->first;
         switch (run->first + run->count - t) {
-            case 1: dots(s, f, row, rows, x, z, z_token, 1, narrow); break;
-            case 2: dots(s, f, row, rows, x, z, z_token, 2, narrow); break;
-            case 3: dots(s, f, row, rows, x, z, z_token, 3, narrow); break;
-            default: dots(s, f, row, rows, x, z, z_token, GROUP, narrow);
+            case 1: dots(s, f, row, rows, x, z, z_token, 1, first, narrow); break;
+            case 2: dots(s, f, row, rows, x, z, z_token, 2, first, narrow); break;
+            case 3: dots(s, f, row, rows, x, z, z_token, 3, first, narrow); break;
+            default: dots(s, f, row, rows, x, z, z_token, GROUP, first, narrow);
         }
     }
 }
 
-static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t part, int64_t row, const int narrow) {
+static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t part, int64_t row, int64_t count,
+                                 const int narrow) {
     const Factors *f = s->factors + run->adapter * PARTS + part;
-    if (row + ROWS <= f->rank) shrink_rows(s, run, f, part, row, ROWS, narrow);
-    else
-        for (; row < f->rank; row++) shrink_rows(s, run, f, part, row, 1, narrow);
+    int64_t end = row + count < f->rank ? row + count : f->rank;
+    for (; row + ROWS <= end; row += ROWS) shrink_rows(s, run, f, part, row, ROWS, narrow);
+    for (; row < end; row++) shrink_rows(s, run, f, part, row, 1, narrow);
 }
 
-// Two tiles of 16 outputs for `count` tokens, added where they belong.
+// Tiles of 16 outputs from the row `row` of a part on, for `count` tokens; into `apart`, or added where they belong.
 static inline INLINE void outputs(const LowRank *s, const Factors *f, const int32_t *order, const float *z,
-                                  int64_t tile, const int tiles, int64_t first, int64_t rows, const int count,
-                                  const int narrow) {
+                                  int64_t tile, const int tiles, int64_t first, int64_t row, int64_t rows,
+                                  float (*apart)[CHUNK], const int count, const int narrow) {
     f32x16 sums[2][GROUP];
     for (int i = 0; i < tiles; i++)
         for (int t = 0; t < count; t++) sums[i][t] = splat(0);
@@ -127,14 +179,18 @@ static inline INLINE void outputs(const LowRank *s, const Factors *f, const int3
         }
     for (int t = 0; t < count; t++)
         for (int i = 0; i < tiles; i++) {
-            int64_t row = (tile + i) * 16, left = rows - row < 16 ? rows - row : 16;
-            float *to = s->y + (first + row) * s->y_step + order[t] * s->y_token;
+            int64_t at = (tile + i) * 16, left = rows - at < 16 ? rows - at : 16;
+            if (apart) {
+                *(f32x16 *)(apart[order[t]] + at - row) = sums[i][t];
+                continue;
+            }
+            float *to = s->y + (first + at) * s->y_step + order[t] * s->y_token;
             for (int64_t o = 0; o < left; o++) to[o * s->y_step] += sums[i][t][o];
         }
 }
 
 static inline INLINE void expand_run(const LowRank *s, const Run *run, const Factors *f, int64_t part, int64_t first,
-                                     int64_t row, int64_t end, const int narrow) {
+                                     int64_t row, int64_t end, float (*apart)[CHUNK], const int narrow) {
     int64_t rows = s->outputs[part];
     for (int64_t tile = row / 16; tile * 16 < end; tile += 2) {
         int tiles = tile * 16 + 16 < end ? 2 : 1;
@@ -144,29 +200,62 @@ static inline INLINE void expand_run(const LowRank *s, const Run *run, const Fac
             int64_t left = run->first + run->count - t;
             if (tiles == 1) {
                 for (int i = 0; i < left && i < GROUP; i++)
-                    outputs(s, f, order + i, z + i * s->parts * s->most, tile, 1, first, rows, 1, narrow);
+                    outputs(s, f, order + i, z + i * s->parts * s->most, tile, 1, first, row, rows, apart, 1, narrow);
                 continue;
             }
             switch (left) {
-                case 1: outputs(s, f, order, z, tile, 2, first, rows, 1, narrow); break;
-                case 2: outputs(s, f, order, z, tile, 2, first, rows, 2, narrow); break;
-                case 3: outputs(s, f, order, z, tile, 2, first, rows, 3, narrow); break;
-                default: outputs(s, f, order, z, tile, 2, first, rows, GROUP, narrow);
+                case 1: outputs(s, f, order, z, tile, 2, first, row, rows, apart, 1, narrow); break;
+                case 2: outputs(s, f, order, z, tile, 2, first, row, rows, apart, 2, narrow); break;
+                case 3: outputs(s, f, order, z, tile, 2, first, row, rows, apart, 3, narrow); break;
+                default: outputs(s, f, order, z, tile, 2, first, row, rows, apart, GROUP, narrow);
             }
         }
     }
 }
 
+// What lies apart, [columns, CHUNK], added to rows [row, row + count) of y; columns without changes stay as they are.
+static void add(const LowRank *s, float (*apart)[CHUNK], const char *changed, int64_t row, int64_t count) {
+    for (int64_t column = 0; column < s->columns; column += 16) {
+        int changes = 0;
+        for (int t = 0; t < 16; t++) changes += changed[column + t];
+        for (int64_t o = 0; changes && o < count; o += 16) {
+            f32x16 v[16];
+            for (int t = 0; t < 16; t++) v[t] = changed[column + t] ? load(apart[column + t] + o) : splat(0);
+            transpose(v);
+            for (int i = 0; i < 16 && o + i < count; i++) {
+                float *to = s->y + (row + o + i) * s->y_step + column;
+                if (changes == 16) *(f32x16 *)to += v[i];
+                else
+                    for (int t = 0; t < 16; t++)
+                        if (changed[column + t]) to[t] += v[i][t];
+            }
+        }
+    }
+}
+
+// Bring nearer what an adapter adds to CHUNK outputs from `row` on.
+static void fetch(const Factors *f, int64_t row, int64_t end) {
+    int64_t size = f->b_narrow ? 2 : 4;
+    const char *from = (const char *)f->b + row * f->rank * size, *to = (const char *)f->b + end * f->rank * size;
+    for (; from < to; from += 64) __builtin_prefetch(from);
+}
+
 // Outputs [row, row + CHUNK) of one part, for all runs.
 static void expand(const LowRank *s, int64_t part, int64_t first, int64_t row) {
     int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part];
+    int few = s->y_token == 1 && s->columns > 1 && s->columns <= APART;
+    float space[APART][CHUNK], (*apart)[CHUNK] = few ? space : 0;
+    char changed[APART] = {0};
     for (int64_t i = 0; i < s->run_count; i++) {
         const Run *run = s->runs + i;
         const Factors *f = s->factors + run->adapter * PARTS + part;
         if (!f->rank) continue;
-        if (f->b_narrow) expand_run(s, run, f, part, first, row, end, 1);
-        else expand_run(s, run, f, part, first, row, end, 0);
+        for (int64_t t = run->first; few && t < run->first + run->count; t++) changed[s->order[t]] = 1;
+        if (i + 1 < s->run_count) fetch(s->factors + run[1].adapter * PARTS + part, row, end);
+        if (f->b_narrow) expand_run(s, run, f, part, first, row, end, apart, 1);
+        else expand_run(s, run, f, part, first, row, end, apart, 0);
     }
+    if (few) add(s, apart, changed, first + row, end - row);
 }
 
 // All jobs of a phase are done, by whichever threads there are.
@@ -178,20 +267,22 @@ static void wait_for(const int64_t *done, int64_t count) {
 // Run on every thread of a team.
 void low_rank(void *data) {
     LowRank *s = data;
-    int64_t job, pieces = ceiling(s->width, FEATURES), jobs = ceiling(s->tokens, 16) * pieces;
+    int64_t job, pieces = ceiling(s->width, FEATURES), jobs = ceiling(s->columns, 16) * pieces;
     while ((job = __atomic_fetch_add(&s->next[0], 1, __ATOMIC_RELAXED)) < jobs) {
         turn(s, job / pieces * 16, job % pieces * FEATURES);
         __atomic_fetch_add(&s->done[0], 1, __ATOMIC_RELEASE);
     }
     wait_for(&s->done[0], jobs);
 
-    int64_t of_part = ceiling(s->most, ROWS), of_run = of_part * s->parts;
+    // Several rows at a time read better; one adapter alone has to be enough work for all threads.
+    int64_t rows = s->run_count * s->parts >= MANY ? 4 * ROWS : ROWS;
+    int64_t of_part = ceiling(s->most, rows), of_run = of_part * s->parts;
     jobs = of_run * s->run_count;
     while ((job = __atomic_fetch_add(&s->next[1], 1, __ATOMIC_RELAXED)) < jobs) {
         const Run *run = s->runs + job / of_run;
-        int64_t part = job % of_run / of_part, row = job % of_part * ROWS;
-        if (s->factors[run->adapter * PARTS + part].a_narrow) shrink(s, run, part, row, 1);
-        else shrink(s, run, part, row, 0);
+        int64_t part = job % of_run / of_part, row = job % of_part * rows;
+        if (s->factors[run->adapter * PARTS + part].a_narrow) shrink(s, run, part, row, rows, 1);
+        else shrink(s, run, part, row, rows, 0);
         __atomic_fetch_add(&s->done[1], 1, __ATOMIC_RELEASE);
     }
     wait_for(&s->done[1], jobs);

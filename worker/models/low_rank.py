@@ -25,6 +25,8 @@ _PARTS = 3
 _RUN_TOKENS = 64
 """Tokens of one adapter that are worked on together: their rows stay in a core's cache."""
 _LANES = 16
+_PADDED = 64
+"""No step has more columns than its tokens rounded up to this."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -168,7 +170,9 @@ class _Call(ctypes.Structure):
         ("y", _Pointer),
         *((name, _Int) for name in ("x_narrow", "x_round", "x_step", "x_token", "y_step", "y_token")),
         *((name, _Int) for name in ("inputs", "width", "parts")),
-        *((name, _Pointer) for name in ("outputs", "factors", "order", "runs")),
+        *((name, _Pointer) for name in ("outputs", "factors", "order", "places")),
+        ("columns", _Int),
+        ("runs", _Pointer),
         *((name, _Int) for name in ("tokens", "run_count", "most")),
         ("turned", _Pointer),
         ("between", _Pointer),
@@ -204,6 +208,7 @@ class _Addresses(NamedTuple):
 
     factors: int
     order: int
+    places: int
     runs: int
     turned: int
     between: int
@@ -239,7 +244,8 @@ class NativeLowRank:
         self._factors = np.zeros((len(sites), 0, _PARTS), _FACTORS)  # of the step's adapters
         self._of: tuple[int, ...] = ()  # whose they are
         self._most = [0] * len(sites)  # the largest rank of each site's
-        self._addresses = _Addresses(0, 0, 0, 0, 0)
+        self._by_column = np.zeros(0, np.int32)  # of every column in the order, padding included
+        self._addresses = _Addresses(0, 0, 0, 0, 0, 0)
 
     def hold(self, epoch: int, changes: Mapping[str, Factors]) -> None:
         """Addresses of A, tiles of B."""
@@ -263,6 +269,9 @@ class NativeLowRank:
     def begin(self, batch: ForwardBatch) -> None:
         """The next step's rows, and its adapters side by side."""
         self._rows = rows_of(batch)
+        columns = -(-int(batch.query_lens.sum()) // _PADDED) * _PADDED
+        if len(self._by_column) < columns:
+            self._by_column = np.zeros(columns, np.int32)
         if self._rows.epochs != self._of:
             self._factors = np.stack([self._held[epoch].factors for epoch in self._rows.epochs], axis=1)
             self._most = self._factors["rank"].max(axis=(1, 2)).tolist()
@@ -273,7 +282,9 @@ class NativeLowRank:
         between = tokens * _PARTS * max(self._most)
         if self._between.size < between:
             self._between = np.empty(between, np.float32)
-        arrays = self._factors, self._rows.order, self._rows.runs, self._turned, self._between
+        self._by_column[:] = -1
+        self._by_column[self._rows.order] = np.arange(tokens)
+        arrays = self._factors, self._rows.order, self._by_column, self._rows.runs, self._turned, self._between
         self._addresses = _Addresses(*(array.ctypes.data for array in arrays))
 
     def step(self, site: str, x: Array, y: Float32) -> Step:
@@ -293,6 +304,7 @@ class NativeLowRank:
             width=-(-found.inputs // _LANES) * _LANES,
             parts=len(found.modules),
             outputs=outputs.ctypes.data,
+            columns=x.shape[1],
         )
         counters, counter_bytes = ctypes.addressof(call) + _Call.next.offset, _Call.next.size + _Call.done.size
         run, kernel, address = self._native.run, self._native.address("low_rank"), ctypes.addressof(call)
@@ -301,7 +313,7 @@ class NativeLowRank:
             most = self._most[index]
             if not most:
                 return  # none of the step's adapters changes this
-            factors, call.order, call.runs, call.turned, call.between = self._addresses
+            factors, call.order, call.places, call.runs, call.turned, call.between = self._addresses
             call.factors = factors + index * self._factors.strides[0]
             call.tokens, call.run_count, call.most = len(self._rows.order), len(self._rows.runs), most
             ctypes.memset(counters, 0, counter_bytes)
