@@ -1,5 +1,6 @@
 """What only the oneDNN backend promises: bfloat16, fast kernels throughout, poison that stays where it is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -222,3 +223,31 @@ def test_a_step_of_few_tokens_is_like_any_other(checkpoint, feeder, backend, dty
             found.append(np.concatenate([run.all_logits(i) for i in range(count)]))
             assert any(isinstance(p, SingleProgram) for p, _ in engine._backend._programs.values()) == few
         np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("window", [3, 90, 128, 150])
+def test_windows_over_long_and_uneven_contexts(feeder, window, tmp_path):
+    """Panels and blocks that no token sees any more, windows that begin anywhere in one, caps: Paddle's own scores."""
+    case = next(c for c in family_cases.family_cases("gemma2") if c.config["head_dim"] % 16 == 0)
+    case = replace(case, config=case.config | {"sliding_window": window})
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(0, 60, n).tolist() for n in (300, 37, 1, 129)]
+    results = {}
+    for backend in ("native", "mkl", "paddle"):
+        with pytest.MonkeyPatch.context() as patch:
+            native.load.cache_clear()
+            if backend == "mkl":
+                patch.setattr(native, "compiled", lambda: (_ for _ in ()).throw(OSError("the test says so")))
+            if backend == "paddle":
+                patch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+            run = feeder(case.engine(tmp_path, 512, block_size=16, num_blocks=64), sequences)
+        run.step({0: 200, 1: 36, 3: 17})
+        run.step({0: 90, 1: 1, 2: 1, 3: 105})
+        run.step({0: 3, 3: 1})
+        while run.done[0] < 300:
+            run.step({i: 1 for i in (0, 3) if run.done[i] < len(sequences[i])})
+        results[backend] = [run.all_logits(i) for i in range(4)]
+    native.load.cache_clear()
+    for backend in ("native", "mkl"):
+        for own, expected in zip(results[backend], results["paddle"], strict=True):
+            assert family_cases.relative_gap(own, expected) < 2e-5, backend
