@@ -30,6 +30,10 @@ FILL = np.float32(-1e30)
 _KEPT = 64
 """Compiled grammars that are remembered: a step of RL sends the same one thousands of times."""
 _THREADS = 2
+_POOLS = 3
+"""Of so many threads each. What is compiled for ever cannot be stopped: while all threads of one have such a grammar,
+those of the next take over.
+"""
 _STACK = 512 << 20
 """Bytes of address space for each of them. The library follows rules and references by recursion, 3 kB for each that
 names the next: the largest grammar that may be sent needs 100 MB, and a stack that ends takes the process along.
@@ -137,6 +141,19 @@ class Refused(NamedTuple):
     why: str
 
 
+class _Begun(NamedTuple):
+    """A grammar that was sent. since: when, in seconds. pool: whose threads compile it."""
+
+    future: "Future[Compiled | Refused]"
+    since: float
+    pool: ThreadPoolExecutor
+
+    @property
+    def late(self) -> bool:
+        """Its requests are refused."""
+        return not self.future.done() and time.monotonic() - self.since > _COMPILE_S
+
+
 class Grammars:
     """Compiles what requests constrain their output to. One owner thread; the work is done on others.
 
@@ -151,8 +168,8 @@ class Grammars:
         # Without an end the library still wants an id for one; it is never open then.
         self._reserved = sorted({i for i in ends if 0 <= i < vocab_size}) or [vocab_size - 1]
         self._library: LLTokenizer | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._found: OrderedDict[str, tuple[Future[Compiled | Refused], float]] = OrderedDict()
+        self._pools: list[ThreadPoolExecutor] = []
+        self._found: OrderedDict[str, _Begun] = OrderedDict()
 
     def look_up(self, grammar: str) -> Compiled | Refused | None:
         """The compiled grammar, or why there is none; None: it is being compiled, ask again. Begins that if need be."""
@@ -164,33 +181,47 @@ class Grammars:
         if self._tokenizer is None:
             return Refused("output can only be constrained with a tokenizer, and this checkpoint has none")
         if grammar not in self._found:
+            pool = self._free_pool()
+            if pool is None:
+                return Refused("too many grammars that were sent before are still being compiled: try again later")
             self.counters["grammars"] += 1
-            self._found[grammar] = self._begin(grammar), time.monotonic()
+            self._found[grammar] = self._begin(grammar, pool)
             self._forget()
         self._found.move_to_end(grammar)
-        future, since = self._found[grammar]
-        if future.done():
-            return future.result()
-        if time.monotonic() - since > _COMPILE_S:
+        begun = self._found[grammar]
+        if begun.future.done():
+            return begun.future.result()
+        if begun.late:
+            if begun.future.cancel():  # it has not begun, and nobody waits for it
+                del self._found[grammar]
             return Refused(f"the grammar was not compiled within {_COMPILE_S:g} s: make it simpler")
         return None
 
-    def _begin(self, grammar: str) -> "Future[Compiled | Refused]":
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+    def _free_pool(self) -> ThreadPoolExecutor | None:
+        """The first that has a thread for what comes. None: all that there may be are at grammars that are late."""
+        late = [begun.pool for begun in self._found.values() if begun.late and begun.future.running()]
+        for pool in self._pools:
+            if late.count(pool) < _THREADS:
+                return pool
+        if len(self._pools) == _POOLS:
+            return None
+        self._pools.append(ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar"))
+        return self._pools[-1]
+
+    def _begin(self, grammar: str, pool: ThreadPoolExecutor) -> _Begun:
         usual = threading.stack_size(_STACK)  # `submit` may start a thread
         try:
-            return self._pool.submit(self._compile, grammar)
+            return _Begun(pool.submit(self._compile, grammar), time.monotonic(), pool)
         finally:
             threading.stack_size(usual)
 
     def close(self) -> None:
         """Compile nothing that has not begun."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self) -> None:
-        done = [grammar for grammar, (future, _) in self._found.items() if future.done()]
+        done = [grammar for grammar, begun in self._found.items() if begun.future.done()]
         for grammar in done[: max(0, len(self._found) - _KEPT)]:
             del self._found[grammar]
 

@@ -356,6 +356,31 @@ def test_what_takes_too_long_to_compile_is_refused(monkeypatch):
     own.close()
 
 
+def test_grammars_that_are_never_compiled_are_not_in_the_way_of_others(monkeypatch):
+    own = Grammars(letters(), VOCAB, (END,))
+    release, compile_ = threading.Event(), own._compile
+    monkeypatch.setattr(own, "_compile", lambda grammar: compile_(grammar) if grammar == AB else release.wait(20))
+    monkeypatch.setattr("worker.grammar._COMPILE_S", 0.5)
+    try:
+        assert all(own.look_up(name) is None for name in ("one", "two"))
+        time.sleep(0.6)
+        assert isinstance(found(own, AB), Compiled)
+        for names in ("345", "67"):  # 5 has to wait, and is given up before it has begun
+            assert all(own.look_up(name) is None for name in names)
+            time.sleep(0.6)
+            assert all(isinstance(own.look_up(name), Refused) for name in ("one", "two", *names))
+        more = found(own, "more of them")
+        assert isinstance(more, Refused)
+        assert "try again later" in more.why
+        assert isinstance(own.look_up(AB), Compiled)  # it is known
+        release.set()
+        time.sleep(0.1)
+        assert own.look_up("5") in (None, True)  # and there is room again
+    finally:
+        release.set()
+        own.close()
+
+
 # grammars that mean harm
 
 
