@@ -59,7 +59,7 @@ def move_all(copies: Sequence[Run]) -> list[int]:
     """`move` each; those that lie in one piece in a single call, if there are kernels."""
     fast = kernels.ready()
     runs = [_runs(copy) if fast is not None else [] for copy in copies]
-    digests = iter(fast.place([run for of_one in runs for run in of_one]) if fast is not None and any(runs) else [])
+    digests = iter(fast.move([run for of_one in runs for run in of_one]) if fast is not None and any(runs) else [])
     return [
         joined(list(islice(digests, len(of_one)))) if of_one else _move(*copy)
         for copy, of_one in zip(copies, runs, strict=True)

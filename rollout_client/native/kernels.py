@@ -45,7 +45,7 @@ class Kernels:
         self._difference = {size: self._counting(f"difference_{size}", "ppippipp") for size in (2, 4)}
         self._patched = {size: self._counting(f"patched_{size}", "ppipipip") for size in (2, 4)}
 
-    def place(self, runs: Sequence[Run]) -> list[int]:
+    def move(self, runs: Sequence[Run]) -> list[int]:
         """Copy each, casting if the dtypes differ, past the caches. xxh3-64 of what its target holds then, not read
         back."""
         rows = np.array([self._row(*run) for run in runs], np.int64)

@@ -224,7 +224,7 @@ class Downstreams:
             case wire.Failed() if enrolment and enrolment.session == message.session:
                 self._failed(store, enrolment, message, now)
             case wire.Vote() if ballot and ballot.session == message.session:
-                kind = inner.Prepared if message.step == "prepare" else inner.Flipped
+                kind = inner.Prepared if message.question == "prepare" else inner.Flipped
                 vote = kind(message.session, message.ok, 0, message.error, message.tensors)
                 ballot.store_voted(store.name, vote, Tally(message.stores, message.replicas), message.rank, now)
                 self._coordinator.drive(now)

@@ -189,7 +189,7 @@ class Vote(Message, tag="vote", frozen=True):
     """[BELOW] of the sender's whole subtree."""
 
     session: str
-    step: Literal["prepare", "flip"]
+    question: Literal["prepare", "flip"] = msgspec.field(name="step")
     ok: bool = True
     stores: int = 1
     replicas: int = 0
@@ -230,7 +230,7 @@ def version_of(live: Live | None) -> Version | None:
 
 
 def order_of(message: inner.ToReplica, seconds: float, *, fence: bool) -> Message | None:
-    """What a store below is told when the round says this to its voters. seconds: for its answer."""
+    """What a store below is told when the ballot says this to its voters. seconds: for its answer."""
     match message:
         case inner.Prepare():
             return Prepare(message.session, seconds)
@@ -246,8 +246,8 @@ def order_of(message: inner.ToReplica, seconds: float, *, fence: bool) -> Messag
 
 def no(asked: Prepare | Flip, error: str, rank: str = "", tensors: Sequence[str] = ()) -> Vote:
     """The vote of a subtree that cannot."""
-    step: Literal["prepare", "flip"] = "flip" if isinstance(asked, Flip) else "prepare"
-    return Vote(asked.session, step, ok=False, stores=0, rank=rank, error=error, tensors=list(tensors))
+    question: Literal["prepare", "flip"] = "flip" if isinstance(asked, Flip) else "prepare"
+    return Vote(asked.session, question, ok=False, stores=0, rank=rank, error=error, tensors=list(tensors))
 
 
 FromBelow = Join | Beat | Holds | Credit | Staged | Failed | Vote | Over | Leave

@@ -46,7 +46,7 @@ def test_what_is_moved_has_the_digest_of_the_wheel_wherever_it_lies(chunks, more
     held = np.random.default_rng(seed).integers(0, 1 << 16, size + 40, np.uint16)
     slot = np.full(size + 80, 0xA5A5, np.uint16)
     source, target = held[here : here + size], slot[there : there + size]
-    (digest,) = kernels.place([(source, "bfloat16", target, "bfloat16")])
+    (digest,) = kernels.move([(source, "bfloat16", target, "bfloat16")])
     assert digest == xxhash.xxh3_64_intdigest(source.tobytes())
     assert np.array_equal(source, target)
     assert (slot[:there] == 0xA5A5).all()
