@@ -11,7 +11,7 @@ does not move, has its request answered with 503 or 504: nobody knows then wheth
 
 import contextlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -191,7 +191,13 @@ class _Ids(msgspec.Struct):
     rid: str | list[str] | None = None
 
 
+class _Batch(msgspec.Struct):
+    text: str | list[msgspec.Raw] | None = None
+    input_ids: list[msgspec.Raw] | None = None
+
+
 _read_ids = msgspec.json.Decoder(_Ids).decode
+_read_batch = msgspec.json.Decoder(_Batch).decode
 
 
 def named(body: bytes) -> list[str]:
@@ -200,9 +206,21 @@ def named(body: bytes) -> list[str]:
         return []
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         ids = _read_ids(body)
-        rids = [ids.rid] if isinstance(ids.rid, str) else ids.rid or []
-        return [ids.request_id] if ids.request_id else [rid for rid in rids if rid]
+        if ids.request_id:
+            return [ids.request_id]
+        rids = _each(ids.rid, _read_batch(body)) if isinstance(ids.rid, str) else ids.rid or []
+        return [rid for rid in rids if rid]
     return []
+
+
+def _each(rid: str, batch: _Batch) -> list[str]:
+    """The one id of a batch for /generate names its prompts by their numbers, as `sglang_generate` calls them."""
+    prompts: Sequence[object] = [rid]
+    if isinstance(batch.text, list):
+        prompts = batch.text
+    elif batch.input_ids and bytes(batch.input_ids[0]).lstrip().startswith(b"["):
+        prompts = batch.input_ids
+    return [f"{rid}_{i}" for i in range(len(prompts))] if rid and len(prompts) > 1 else [rid]
 
 
 def is_local(path: str) -> bool:

@@ -299,6 +299,27 @@ async def test_a_client_that_leaves_takes_its_forwarded_request_along(processes,
     await until(lambda: len(lead.server.server_state.connections) == connections)
 
 
+async def test_the_prompts_of_a_batch_have_their_ids_in_every_process(processes, replicas, until):
+    lead, other = processes
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    sampling = {"max_new_tokens": 2, "temperature": 0.0}
+    body = {"text": ["A", "B"], "rid": "b", "sampling_params": sampling}
+    batch = asyncio.create_task(other.client.post("/generate", json=body))
+    await until(lambda: sum(len(r.running) for r in replicas) == 2)
+    same = {"text": "B", "rid": "b_1", "sampling_params": sampling}
+    joining = asyncio.create_task(lead.client.post("/generate", json=same))
+    clash = await lead.client.post("/generate", json=same | {"text": "C"})
+    assert clash.status_code == 409
+    await asyncio.sleep(0.1)
+    assert not lead.service.generations._jobs, "the process that has the batch has its prompts"
+    for replica in replicas:
+        for _ in range(8):
+            replica.gate.release()
+    assert (await joining).json()["output_ids"] == (await batch).json()[1]["output_ids"]
+    assert sum(len(r.got(Generate)) for r in replicas) == 2
+
+
 async def test_nobody_outside_can_say_that_he_is_a_process(processes):
     for process in processes:
         said = {"request_ids": None, "timeout_s": 1}
