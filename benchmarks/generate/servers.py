@@ -1,11 +1,13 @@
 """Servers that generate over HTTP: ours and vLLM's, with the same client, one request a prompt."""
 
 import asyncio
+import itertools
 import os
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,13 @@ class Service:
         wait_until_filled(self._log)
         return self
 
-    def run(self, job: Job) -> float:
-        """Tokens per second, HTTP included, logprobs in every answer."""
-        bodies = [
+    def run(self, job: Job, adapters: Sequence[str] = ()) -> float:
+        """Tokens per second, HTTP included, logprobs in every answer. adapters: names for the prompts, in turn."""
+        bodies: list[dict[str, Any]] = [
             {"prompt_ids": ids, "n": job.n, "max_tokens": job.max_tokens, "ignore_eos": True} for ids in job.prompts
         ]
+        for body, adapter in zip(bodies, itertools.cycle(adapters), strict=False):
+            body["adapter"] = adapter
         found, seconds = asyncio.run(answers(f"{self.url}/v1/rollout/generate", bodies))
         outputs = [output for reply in found for output in reply["outputs"]]
         tokens = sum(len(output["token_ids"]) for output in outputs)
@@ -90,8 +94,8 @@ class Service:
 class VllmServer:
     """`vllm serve` on vLLM's CPU build with its token-in-token-out route, which spares it all text."""
 
-    def __init__(self, python: Path, model: Path, dtype: str, log: Path, max_len: int = 512) -> None:
-        """max_len: tokens of a prompt and its output."""
+    def __init__(self, python: Path, model: Path, dtype: str, log: Path, max_len: int = 512, *words: str) -> None:
+        """max_len: tokens of a prompt and its output. words: further ones of its command line."""
         self.name = "vllm"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -101,6 +105,7 @@ class VllmServer:
             *(str(python), str(PEERS / "vllm_serve.py"), "serve", str(model), "--dtype", dtype, "--tokens-only"),
             *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_len), "--max-num-seqs", "64"),
             *("--enforce-eager", "--skip-tokenizer-init", "--disable-log-stats"),
+            *words,
         ]
         cores = sorted(os.sched_getaffinity(0))
         environment = {
@@ -115,8 +120,8 @@ class VllmServer:
         self.ready_s = time.perf_counter() - began
         self._child.pause()
 
-    def run(self, job: Job) -> float:
-        """Tokens per second, HTTP included, logprobs in every answer."""
+    def run(self, job: Job, adapters: Sequence[str] = ()) -> float:
+        """Tokens per second, HTTP included, logprobs in every answer. adapters: names for the prompts, in turn."""
         sampling = {
             "n": job.n,
             "temperature": 1.0,
@@ -125,7 +130,9 @@ class VllmServer:
             "detokenize": False,
             "logprobs": 0,
         }
-        bodies = [{"token_ids": ids, "sampling_params": sampling} for ids in job.prompts]
+        bodies: list[dict[str, Any]] = [{"token_ids": ids, "sampling_params": sampling} for ids in job.prompts]
+        for body, adapter in zip(bodies, itertools.cycle(adapters), strict=False):
+            body["model"] = adapter
         self._child.go_on()
         found, seconds = asyncio.run(answers(f"{self._url}/inference/v1/generate", bodies))
         self._child.pause()
