@@ -7,7 +7,7 @@ Whatever would change the served function and cannot be served is refused here, 
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -17,6 +17,9 @@ import msgspec
 T = TypeVar("T")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 A, B = "lora_A", "lora_B"
+_WHAT = "the adapter's config: "
+_MAX_RANK = 1 << 20
+"""No matrix has so many rows; what a service takes is less (max_adapter_rank)."""
 _WRAPPERS = frozenset(
     ("base_model", "pretrained_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 )
@@ -42,7 +45,10 @@ _MUST_BE_UNSET = {
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What of a LoraConfig decides what an adapter computes: W x + scale B A x. Patterns match as PEFT's do."""
+    """What of a LoraConfig decides what an adapter computes: W x + scale B A x. Patterns match as PEFT's do.
+
+    Raises ValueError (off the wire ValidationError) for numbers and patterns with which nothing can be computed.
+    """
 
     r: int
     lora_alpha: float
@@ -52,6 +58,19 @@ class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     target_modules: list[str] | str | None = None  # ends of names, or one expression for whole names; None: not said
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
+
+    def __post_init__(self) -> None:
+        ranks = (self.r, *self.rank_pattern.values())
+        alphas = (self.lora_alpha, *self.alpha_pattern.values())
+        if min(ranks) < 1 or max(ranks) > _MAX_RANK or not all(math.isfinite(alpha) for alpha in alphas):
+            said = f"r is {_short(ranks)}, lora_alpha {_short(alphas)}"
+            raise ValueError(f"{_WHAT}{said}: ranks are 1 to {_MAX_RANK}, alphas finite")
+        whole = [names for names in (self.target_modules, self.exclude_modules) if isinstance(names, str)]
+        for pattern in (*self.rank_pattern, *self.alpha_pattern, *whole):
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{_WHAT}{pattern[:256]!r} is no pattern of module names: {error}") from None
 
     def targets(self, module: str) -> bool:
         """Whether PEFT adapts a module of this name; False where `target_modules` does not say."""
@@ -81,7 +100,7 @@ def adapter_config(config: Any) -> AdapterConfig:
     Raises ValueError listing everything that cannot be served, TypeError for what is no config.
     """
     if isinstance(config, AdapterConfig):
-        return _checked(config)
+        return config
     fields = _fields(config)
     problems = [why for key, why in _MUST_BE_UNSET.items() if fields.get(key) not in (None, False, [], {}, ())]
     kind = fields.get("peft_type", "LORA")
@@ -96,9 +115,9 @@ def adapter_config(config: Any) -> AdapterConfig:
         if isinstance(known.get(name), set | frozenset | tuple):
             known[name] = sorted(known[name])
     try:
-        return _checked(msgspec.convert(known, AdapterConfig))
+        return msgspec.convert(known, AdapterConfig)
     except msgspec.ValidationError as error:
-        raise ValueError(f"the adapter's config: {error}") from None
+        raise ValueError(f"{_WHAT}{str(error).removeprefix(_WHAT)}") from None
 
 
 def adapter_tensors(
@@ -169,18 +188,8 @@ def _fields(config: Any) -> Mapping[str, Any]:
     raise TypeError(f"{type(config).__name__} is no adapter config: a peft.LoraConfig or its adapter_config.json")
 
 
-def _checked(config: AdapterConfig) -> AdapterConfig:
-    ranks = (config.r, *config.rank_pattern.values())
-    alphas = (config.lora_alpha, *config.alpha_pattern.values())
-    if min(ranks) < 1 or not all(math.isfinite(alpha) for alpha in alphas):
-        raise ValueError(f"the adapter's config: r is {config.r}, lora_alpha {config.lora_alpha}")
-    whole = [names for names in (config.target_modules, config.exclude_modules) if isinstance(names, str)]
-    for pattern in (*config.rank_pattern, *config.alpha_pattern, *whole):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"the adapter's config: {pattern!r} is no pattern of module names: {error}") from None
-    return config
+def _short(numbers: Sequence[float]) -> str:
+    return ", ".join(str(number)[:32] for number in numbers[:8])
 
 
 def _listed(names: list[str] | str, module: str) -> bool:

@@ -31,6 +31,8 @@ from weight_manager.plan import place, prove
 from weight_manager.push_session import MAX_VERSION, Intent
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG = 1 << 20
+"""Bytes. The store's loop reads it."""
 Reply = Callable[[Result], object]
 
 
@@ -130,8 +132,8 @@ def read_head(directory: Path) -> tuple[AdapterConfig, list[Part]]:
     """What a directory that PEFT saved says of itself. Raises CheckpointError."""
     path = directory / CONFIG
     try:
-        config = adapter_config(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        config = adapter_config(json.loads(_small_file(path)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     file = TensorFile(directory / WEIGHTS)
     try:
@@ -163,6 +165,17 @@ def read_adapter(
     finally:
         file.close()
     return Loaded(copies, [parts[copy.part].name for copy in copies], digests)
+
+
+def _small_file(path: Path) -> bytes:
+    """Raises OSError, and ValueError for what is too large, or would have to be waited for, as a pipe."""
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    with path.open("rb") as file:
+        data = file.read(MAX_CONFIG + 1)
+    if len(data) > MAX_CONFIG:
+        raise ValueError(f"it has more than {MAX_CONFIG} bytes")
+    return data
 
 
 def _tensors(file: TensorFile) -> list[tuple[Part, Tensor]]:

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 
+import msgspec
 import pytest
 
 from rollout_client.peft import AdapterConfig, adapter_config, adapter_tensors, check_name
@@ -136,3 +137,27 @@ def test_names_that_can_be_no_file_and_no_model_are_refused(name):
     with pytest.raises(ValueError, match="cannot be an adapter's name"):
         check_name(name)
     check_name("policy-a.v2_x")
+
+
+NO_CONFIGS = {
+    "r of 0": {"r": 0},
+    "r below": {"r": -1},
+    "r beyond floats": {"r": 10**400},
+    "r in a pattern": {"rank_pattern": {"q_proj": 0}},
+    "alpha beyond floats": {"lora_alpha": 10**400},
+    "pattern": {"rank_pattern": {"(": 4}},
+    "pattern too deep": {"alpha_pattern": {"(" * 5000 + ")" * 5000: 4}},
+    "pattern beyond the engine": {"rank_pattern": {"a{99999999999}": 4}},
+    "targets": {"target_modules": "("},
+    "exceptions": {"target_modules": ["q_proj"], "exclude_modules": "["},
+}
+
+
+@pytest.mark.parametrize("fields", NO_CONFIGS.values(), ids=NO_CONFIGS)
+def test_no_config_that_cannot_be_computed_with_comes_to_be(fields):
+    """Neither of a trainer's object nor off the wire, where who sent it need not have looked."""
+    fields = {"r": 8, "lora_alpha": 16} | fields
+    with pytest.raises(ValueError, match="config"):
+        adapter_config(fields)
+    with pytest.raises(msgspec.ValidationError, match="config|out of range"):
+        msgspec.convert(fields, AdapterConfig)
