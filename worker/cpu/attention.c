@@ -10,12 +10,6 @@
 #define FEW 4
 #define CELLS 16  // whose scores are computed together, one in each lane
 
-// Inlined by force: gcc drops calls of a function that does nothing else.
-static inline INLINE void prefetch_cells(const void *base, int64_t at, int dim, int narrow) {
-    const char *p = (const char *)base + at * (narrow ? 2 : 4);
-    for (int i = 0; i < CELLS * dim * (narrow ? 2 : 4); i += 64) __builtin_prefetch(p + i);
-}
-
 // Keys of CELLS cells from `start` on, side by side; what lies in several blocks is brought together in `apart`.
 static inline INLINE const char *run_of_keys(const Step *s, int64_t sequence, int64_t kv_head, int64_t start, int64_t end,
                                              char *apart, const int dim, const int narrow) {
@@ -29,15 +23,21 @@ static inline INLINE const char *run_of_keys(const Step *s, int64_t sequence, in
     return apart;
 }
 
-// Scores of CELLS cells for a few rows, each added up along the head.
-static inline INLINE void score_few(const float *q[], const int rows, const char *keys, float *scores, float scale,
-                                    const int dim, const int narrow) {
+// Scores of CELLS cells for a few rows, each added up along the head. Meanwhile as much is prefetched of what is read
+// next, and of the cells' values; a little at a time, since a core waits for those that it has no place for.
+static inline INLINE void score_few(const float *q[], const int rows, const char *keys, const char *next,
+                                    const char *values, float *scores, float scale, const int dim, const int narrow) {
     const int64_t stride = dim * (narrow ? 2 : 4);
     f32x16 a[FEW];
     for (int r = 0; r < rows; r++) a[r] = splat(0);
     for (int d = 0; d < dim; d += narrow ? 8 : 4) {
         f32x16 words[4];
-        load_across(keys + d * (narrow ? 2 : 4), stride, words);
+        const int at = d * (narrow ? 2 : 4);
+        for (int line = 0; line < 16 * CELLS; line += 64) {
+            __builtin_prefetch(next + at * CELLS + line);
+            __builtin_prefetch(values + at * CELLS + line);
+        }
+        load_across(keys + at, stride, words);
         for (int i = 0; i < 4; i++)
             for (int r = 0; r < rows; r++)
                 if (narrow) {
@@ -88,6 +88,7 @@ static inline INLINE void few_rows(Step *s, int64_t index, float *scratch, const
     int64_t next = index + 1 < s->tiles * s->kv_heads ? index + 1 : index;
     int64_t ahead = cell_at(s, s->tile_sequence[next / s->kv_heads], 0, next % s->kv_heads, dim);
     float *sums = scratch, *scores = sums + rows * dim, most[rows], total[rows];
+    const int64_t size = narrow ? 2 : 4;
     char apart[CELLS * dim * 4];
     const float *q[rows];
     float *out[rows];
@@ -100,14 +101,14 @@ static inline INLINE void few_rows(Step *s, int64_t index, float *scratch, const
     for (int64_t start = first_panel(s, first); start < cells; start += PANEL) {
         int64_t end = start + PANEL < cells ? start + PANEL : cells;
         for (int64_t at = start; at < end; at += CELLS) {
-            if (at + CELLS < end) prefetch_cells(s->keys, cell_at(s, sequence, at + CELLS, kv_head, dim), dim, narrow);
-            prefetch_cells(s->values, cell_at(s, sequence, at, kv_head, dim), dim, narrow);
             const char *keys = run_of_keys(s, sequence, kv_head, at, end, apart, dim, narrow);
+            const char *values = (const char *)s->values + cell_at(s, sequence, at, kv_head, dim) * size;
+            const int64_t after = at + CELLS < cells ? cell_at(s, sequence, at + CELLS, kv_head, dim) : ahead;
+            const char *next_keys = (const char *)s->keys + after * size;
             for (int r = 0; r < rows; r += FEW)
-                WITH_ROWS(rows - r, score_few(q + r, R, keys, scores + r * PANEL + at - start, s->scale, dim, narrow))
+                WITH_ROWS(rows - r, score_few(q + r, R, keys, next_keys, values, scores + r * PANEL + at - start,
+                                              s->scale, dim, narrow))
         }
-        if (end < cells) prefetch_cells(s->keys, cell_at(s, sequence, end, kv_head, dim), dim, narrow);
-        else prefetch_cells(s->keys, ahead, dim, narrow);
         for (int r = 0; r < rows; r++) {
             float *row = scores + r * PANEL;
             int seen = hide(s, row, start, end - start, s->positions[first + r / group]);
