@@ -71,6 +71,8 @@ def measure(count: int, seconds: float) -> dict[str, float]:
             while not (directory / "http_url").exists() and time.monotonic() < until:
                 time.sleep(0.1)
             time.sleep(5.0)  # all links are up, and all have been heard
+            if process.poll() is not None:
+                raise RuntimeError(f"the API left with {process.returncode}")
             before, began = used([process.pid]).seconds, time.monotonic()
             time.sleep(seconds)
             share = (used([process.pid]).seconds - before) / (time.monotonic() - began)
