@@ -251,3 +251,23 @@ def test_windows_over_long_and_uneven_contexts(feeder, window, tmp_path):
     for backend in ("native", "mkl"):
         for own, expected in zip(results[backend], results["paddle"], strict=True):
             assert family_cases.relative_gap(own, expected) < 2e-5, backend
+
+
+@oneDNN
+@pytest.mark.parametrize("family", ["glm", "phi3", "olmo2", "qwen2_moe", "gemma2"])
+def test_not_a_number_leaves_nothing_behind_in_any_family(feeder, backend, family, tmp_path):
+    """In memory that steps share: elements that are not rotated, scales, shares of experts, scores that are hidden."""
+    for case in family_cases.family_cases(family):
+        engine = case.engine(tmp_path, case.longest(5))
+        sound = engine.prepare(case.views())
+        poisoned = {name: np.full_like(value, np.nan) for name, value in case.tensors.items()}
+        engine.bind(engine.prepare(replace(case, tensors=poisoned).views()))
+        run = feeder(engine, [case.ids[5]])
+        run.step({0: 5})
+        assert np.isnan(run.all_logits(0)).all()
+        engine.bind(sound)
+        for counts in ([5], [1] * 5, [3, 2]):
+            run = feeder(engine, [case.ids[5]])
+            for count in counts:
+                run.step({0: count})
+            assert family_cases.relative_gap(run.all_logits(0), case.logits[5]) < 2e-5, case.name
