@@ -200,7 +200,8 @@ class Downstreams:
         store.seen = now
         match message:
             case wire.Beat():
-                self.roster.send(store, wire.Lease(message.seq, self._grant(store, now)))
+                if message.holds == store.holds:  # else one of us has news for the other
+                    self.roster.send(store, wire.Lease(message.seq, self._grant(store, now)))
             case wire.Holds():
                 self._coordinator.changes += 1
                 store.holds = message.version

@@ -3,6 +3,7 @@
 import time
 
 from weight_manager.arena import Arena
+from weight_manager.relay.messages import Version
 
 
 class Lease:
@@ -12,7 +13,7 @@ class Lease:
         """seconds: of a full lease. What the last life of this store was given still counts, for its ranks."""
         self._arena = arena
         self._seconds = seconds
-        self._asked: dict[int, float] = {}  # beat -> when
+        self._asked: dict[int, tuple[float, Version | None]] = {}  # beat -> when, and what was held then
         self._seq = self._void_before = 0
         self.until = 0.0
         if not arena.needs_lease:
@@ -27,21 +28,22 @@ class Lease:
         """Seconds of the lease that may be handed on to stores below."""
         return max(0.0, self.until - now)
 
-    def ask(self, now: float) -> int:
-        """The next beat's number."""
+    def ask(self, now: float, holds: Version | None) -> int:
+        """The number of the next beat, which says what is held here."""
         self._seq += 1
-        self._asked = {seq: at for seq, at in self._asked.items() if at > now - self._seconds}
-        self._asked[self._seq] = now
+        self._asked = {seq: asked for seq, asked in self._asked.items() if asked[0] > now - self._seconds}
+        self._asked[self._seq] = now, holds
         return self._seq
 
-    def given(self, seq: int, seconds: float) -> None:
-        """The answer to a beat; it counts from when that was sent."""
-        at = self._asked.pop(seq, None)
-        if at is None or seq < self._void_before:
+    def given(self, seq: int, seconds: float, holds: Version | None) -> None:
+        """The answer to a beat; it counts from when that was sent, and for what was held then."""
+        asked = self._asked.pop(seq, None)
+        if asked is None or seq < self._void_before:
             return
+        at, held = asked
         if not seconds > 0:  # nor is it if that is no number
             self.fence()
-        else:
+        elif held == holds:
             self.until = at + min(seconds, self._seconds)
             self._arena.lease(int(self.until * 1e9))
 

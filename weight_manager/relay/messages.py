@@ -49,7 +49,7 @@ from rollout_client.protocol import AdapterInFlight, ErrorCode
 from weight_manager import messages as inner
 from weight_manager.messages import Live
 
-RELAY_PROTOCOL = 3
+RELAY_PROTOCOL = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -91,9 +91,10 @@ class NotJoined(Message, tag="not_joined", frozen=True):
 
 
 class Beat(Message, tag="beat", frozen=True):
-    """[BELOW] the loop turns; seq names the beat."""
+    """[BELOW] the loop turns; seq names the beat. Not answered while [ABOVE] believes that another version is held."""
 
     seq: int
+    holds: Version | None
 
 
 class Lease(Message, tag="lease", frozen=True):

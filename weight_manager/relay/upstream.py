@@ -257,7 +257,8 @@ class Upstream:
 
     def _beat(self, now: float) -> None:
         self._next_beat = now + self._config.relay_lease_s / BEATS
-        self.send(wire.Beat(self.lease.ask(now)))
+        holds = version_of(self._coordinator.history.live)
+        self.send(wire.Beat(self.lease.ask(now, holds), holds))
 
     def _handle(self, message: wire.FromAbove, now: float) -> None:
         relayed = self.relayed
@@ -267,7 +268,7 @@ class Upstream:
             case wire.NotJoined():
                 self._turned_away(message, now)
             case wire.Lease():
-                self.lease.given(message.seq, message.lease_s)
+                self.lease.given(message.seq, message.lease_s, version_of(self._coordinator.history.live))
             case wire.Stage():
                 self._forget("the store above has begun another session", now)
                 self._next = message

@@ -103,12 +103,12 @@ def test_a_store_that_misses_a_message_must_join_again(above):
     """What it was not told it would wait for; the next thing that it says is answered with `NotJoined`."""
     above.join(b"1", "a" * 16, "first")
     above.taken = False
-    above.below.request(b"1", wire.Beat(1))
+    above.below.request(b"1", wire.Beat(1, None))
     assert above.below.next_deadline() == 0.0
     above.below.tick(0.0)
     assert above.names == []
     above.taken = True
-    above.below.request(b"1", wire.Beat(2))
+    above.below.request(b"1", wire.Beat(2, None))
     assert isinstance(above.said[-1][1], wire.NotJoined)
 
 
@@ -146,7 +146,7 @@ def test_a_commit_gives_no_lease_to_a_store_that_does_not_vote_in_it(above):
     above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, version_of(live)))
 
     def leased():
-        above.below.request(b"1", wire.Beat(1))
+        above.below.request(b"1", wire.Beat(1, version_of(live)))
         return above.said[-1][1].lease_s
 
     coordinator = above.below._coordinator
@@ -157,6 +157,19 @@ def test_a_commit_gives_no_lease_to_a_store_that_does_not_vote_in_it(above):
     assert leased() > 0
     coordinator.settled, coordinator.ballot = True, None
     assert leased() > 0
+
+
+def test_a_store_that_says_it_holds_another_version_than_is_believed_gets_no_lease(above):
+    """It has heard of a commit that was taken back since: it would serve what is not live."""
+    old, new = Live("run", 1, 1, 0, "d" * 16), Live("run", 2, 2, 1, "e" * 16)
+    above.history.commit(old, Record("run", 1, 1, "d" * 16, 0.0, "push"))
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, version_of(old)))
+    for held in (new, None):
+        above.said.clear()
+        above.below.request(b"1", wire.Beat(1, held and version_of(held)))
+        assert not above.said, "neither a lease nor its end"
+    above.below.request(b"1", wire.Beat(2, version_of(old)))
+    assert above.said[-1][1].lease_s > 0
 
 
 def test_a_store_that_joins_twice_hears_which_session_goes_on(above):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.relay.lease import Lease
+from weight_manager.relay.messages import Version
 
 
 @pytest.fixture
@@ -18,9 +19,9 @@ def arena():
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("-inf")])
 def test_what_is_no_time_fences(arena, seconds):
     lease = Lease(arena, 2.0)
-    lease.given(lease.ask(time.monotonic()), 1.0)
+    lease.given(lease.ask(time.monotonic(), None), 1.0, None)
     assert not lease.closed
-    lease.given(lease.ask(time.monotonic()), seconds)
+    lease.given(lease.ask(time.monotonic(), None), seconds, None)
     assert lease.closed
     assert arena.leases[-1] == 1
 
@@ -29,5 +30,18 @@ def test_what_is_no_time_fences(arena, seconds):
 def test_no_lease_is_longer_than_a_full_one(arena, seconds):
     lease = Lease(arena, 2.0)
     now = time.monotonic()
-    lease.given(lease.ask(now), seconds)
+    lease.given(lease.ask(now, None), seconds, None)
     assert lease.until == now + 2.0
+
+
+def test_a_lease_that_was_asked_for_with_another_version_gives_nothing(arena):
+    old, new = Version("run", 1, "d" * 16), Version("run", 2, "e" * 16)
+    lease = Lease(arena, 2.0)
+    lease.given(lease.ask(time.monotonic(), old), 2.0, new)
+    assert lease.closed
+    lease.given(lease.ask(time.monotonic(), new), 2.0, new)
+    until = lease.until
+    lease.given(lease.ask(time.monotonic(), old), 2.0, new)
+    assert lease.until == until, "what was given stays: who gave it waits for it"
+    lease.given(lease.ask(time.monotonic(), old), 0.0, new)
+    assert lease.closed

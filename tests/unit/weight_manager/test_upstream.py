@@ -101,11 +101,11 @@ def test_when_nobody_knows_what_is_live_the_store_ends(pair):
 def test_who_claims_to_be_fenced_takes_no_lease_that_was_on_its_way(pair):
     below, _ = pair
     below._below = SimpleNamespace(serving=lambda now: False)
-    asked = below.lease.ask(time.monotonic())
+    asked = below.lease.ask(time.monotonic(), None)
     below.over("s")
-    below.lease.given(asked, 2.0)
+    below.lease.given(asked, 2.0, None)
     assert below.lease.closed, "the commit above goes on without it"
-    below.lease.given(below.lease.ask(time.monotonic()), 2.0)
+    below.lease.given(below.lease.ask(time.monotonic(), None), 2.0, None)
     assert not below.lease.closed
 
 
@@ -148,8 +148,8 @@ MINE, ANOTHER = Live("run", 2, 5, 1, "d" * 16), Live("run", 1, 4, 0, "e" * 16)
 def test_whom_the_store_above_knows_nothing_of_serves_nothing_until_its_next_lease(pair, above):
     """The store above may have restarted and not caught up yet, while the others serve what is undone here."""
     below, say = pair
-    below.lease.given(below.lease.ask(time.monotonic()), 2.0)
-    asked = below.lease.ask(time.monotonic())
+    below.lease.given(below.lease.ask(time.monotonic(), None), 2.0, None)
+    asked = below.lease.ask(time.monotonic(), None)
     did = []
     below._coordinator = SimpleNamespace(
         settled=True,
@@ -164,7 +164,7 @@ def test_whom_the_store_above_knows_nothing_of_serves_nothing_until_its_next_lea
     )
     say(wire.Joined(above and version_of(above), 2.0))
     assert did[0] == (("recorded", False) if above is MINE else (Event.WITHDRAWN, True))
-    below.lease.given(asked, 2.0)
+    below.lease.given(asked, 2.0, None)
     assert below.lease.closed is (above is not MINE), "a lease that was on its way speaks of what was live before"
 
 
