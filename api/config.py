@@ -340,7 +340,11 @@ def _on_ray(parts: dict[str, dict[str, Any]], options: ServeOptions) -> dict[str
         "drain_s": worker.get("drain_s", WorkerConfig.model_fields["drain_s"].default),
         "log_level": options.log_level,
     } | options.fleet
-    elastic = {"replicas_file": run_dir / "replicas.json", "replica_keys": run_dir / KEYS / "api.key"}
+    elastic = {
+        "replicas_file": run_dir / "replicas.json",
+        "replica_keys": run_dir / KEYS / "api.key",
+        "place": "head",
+    }
     return parts | {
         "store": {"relay_endpoint": "tcp://0.0.0.0:5601"} | store,
         "worker": {"curve_keys": run_dir / KEYS / "store.key"} | worker,

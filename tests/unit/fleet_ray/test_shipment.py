@@ -2,8 +2,10 @@ import fcntl
 import os
 import stat
 
+from api.config import ApiConfig
 from fleet_ray import shipment as module
 from fleet_ray.shipment import erase, run_dir_on, sweep
+from rollout_client.curve import TrainerKeys
 from weight_manager.config import StoreConfig
 from weight_manager.curve import StoreKeys
 from worker.config import read_worker_config
@@ -24,6 +26,21 @@ def test_a_node_gets_all_it_needs_and_no_weights(packed, tmp_path):
     assert StoreKeys.read(worker.curve_keys).trainers.keys() == {"api"}
     for secret in (path, worker.curve_keys):
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+def test_the_api_of_a_node_is_the_heads_program_with_other_places(packed, tmp_path):
+    run_dir = tmp_path / "node"
+    packed.unpack(run_dir, "abcd1234", upstream="tcp://10.0.0.1:5601", host="127.0.0.2", relay_port=7000)
+    path = packed.unpack_api(run_dir, "abcd1234", head_url="http://10.0.0.1:8000", host="127.0.0.2", port=0)
+    api = ApiConfig.read(path)
+    assert (api.head_url, api.place, api.host, api.port) == ("http://10.0.0.1:8000", "abcd1234", "127.0.0.2", 0)
+    assert (api.run_dir, api.store_endpoint) == (run_dir, f"ipc://{run_dir}/store.sock")
+    assert (api.model_name, api.model) == ("model", run_dir / "model")
+    assert api.replicas_file == run_dir / "replicas.json"
+    assert TrainerKeys.read(api.replica_keys)
+    for secret in (path, api.replica_keys):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert packed.api["place"] == "head"
 
 
 def test_what_a_killed_node_left_is_swept_and_what_lives_is_not(packed, tmp_path, monkeypatch):
