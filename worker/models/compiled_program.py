@@ -108,7 +108,7 @@ class CompiledProgram(Program):
         self._adapt(qkv.weight, h, rows)
         if self._spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
             self.add_bias(rows, bias)
-            self.norm_projected(rows, q_norm, k_norm)
+            self._norm_projected(rows, q_norm, k_norm)
             bias = q_norm = k_norm = None
         self._steps.append(self._attend.step(layer, bias, q_norm, k_norm))
         return self._attended().T

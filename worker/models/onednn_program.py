@@ -252,7 +252,7 @@ class Program(ABC):
         post = [eltwise(TANH), eltwise(LINEAR, most, 0.0)]
         self._steps.append(self._dnn.binary(MUL, x, _scalar(1 / most), x, post))
 
-    def norm_projected(self, rows: Rows, q_norm: NamedSlot, k_norm: NamedSlot) -> None:
+    def _norm_projected(self, rows: Rows, q_norm: NamedSlot, k_norm: NamedSlot) -> None:
         """q and k of rows [q + k + v, T] normed in place, over all heads of all ranks."""
         spec, (q, k) = self._spec, (q_norm.shape[0], k_norm.shape[0])
         parts = (rows[:q], q_norm, spec.heads), (rows[q : q + k], k_norm, spec.kv_heads * self._shard.sharers)

@@ -50,7 +50,7 @@ class PlainProgram(Program):
         self._adapt(qkv.weight, h, rows)
         self.add_bias(rows, qkv.bias)
         if self._spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
-            self.norm_projected(rows, q_norm, k_norm)
+            self._norm_projected(rows, q_norm, k_norm)
         elif q_norm is not None and k_norm is not None:
             self._norm_heads(rows[: heads * dim], q_norm)
             self._norm_heads(rows[heads * dim : (heads + kv_heads) * dim], k_norm)
