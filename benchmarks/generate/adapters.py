@@ -27,6 +27,8 @@ TARGETS = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "qv": ("q_proj", "v_proj"),
 }
+BLOCKS = 1024
+"""Of KV cache: more than these sequences need, and soon filled in."""
 NAMES = [f"adapter-{i}" for i in range(COUNT)]
 CASES: dict[str, list[str]] = {"base": [], "one": NAMES[:1], "eight": NAMES}
 
@@ -57,8 +59,8 @@ def main() -> None:
                 *modules,
             )
             contenders.append(VllmServer(install.vllm(), args.model, args.dtype, logs / "vllm.log", 512, *limits))
-        roots = f'store.disk_roots=["{scratch}"]'
-        service = Service("service", args.model, args.dtype, logs / "service.log", "--set", roots).settle()
+        words = "--set", f'store.disk_roots=["{scratch}"]', "--set", f"worker.num_blocks={BLOCKS}"
+        service = Service("service", args.model, args.dtype, logs / "service.log", *words).settle()
         contenders.append(service)
         for name, path in zip(NAMES, directories, strict=True):
             body = {"lora_name": name, "lora_path": str(path)}
