@@ -59,16 +59,28 @@ _OF_NO_FAMILY = {
 }
 """Keys of checkpoints that are not served whatever their architecture is -> what they mean."""
 
+_REPEATED = ("num_hidden_layers", "num_experts", "num_local_experts", "moe_num_experts")
+_MOST = 4096
+"""Of each: they are objects here before any weight of theirs is looked for."""
+
 
 def decoder_spec(config: Config) -> DecoderSpec:
     """The decoder this HF config describes. Raises ValueError for what is not served, naming the key."""
     for key, meaning in _OF_NO_FAMILY.items():
         if config.get(key) is not None:
             raise ValueError(f"config.json: {key} is not served: {meaning}")
-    architecture = (config.get("architectures") or [None])[0]
-    if architecture not in FAMILIES:
+    named = config.get("architectures") or [None]
+    architecture = named[0] if isinstance(named, list) else named
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} is not served; known: {', '.join(FAMILIES)}")
-    return FAMILIES[architecture](config)
+    for key in _REPEATED:
+        times = config.get(key)
+        if isinstance(times, int) and times > _MOST:
+            raise ValueError(f"config.json: {key} is {times:.6g}, and no model has more than {_MOST}")
+    try:
+        return FAMILIES[architecture](config)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"config.json: a value is of another kind than transformers writes: {error}") from error
 
 
 def manifest_for(config: Config, dtype: Dtype) -> Manifest:

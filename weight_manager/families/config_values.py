@@ -31,6 +31,14 @@ def count(values: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def whole(values: Mapping[str, Any], key: str, default: int, least: int) -> int:
+    """A whole number, `least` or more. Raises ValueError."""
+    value = values.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"config.json: {key} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
 def numbers(values: Mapping[str, Any], key: str, length: int, *, where: str = "") -> tuple[float, ...]:
     """A list of that many finite numbers. Raises ValueError."""
     found = values.get(key)

@@ -1,6 +1,6 @@
 """ERNIE 4.5 MoE: experts chosen by softmax plus a learned correction, weighted by softmax alone, one shared expert."""
 
-from weight_manager.families.config_values import Config, count, number
+from weight_manager.families.config_values import Config, count, number, whole
 from weight_manager.families.ernie45 import either
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 
@@ -12,7 +12,7 @@ def decoder_spec(config: Config) -> DecoderSpec:
 
 def _experts(config: Config) -> tuple[MoeSpec | None, ...]:
     layers, interval = count(config, "num_hidden_layers"), count(config, "moe_layer_interval", 1)
-    first, last = int(config.get("moe_layer_start_index", 1)), int(config.get("moe_layer_end_index", -1))
+    first, last = whole(config, "moe_layer_start_index", 1, 0), whole(config, "moe_layer_end_index", -1, -1)
     last = layers - 1 if last < 0 else last
     sparse = [first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers)]
     if not any(sparse):
@@ -25,6 +25,6 @@ def _experts(config: Config) -> tuple[MoeSpec | None, ...]:
         normalise=True,
         norm_min=number(config, "moe_norm_min", 1e-12),
         correction_bias=True,
-        shared=size * int(config.get("moe_num_shared_experts", 2)),
+        shared=size * whole(config, "moe_num_shared_experts", 2, 0),
     )
     return tuple(experts if is_sparse else None for is_sparse in sparse)

@@ -20,6 +20,12 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+MOE = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "moe_num_experts": 4,
+    "moe_intermediate_size": 16,
+    "moe_layer_start_index": 0,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
 TWO = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10.0}}
@@ -274,3 +280,26 @@ def test_config_files_of_the_hub(config: dict[str, Any], meant: dict[str, Any]) 
         **{name: getattr(spec, name) for name in meant.keys() - {"windows", "thetas"}},
     }
     assert {name: found[name] for name in meant} == meant
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": -1}, "architecture -1"),
+        ({"architectures": {"a": 1}}, "architecture"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architecture"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers"),
+        ({"hidden_act": []}, "another kind"),
+        *(
+            (MOE | {key: value}, key)
+            for key in ("moe_layer_start_index", "moe_layer_end_index", "moe_num_shared_experts")
+            for value in (None, -2, 1.5, float("inf"), "x", True)
+        ),
+        (MOE | {"moe_num_experts": 1 << 40}, "moe_num_experts"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_and_not_read_as_something(changes, says):
+    with pytest.raises(ValueError, match=r"config\.json|architecture") as refused:
+        manifest_for(SMALL | changes, "float32")
+    assert says in str(refused.value)
