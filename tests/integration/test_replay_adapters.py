@@ -1,0 +1,174 @@
+"""No torn adapters: two trainers push two adapters under load, and every token is derived again from what its spans
+claim of its own adapter. Under every policy in turn, `finish` among them; `REPLAY_PUSHES=200` makes it the long proof.
+
+The derivation is an independent forward in numpy over weights into which the claimed version is merged: every logprob
+must be theirs, and under the adapter's other version nearly all of them would be far off.
+"""
+
+import itertools
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_client.http import Output, RolloutClient
+from rollout_client.publisher import WeightPublisher
+from tests.integration.conftest import running
+from tests.integration.live import LiveService
+from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, small
+from tests.reference.checkpoint import Checkpoint, random_weights
+from tests.reference.llama import Replay
+
+NAMES = ("policy-a", "policy-b")
+RANK, ALPHA = 4, 8
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIG = {"r": RANK, "lora_alpha": ALPHA, "target_modules": MODULES}
+POLICIES = ("keep", "finish", "recompute", "keep", "finish", "abort", "wait")
+Tensors = dict[str, np.ndarray]
+
+
+def adapter(base: Tensors, seed: int) -> Tensors:
+    """On every projection, as PEFT names it, large enough to change every token."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for name, weight in base.items():
+        if name.endswith("_proj.weight"):
+            module = "base_model.model." + name.removesuffix(".weight")
+            rows, columns = weight.shape
+            tensors[f"{module}.lora_A.weight"] = rng.standard_normal((RANK, columns)).astype(np.float32) * 0.2
+            tensors[f"{module}.lora_B.weight"] = rng.standard_normal((rows, RANK)).astype(np.float32) * 0.2
+    return tensors
+
+
+def merged(base: Tensors, changes: Tensors) -> Tensors:
+    """Weights that compute what the base with this adapter does."""
+    found = dict(base)
+    for name in base:
+        module = "base_model.model." + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in changes:
+            product = changes[f"{module}.lora_B.weight"] @ changes[f"{module}.lora_A.weight"]
+            found[name] = base[name] + product * np.float32(ALPHA / RANK)
+    return found
+
+
+@dataclass
+class Load:
+    """Keeps requests of both adapters and of the base running until told to stop; remembers every answer."""
+
+    url: str
+    clients: int = 4
+    answers: list[tuple[str, list[int], Output]] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+
+    def __enter__(self) -> "Load":
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(self.clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, number: int) -> None:
+        rng = np.random.default_rng(number)
+        try:
+            with RolloutClient(self.url) as client:
+                while not self._stop.is_set():
+                    prompt, name = PROMPTS[rng.integers(len(PROMPTS))], ("", *NAMES)[rng.integers(3)]
+                    options: dict[str, Any] = {"n": 2, "max_tokens": LENGTH, "ignore_eos": True}
+                    outputs = client.generate(prompt_ids=prompt, adapter=name, **options).outputs
+                    self.answers += [(name, prompt, output) for output in outputs]
+        except BaseException as error:  # shown by the test, which runs in another thread
+            self.failures.append(error)
+
+
+@pytest.fixture(scope="module")
+def service(tiny: Checkpoint) -> Iterator[LiveService]:
+    """Two replicas of one rank."""
+    yield from running(tiny.directory, "--replicas", "2", *small())
+
+
+@pytest.mark.timeout(4 * LONGEST_S)
+def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
+    service: LiveService, tiny: Checkpoint
+) -> None:
+    base = random_weights(tiny.config, 301)
+    changes = {name: [adapter(base, seed) for seed in (10 * n, 10 * n + 1)] for n, name in enumerate(NAMES)}
+    run = f"adapters-{uuid.uuid4().hex[:8]}"
+    failures: list[BaseException] = []
+
+    def train(name: str, load: Load) -> None:
+        try:
+            with WeightPublisher(service.push_endpoint, run_id=run, progress=False) as publisher:
+                for version in range(1, PUSHES + 1):
+                    wait_for(load, 3 * version)
+                    policy: Any = POLICIES[version % len(POLICIES)]
+                    publisher.push_adapter(name, changes[name][version % 2], CONFIG, version, in_flight=policy)
+        except BaseException as error:
+            failures.append(error)
+
+    with service.publisher(run) as publisher:
+        publisher.push(base, 1)
+        for name in NAMES:
+            publisher.push_adapter(name, changes[name][0], CONFIG, 0)
+    with Load(service.url) as load:
+        trainers = [threading.Thread(target=train, args=(name, load)) for name in NAMES]
+        for trainer in trainers:
+            trainer.start()
+        for trainer in trainers:
+            trainer.join()
+    assert not failures
+    assert not load.failures
+    replay = Replay(tiny.config, [base, *(merged(base, one) for name in NAMES for one in changes[name])])
+    answers = [answer for answer in load.answers if answer[2].token_ids]
+    misfits = [check(replay, *answer) for answer in answers]
+    assert np.mean([misfit for misfit in misfits if misfit is not None]) > 0.9, "the versions are too alike"
+    of_adapters = [output for name, _, output in answers if name]
+    assert len({span.adapter_version for output in of_adapters for span in output.spans}) >= PUSHES / 2
+    assert [output for output in of_adapters if len(output.spans) > 1], "no push landed inside a running sequence"
+    tokens = sum(len(output.token_ids) for _, _, output in answers)
+    print(f"2 trainers of {PUSHES} pushes: {tokens} tokens of {len(answers)} samples replayed")
+
+
+def wait_for(load: Load, answers: int) -> None:
+    """Until so many responses came in: both trainers' pushes are spread over the load."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if len(load.answers) >= answers or load.failures:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"only {len(load.answers)} answers")
+
+
+def check(replay: Replay, name: str, prompt: list[int], output: Output) -> float | None:
+    """Derive one response again; returns the share of its tokens that the other version cannot have made."""
+    assert output.finish_reason in {"length", "abort"}
+    bounds = [(span.start, span.end) for span in output.spans]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == len(output.token_ids)
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
+    assert {span.version for span in output.spans} == {1}, "the model's own version did not move"
+    assert all((span.adapter_version is None) == (not name) for span in output.spans)
+    versions = [span.adapter_version or 0 for span in output.spans]
+    assert versions == sorted(versions)
+    tokens = np.array(output.token_ids)[:, None]
+    mine, other = (np.take_along_axis(derived(replay, name, prompt, output, s), tokens, 1)[:, 0] for s in (0, 1))
+    np.testing.assert_allclose(output.logprobs, mine, atol=TOLERANCE, err_msg=f"{name} {output.spans}")
+    return float((np.abs(other - output.logprobs) > 10 * TOLERANCE).mean()) if name else None
+
+
+def derived(replay: Replay, name: str, prompt: list[int], output: Output, shift: int) -> np.ndarray:
+    """[tokens, vocab] log-probabilities, as the spans claim. shift: as if each version had been the one after it."""
+    ids, first, rows = np.array(prompt + output.token_ids), len(prompt) - 1, []
+    for one in output.forward_passes(len(prompt)):
+        owner = np.zeros(len(one.versions), np.int64)
+        if name:
+            owner[:] = 1 + 2 * NAMES.index(name) + (np.array(one.adapter_versions) + shift) % 2
+        rows.append(replay.logprobs(ids[: len(owner)], owner)[first + one.start :])
+    return np.concatenate(rows)
