@@ -42,7 +42,7 @@ static inline INLINE void add_words(const char *w, int64_t stride, const char *x
     load_across(w + at, stride, words);
     for (int i = 0; i < 4; i++)
         for (int t = 0; t < count; t++) {
-            f32x16 there = splat(*(const word *)(x + t * x_stride + at + 4 * i));
+            f32x16 there = splat(*(const four_bytes *)(x + t * x_stride + at + 4 * i));
             total[t] = narrow ? fused_pairs(words[i], there, total[t]) : fused(words[i], there, total[t]);
         }
 }
@@ -74,7 +74,7 @@ static float product(const Single *s, const char *x, int64_t row) {
     for (int64_t start = 0; start < bytes; start += part) {
         f32x16 a = splat(0);
         for (int64_t at = start; at < start + part && at < bytes; at += 4) {
-            f32x16 word = splat(*(const word *)(w + at)), there = splat(*(const word *)(x + at));
+            f32x16 word = splat(*(const four_bytes *)(w + at)), there = splat(*(const four_bytes *)(x + at));
             a = s->narrow ? fused_pairs(word, there, a) : fused(word, there, a);
         }
         y = start ? a + y : a;

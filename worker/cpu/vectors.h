@@ -16,7 +16,7 @@ typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
-typedef float word __attribute__((may_alias));  // four bytes: a float, or two bfloat16 that were written as such
+typedef float four_bytes __attribute__((may_alias));  // a float, or two bfloat16 that were written as such
 
 static inline f32x16 splat(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
