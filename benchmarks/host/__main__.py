@@ -15,6 +15,7 @@ allowed).
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,9 @@ def flames(live: LiveService, directory: Path) -> None:
             time.sleep(1.0)
             while recorder.poll() is None:
                 run(live.url, load)
+        picture = directory / f"{name}.svg"  # its title is the command, with paths of this machine
+        title = rf"\g<1>{name}, {load.sequences} streams"
+        picture.write_text(re.sub(r'(<text id="title"[^>]*>)[^<]*', title, picture.read_text()))
 
 
 if __name__ == "__main__":
