@@ -474,3 +474,17 @@ def test_a_store_that_follows_another_takes_adapters_of_its_own(launch, until, r
     until((store.run_dir / "push_endpoint").exists, 10)
     with WeightPublisher(store.endpoint, run_id=run) as publisher:
         assert publisher.push_adapter("policy-a", adapter(1), ADAPTER_CONFIG, 1).version == 1
+
+
+def test_after_a_restart_nothing_is_given_away_before_replicas_have_said_what_they_read(store, push_adapter, run):
+    push_adapter(1, 1)
+    store.end(signal.SIGKILL)
+    store.start()
+    store.wait_live()
+    with (
+        WeightPublisher(store.endpoint, run_id=run, busy_timeout_s=0.2) as hasty,
+        pytest.raises(errors.Busy, match="every slot"),
+    ):
+        hasty.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2)
+    with WeightPublisher(store.endpoint, run_id=run) as patient:
+        assert patient.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2).version == 2

@@ -5,6 +5,7 @@ whom it asks, which slots are still read, and where epochs come from.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +31,8 @@ log = logging.getLogger(__name__)
 
 KEPT = 3
 """Slots that keep their memory: of the live version, the previous one, and the one that is pushed."""
-SLOTS = 8
-"""Versions that may lie side by side: sequences that finish on older ones need them."""
+UNKNOWN_S = 3.0
+"""After a restart of the store no slot is given away so long: replicas register at once, and say what they read."""
 
 
 class Audience(Protocol):
@@ -97,6 +98,7 @@ class Line:
         audience: Audience,
         data: Callable[[Slots], DataPlane],
         went_live: Callable[["Line", set[int]], None],
+        taken_over: bool = False,
     ) -> None:
         """history: begun, or what an earlier life of the store left. data: how bytes come beside the push socket."""
         saved = history.saved
@@ -108,6 +110,7 @@ class Line:
             None  # of the last push: the next is as a rule its like
         )
         self._audience = audience
+        self._unknown_until = time.monotonic() + UNKNOWN_S if taken_over else 0.0
         slots = Slots(arena, background, kept=KEPT, in_use=self._read, spared=self._previous)
         self.data = data(slots)
         self.coordinator = Coordinator(
@@ -156,6 +159,8 @@ class Line:
         self.arena.close(unlink=True)
 
     def _read(self) -> set[int]:
+        if time.monotonic() < self._unknown_until:
+            return set(range(self.arena.slots))  # replicas that finish on older versions have not registered yet
         path = str(self.arena.path)
         return {held.slot for held in self._audience.held() if held.arena_path == path}
 

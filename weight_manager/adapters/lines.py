@@ -299,9 +299,9 @@ class Lines:
             history.remove()
             return None
         self._made(arena.path)
-        return self._line(history, arena)
+        return self._line(history, arena, taken_over=True)
 
-    def _line(self, history: LineHistory, arena: Arena) -> Line:
+    def _line(self, history: LineHistory, arena: Arena, *, taken_over: bool = False) -> Line:
         return Line(
             self._config,
             self._base,
@@ -312,6 +312,7 @@ class Lines:
             audience=self._audience,
             data=self._data,
             went_live=self.went_live,
+            taken_over=taken_over,
         )
 
     def _retire(self, line: Line) -> None:
