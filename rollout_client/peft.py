@@ -71,6 +71,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"{_WHAT}{pattern[:256]!r} is no pattern of module names: {error}") from None
+            if _repeats_repetitions(pattern):
+                raise ValueError(f"{_WHAT}{pattern[:256]!r} repeats what repeats, which may take for ever to match")
 
     def targets(self, module: str) -> bool:
         """Whether PEFT adapts a module of this name; False where `target_modules` does not say."""
@@ -186,6 +188,17 @@ def _fields(config: Any) -> Mapping[str, Any]:
     if is_dataclass(config) and not isinstance(config, type):
         return asdict(config)
     raise TypeError(f"{type(config).__name__} is no adapter config: a peft.LoraConfig or its adapter_config.json")
+
+
+def _repeats_repetitions(pattern: str) -> bool:
+    """Whether a group that holds a repetition is repeated: matching may then take time that doubles by the letter."""
+    left = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))
+    while (group := re.search(r"\(([^()]*)\)([*+{]?)", left)) is not None:
+        repeats = re.search(r"[*+{]", group[1]) is not None
+        if repeats and group[2]:
+            return True
+        left = f"{left[: group.start()]}{'x*' if repeats or group[2] else 'x'}{left[group.end() :]}"
+    return False
 
 
 def _short(numbers: Sequence[float]) -> str:

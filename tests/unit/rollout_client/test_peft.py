@@ -148,6 +148,8 @@ NO_CONFIGS = {
     "pattern": {"rank_pattern": {"(": 4}},
     "pattern too deep": {"alpha_pattern": {"(" * 5000 + ")" * 5000: 4}},
     "pattern beyond the engine": {"rank_pattern": {"a{99999999999}": 4}},
+    "a pattern for ever": {"rank_pattern": {"([a-z._0-9]+)+X": 4}},
+    "a pattern for ever, deeper": {"target_modules": r"((x|(y\.z*))w)+X"},
     "targets": {"target_modules": "("},
     "exceptions": {"target_modules": ["q_proj"], "exclude_modules": "["},
 }
@@ -161,3 +163,10 @@ def test_no_config_that_cannot_be_computed_with_comes_to_be(fields):
         adapter_config(fields)
     with pytest.raises(msgspec.ValidationError, match=r"config|out of range"):
         msgspec.convert(fields, AdapterConfig)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r".*\.layers\.(\d+)\.(self_attn|mlp)\.(q|k)_proj", r"(.*\.)?(q_proj)$", r"(model\.)+[(*+)]+q"]
+)
+def test_patterns_that_end_are_taken(pattern):
+    assert AdapterConfig(8, 16, target_modules=pattern).target_modules == pattern
