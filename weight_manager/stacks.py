@@ -49,8 +49,13 @@ def stacks(manifest: Manifest) -> dict[str, Stack]:
         if p.fused is not None:
             groups.setdefault(p.fused, []).append(p)
     experts = [_experts(name, own) for name, own in groups.items() if _EXPERTS in name]
-    held = [_rows(name, own, ()) for name, own in groups.items() if name.split(".")[-2] in manifest.stacked]
+    held = [_rows(name, own, ()) for name, own in groups.items() if _module(name) in manifest.stacked]
     return {stack.name: stack for stack in (*experts, *held)}
+
+
+def _module(name: str) -> str:
+    """The last part of the module's path: qkv_proj of model.layers.0.self_attn.qkv_proj.weight; "" without one."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _rows(name: str, parameters: list[Parameter], before: Shape) -> Stack:
