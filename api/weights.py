@@ -132,7 +132,7 @@ class Weights:
 
     async def abort_session(self, reason: str, *, adapter: str = "") -> dict[str, Any]:
         """End the push session in progress, whoever holds it. adapter: of its name; "" = of the model's weights."""
-        return await self._do(lambda call: AbortSession(call, adapter, reason), 30.0)
+        return await self._do(lambda call: AbortSession(call, reason, adapter), 30.0)
 
     async def rollback(self, *, in_flight: InFlight = "keep", deadline_s: float = 60.0) -> dict[str, Any]:
         """Make the previous version live again. Raises what the store refuses it for, Conflict if it has none."""

@@ -272,8 +272,8 @@ class AbortSession(Message, tag="abort_session", frozen=True):
     """[API] end the running push session, whoever holds it. adapter: of its name; "": of the model."""
 
     call: str
-    adapter: str = ""
     reason: str = "aborted by an operator"
+    adapter: str = ""
 
 
 class SessionTensors(Message, tag="session_tensors", frozen=True):

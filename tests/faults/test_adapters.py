@@ -263,8 +263,8 @@ def test_an_operator_ends_a_push_of_an_adapter_and_goes_back(store, replica, tra
     push_adapter(2, 2)
     placement = begin(trainer(run_id="other"), 3, 3)
     assert isinstance(placement, wire.Placement)
-    assert store.ask(messages.AbortSession("x", "policy-a")).ok
-    assert store.ask(messages.AbortSession("y", "policy-a")).code == "unknown_session"
+    assert store.ask(messages.AbortSession("x", adapter="policy-a")).ok
+    assert store.ask(messages.AbortSession("y", adapter="policy-a")).code == "unknown_session"
     assert store.ask(messages.RollbackAdapter("z", "policy-a")).ok
     assert one.adapter_served("policy-a") == (1, adapter_digest(adapter(1)))
     assert loaded()["policy-a"][0] == 1

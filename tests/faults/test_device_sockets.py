@@ -47,7 +47,7 @@ def test_a_trainer_that_cannot_is_warned_and_pushes_all_the_same(
 ):
     replica(0)
     if not reachable:
-        monkeypatch.setattr(ShmTransport, "reach", classmethod(lambda cls, welcome: None))
+        monkeypatch.setattr(ShmTransport, "reach", classmethod(lambda cls, path, nonce: None))
     with WeightPublisher(store.endpoint, run_id="run", transport="cuda_ipc", progress=False) as publisher:
         report = publisher.push(weights(1), 1)
     assert (report.digest, report.filled) == (digest_of(weights(1)), 0)

@@ -313,7 +313,7 @@ class Run:
     def _abort_adapter(self) -> None:
         """An operator ends what is pushed to an adapter."""
         name = self.world.rng.choice(ADAPTERS)
-        Operator(self.world, self.root).ask(messages.AbortSession("call", name), lambda answer: None)
+        Operator(self.world, self.root).ask(messages.AbortSession("call", adapter=name), lambda answer: None)
 
     def _refuse(self) -> None:
         replica = self.world.rng.choice(self.replicas)

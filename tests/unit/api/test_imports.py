@@ -12,7 +12,8 @@ import pytest
 
 LIGHT = ("paddle", "torch")
 LIBRARIES = (
-    "fastapi, uvicorn, uvloop, httptools, zmq.asyncio, numpy, httpx, msgspec, pydantic_settings, jinja2, tokenizers"
+    "fastapi, uvicorn, uvloop, httptools, zmq.asyncio, numpy, httpx, msgspec, pydantic_settings, jinja2, tokenizers, "
+    "prometheus_client"
 )
 WEB = ("fastapi", "uvicorn", "zmq", "numpy", "httpx", "msgspec")
 
@@ -35,7 +36,7 @@ def assert_light(code: str, *, without: tuple[str, ...], share: float) -> None:
     Neighbours on the same cores add to either time, by halves, and never take from it: the least of each is compared.
     """
     libraries, took = [], []
-    for _ in range(6):
+    for _ in range(15):
         libraries.append(loaded_by(f"import {LIBRARIES}")[1])
         modules, seconds = loaded_by(code)
         assert not modules.intersection(without)

@@ -15,7 +15,7 @@ async def test_what_is_live_and_who_holds_it(client, store, until, service):
     assert body["live"] == {"run_id": "", "version": 0, "epoch": 1, "digest": "d" * 16}
     assert body["session"]["state"] == "staging"
     assert [r["ready"] for r in body["replicas"]] == [True, True]
-    assert body["replicas"][0]["store"] == {"ready": True}
+    assert body["replicas"][0]["store"] == {"ready": True, "adapters": {"live": {}}}
 
 
 async def test_waiting_for_a_version(client, store):

@@ -138,9 +138,9 @@ class StoreReceiver:
         self.requests, self.refused, self.failed = [], [], []
 
     def request(self, peer, message):
-        if message == Beat(13):
+        if message == Beat(13, None):
             raise ZeroDivisionError
-        if message == Beat(14):
+        if message == Beat(14, None):
             raise IllegalTransition("recorded twice")
         self.requests.append(message)
 
@@ -171,8 +171,8 @@ def stores():
 
 
 def test_a_message_from_below_that_cannot_be_handled_costs_its_sender_and_nobody_else(stores):
-    receiver = stores(Beat(1), Beat(13), b"\xc1", Beat(2))
-    assert receiver.requests == [Beat(1), Beat(2)]
+    receiver = stores(Beat(1, None), Beat(13, None), b"\xc1", Beat(2, None))
+    assert receiver.requests == [Beat(1, None), Beat(2, None)]
     assert len(receiver.failed) == 1
     assert "ZeroDivisionError" in receiver.failed[0]
     assert len(receiver.refused) == 1
@@ -180,4 +180,4 @@ def test_a_message_from_below_that_cannot_be_handled_costs_its_sender_and_nobody
 
 def test_when_nobody_knows_what_is_live_the_store_ends(stores):
     with pytest.raises(IllegalTransition):
-        stores(Beat(14))
+        stores(Beat(14, None))
