@@ -61,7 +61,7 @@ class Load:
     url: str
     clients: int = 4
     streams: bool = False  # half of the requests
-    answers: list[tuple[list[int], float, Output]] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
 
     def __enter__(self) -> "Load":
@@ -81,16 +81,20 @@ class Load:
         try:
             with RolloutClient(self.url) as client:
                 while not self._stop.is_set():
-                    prompt = PROMPTS[rng.integers(len(PROMPTS))]
-                    temperature = float(rng.choice([0.0, 1.0]))
-                    options = {"n": 2, "max_tokens": LENGTH, "temperature": temperature, "ignore_eos": True}
-                    if self.streams and rng.random() < 0.5:
-                        outputs = joined(client.stream(prompt_ids=prompt, **options))
-                    else:
-                        outputs = client.generate(prompt_ids=prompt, **options).outputs
-                    self.answers += [(prompt, temperature, output) for output in outputs]
+                    self.answers += self._ask(client, rng)
         except BaseException as error:  # shown by the test, which runs in another thread
             self.failures.append(error)
+
+    def _ask(self, client: RolloutClient, rng: np.random.Generator) -> list[Any]:
+        """One request: (prompt, temperature, output) of each of its samples."""
+        prompt = PROMPTS[rng.integers(len(PROMPTS))]
+        temperature = float(rng.choice([0.0, 1.0]))
+        options = {"n": 2, "max_tokens": LENGTH, "temperature": temperature, "ignore_eos": True}
+        if self.streams and rng.random() < 0.5:
+            outputs = joined(client.stream(prompt_ids=prompt, **options))
+        else:
+            outputs = client.generate(prompt_ids=prompt, **options).outputs
+        return [(prompt, temperature, output) for output in outputs]
 
 
 def joined(pieces: Iterable[Generation]) -> list[Output]:

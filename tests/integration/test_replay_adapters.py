@@ -9,7 +9,6 @@ import itertools
 import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from rollout_client.http import Output, RolloutClient
 from rollout_client.publisher import WeightPublisher
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
-from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, small
+from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, small
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.llama import Replay
 
@@ -54,38 +53,16 @@ def merged(base: Tensors, changes: Tensors) -> Tensors:
     return found
 
 
-@dataclass
-class Load:
-    """Keeps requests of both adapters and of the base running until told to stop; remembers every answer."""
+class AdapterLoad(Load):
+    """Requests of both adapters and of the base."""
 
-    url: str
-    clients: int = 4
-    answers: list[tuple[str, list[int], Output]] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
-
-    def __enter__(self) -> "Load":
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(self.clients)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _run(self, number: int) -> None:
-        rng = np.random.default_rng(number)
-        try:
-            with RolloutClient(self.url) as client:
-                while not self._stop.is_set():
-                    prompt, name = PROMPTS[rng.integers(len(PROMPTS))], ("", *NAMES)[rng.integers(3)]
-                    options: dict[str, Any] = {"n": 2, "max_tokens": LENGTH, "ignore_eos": True}
-                    outputs = client.generate(prompt_ids=prompt, adapter=name, **options).outputs
-                    self.answers += [(name, prompt, output) for output in outputs]
-        except BaseException as error:  # shown by the test, which runs in another thread
-            self.failures.append(error)
+    def _ask(self, client: RolloutClient, rng: np.random.Generator) -> list[Any]:
+        """One request: (adapter, prompt, output) of each of its samples."""
+        prompt, name = PROMPTS[rng.integers(len(PROMPTS))], ("", *NAMES)[rng.integers(3)]
+        options: dict[str, Any] = {"n": 2, "max_tokens": LENGTH, "ignore_eos": True}
+        return [
+            (name, prompt, output) for output in client.generate(prompt_ids=prompt, adapter=name, **options).outputs
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +94,7 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
         publisher.push(base, 1)
         for name in NAMES:
             publisher.push_adapter(name, changes[name][0], CONFIG, 0)
-    with Load(service.url) as load:
+    with AdapterLoad(service.url) as load:
         trainers = [threading.Thread(target=train, args=(name, load)) for name in NAMES]
         for trainer in trainers:
             trainer.start()
