@@ -54,7 +54,7 @@ def join(trainer, pieces, rank, version=1):
     t.sources = list(t.tensors.values())
     parts = [wire.Part(n, "float32", s.shape, flat=(s.start, s.start + s.data.size)) for n, s in pieces.items()]
     t.welcome = t.hello()
-    t.placement = t.ask(wire.Begin(version, parts, rank=rank, world=2))
+    t.placement = t.ask_begin(wire.Begin(version, parts, rank=rank, world=2))
     return t
 
 

@@ -1,5 +1,6 @@
 """A trainer that speaks the wire protocol word by word, so that a test can say something wrong at any point."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,8 +52,18 @@ class Trainer:
         fields.setdefault("parts", [Part(n, t.dtype.name, t.shape) for n, t in tensors.items()])
         self.welcome = self.hello()
         assert isinstance(self.welcome, wire.Welcome), self.welcome
-        self.placement = self.ask(wire.Begin(version, **fields))
+        self.placement = self.ask_begin(wire.Begin(version, **fields))
         return self.placement
+
+    def ask_begin(self, begin: wire.Begin, seconds: float = 30.0) -> Any:
+        """The answer to a Begin; it is asked again while the store makes memory for a slot, as any trainer does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = self.ask(begin)
+            making = isinstance(answer, wire.Error) and "getting its memory" in answer.message
+            if not making or time.monotonic() > deadline:
+                return answer
+            time.sleep(0.02)
 
     def write(self, count: int | None = None) -> list[tuple[int, int]]:
         """Put copies into the slot through a mapping of the arena; their (number, digest)."""
