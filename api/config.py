@@ -18,9 +18,9 @@ from api.paths import default_run_dir
 from api.reading.names import ToolFormat
 from fleet_ray.config import FleetConfig
 from fleet_ray.shipment import KEYS
+from rollout_client.protocol import Dtype
 from weight_manager.checkpoint import read_config
 from weight_manager.config import StoreConfig
-from weight_manager.manifest import Dtype
 from worker.config import WorkerConfig
 
 

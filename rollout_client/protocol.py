@@ -56,6 +56,8 @@ PROTOCOL = 2
 MAX_HEADER_BYTES = 64 << 20
 """Largest msgpack frame either side reads; payload frames are capped by `Welcome.max_frame`."""
 
+Dtype = Literal["float32", "bfloat16"]
+"""What weights are served in."""
 InFlight = Literal["keep", "recompute", "abort", "wait"]
 """What happens to running sequences at commit: keep their KV, re-prefill it, end them, or drain first."""
 AdapterInFlight = Literal["keep", "recompute", "abort", "wait", "finish"]
@@ -107,7 +109,7 @@ class Welcome(Message, tag="welcome", frozen=True):
 
     store_id: str  # changes when the store restarts
     model: str
-    dtype: str  # served dtype
+    dtype: Dtype
     live_run: str
     live_version: int | None  # None: nothing is live yet
     arena_path: str

@@ -12,8 +12,7 @@ from rollout_client.copying import move, slot_view, source_view
 from rollout_client.protocol import Part
 from tests.random_tensors import random_tensors
 from weight_manager.families import manifest_for
-from weight_manager.layout import make_layout, rank_views
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout, make_layout, rank_views
 from weight_manager.plan import place, prove
 from weight_manager.stacks import stacks
 from worker.config import WorkerConfig

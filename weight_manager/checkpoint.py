@@ -18,7 +18,7 @@ import msgspec
 
 from rollout_client.protocol import Part
 from weight_manager.errors import CheckpointError
-from weight_manager.manifest import ITEMSIZE
+from weight_manager.layout import ITEMSIZE
 
 DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 MAX_HEADER = 100 << 20

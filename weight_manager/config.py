@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rollout_client.protocol import Dtype
 from weight_manager.errors import StartError
-from weight_manager.manifest import Dtype
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 

@@ -18,9 +18,8 @@ from weight_manager.checking import Checker
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.history import History
-from weight_manager.layout import version_digest
+from weight_manager.layout import Layout, version_digest
 from weight_manager.life import Event, Go, Ignored, Refused, Role, State
-from weight_manager.manifest import Layout
 from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.push_session import Intent, Owner, PushSession

@@ -14,7 +14,7 @@ from rollout_client.digest import digest_of
 from rollout_client.protocol import Copy
 from weight_manager.checkpoint import Checkpoint, Tensor
 from weight_manager.errors import PushRefused
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout
 from weight_manager.plan import place, prove
 from weight_manager.redundant import wanted
 

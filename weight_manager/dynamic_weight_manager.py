@@ -19,8 +19,7 @@ import xxhash
 from rollout_client.errors import ArenaError
 from weight_manager.arena import ArenaReader
 from weight_manager.errors import WeightManagerError
-from weight_manager.layout import rank_views, region_digests, version_digest
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout, rank_views, region_digests, version_digest
 from weight_manager.messages import Live
 
 Views = Mapping[str, npt.NDArray[Any]]

@@ -12,8 +12,7 @@ import xxhash
 
 from weight_manager.arena import Arena
 from weight_manager.errors import PushRefused
-from weight_manager.layout import VIEW_DTYPE, region_views
-from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Layout, region_views
 from weight_manager.messages import Live
 
 MAX_READ = 4 << 20

@@ -19,7 +19,7 @@ from rollout_client.boxes import Box, Shape, flat_boxes, strides_of
 from rollout_client.protocol import Copy, ErrorCode, Part
 from weight_manager.coverage import tile
 from weight_manager.errors import PushRefused
-from weight_manager.manifest import ITEMSIZE, Layout, Parameter, Region
+from weight_manager.layout import ITEMSIZE, Layout, Parameter, Region
 from weight_manager.stacks import Stack, stacks
 
 _SHOWN = 20

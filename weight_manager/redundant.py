@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rollout_client.copying import CASTS, WIRE_DTYPE, cast
 from weight_manager.checkpoint import Checkpoint, Tensor
 from weight_manager.errors import CheckpointError
-from weight_manager.manifest import ITEMSIZE
+from weight_manager.layout import ITEMSIZE
 
 log = logging.getLogger(__name__)
 

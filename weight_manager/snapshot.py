@@ -16,8 +16,7 @@ from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
-from weight_manager.layout import PAGE, region_digests, version_digest
-from weight_manager.manifest import Layout
+from weight_manager.layout import PAGE, Layout, region_digests, version_digest
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.slots import Slots

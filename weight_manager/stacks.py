@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rollout_client.boxes import Box, Shape
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.layout import Manifest, Parameter
 
 _EXPERTS = ".experts."
 

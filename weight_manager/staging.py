@@ -21,8 +21,7 @@ from rollout_client.protocol import Copy
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_finite, ends_finite
 from weight_manager.intervals import Intervals
-from weight_manager.layout import VIEW_DTYPE, region_views
-from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Layout, region_views
 
 WINDOW = 1 << 20
 """Bytes that are taken from the base and hashed at a time, so that they stay in the core's cache."""

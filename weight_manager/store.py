@@ -35,9 +35,8 @@ from weight_manager.families import manifest_for
 from weight_manager.first_weights import FirstWeights, open_arena
 from weight_manager.history import History
 from weight_manager.huge_pages import HugePages
-from weight_manager.layout import make_layout
+from weight_manager.layout import Layout, make_layout
 from weight_manager.life import Event
-from weight_manager.manifest import Layout
 from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.operator import Operator

@@ -12,8 +12,7 @@ from rollout_client.errors import ArenaError
 from weight_manager.adapters.plan import AdapterShape, adapter_layout
 from weight_manager.arena import ArenaReader
 from weight_manager.dynamic_weight_manager import WeightsRefused
-from weight_manager.layout import rank_views, region_digests, version_digest
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout, rank_views, region_digests, version_digest
 from weight_manager.messages import LiveAdapter
 from worker.engine.base import Adapters
 

@@ -17,8 +17,7 @@ from weight_manager.dynamic_weight_manager import DynamicWeightManager
 from weight_manager.errors import CheckpointError, StartError
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.garbage import collect_rarely
-from weight_manager.layout import make_layout
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout, make_layout
 from worker.actions import Actions, Groups
 from worker.adapter_views import AdapterViews
 from worker.channel import Channel

@@ -13,7 +13,7 @@ import httpx
 from tests.chaos.service import by_name
 from tests.integration.live import SHM, LiveService
 from weight_manager.families import manifest_for
-from weight_manager.manifest import ITEMSIZE
+from weight_manager.layout import ITEMSIZE
 from worker.config import WorkerConfig
 
 _ONE = {"prompt_ids": [1, 2, 3], "max_tokens": 1, "ignore_eos": True}

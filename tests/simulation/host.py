@@ -22,8 +22,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.errors import StartError
 from weight_manager.first_weights import open_arena
 from weight_manager.history import History, Saved
-from weight_manager.layout import make_layout, region_digests, version_digest
-from weight_manager.manifest import Layout, Manifest, Parameter
+from weight_manager.layout import Layout, Manifest, Parameter, make_layout, region_digests, version_digest
 from weight_manager.metrics import Counters
 from weight_manager.store import Store
 

@@ -24,7 +24,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout
 from weight_manager.messages import LoadAdapter, MergeAdapter, Result, RollbackAdapter, UnloadAdapter
 from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
 from weight_manager.plan import place, prove

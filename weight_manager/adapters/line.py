@@ -20,7 +20,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.history import History, Record
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, HeldAdapter, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove

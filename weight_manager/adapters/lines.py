@@ -26,8 +26,8 @@ from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused, StartError
 from weight_manager.first_weights import take_over
 from weight_manager.history import History, Record
+from weight_manager.layout import Layout
 from weight_manager.life import Event
-from weight_manager.manifest import Layout
 from weight_manager.messages import Adapters, LiveAdapter
 from weight_manager.metrics import Counters
 from weight_manager.slots import Slots

@@ -13,8 +13,7 @@ from rollout_client.copying import move
 from weight_manager.adapters.plan import AdapterShape
 from weight_manager.disk import Loaded
 from weight_manager.errors import PushRefused
-from weight_manager.layout import EVERY_RANK, rank_views, region_views
-from weight_manager.manifest import Layout
+from weight_manager.layout import EVERY_RANK, Layout, rank_views, region_views
 
 
 def merge(

@@ -13,9 +13,8 @@ import msgspec
 import xxhash
 
 from rollout_client.peft import A, AdapterConfig, B
-from rollout_client.protocol import Copy, Part
-from weight_manager.layout import make_layout
-from weight_manager.manifest import Dtype, Layout, Manifest, Parameter
+from rollout_client.protocol import Copy, Dtype, Part
+from weight_manager.layout import Layout, Manifest, Parameter, make_layout
 from weight_manager.plan import PlanError, Problem
 
 _WEIGHT = ".weight"

@@ -5,6 +5,7 @@ computes is the spec; which tensors it is computed from follows from the spec, b
 store needs the manifest too.
 """
 
+from rollout_client.protocol import Dtype
 from weight_manager.families import (
     ernie45,
     ernie45_moe,
@@ -23,7 +24,7 @@ from weight_manager.families import (
 from weight_manager.families.config_values import Config
 from weight_manager.families.parameters import parameters
 from weight_manager.families.spec import DecoderSpec
-from weight_manager.manifest import Dtype, Manifest
+from weight_manager.layout import Manifest
 
 FAMILIES = {
     "LlamaForCausalLM": llama.decoder_spec,

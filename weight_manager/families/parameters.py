@@ -8,7 +8,7 @@ or not.
 from collections.abc import Iterator
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
-from weight_manager.manifest import Parameter
+from weight_manager.layout import Parameter
 
 
 def parameters(spec: DecoderSpec) -> Iterator[Parameter]:

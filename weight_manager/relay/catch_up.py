@@ -8,8 +8,7 @@ import msgspec
 
 from weight_manager.background import Background
 from weight_manager.history import History
-from weight_manager.layout import region_digests
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout, region_digests
 from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.messages import version_of

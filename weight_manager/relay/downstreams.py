@@ -12,8 +12,8 @@ from weight_manager.ballot import Ballot, Tally
 from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
 from weight_manager.history import History
+from weight_manager.layout import Layout
 from weight_manager.life import Role
-from weight_manager.manifest import Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import PushSession
 from weight_manager.relay import messages as wire

@@ -31,8 +31,8 @@ from weight_manager.data_plane import (
     Unconnected,
 )
 from weight_manager.errors import PushRefused
+from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.life import Event, Go, Refused, Role
-from weight_manager.manifest import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from weight_manager.push_session import MAX_VERSION, Intent, PushSession
 from weight_manager.relay import messages as wire

@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from weight_manager.intervals import Intervals
-from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.layout import ITEMSIZE, Layout
 
 
 class Span(NamedTuple):

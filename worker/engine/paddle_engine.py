@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from weight_manager.families import decoder_spec
-from weight_manager.manifest import ITEMSIZE, Manifest
+from weight_manager.layout import ITEMSIZE, Manifest
 from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
 from worker.engine.base import PLAIN_TOKENS, Adapters, Deterministic, Float32, ForwardBatch, Kernels, never

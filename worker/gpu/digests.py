@@ -8,8 +8,7 @@ import xxhash
 
 from rollout_client.cuda_hash import SOURCE, THREADS, TINY
 from rollout_client.digest import PIECE, joined
-from weight_manager.layout import version_digest
-from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.layout import ITEMSIZE, Layout, version_digest
 from worker.gpu.compiler import compiled
 from worker.gpu.driver import Driver, Module, Pointer
 from worker.gpu.weights import Placement

@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from weight_manager.families import decoder_spec
-from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from worker.config import WorkerConfig
 from worker.engine.base import PLAIN_TOKENS, Adapters, EngineSpec, Float32, ForwardBatch, Kernels, never

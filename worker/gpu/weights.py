@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import PAGE, rank_views
-from weight_manager.manifest import ITEMSIZE, Layout
+from weight_manager.layout import ITEMSIZE, PAGE, Layout, rank_views
 from worker.gpu.driver import DeviceMemoryError, Driver
 from worker.gpu.memory import Region
 from worker.gpu.pinned import Pinned

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.manifest import Manifest
+from weight_manager.layout import Manifest
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.models.shard import Shard

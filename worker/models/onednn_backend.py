@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.protocol import Dtype
 from weight_manager.families.spec import DecoderSpec
-from weight_manager.manifest import Dtype
 from worker.cpu import mkl, native, onednn
 from worker.engine.base import Deterministic, Float32, ForwardBatch, Kernels, never
 from worker.models import collectives

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.protocol import Dtype
 from weight_manager.families.spec import DecoderSpec
-from weight_manager.manifest import Dtype
 from worker.cpu.onednn import OneDnn, Slot
 from worker.models.decoder import Weights, collect, is_norm
 from worker.models.shard import Shard

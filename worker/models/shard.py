@@ -6,8 +6,7 @@ from typing import Any
 import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec
-from weight_manager.layout import VIEW_DTYPE, piece
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.layout import VIEW_DTYPE, Manifest, Parameter, piece
 
 
 @dataclass(frozen=True)

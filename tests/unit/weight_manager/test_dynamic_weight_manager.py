@@ -5,8 +5,7 @@ import xxhash
 from rollout_client.errors import ArenaError
 from weight_manager.arena import Arena
 from weight_manager.dynamic_weight_manager import DynamicWeightManager, WeightsRefused
-from weight_manager.layout import make_layout, region_digests, region_views, version_digest
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.layout import Manifest, Parameter, make_layout, region_digests, region_views, version_digest
 from weight_manager.messages import Live
 
 MANIFEST = Manifest(

@@ -6,8 +6,7 @@ import pytest
 from weight_manager.config import StoreConfig
 from weight_manager.first_weights import open_arena
 from weight_manager.history import History, Record
-from weight_manager.layout import make_layout, region_digests, version_digest
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.layout import Manifest, Parameter, make_layout, region_digests, version_digest
 from weight_manager.messages import Live
 
 LAYOUT = make_layout(Manifest("LlamaForCausalLM", "float32", (Parameter("a", (64, 64)), Parameter("b", (8,)))), 1)

@@ -6,8 +6,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_manager.layout import make_layout, piece, rank_views, region_digests, version_digest
-from weight_manager.manifest import ALIGN, Manifest, Parameter
+from weight_manager.layout import (
+    ALIGN,
+    Manifest,
+    Parameter,
+    make_layout,
+    piece,
+    rank_views,
+    region_digests,
+    version_digest,
+)
 
 
 @st.composite

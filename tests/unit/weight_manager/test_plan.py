@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from rollout_client.copying import move, slot_view, source_view
 from rollout_client.protocol import Part
 from weight_manager.families import manifest_for
-from weight_manager.layout import make_layout, rank_views
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.layout import Manifest, Parameter, make_layout, rank_views
 from weight_manager.plan import PlanError, place, prove
 
 MANIFEST = Manifest(

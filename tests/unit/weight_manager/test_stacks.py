@@ -7,8 +7,7 @@ from rollout_client.copying import move, slot_view, source_view
 from rollout_client.protocol import Part
 from tests.family_cases import FAMILIES, family_cases, taken_apart
 from weight_manager.families import manifest_for
-from weight_manager.layout import make_layout, rank_views
-from weight_manager.manifest import Layout
+from weight_manager.layout import Layout, make_layout, rank_views
 from weight_manager.plan import PlanError, place, prove
 
 

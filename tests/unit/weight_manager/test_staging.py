@@ -8,8 +8,7 @@ from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy, Part
 from weight_manager.errors import PushRefused
 from weight_manager.intervals import Intervals
-from weight_manager.layout import make_layout, region_digests
-from weight_manager.manifest import Manifest, Parameter
+from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
 from weight_manager.plan import place
 from weight_manager.staging import Staging, run_check
 
