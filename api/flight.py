@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from api.errors import ApiError
-from worker.messages import Chunk, FinishReason, Generate, Span
+from worker.messages import Chunk, Fault, FinishReason, Generate, Span
 
 _ids = itertools.count(1)
 _PROCESS = secrets.token_hex(4)
@@ -38,7 +38,7 @@ class Sample:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str = ""
-    at_fault: bool = False
+    fault: Fault = ""
     cached_tokens: int = 0
     prompt_logprobs: list[list[tuple[int, float, int]]] | None = None
     _spans: list[Span] = field(default_factory=list)  # the last may have grown since
@@ -61,7 +61,7 @@ class Sample:
         self._spans = chunk.spans
         self.finish = chunk.finish
         self.stop_reason = chunk.stop_reason
-        self.error, self.at_fault = chunk.error, chunk.at_fault
+        self.error, self.fault = chunk.error, chunk.fault
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
 
@@ -79,7 +79,7 @@ class Sample:
             finish=self.finish,
             stop_reason=self.stop_reason,
             error=self.error,
-            at_fault=self.at_fault,
+            fault=self.fault,
             cached_tokens=self.cached_tokens,
             prompt_logprobs=None if told else self.prompt_logprobs,
         )

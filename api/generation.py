@@ -12,7 +12,7 @@ from types import TracebackType
 
 import msgspec
 
-from api.errors import BadInput, Conflict, EngineFailed, TooMany
+from api.errors import BadInput, Conflict, EngineFailed, NotFound, TooMany
 from api.flight import LANDED, Flight, Sample
 from api.model import TOO_LONG, Model
 from api.replicas import Fleet
@@ -268,7 +268,9 @@ async def _nobody(request_ids: list[str] | None, timeout_s: float) -> int:
     return 0
 
 
-def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput:
-    if ended.at_fault:
+def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput | NotFound:
+    if ended.fault == "adapter":
+        return NotFound(ended.error, code="adapter_not_found", param="model")
+    if ended.fault == "request":
         return BadInput(ended.error)
     return EngineFailed(ended.error or "the engine gave no reason")

@@ -20,6 +20,8 @@ A, B = "lora_A", "lora_B"
 _WHAT = "the adapter's config: "
 _MAX_RANK = 1 << 20
 """No matrix has so many rows; what a service takes is less (max_adapter_rank)."""
+_MAX_ALPHA = 1e30
+"""B A is multiplied in float32, where what is much more makes infinities."""
 _WRAPPERS = frozenset(
     ("base_model", "pretrained_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 )
@@ -62,9 +64,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         ranks = (self.r, *self.rank_pattern.values())
         alphas = (self.lora_alpha, *self.alpha_pattern.values())
-        if min(ranks) < 1 or max(ranks) > _MAX_RANK or not all(math.isfinite(alpha) for alpha in alphas):
+        if min(ranks) < 1 or max(ranks) > _MAX_RANK or not all(abs(alpha) <= _MAX_ALPHA for alpha in alphas):
             said = f"r is {_short(ranks)}, lora_alpha {_short(alphas)}"
-            raise ValueError(f"{_WHAT}{said}: ranks are 1 to {_MAX_RANK}, alphas finite")
+            raise ValueError(f"{_WHAT}{said}: ranks are 1 to {_MAX_RANK}, alphas at most {_MAX_ALPHA:g}")
         whole = [names for names in (self.target_modules, self.exclude_modules) if isinstance(names, str)]
         for pattern in (*self.rank_pattern, *self.alpha_pattern, *whole):
             try:

@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from rollout_client.digest import joined
 from weight_manager.background import Background
 from weight_manager.errors import PushRefused
-from weight_manager.finite import all_ends_finite
-from weight_manager.layout import region_views
+from weight_manager.finite import all_ends_finite, all_finite
+from weight_manager.layout import region_views, slot_array
 from weight_manager.metrics import Counters
 from weight_manager.push_session import PushSession
 from weight_manager.slots import Slots
 from weight_manager.staging import Check, run_check
 
 log = logging.getLogger(__name__)
+
+LITTLE_BYTES = 16 << 20
+"""Versions of so few, as most adapters are, are looked through whole for what is no number: in a millisecond or two."""
 
 
 class Checker:
@@ -77,14 +80,14 @@ class Checker:
 
     def digest(self, session: PushSession) -> None:
         """Name the whole version, reading what no single check has covered; and see whether it holds numbers."""
-        staging = session.staging
-        every = self._every and session.intent.transport != "relay"  # the store above has seen to it
+        staging, layout = session.staging, session.staging.layout
+        every = self._every or layout.slot_bytes <= LITTLE_BYTES
+        every = every and session.intent.transport != "relay"  # the store above has seen to it
 
         def work() -> tuple[list[int], list[str]]:
-            digests = staging.region_digests()
-            if not every and all_ends_finite(region_views(staging.layout, staging.slot)):
-                return digests, []
-            return digests, staging.non_finite(every=every)
+            digests, slot = staging.region_digests(), staging.slot
+            sound = all_finite(slot_array(layout, slot)) if every else all_ends_finite(region_views(layout, slot))
+            return digests, [] if sound else staging.non_finite(every=every)
 
         def done(found: tuple[list[int], list[str]]) -> None:
             digests, names = found

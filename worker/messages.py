@@ -132,6 +132,12 @@ class Drain(Message, tag="drain", frozen=True):
     deadline_s: float = 30.0
 
 
+Fault = Literal["", "request", "adapter"]
+"""Whose an error is: the service's own, the request's, which cannot be done as it was asked, or that of its adapter's
+name, which stands for nothing any more.
+"""
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Output tokens [start, end) of a sequence were sampled under this version, with this one of the adapter's.
 
@@ -162,7 +168,7 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None after the model's own EOS
     error: str = ""
-    at_fault: bool = False  # the error is the request's own: it cannot be done as it was asked
+    fault: Fault = ""  # whose the error is
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
     # in the first chunk of index 0. Per token after the first: (id, logprob, rank), itself first, then the top N others
     prompt_logprobs: list[list[tuple[int, float, int]]] | None = None

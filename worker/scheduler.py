@@ -94,7 +94,7 @@ class Scheduler:
             request.grammar = grammar.of_request()
         elif g.sampling.grammar:
             problem = problem or (grammar.why if grammar is not None else "the grammar was not compiled")
-        request.at_fault = bool(problem)
+        request.fault = "request" if problem else ""
         self._batcher.queue(self._sequence(request, 0, list(g.prompt_ids), KvState(g.cache_salt), sound=not problem))
         if problem:
             self._end_request(request, "error", problem)
@@ -192,7 +192,7 @@ class Scheduler:
             scored = not row.scored or self._score(row, logits[at : at + row.scored])
             at += row.wanted
             if not scored:
-                self._end_request(sequence.request, "error", self._not_finite(step))
+                self._end_request(sequence.request, "error", self._not_finite(step, sequence))
             elif row.samples and sequence.draft is not None:
                 judged.append(Judged(sequence, sequence.pick(at - 1 - row.proposed)))
             elif row.samples:
@@ -384,8 +384,8 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
         if draw.error:
-            sequence.request.at_fault = not draw.broken
-            self._end_request(sequence.request, "error", self._not_finite(step) if draw.broken else draw.error)
+            sequence.request.fault = "" if draw.broken else "request"
+            self._end_request(sequence.request, "error", self._not_finite(step, sequence) if draw.broken else draw.error)
             return
         sequence.append(draw, step.version, step.epoch)
         self._metrics.token(sequence, now)
@@ -403,8 +403,10 @@ class Scheduler:
             self._cohort.join(sequence, now)
 
     @staticmethod
-    def _not_finite(step: Step) -> str:
-        return f"the logits made by weight version {step.version} are not finite (NaN or infinity)"
+    def _not_finite(step: Step, sequence: Sequence) -> str:
+        name, version = sequence.request.adapter_name, sequence.request.adapter_version
+        adapter = f" and version {version} of adapter {name}" if name else ""
+        return f"the logits made by weight version {step.version}{adapter} are not finite (NaN or infinity)"
 
     def _recompute(self) -> None:
         for sequence in list(self._batcher.running):
@@ -412,7 +414,7 @@ class Scheduler:
             self._batcher.send_back(sequence)
 
     def _end_without_adapter(self, request: Request) -> None:
-        request.at_fault = True
+        request.fault = "adapter"
         self._end_request(request, "error", f"adapter {request.adapter_name!r} is not loaded")
 
     def _end_request(self, request: Request, reason: FinishReason, error: str = "") -> None:

@@ -13,7 +13,7 @@ from worker.inverse_cdf import Float64
 from worker.kv_cache import NO_WEIGHTS, KvState, Weights
 from worker.live_adapters import AdapterVersion
 from worker.logit_edits import LogitEdits
-from worker.messages import Chunk, Chunks, FinishReason, Generate, SamplingParams, Span, Tokens
+from worker.messages import Chunk, Chunks, Fault, FinishReason, Generate, SamplingParams, Span, Tokens
 from worker.sampler import Draw, Pick
 from worker.speculation import Proposal
 
@@ -95,7 +95,7 @@ class Request:
     adapter_name: str = ""
     adapter: AdapterVersion | None = None  # that computes it, since it began
     forked: bool = False
-    at_fault: bool = False  # it cannot be done as it was asked
+    fault: Fault = ""  # whose it is that it ends with an error
     live: list["Sequence"] = field(default_factory=list)
 
     @property
@@ -230,7 +230,7 @@ class Sequence:
             finish=finish,
             stop_reason=stop_reason,
             error=error,
-            at_fault=request.at_fault and bool(error),
+            fault=request.fault if error else "",
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs if first and self.index == 0 and not request.scoring else None,
         )

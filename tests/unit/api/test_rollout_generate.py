@@ -131,10 +131,10 @@ async def test_a_stream_that_is_left_in_the_middle_is_ended(client, replicas, se
     await until(lambda: not any(r.running for r in replicas) and service.generations.open == 0)
 
 
-@pytest.mark.parametrize(("at_fault", "status"), [(True, 400), (False, 500)])
-async def test_an_error_is_the_requests_own_or_the_engines(client, replicas, monkeypatch, at_fault, status):
+@pytest.mark.parametrize(("fault", "status"), [("request", 400), ("adapter", 404), ("", 500)])
+async def test_an_error_is_the_requests_own_or_the_engines(client, replicas, monkeypatch, fault, status):
     def fail(replica, origin, g, *_):
-        chunk = Chunk(g.request_id, 0, [], [], [Span(0, 0, 0)], finish="error", error="no way", at_fault=at_fault)
+        chunk = Chunk(g.request_id, 0, [], [], [Span(0, 0, 0)], finish="error", error="no way", fault=fault)
         replica._send(origin, Chunks([chunk]))
 
     monkeypatch.setattr(type(replicas[0]), "_emit", fail)

@@ -45,6 +45,8 @@ def test_a_config_is_peft_s_object_its_file_or_ours():
         ({"r": 0}, "r is 0"),
         ({"r": "eight"}, "`int`"),
         ({"lora_alpha": math.inf}, "lora_alpha inf"),
+        ({"lora_alpha": 1e39}, "lora_alpha 1e\\+39"),
+        ({"lora_alpha": math.nan}, "lora_alpha nan"),
         ({"rank_pattern": {"(": 4}}, "pattern"),
     ],
 )

@@ -295,7 +295,7 @@ def test_a_grammar_that_cannot_be_followed_is_the_requests_own_fault(make):
     r.collect()
     for index in range(2):
         last = r.results["a", index].last
-        assert (last.finish, last.at_fault) == ("error", True)
+        assert (last.finish, last.fault) == ("error", "request")
         assert "uniqueItems" in last.error
 
 
@@ -482,7 +482,7 @@ def test_a_request_whose_masks_take_too_much_time_ends_and_no_other(make, monkey
     r.add("a", [1, 2], n=2, seed=1, grammar=AB, max_tokens=40)
     r.add("b", [1, 2], seed=1, max_tokens=6, ignore_eos=True)
     r.run()
-    assert (r.results["a", 0].last.finish, r.results["a", 0].last.at_fault) == ("error", True)
+    assert (r.results["a", 0].last.finish, r.results["a", 0].last.fault) == ("error", "request")
     assert "too much time" in r.results["a", 0].last.error
     assert len(r.results["b", 0].tokens) == 6
     r.check_replay("b")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from worker.messages import Span
@@ -183,7 +184,7 @@ def test_an_unloaded_adapter_is_computed_with_to_the_end(rig: MakeRig) -> None:
     replica.unload("a")
     for index in (0, 1):
         chunk = replica.results["waits", index].last
-        assert (chunk.finish, chunk.error, chunk.at_fault) == ("error", "adapter 'a' is not loaded", True)
+        assert (chunk.finish, chunk.error, chunk.fault) == ("error", "adapter 'a' is not loaded", "adapter")
     replica.add("late", PROMPT, max_tokens=5, temperature=0.0, adapter="a")  # it was held while the adapter went
     replica.run()
     assert spans(replica, "begun") == [(0, 1, 0, 5, False)]
@@ -230,3 +231,19 @@ def test_samples_that_have_no_seat_yet_are_of_a_request_that_has_begun(rig: Make
         replica.adapter("a", 2, policy)
     replica.run()
     assert {replica.results["x", index].finish for index in range(5)} <= {"length", "abort"}
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_logits_that_are_not_finite_are_said_to_be_the_adapters_too(rig: MakeRig, after: int) -> None:
+    replica = rig()
+    replica.adapter("a", 5)
+    replica.add("of a", PROMPT, max_tokens=9, temperature=0.0, adapter="a")
+    for _ in range(after):
+        replica.step()
+    logits = replica.engine.forward(replica.schedule())
+    logits[0, 3] = np.nan
+    replica.scheduler.apply(logits)
+    replica.run()
+    last = replica.results["of a", 0].last
+    assert (last.finish, last.fault) == ("error", "")
+    assert "weight version 0 and version 5 of adapter a are not finite" in last.error

@@ -38,7 +38,7 @@ def test_a_request_that_leaves_no_token_open_is_at_fault_itself(rig: MakeRig) ->
     replica.add("a", PROMPT, max_tokens=3, allowed_token_ids=[5], stop_token_ids=[5], min_tokens=2)
     replica.run()
     assert (replica.results["a", 0].finish, replica.results["a", 0].last.error) == ("error", "every token is masked")
-    assert replica.results["a", 0].last.at_fault
+    assert replica.results["a", 0].last.fault == "request"
 
 
 def test_what_comes_between_schedule_and_apply_throws_the_step_away(rig: MakeRig) -> None:
@@ -140,8 +140,8 @@ def test_logits_that_are_not_finite_end_their_request_only(rig: MakeRig, row: in
     for index in range(2):
         result = replica.results["bad", index]
         assert (result.finish, len(result.tokens)) == ("error", lengths[index])
-        assert "version 7" in result.last.error
-        assert not result.last.at_fault
+        assert "weight version 7 are not finite" in result.last.error
+        assert not result.last.fault
     assert replica.results["good", 0].finish == "length"
     replica.check_replay("good")
     assert replica.scheduler.counters["finished_error"] == 2
@@ -169,7 +169,7 @@ def test_impossible_requests_end_with_an_error(
     for index in range(2):
         assert replica.results["a", index].finish == "error"
         assert message in replica.results["a", index].last.error
-        assert replica.results["a", index].last.at_fault
+        assert replica.results["a", index].last.fault == "request"
 
 
 def test_the_context_ends_a_sequence_with_length(rig: MakeRig) -> None:

@@ -96,7 +96,7 @@ def play(rig: Any, actions: list[Action]) -> None:
     for (request_id, _), result in rig.results.items():
         assert rig.covers(result)
         unloaded = (
-            result.finish == "error" and result.last.error == "adapter 'a' is not loaded" and result.last.at_fault
+            result.finish == "error" and result.last.error == "adapter 'a' is not loaded" and result.last.fault == "adapter"
         )
         assert unloaded or result.finish in {"stop", "length", "abort"}
         limit = rig.sent[request_id].sampling.max_tokens
