@@ -34,6 +34,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+ANY_MODEL = "default"
+"""What SGLang's clients call the model when they do not care."""
+
+
 class ApiConfig(BaseModel):
     """Everything the API process is told."""
 
@@ -318,7 +322,10 @@ def compose(options: ServeOptions) -> ServeConfig:
         "admin_token": options.admin_token,
         "log_level": options.log_level,
     }
-    parts = {"store": store | options.store, "worker": worker, "api": api | options.api}
+    api |= options.api
+    names = (options.served_model_name, options.model.name, *api.get("model_aliases", ()), ANY_MODEL)
+    store["model_names"] = [name for name in names if name]
+    parts = {"store": store | options.store, "worker": worker, "api": api}
     return ServeConfig.model_validate(_on_ray(parts, options) if options.ray else parts)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from api.config import ApiConfig
+from api.config import ANY_MODEL, ApiConfig
 from api.errors import BadInput, NotFound
 from api.reading.calls import format_of
 from api.reading.names import ToolFormat
@@ -25,8 +25,6 @@ INLINE_MESSAGES = 64
 MIN_TOKEN_CHARS = 32
 """A token counts for at least so many characters of text: some tokenizers drop spaces before they look for tokens."""
 TOO_LONG = "context_length_exceeded"
-ANY = "default"
-"""What SGLang's clients call the model when they do not care."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Model:
 
     def knows(self, name: str) -> bool:
         """Whether this is a name of the model itself."""
-        return name in (self.name, *self.aliases, self.path.name, ANY) or name.rstrip("/") == str(self.path)
+        return name in (self.name, *self.aliases, self.path.name, ANY_MODEL) or name.rstrip("/") == str(self.path)
 
     def unknown(self, name: str, adapters: Iterable[str]) -> NotFound:
         """The error for a name that is neither the model's nor one of these adapters'."""

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from api.absent import ABSENT
 from api.app import ROUTERS
+from api.config import ANY_MODEL
 from api.fields import HARMLESS, MISPLACED, REFUSED, Refused
-from api.model import ANY
 from api.schemas import sglang
 from api.schemas.openai import (
     COMPLETION_TOKENS,
@@ -101,7 +101,7 @@ def render() -> str:
     facts: dict[str, Any] = json.loads(FACTS.read_text())
     versions = ", ".join(f"{NAMES[project]} {of['version']}" for project, of in facts.items())
     default = SglangSampling.model_fields["max_new_tokens"].default
-    lengths = LENGTHS.format(completion=COMPLETION_TOKENS, sglang=default, any=ANY)
+    lengths = LENGTHS.format(completion=COMPLETION_TOKENS, sglang=default, any=ANY_MODEL)
     parts = [INTRODUCTION.format(versions=versions), lengths, FIELDS]
     parts += [_body(part, facts) for part in BODIES]
     parts += [_reasons(), _routes(facts)]

@@ -55,6 +55,9 @@ class StoreConfig(BaseModel):
     model: Path
     """HF checkpoint directory: config.json, and the weights served as version 0."""
 
+    model_names: tuple[str, ...] = ()
+    """What requests call the model, beside its directory's name: no adapter can bear one of them."""
+
     load_weights: bool = True
     """False: serve nothing until the first push; the directory then needs config.json only."""
 
@@ -157,8 +160,8 @@ class StoreConfig(BaseModel):
     refuse_non_finite: bool = False
     """Refuse versions with weights that are NaN or infinite, and name the tensors. Every byte is then read once more
     before the seal is answered: on two busy cores pushes of 538 MB took 1.4 to 1.8 times as long (medians of
-    alternated pushes). False: a warning and a metric; of versions of over 16 MiB from the ends of each tensor only, where
-    a training that has diverged shows. Adapters, too."""
+    alternated pushes). False: a warning and a metric; of versions of over 16 MiB from the ends of each tensor only,
+    where a training that has diverged shows. Adapters, too."""
 
     disk_roots: tuple[Path, ...] = ()
     """Checkpoints may be loaded by request from below these directories only (and from `model`)."""

@@ -385,7 +385,8 @@ class Scheduler:
     def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
         if draw.error:
             sequence.request.fault = "" if draw.broken else "request"
-            self._end_request(sequence.request, "error", self._not_finite(step, sequence) if draw.broken else draw.error)
+            error = self._not_finite(step, sequence) if draw.broken else draw.error
+            self._end_request(sequence.request, "error", error)
             return
         sequence.append(draw, step.version, step.epoch)
         self._metrics.token(sequence, now)

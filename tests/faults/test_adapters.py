@@ -271,6 +271,18 @@ def test_an_operator_ends_a_push_of_an_adapter_and_goes_back(store, replica, tra
     assert store.ask(messages.RollbackAdapter("z", "policy-x")).code == "unknown_adapter"
 
 
+@pytest.mark.parametrize("store_config", [{"model_names": ["policy", "default"], "disk_roots": ["/"]}])
+def test_no_adapter_bears_a_name_of_the_model(store, replica, push_adapter, saved, model):
+    replica(0)
+    for name in ("policy", "default", model.name):
+        with pytest.raises(errors.InvalidPush, match=f"{name} is the model's own name"):
+            push_adapter(1, 1, name=name)
+        answer = store.ask(messages.LoadAdapter("x", name, saved(1)))
+        assert "is the model's own name" in answer.message
+    assert store.status().adapters == []
+    assert push_adapter(1, 1, name="policy-a").version == 1
+
+
 @pytest.fixture
 def saved(tmp_path):
     def save(seed, config=ADAPTER_CONFIG, **more):

@@ -123,6 +123,9 @@ class Lines:
             check_name(push.name)
         except ValueError as error:
             raise PushRefused("bad_message", str(error)) from None
+        if push.name in (self._config.model.name, *self._config.model_names):
+            message = f"{push.name} is the model's own name: requests that give it mean the model without an adapter"
+            raise PushRefused("bad_message", message)
         if not self._config.max_adapters:
             raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
         shape = self._shape(push, parts)

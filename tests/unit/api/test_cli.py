@@ -43,6 +43,12 @@ def test_serve_spreads_options_over_the_parts(model_dir, run_dir):
     assert config.worker.max_model_len == 32
 
 
+def test_the_store_hears_what_requests_call_the_model(model_dir, run_dir):
+    """By none of these a request could ask for an adapter."""
+    config = configure(model_dir, 'api.model_aliases=["policy"]', served_model_name="org/served", run_dir=run_dir)
+    assert set(config.store.model_names) == {"org/served", model_dir.name, "policy", "default"}
+
+
 def test_the_environment_fills_what_flags_leave_open(model_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("PADDLE_ROLLOUT_REPLICAS", "3")
     monkeypatch.setenv("PADDLE_ROLLOUT_PORT", "1234")

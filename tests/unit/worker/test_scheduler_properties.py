@@ -93,11 +93,10 @@ def play(rig: Any, actions: list[Action]) -> None:
     assert rig.scheduler.adapter_epochs() == set()
     for request_id, g in rig.sent.items():
         assert {key for key in rig.results if key[0] == request_id} == {(request_id, i) for i in range(g.sampling.n)}
+    gone = ("error", "adapter 'a' is not loaded", "adapter")
     for (request_id, _), result in rig.results.items():
         assert rig.covers(result)
-        unloaded = (
-            result.finish == "error" and result.last.error == "adapter 'a' is not loaded" and result.last.fault == "adapter"
-        )
+        unloaded = (result.finish, result.last.error, result.last.fault) == gone
         assert unloaded or result.finish in {"stop", "length", "abort"}
         limit = rig.sent[request_id].sampling.max_tokens
         room = min(rig.spec.max_model_len, rig.spec.num_blocks * rig.spec.block_size)
