@@ -255,8 +255,9 @@ class Generations:
             if not sampling.allowed_token_ids:
                 raise BadInput("allowed_token_ids is empty: nothing could be sampled")
             model.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
-        if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-            raise BadInput(f"min_tokens {sampling.min_tokens} is over max_tokens {sampling.max_tokens}")
+        sampled = sampling.max_tokens if ask.score_from is None else None
+        if sampled is not None and sampling.min_tokens > sampled:
+            raise BadInput(f"min_tokens {sampling.min_tokens} is over max_tokens {sampled}")
         if len(sampling.stop) > MAX_STOPS or any(not s or len(s) > MAX_STOP_CHARS for s in sampling.stop):
             raise BadInput(f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
         if sampling.stop and model.tokenizer is None:

@@ -117,6 +117,7 @@ class Scores(msgspec.Struct, frozen=True):
     model: str
     outputs: list[Score]
     usage: Usage | None = None
+    logprobs_mode: Literal["processed", "raw"] = "processed"
 
 
 class PauseState(msgspec.Struct, frozen=True):
@@ -288,7 +289,8 @@ def score(
     """Logprobs of each list of token_ids behind the prompt at its place, under the live version.
 
     They are, bit by bit, those that sampling them at this temperature reports. weight_version: RequestFailed (409)
-    unless it is the one that scores. `more`: any other field of the route's request schema.
+    unless it is the one that scores. `more`: the penalties, biases and masks they were sampled with, and any other
+    field of the route's request schema.
     """
     body = {
         "prompt_ids": _plain(prompt_ids),

@@ -66,7 +66,9 @@ class Generate(Message, tag="generate", frozen=True):
     stream: bool = False  # False: one chunk per sequence, when it ends
     priority: int = 0  # lower runs first
     cache_salt: str = ""
-    score_from: int = 0  # with prompt_logprobs: tokens before this have none, and may come from the prefix cache
+    # with prompt_logprobs: tokens before this have none and may come from the prefix cache, those from it on are scored
+    # as the output behind them; 0: all are a prompt, whose logprobs know of no penalties, biases or masks
+    score_from: int = 0
     adapter: str = ""  # its name; "" = the base alone. It begins with the version that is live then
 
 

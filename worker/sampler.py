@@ -80,6 +80,10 @@ class Asked(NamedTuple):
     positions: UInt64
 
 
+Scored = list[tuple[int, float, int]]
+"""(id, logprob, rank) of a token, then of the most likely others."""
+
+
 class TokenSampler(Protocol):
     """Who turns a step's logits into tokens: `Sampler` on the CPU, or an engine that samples where its logits are.
 
@@ -111,9 +115,11 @@ class TokenSampler(Protocol):
         ...
 
     def score(
-        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
-    ) -> list[list[tuple[int, float, int]]] | None:
-        """(id, logprob, rank) of each target under its row, then of the likeliest others; None: not finite."""
+        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None
+    ) -> list[Scored] | Draw:
+        """(id, logprob, rank) of each target under its row, then of the likeliest others; a Draw says why there are
+        none. edits: of the output that the targets go on, which records them.
+        """
         ...
 
 
@@ -208,26 +214,47 @@ class Sampler:
         return found
 
     def score(
-        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
-    ) -> list[list[tuple[int, float, int]]] | None:
+        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None
+    ) -> list[Scored] | Draw:
         """(id, logprob, rank) of each target under its row of logits [L, vocab], then of the most likely others.
 
-        At the request's temperature, so that scoring what was sampled gives the logprobs it was sampled with;
-        mode "raw": at 1. None when a row is not finite.
+        At the request's temperature and after its edits, so that scoring what was sampled gives the logprobs it was
+        sampled with; mode "raw": at 1, of the untouched logits. edits: where the output is before the first target;
+        None = nothing is edited. A Draw says why there is no score: a row is not finite, or the grammar had not let a
+        target follow. What any other edit closes has the logprob of an id that cannot be sampled.
         """
-        scores: list[list[tuple[int, float, int]]] = []
+        scores: list[Scored] = []
         others = sampling.prompt_logprobs or 0
         inverse = 1.0 if self._raw else inverse_temperature(sampling)
         scaled = self._softmax.scaled
         with np.errstate(all="ignore"):
             for row, target in zip(logits, targets, strict=True):
-                weighed = self._softmax.weigh(row, inverse)
-                if not weighed.finite:
-                    return None
+                shown = row if self._raw or edits is None else self._edited(row, edits, target)
+                if isinstance(shown, Draw):
+                    return shown
+                weighed = self._softmax.weigh(shown, inverse)
+                if not (weighed.finite if shown is row else np.isfinite(weighed.peak)):
+                    return _BROKEN if shown is row else _ALL_MASKED
                 best = [(int(i), rank) for rank, i in enumerate(largest(scaled, others), 1)] if others else []
                 ranked = [(target, _rank(scaled, target)), *(entry for entry in best if entry[0] != target)]
-                scores.append([(i, logprob(scaled, i, weighed.norm), rank) for i, rank in ranked])
+                scores.append([(i, max(_MASKED, logprob(scaled, i, weighed.norm)), rank) for i, rank in ranked])
+                if edits is not None:
+                    edits.record(target)
         return scores
+
+    def _edited(self, row: Float32, edits: LogitEdits, target: int) -> Float32 | Draw:
+        """The row as it is where nothing is edited; a Draw when the target could not have been drawn from it."""
+        if not edits.active:
+            return row
+        if not _finite(row):
+            return _BROKEN
+        edited = self._softmax.scaled
+        edited[:] = row
+        if problem := edits.apply(edited):
+            return Draw(0, 0.0, error=problem)
+        if edits.grammar is not None and edited[target] == -np.inf:
+            return Draw(0, 0.0, error=f"token {target} is not what the constraint lets follow")
+        return edited
 
     def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
         how = (

@@ -189,10 +189,10 @@ class Scheduler:
         for row in step.rows:
             sequence = row.sequence
             self._kv.advance(sequence.kv, sequence.tokens, row.length - row.proposed)
-            scored = not row.scored or self._score(row, logits[at : at + row.scored])
+            unscored = self._score(row, logits[at : at + row.scored]) if row.scored else None
             at += row.wanted
-            if not scored:
-                self._end_request(sequence.request, "error", self._not_finite(step, sequence))
+            if unscored is not None:
+                self._end_in_error(sequence, unscored, step)
             elif row.samples and sequence.draft is not None:
                 judged.append(Judged(sequence, sequence.pick(at - 1 - row.proposed)))
             elif row.samples:
@@ -334,15 +334,20 @@ class Scheduler:
     def _sequence(
         self, request: Request, index: int, tokens: list[int], kv: KvState, *, sound: bool = True
     ) -> Sequence:
-        rules, prompt = request.rules, tokens[: request.prompt_length] if sound else []
+        rules = request.rules
         stream = self._tokenizer.stream(skip_special=False) if rules.strings and self._tokenizer else None
-        stops = frozenset(i for i in rules.eos | rules.ids if 0 <= i < self._spec.vocab_size)
-        grammar = request.grammar.matcher(stops) if request.grammar is not None and sound else None
-        edits = LogitEdits(request.sampling, prompt, stops, grammar)
+        edits = self._edits(request, tokens[: request.prompt_length] if sound else [], sound=sound)
         sequence = Sequence(request, index, tokens, kv, edits, StopCheck(rules, stream))
         sequence.plain = not (rules.strings or request.speculative)
         request.live.append(sequence)
         return sequence
+
+    def _edits(self, request: Request, prompt: list[int], *, sound: bool = True) -> LogitEdits:
+        """Of an output that begins behind `prompt`."""
+        rules = request.rules
+        stops = frozenset(i for i in rules.eos | rules.ids if 0 <= i < self._spec.vocab_size)
+        grammar = request.grammar.matcher(stops) if request.grammar is not None and sound else None
+        return LogitEdits(request.sampling, prompt, stops, grammar)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """All n sequences of a request whose prompt is computed; the new ones share the leader's blocks."""
@@ -354,15 +359,21 @@ class Scheduler:
             self._batcher.join(sequence)
         return list(request.live)
 
-    def _score(self, row: StepRow, logits: Float32) -> bool:
-        request = row.sequence.request
+    def _score(self, row: StepRow, logits: Float32) -> Draw | None:
+        """Add the scores of a row's tokens to its request's; a Draw says why there are none."""
+        sequence, request = row.sequence, row.sequence.request
+        found = request.prompt_logprobs
+        assert found is not None, "a row is scored because that was asked for"
+        if request.as_sampled and not found:
+            sequence.edits = self._edits(request, sequence.tokens[: request.score_from])
         first = row.start + row.unscored + 1
-        targets = row.sequence.tokens[first : first + row.scored]
-        scores = self._sampler.score(logits, targets, request.sampling)
-        if scores is None or request.prompt_logprobs is None:
-            return False
-        request.prompt_logprobs.extend(scores)
-        return True
+        targets = sequence.tokens[first : first + row.scored]
+        edits = sequence.edits if request.as_sampled else None
+        scores = self._sampler.score(logits, targets, request.sampling, edits)
+        if isinstance(scores, Draw):
+            return scores
+        found.extend(scores)
+        return None
 
     def _go_on(self, step: Step, drawn: Drawn, now: float) -> None:
         """Give the cohort its tokens. Logits that are not finite end a request: then each is looked at."""
@@ -384,9 +395,7 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, draw: Draw, step: Step, now: float) -> None:
         if draw.error:
-            sequence.request.fault = "" if draw.broken else "request"
-            error = self._not_finite(step, sequence) if draw.broken else draw.error
-            self._end_request(sequence.request, "error", error)
+            self._end_in_error(sequence, draw, step)
             return
         sequence.append(draw, step.version, step.epoch)
         self._metrics.token(sequence, now)
@@ -413,6 +422,12 @@ class Scheduler:
         for sequence in list(self._batcher.running):
             self._metrics.counters["recomputed"] += 1
             self._batcher.send_back(sequence)
+
+    def _end_in_error(self, sequence: Sequence, draw: Draw, step: Step) -> None:
+        """It has no token or score; draw: why."""
+        sequence.request.fault = "" if draw.broken else "request"
+        error = self._not_finite(step, sequence) if draw.broken else draw.error
+        self._end_request(sequence.request, "error", error)
 
     def _end_without_adapter(self, request: Request) -> None:
         request.fault = "adapter"

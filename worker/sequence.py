@@ -91,6 +91,7 @@ class Request:
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     score_from: int = 1
+    as_sampled: bool = False  # what is scored is an output: the request's edits and its grammar hold for it
     speculative: bool = False
     adapter_name: str = ""
     adapter: AdapterVersion | None = None  # that computes it, since it began
@@ -280,6 +281,7 @@ def accepted(
         rules=StopRules(sampling, spec.eos_token_ids, max(0, limit)),
         prompt_logprobs=None if sampling.prompt_logprobs is None else [],
         score_from=max(1, g.score_from),  # nothing comes before the first token that could say how likely it is
+        as_sampled=g.score_from > 0,
         speculative=speculative,
         adapter_name=g.adapter,
     )

@@ -154,6 +154,26 @@ def generate(
 
 
 @app.command()
+def score(
+    file: Annotated[
+        Path, typer.Argument(help='Lines {"prompt_ids": [..], "token_ids": [..]}, "logprobs" if known; - reads stdin.')
+    ],
+    temperature: Annotated[float, typer.Option(help="What the tokens were sampled at.")] = 1.0,
+    version: Annotated[int | None, typer.Option(help="Of the weights, and no other. [the live one]")] = None,
+    adapter: Annotated[str | None, typer.Option(help="To compute with. [none]")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Each score as a line of JSON, with all its logprobs.")] = False,
+    url: Url = None,
+    name: Name = "default",
+    token: DataToken = None,
+) -> None:
+    """Logprobs of given tokens; of tokens sampled here, the very numbers that came with them."""
+    from api.cli import score_command as command  # noqa: PLC0415
+
+    fields = {"temperature": temperature, "weight_version": version, "adapter": adapter}
+    raise typer.Exit(command.run(file, fields, json_, url, name, token))
+
+
+@app.command()
 def status(
     watch: Annotated[bool, typer.Option(help="Keep the table live until Ctrl-C; --no-watch prints it once.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Once, as JSON.")] = False,

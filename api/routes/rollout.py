@@ -23,7 +23,7 @@ from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
 from api.sse import DONE, EventStream, event
 from api.text import StreamedText, TextOptions, final_text
-from worker.messages import Chunk, SamplingParams, Span
+from worker.messages import Chunk, Span
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
 SessionHeader = Annotated[str, Header(max_length=256)]
@@ -40,10 +40,7 @@ async def generate(
     service.model.check_ids(body.stop_token_ids, "stop_token_ids")
     ask = Ask(
         prompts=prompts,
-        sampling=body.sampling(
-            await banned(body.bad_words, service.model),
-            constrained(body.constraint.constraint if body.constraint else None, service.model),
-        ),
+        sampling=body.sampling(*await _written(body, service.model)),
         request_id=body.request_id or "",
         stream=body.stream,
         priority=body.priority,
@@ -77,12 +74,14 @@ async def score(
     Of a sample whose one span names the version that scores, they are the very numbers that came with it, where the
     replicas are deterministic (docs/numerics.md).
     """
+    service.model.check_ids(body.stop_token_ids, "stop_token_ids")
+    edits = body.edits(*await _written(body, service.model))
     wanted, live = body.weight_version, service.weights.live
     if wanted is not None and live is not None and live.version > wanted:
         raise Conflict(f"weight_version {wanted} is not live any more: {live.version} is")
     ask = Ask(
         prompts=[prompt + tokens for prompt, tokens in zip(body.prompt_ids, body.token_ids, strict=True)],
-        sampling=SamplingParams(max_tokens=0, temperature=body.temperature, prompt_logprobs=0),
+        sampling=msgspec.structs.replace(edits, max_tokens=0, temperature=body.temperature, prompt_logprobs=0),
         request_id=body.request_id or "",
         priority=body.priority,
         cache_salt=body.cache_salt,
@@ -99,7 +98,13 @@ async def score(
             raise Conflict(f"weight_version {wanted} is not live any more: {output.weight_version} is")
     prompt, completion = (sum(map(len, lists)) for lists in (body.prompt_ids, body.token_ids))
     usage = schema.Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-    return schema.ScoreResponse(request_id=job.request_id, model=service.model.name, outputs=outputs, usage=usage)
+    return schema.ScoreResponse(
+        request_id=job.request_id,
+        model=service.model.name,
+        logprobs_mode=service.config.logprobs_mode,
+        outputs=outputs,
+        usage=usage,
+    )
 
 
 def _score(index: int, scored: Sample) -> schema.Score:
@@ -227,6 +232,12 @@ async def _prompt_ids(body: schema.GenerateRequest, model: Model) -> list[list[i
     if not ids:
         raise BadInput("prompt_ids is empty: send at least one token")
     return ids if isinstance(ids[0], list) else [ids]
+
+
+async def _written(body: schema.GenerateRequest | schema.ScoreRequest, model: Model) -> tuple[list[list[int]], str]:
+    """Bad words as ids, and the grammar of the constraint. Raises BadInput."""
+    grammar = constrained(body.constraint.constraint if body.constraint else None, model)
+    return await banned(body.bad_words, model), grammar
 
 
 async def _events(ask: Ask, service: Service, options: TextOptions) -> AsyncGenerator[bytes, None]:

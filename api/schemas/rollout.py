@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import Field, model_validator
 
 from api.schemas.base import (
@@ -26,7 +27,39 @@ from worker.messages import FinishReason, PauseMode, SamplingParams
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
-class GenerateRequest(Strict):
+class _Edits(Strict):
+    """What changes the distribution that tokens are drawn from, beside a temperature and what it is cut to."""
+
+    min_tokens: Count = 0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Finite = Field(default=0.0, ge=-100, le=100)
+    frequency_penalty: Finite = Field(default=0.0, ge=-100, le=100)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: Ids | None = None
+    bad_words: Texts = Field(default_factory=list)
+    """Words that do not come out in the tokens that the tokenizer spells them with."""
+    constraint: NativeConstraint | None = None
+    """What the output is held to: a JSON schema, a regular expression, some texts, or a grammar."""
+    stop_token_ids: Ids = Field(default_factory=list)
+    ignore_eos: bool = False
+
+    def edits(self, bad_words: list[list[int]], grammar: str) -> SamplingParams:
+        """As the worker wants them. bad_words: theirs as ids. grammar: of the constraint."""
+        return SamplingParams(
+            min_tokens=self.min_tokens,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=bad_words,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            grammar=grammar,
+        )
+
+
+class GenerateRequest(_Edits):
     """Prompts and how to continue them. Exactly one of prompt and prompt_ids."""
 
     prompt: str | Texts | None = None
@@ -39,27 +72,15 @@ class GenerateRequest(Strict):
     """Samples per prompt; the prompt is computed once."""
     max_tokens: Count | None = None
     """None: whatever fits the context. More than fits is cut to it, and the sample ends with `length`."""
-    min_tokens: Count = 0
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     """0 = greedy."""
     top_p: Probability = 1.0
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
     """0 or -1 = off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: Finite = Field(default=0.0, ge=-100, le=100)
-    frequency_penalty: Finite = Field(default=0.0, ge=-100, le=100)
-    logit_bias: LogitBias = Field(default_factory=dict)
-    allowed_token_ids: Ids | None = None
-    bad_words: Texts = Field(default_factory=list)
-    """Words that do not come out in the tokens that the tokenizer spells them with."""
-    constraint: NativeConstraint | None = None
-    """What the output is held to: a JSON schema, a regular expression, some texts, or a grammar."""
     seed: Seed | None = None
     """The n samples of one prompt use streams derived from it."""
     stop: Texts | str = Field(default_factory=list)
-    stop_token_ids: Ids = Field(default_factory=list)
-    ignore_eos: bool = False
     logprobs: TopN = 0
     """Top alternatives per token, beside the sampled token's own logprob, which always comes."""
     prompt_logprobs: TopN | None = None
@@ -93,28 +114,19 @@ class GenerateRequest(Strict):
 
     def sampling(self, bad_words: list[list[int]], grammar: str) -> SamplingParams:
         """As the worker wants it. bad_words: theirs as ids. grammar: of the constraint."""
-        return SamplingParams(
+        return msgspec.structs.replace(
+            self.edits(bad_words, grammar),
             n=self.n,
             max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=bad_words,
             seed=self.seed,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             sampling_mask=self.sampling_mask,
-            grammar=grammar,
         )
 
 
@@ -190,16 +202,16 @@ class GenerateResponse(Strict):
     usage: Usage | None = None
 
 
-class ScoreRequest(Strict):
-    """Tokens to be scored, each list behind a prompt of its own."""
+class ScoreRequest(_Edits):
+    """Tokens to be scored, each list behind a prompt of its own, as what a request with this temperature and these
+    edits sampled."""
 
     prompt_ids: ManyIds
     """What came before: one list for each of token_ids, of one token at least."""
     token_ids: ManyIds
     """What is scored: what a sample's token_ids are."""
     temperature: Finite = Field(default=1.0, ge=0, le=100)
-    """What they were sampled at. Nothing else of a request's sampling changes what its logprobs are of, but penalties,
-    biases and masks, which are not scored."""
+    """What they were sampled at. top_p, top_k and min_p change no logprob, and are no fields here."""
     weight_version: Version | None = None
     """Only under this version: waits for it, and 409 when another was live instead."""
     request_id: RequestId | None = None
@@ -233,7 +245,7 @@ class Score(Strict):
 
     index: int
     logprobs: list[float] | None
-    """Of each token; None when it was aborted before all were known."""
+    """Of each token, -9999 for one that could not have been sampled; None when it was aborted before all were known."""
     weight_version: int
     """What they were computed under, all of them and their prompt."""
     adapter_version: int | None = None
@@ -248,6 +260,9 @@ class ScoreResponse(Strict):
 
     request_id: str
     model: str
+    logprobs_mode: Literal["processed", "raw"]
+    """What the service reports when it samples, and so here: processed = of the distribution sampled from, before it
+    was cut; raw = of the model's own logits, at temperature 1 and without edits."""
     outputs: list[Score]
     usage: Usage
 

@@ -1,6 +1,6 @@
 """Whether tokens and logprobs have the same bits however requests are served, on a real model.
 
-    python -m benchmarks.numerics.bits [--requests 200] [--tokens 12] [--dtype float32 bfloat16]
+    python -m benchmarks.numerics.bits [--requests 200] [--tokens 12] [--dtype float32 bfloat16] [--only CONDITION ...]
 
 Each request, with a prompt and a seed of its own, is served alone; then all are served 64 at a time, with so few KV
 blocks that sequences are preempted, from a warm prefix cache, in steps of few tokens so that prompts are cut, and by
@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ _USUAL, _LONGEST = 40, 180
 _CONTEXT = 256
 _FEW_BLOCKS = 60
 _CHUNKS = (8, 13, 29, 61)
+CONDITIONS = {
+    "among": "among 64",
+    "preempted": "after preemption ({:g} times)",
+    "cached": "from the prefix cache ({:g} tokens)",
+    "chunked": "in chunks",
+    "scored": "scored",
+    "elsewhere": "another process, one thread",
+}
 
 
 def main() -> None:
@@ -38,6 +46,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS))
     parser.add_argument("--replica", action="store_true", help="tell the answers 64 at a time, as JSON")
     args = parser.parse_args()
     from worker.cpu.tuning import tune
@@ -50,10 +59,12 @@ def main() -> None:
             print(json.dumps(replica.served(64)[0]))
             continue
         alone, _ = replica.served(1, one_by_one=True)
-        for condition, (found, came_about) in replica.conditions(args):
+        for condition in args.only:
+            found, came_about = replica.under(condition, args)
             differing = sum(one != other for one, other in zip(found, alone, strict=True))
             wrong += bool(differing) + (came_about == 0)
-            print(f"{dtype}: {condition}: {len(found)} requests, {differing} differ from alone", flush=True)
+            said = CONDITIONS[condition].format(came_about)
+            print(f"{dtype}: {said}: {len(found)} requests, {differing} differ from alone", flush=True)
     raise SystemExit(int(wrong > 0))
 
 
@@ -72,21 +83,28 @@ class Replica:
         ]
         self._tokens, self._dtype = tokens, dtype
 
-    def conditions(self, args: argparse.Namespace) -> Iterator[tuple[str, tuple[list[Answer], float]]]:
-        """Name by name: the answers, and how often what it is named for came about."""
-        among, _ = self.served(64)
-        yield "among 64", (among, 1)
-        preempted = self.served(64, blocks=_FEW_BLOCKS, counts="preempted")
-        yield f"after preemption ({preempted[1]:g} times)", preempted
-        cached = self.served(64, again=True, counts="prefix_hits")
-        yield f"from the prefix cache ({cached[1]:g} tokens)", cached
-        chunked: dict[int, Answer] = {}
+    def under(self, condition: str, args: argparse.Namespace) -> tuple[list[Answer], float]:
+        """The answers, and how often what the condition is named for came about."""
+        match condition:
+            case "among":
+                return self.served(64)
+            case "preempted":
+                return self.served(64, blocks=_FEW_BLOCKS, counts="preempted")
+            case "cached":
+                return self.served(64, again=True, counts="prefix_hits")
+            case "chunked":
+                return self._chunked(), 1
+            case "scored":
+                return self._scored(self.served(64)[0]), 1
+            case _:
+                return self._elsewhere(args), 1
+
+    def _chunked(self) -> list[Answer]:
+        found: dict[int, Answer] = {}
         for index, most in enumerate(_CHUNKS):
             mine = range(index, len(self._prompts), len(_CHUNKS))
-            chunked |= zip(mine, self.served(8, most=most, only=mine)[0], strict=True)
-        yield "in chunks", ([chunked[i] for i in range(len(self._prompts))], 1)
-        yield "scored", (self._scored(among), 1)
-        yield "another process, one thread", (self._elsewhere(args), 1)
+            found |= zip(mine, self.served(8, most=most, only=mine)[0], strict=True)
+        return [found[i] for i in range(len(self._prompts))]
 
     def served(
         self,

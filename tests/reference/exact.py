@@ -67,7 +67,7 @@ class ExactReplay:
                 begin = end
             rows = np.concatenate(logits)[len(prompt) - 1 + one.start :]
             scores = self._sampler.score(rows, tokens[one.start : one.end], SamplingParams(temperature=temperature))
-            assert scores is not None, "logits are not finite"
+            assert isinstance(scores, list), scores
             found += [entries[0][1] for entries in scores]
         return found
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, never
 from worker.inverse_cdf import Drawing, Drawn, Logits
+from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.sampler import Asked, Draw, Pick
+from worker.sampler import Asked, Draw, Pick, Scored
 from worker.speculation import Proposal
 
 _LOGPROB = -1.25
@@ -86,7 +87,7 @@ class StandInSampler:
         return [(draw, False) for draw in self.sample(logits, picks)]
 
     def score(
-        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams
-    ) -> list[list[tuple[int, float, int]]] | None:
+        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None
+    ) -> list[Scored] | Draw:
         """Every prompt token has the same logprob."""
         return [[(target, _LOGPROB, 1)] for target in targets]

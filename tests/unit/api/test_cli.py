@@ -121,9 +121,14 @@ def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):
 
 
 SLOW = {"kernels": "onednn", "kernels_why": "no C compiler"}
+SCORES = [
+    {"index": i, "logprobs": logprobs, "weight_version": 7, "finish_reason": "length" if logprobs else "abort"}
+    for i, logprobs in enumerate(([-0.5, -0.25], [-0.5], [-0.5], [-0.5], None))
+]
 OUTPUT = {"prompt_index": 0, "index": 0, "token_ids": [1], "text": "hi", "logprobs": [-0.5], "spans": []}
 REPLIES = {
     "/v1/rollout/generate": {"request_id": "r", "model": "m", "outputs": [OUTPUT]},
+    "/v1/rollout/score": {"request_id": "r", "model": "m", "outputs": SCORES},
     "/v1/rollout/pause": {"paused": True, "held": 2, "mode": "keep", "lease_left_s": 9.0},
     "/v1/rollout/weights": {
         "live": {"run_id": "r", "version": 7, "epoch": 8, "digest": "d" * 16},
@@ -147,7 +152,7 @@ def served(monkeypatch):
     def connect(*_: object) -> RolloutClient:
         return RolloutClient(transport=httpx.MockTransport(answer))
 
-    for module in ("generate_command", "status_command", "control_command"):
+    for module in ("generate_command", "score_command", "status_command", "control_command"):
         monkeypatch.setattr(f"api.cli.{module}.connect", connect)
 
 
@@ -156,6 +161,35 @@ def test_generate_prints_text_or_everything(run, served):
     assert run("generate", "-", input="hello").stdout == "hi\n"
     assert run("generate", "hello", "--n", "2").stdout == "[0] hi\n"
     assert json.loads(run("generate", "hello", "--json").stdout)["outputs"][0]["token_ids"] == [1]
+
+
+def test_score_compares_with_what_was_sampled(run, served, tmp_path):
+    lines = [
+        *({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.5, -0.25]}, {"prompt_ids": [1], "token_ids": [2]}),
+        *({"prompt_ids": [1], "token_ids": [2], "logprobs": logprobs} for logprobs in ([-0.75], [], None)),
+    ]
+    text = "\n\n".join(json.dumps(line) for line in lines)
+    (tmp_path / "samples").write_text(text)
+    said = [
+        "2 tokens  logprob -0.7500  as given, to the bit  version 7",
+        "1 tokens  logprob -0.5000  version 7",
+        "1 tokens  logprob -0.5000  up to 0.25 from those given  version 7",
+        "1 tokens  logprob -0.5000  0 logprobs were given  version 7",
+        "1 tokens  aborted  version 7",
+    ]
+    for result in (run("score", str(tmp_path / "samples")), run("score", "-", input=text)):
+        assert result.stdout.splitlines() == said, result.stderr
+    told = run("score", "-", "--json", input=text).stdout.splitlines()
+    assert [json.loads(line)["logprobs"] for line in told] == [score["logprobs"] for score in SCORES]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("", "is empty"), ('{"prompt_ids": [1]}', "line 1: "), ('\n{"prompt_ids": 1', "line 2: ")]
+)
+def test_score_says_which_line_is_wrong(run, served, text, says):
+    result = run("score", "-", input=text)
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 def test_status_shows_a_table(run, served):

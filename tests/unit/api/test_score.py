@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from api.schemas.rollout import ScoreResponse
@@ -28,6 +29,22 @@ async def test_tokens_in_logprobs_and_version_out(client, replicas):
     assert [m.sampling for m in asked] == [SamplingParams(max_tokens=0, temperature=0.7, prompt_logprobs=0)] * 2
 
 
+async def test_edits_go_to_the_replica_as_those_of_generate(client, replicas):
+    edits = {"min_tokens": 4, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    edits |= {"logit_bias": {"7": 2.5}, "allowed_token_ids": [7, 8, 66], "bad_words": ["xy"], "stop_token_ids": [9]}
+    edits |= {"ignore_eos": True, "constraint": {"regex": "[a-z]+"}}
+    scored = await client.post(URL, json={"prompt_ids": [[65]], "token_ids": [[66]], "temperature": 0.5} | edits)
+    assert scored.status_code == 200, scored.text
+    assert scored.json()["logprobs_mode"] == "processed"
+    body = {"prompt_ids": [65], "max_tokens": 5, "temperature": 0.5, "prompt_logprobs": 0}
+    made = await client.post("/v1/rollout/generate", json=body | edits)
+    assert made.status_code == 200, made.text
+    one, other = sorted((m for r in replicas for m in r.got(Generate)), key=lambda m: m.score_from)
+    assert other.sampling == msgspec.structs.replace(one.sampling, max_tokens=0)
+    assert other.sampling.bad_words
+    assert other.sampling.grammar
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -38,7 +55,9 @@ async def test_tokens_in_logprobs_and_version_out(client, replicas):
         ({"prompt_ids": [[65]], "token_ids": [[1 << 30]]}, "is not in the vocabulary"),
         ({"prompt_ids": [[65]], "token_ids": [[66] * CONTEXT]}, "is too long"),
         ({"prompt_ids": [[65]], "token_ids": [[66]], "top_p": 0.5}, "top_p"),
-        ({"prompt_ids": [[65]], "token_ids": [[66]], "repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"prompt_ids": [[65]], "token_ids": [[66]], "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt_ids": [[65]], "token_ids": [[66]], "allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"prompt_ids": [[65]], "token_ids": [[66]], "logit_bias": {str(1 << 30): 1}}, "logit_bias"),
     ],
 )
 async def test_what_cannot_be_scored_is_refused(client, replicas, body, says):

@@ -252,7 +252,7 @@ class Rig:
                 logits = self.logits(known, one.versions[: len(known)], sent.adapter, adapters)
                 if self.speculative and sampling.temperature > 0:  # which token depends on the drafts, too
                     score = sampler.score(logits[None], [token], sampling)
-                    assert score is not None
+                    assert isinstance(score, list)
                     draw = Draw(token, score[0][0][1])
                 else:
                     draw = self.expected(request_id, index, known, logits)
@@ -263,7 +263,7 @@ class Rig:
                 first = result.spans[0]
                 logits = self.logits(prompt[:at], [first.version] * at, sent.adapter, [first.adapter_version] * at)
                 score = sampler.score(logits[None], [prompt[at]], sampling)
-                assert score is not None
+                assert isinstance(score, list)
                 assert score[0][0][1] == said[0][1], f"{request_id} prompt token {at} of {result.spans}"
 
     def logits(

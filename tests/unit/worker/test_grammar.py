@@ -486,3 +486,21 @@ def test_a_request_whose_masks_take_too_much_time_ends_and_no_other(make, monkey
     assert "too much time" in r.results["a", 0].last.error
     assert len(r.results["b", 0].tokens) == 6
     r.check_replay("b")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5}, {"logit_bias": {3: 2.0}}])
+def test_scores_are_of_what_the_grammar_left(make, sampling):
+    r = make()
+    r.add("a", [1, 2, 3], seed=4, grammar=AB, max_tokens=40, **sampling)
+    r.run()
+    result = r.results["a", 0]
+    how = {"max_tokens": 0, "prompt_logprobs": 0, "score_from": 3, "grammar": AB} | sampling
+    r.add("score", [1, 2, 3, *result.tokens], **how)
+    other = [ids("x")[0], *result.tokens[1:]]
+    r.add("wrong", [1, 2, 3, *other], **how)
+    r.run()
+    assert [entries[0][1] for entries in r.results["score", 0].last.prompt_logprobs] == result.logprobs
+    wrong = r.results["wrong", 0].last
+    assert wrong.finish == "error"
+    assert wrong.fault == "request"
+    assert wrong.error == f"token {other[0]} is not what the constraint lets follow"

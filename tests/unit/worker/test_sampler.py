@@ -234,14 +234,24 @@ def test_scores_are_what_sampling_would_have_reported() -> None:
     sampling = SamplingParams(temperature=0.7, prompt_logprobs=3)
     draws = sampler.sample(logits, [_pick(row, temperature=0.7, logprobs=3) for row in range(4)])
     scores = sampler.score(logits, [draw.token for draw in draws], sampling)
-    assert scores is not None
+    assert isinstance(scores, list)
     for draw, entries in zip(draws, scores, strict=True):
         assert entries[0] == (draw.token, pytest.approx(draw.logprob, abs=1e-6), draw.rank)
         others = [(i, rank) for rank, (i, _) in enumerate(draw.top, 1) if i != draw.token]
         assert [(i, rank) for i, _, rank in entries[1:]] == others
-    assert sampler.score(logits, [0] * 4, SamplingParams(prompt_logprobs=0)) is not None
+    assert isinstance(sampler.score(logits, [0] * 4, SamplingParams(prompt_logprobs=0)), list)
     logits[2, 0] = np.nan
-    assert sampler.score(logits, [0] * 4, sampling) is None
+    broken = sampler.score(logits, [0] * 4, sampling)
+    assert isinstance(broken, Draw)
+    assert broken.broken
+
+
+def test_a_closed_token_has_the_score_of_one_that_cannot_be_sampled() -> None:
+    sampling = SamplingParams(prompt_logprobs=0, bad_words=[[3], [4, 5]])
+    edits = LogitEdits(sampling, [0], frozenset())
+    scores = Sampler(VOCAB).score(_logits(4), [3, 5, 4, 5], sampling, edits)
+    assert isinstance(scores, list)
+    assert [entries[0][1] == -9999.0 for entries in scores] == [True, False, False, True]
 
 
 @pytest.fixture

@@ -34,6 +34,58 @@ def test_scores_are_the_logprobs_of_sampling(rig: MakeRig, temperature: float, m
     assert score(replica, tokens, temperature=temperature) == logprobs
 
 
+EDITS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.4},
+    {"logit_bias": {3: 4.0, 7: -5.0}},
+    {"allowed_token_ids": [1, 2, 3, 9, 17]},
+    {"bad_words": [[4], [5, 6]]},
+    {"min_tokens": 6, "stop_token_ids": [1, 2, 3, 4], "logit_bias": dict.fromkeys((1, 2, 3, 4), 9.0)},
+    {"repetition_penalty": 1.3, "logit_bias": {2: 3.0}, "top_p": 0.9, "logprobs": 2},
+]
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+@pytest.mark.parametrize("edits", EDITS, ids=lambda edits: next(iter(edits)))
+def test_scores_are_of_the_edited_logits_that_were_sampled_from(rig: MakeRig, mode: str, edits: dict[str, Any]) -> None:
+    replica = rig(logprobs_mode=mode)
+    for temperature in (0.0, 0.7):
+        name = f"at {temperature}"
+        replica.add(name, PROMPT, max_tokens=12, seed=7, temperature=temperature, **edits)
+        replica.run()
+        result = replica.results[name, 0]
+        found = score(replica, result.tokens, f"score {name}", temperature=temperature, **edits)
+        assert found == result.logprobs
+        plain = score(replica, result.tokens, f"plain {name}", temperature=temperature)
+        assert (plain == result.logprobs) == (mode == "raw")
+
+
+def test_edits_are_those_of_the_first_token_after_an_interruption(rig: MakeRig) -> None:
+    """What was scored before it must not count twice."""
+    replica = rig(max_tokens=4, max_batch=4)
+    edits = {"repetition_penalty": 2.0, "frequency_penalty": 1.0}
+    tokens, logprobs = sampled(replica, 12, **edits)
+    replica.add("score", PROMPT + tokens, max_tokens=0, prompt_logprobs=0, score_from=len(PROMPT), **edits)
+    for _ in range(3):
+        replica.step()
+    request = next(iter(replica.scheduler._requests))
+    assert request.prompt_logprobs, "some are known"
+    replica.update("recompute", 0)
+    replica.run()
+    found = replica.results["score", 0].last.prompt_logprobs
+    assert [entries[0][1] for entries in found or ()] == logprobs
+
+
+def test_edits_of_a_prompt_that_is_continued_do_not_touch_its_logprobs(rig: MakeRig) -> None:
+    """As other servers have it: prompt_logprobs are the model's."""
+    replica = rig()
+    for name, edits in (("plain", {}), ("edited", {"logit_bias": {3: 9.0}, "repetition_penalty": 1.5})):
+        replica.add(name, PROMPT, max_tokens=2, prompt_logprobs=0, **edits)
+    replica.run()
+    plain, edited = (replica.results[name, 0].chunks[0].prompt_logprobs for name in ("plain", "edited"))
+    assert plain == edited
+
+
 def test_the_prompt_comes_from_the_cache_and_what_is_scored_does_not(rig: MakeRig) -> None:
     replica = rig()
     tokens, logprobs = sampled(replica)
