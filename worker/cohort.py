@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import NO_ADAPTERS, ForwardBatch, Int32
+from worker.engine.base import NO_ADAPTERS, Cuts, Drawn, Float64, ForwardBatch, Int32, Int64
 from worker.generation_metrics import GenerationMetrics
-from worker.inverse_cdf import Cuts, Drawn, Float64, Int64
 from worker.kv_cache import KvCache
 from worker.sampler import Asked, inverse_temperature, is_greedy
 from worker.sequence import Ending, Line, Sequence

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 
 from worker.actions import Actions
-from worker.engine.base import Float32, ForwardBatch, Interrupted, never
-from worker.inverse_cdf import Logits
+from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
 from worker.leader import Leader
 from worker.lifecycle import Event
 from worker.signals import DONE, FAILED, Order, Report, Signal, Signals, Verdict, judge

@@ -14,28 +14,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from worker import sampling_kernels
-from worker.engine.base import Float32
+from worker import row_sampler
+from worker.engine.base import MOST_TOPS, Cuts, Drawing, Drawn, Float32, Float64, Int64, Logits, Tops
 from worker.grammar import FILL
-from worker.inverse_cdf import (
-    MOST_TOPS,
-    Cuts,
-    Drawing,
-    Drawn,
-    Float64,
-    Int64,
-    Logits,
-    RowSampler,
-    Spread,
-    Tops,
-    logprob,
-)
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import UInt64, uniforms, uniforms_of
-from worker.softmax import Softmax
+from worker.row_sampler import RowSampler, Softmax, Spread, largest, logprob
 from worker.speculation import ACCEPT, DRAFT, REPLACE, Proposal, judged
-from worker.truncation import largest
 
 LogprobsMode = Literal["processed", "raw"]
 
@@ -132,7 +118,7 @@ class Sampler:
         self._softmax = self._rows.softmax
         self._untouched = Softmax(vocab_size) if self._raw else None
         self._masked: Float32 = np.empty((0, vocab_size), np.float32)  # logits that grammars leave
-        sampling_kernels.load()  # compiled now, and not before the first token
+        row_sampler.load()  # compiled now, and not before the first token
 
     def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""

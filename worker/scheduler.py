@@ -15,10 +15,9 @@ from rollout_client.protocol import AdapterInFlight, InFlight
 from worker.batcher import Batcher, Step, StepRow
 from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
-from worker.engine.base import EngineSpec, Float32, ForwardBatch
+from worker.engine.base import Drawing, Drawn, EngineSpec, Float32, ForwardBatch, Logits
 from worker.generation_metrics import GenerationMetrics
 from worker.grammar import Compiled, Refused
-from worker.inverse_cdf import Drawing, Drawn, Logits
 from worker.kv_cache import KvCache, KvState
 from worker.live_adapters import AdapterVersion, LiveAdapters
 from worker.logit_edits import LogitEdits

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from worker.detokenizer import TextStream
-from worker.engine.base import EngineSpec, Int32
+from worker.engine.base import EngineSpec, Float64, Int32
 from worker.grammar import Compiled
-from worker.inverse_cdf import Float64
 from worker.kv_cache import NO_WEIGHTS, KvState, Weights
 from worker.live_adapters import AdapterVersion
 from worker.logit_edits import LogitEdits

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from worker.inverse_cdf import Float64, locate
+from worker.engine.base import Float64
+from worker.row_sampler import locate
 
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
 """Purposes of random numbers (`random_streams.uniforms`); 0 is a plain draw."""

@@ -14,8 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from worker.actions import Actions
-from worker.engine.base import Float32, ForwardBatch
-from worker.inverse_cdf import Logits
+from worker.engine.base import Float32, ForwardBatch, Logits
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.scheduler import Scheduler

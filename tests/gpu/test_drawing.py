@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from worker.engine.base import Cuts
 from worker.gpu.compiler import compiled, source
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import CudaError, Driver, Module
-from worker.inverse_cdf import Cuts, RowSampler
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
+from worker.row_sampler import RowSampler
 from worker.sampler import Pick, Sampler
 
 MACROS = {

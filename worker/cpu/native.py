@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollout_client.native import compiler, kernels
 from weight_manager import finite, reading
-from worker import sampling_kernels
+from worker import row_sampler
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 
@@ -68,6 +68,6 @@ if __name__ == "__main__":
         print(compiler.compiled("weights", kernels.SOURCES))
         print(compiler.compiled("reading", reading.SOURCES))
         print(compiler.compiled("finite", finite.SOURCES))
-        print(sampling_kernels.library())
+        print(row_sampler.library())
     except OSError as problem:
         print(f"no compiled kernels, everything works at half speed: {problem}", file=sys.stderr)

@@ -7,16 +7,15 @@ others get None. An engine never sees versions, requests or sockets, so tests ru
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from worker.inverse_cdf import Logits  # which reads batches
-
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 NO_ADAPTERS: Int32 = np.zeros(0, np.int32)
 
@@ -105,6 +104,78 @@ def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         if len(first.adapters) or len(second.adapters)
         else NO_ADAPTERS,
     )
+
+
+MOST_TOPS = 64
+"""Of the likeliest ids of a row that a device reports."""
+
+
+class Tops(NamedTuple):
+    """Per row [R]: the likeliest ids, best first, their logprobs, and the rank of the id drawn (1 = the likeliest)."""
+
+    ids: Int64
+    logprobs: Float64
+    ranks: Int64
+
+
+class Drawn(NamedTuple):
+    """Per row [R]: the id, its logprob, and whether all logits were finite (else the other two mean nothing)."""
+
+    tokens: Int64
+    logprobs: Float64
+    finite: npt.NDArray[np.bool_]
+    tops: Tops | None = None  # when a row asked for some
+
+
+class Cuts(NamedTuple):
+    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `row_sampler.open_ids` means them; and how
+    many of the likeliest ids to report (None: of no row any).
+    """
+
+    top_k: Int32
+    top_p: Float64
+    min_p: Float32
+    tops: Int32 | None = None
+
+    def close(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Per row, whether any of the three can close an id."""
+        return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1.0) | (self.min_p > 0.0)
+
+
+class Drawing(Protocol):
+    """Tokens being drawn on a device."""
+
+    def drawn(self) -> Drawn:
+        """Wait for them."""
+        ...
+
+    def follow(self, batch: ForwardBatch, sources: Int32) -> "Logits":
+        """Launch the next step at once: one row a sequence, row i goes on from the token drawn `sources[i]`-th."""
+        ...
+
+
+class Logits(Protocol):
+    """Rows of logits [L, vocab] of a step on a device, perhaps still under way; rows asked for come as arrays."""
+
+    @overload
+    def __getitem__(self, rows: int) -> Float32: ...
+    @overload
+    def __getitem__(self, rows: slice) -> Float32: ...
+
+    def begin(
+        self,
+        rows: Int64,
+        inverse_temperature: Float32,
+        greedy: npt.NDArray[np.bool_],
+        numbers: Float64,
+        cuts: Cuts,
+    ) -> Drawing:
+        """Begin to draw as `RowSampler.draw` does from an array, from what `cuts` leave open where not greedy."""
+        ...
+
+    def wait(self) -> None:
+        """Until the step is through, and what has been begun to be drawn from it."""
+        ...
 
 
 PLAIN_TOKENS = 1024
@@ -243,7 +314,7 @@ class Engine(Protocol):
         """Free the KV cache; returns bytes freed (0 when it holds none)."""
         ...
 
-    def forward(self, batch: ForwardBatch) -> "Float32 | Logits | None":
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits | None:
         """Logits [L, vocab_size] float32 on rank 0, or what a device still computes of them; None elsewhere. Writes the
         KV of all T tokens.
 

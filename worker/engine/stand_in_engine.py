@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, never
-from worker.inverse_cdf import Drawing, Drawn, Logits
+from worker.engine.base import Adapters, Drawing, Drawn, EngineSpec, Float32, ForwardBatch, Logits, never
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.sampler import Asked, Draw, Pick, Scored

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec
-from worker.engine.base import Float32, ForwardBatch, Int32
+from worker.engine.base import Float32, ForwardBatch, Int32, Logits
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
@@ -22,7 +22,6 @@ from worker.gpu.memory import Region
 from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Rows
 from worker.gpu.products import Choices, Shape, instances, tokens_padded
 from worker.gpu.weights import DeviceSlots, Tensor
-from worker.inverse_cdf import Logits
 from worker.models.decoder import Experts, Mlp, Weights, collect, hidden
 from worker.models.rope import rope_table
 

@@ -9,9 +9,8 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import Float32, ForwardBatch, Int32
+from worker.engine.base import MOST_TOPS, Cuts, Drawn, Float32, Float64, ForwardBatch, Int32, Int64, Logits, Tops
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
-from worker.inverse_cdf import MOST_TOPS, Cuts, Drawn, Float64, Int64, Logits, Tops
 
 Flags = npt.NDArray[np.bool_]
 _PIECE, _NEAR, _CUT = 256, 8192, 2  # as in kernels/sampling.cu

@@ -13,7 +13,7 @@ from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, Adapters, EngineSpec, Float32, ForwardBatch, Kernels, never
+from worker.engine.base import PLAIN_TOKENS, Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
 from worker.engine.sizes import engine_spec
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
@@ -23,7 +23,6 @@ from worker.gpu.operations import Heads
 from worker.gpu.self_test import require_right
 from worker.gpu.served import require_served
 from worker.gpu.weights import DeviceSlots, Staged, placement
-from worker.inverse_cdf import Logits
 from worker.models.shard import shard_of
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from rollout_client.spans import forward_passes
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
-from worker.inverse_cdf import RowSampler
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
+from worker.row_sampler import RowSampler
 from worker.sampler import Draw, Pick, Sampler
 from worker.scheduler import Scheduler
 from worker.tokenizer import Tokenizer

@@ -138,7 +138,7 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
   if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
 }
 
-// Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/truncation.py does it. Bounds are found
+// Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/row_sampler.py does it. Bounds are found
 // bit by bit, by counting or weighing what lies above; over the ids near the largest logit, when these are enough and few,
 // else over the whole row. Of equal logits the lower ids stay. grid (picks), 1024 threads, 8 * NEAR bytes of shared memory.
 #define NEAR 8192

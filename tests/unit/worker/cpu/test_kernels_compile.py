@@ -9,7 +9,7 @@ import pytest
 
 from rollout_client.native import compiler, kernels
 from weight_manager import finite, reading
-from worker import sampling_kernels
+from worker import row_sampler
 from worker.cpu import native
 
 SOURCES = {
@@ -17,7 +17,7 @@ SOURCES = {
     "weights": kernels.SOURCES,
     "reading": reading.SOURCES,
     "finite": finite.SOURCES,
-    "sampling": sampling_kernels.SOURCES,
+    "sampling": row_sampler.SOURCES,
 }
 COMPILERS = [name for name in ("gcc-9", "gcc-10", "gcc-11", "gcc-12", "gcc", "clang", "clang-14") if shutil.which(name)]
 GCC = [name for name in COMPILERS if name.startswith("gcc")]

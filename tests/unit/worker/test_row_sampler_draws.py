@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.inverse_cdf import RowSampler, locate
+from worker.row_sampler import RowSampler, locate
 
 
 def test_locate_never_takes_a_column_without_weight() -> None:
