@@ -15,6 +15,7 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
+from worker.event_loop import Interrupting, Stepping
 from worker.grammar import Grammars
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -39,7 +40,6 @@ from worker.scheduler import Scheduler
 from worker.sequence import Telling
 from worker.signals import Order, Phase, Signal, Verdict
 from worker.stats import Subscribers, memory_of, of_scheduler
-from worker.stepping import Interrupting, Stepping
 
 log = logging.getLogger(__name__)
 
