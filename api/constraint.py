@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from api.errors import BadInput
+from weight_manager.processor_limit import processor_limit
 
 MAX_CHARS = 1 << 18
 """Of a grammar in all."""
 MAX_EBNF_CHARS = 1 << 14
 """Of a grammar that is translated in this process."""
 MAX_CHOICES = 4096
+_TRANSLATION_S = 0.5
+"""Processor time of one, in which nobody else is answered. Its translator takes the square of some texts' lengths."""
+_LARK = re.compile(r"^[^\S\n]*+start\s*+(?:\[[^\]]{0,256}+\]\s*+)?:(?!:)", re.MULTILINE)
+"""Possessive: a grammar is read once, whatever it is."""
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
 
 
@@ -156,14 +161,15 @@ def _slashed(pattern: str) -> str:
 
 
 def _as_lark(text: str) -> str:
-    if re.search(r"^\s*start\s*(\[[^\]]*\])?\s*:(?!:)", text, re.MULTILINE):
+    if _LARK.search(text):
         return text
     if len(text) > MAX_EBNF_CHARS:
         raise BadInput(f"an EBNF grammar may have {MAX_EBNF_CHARS} characters; write longer ones in Lark")
     from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415  0.1 s, and few send one
 
     try:
-        lark: str = any_to_lark(text)
+        with processor_limit(_TRANSLATION_S):
+            lark: str = any_to_lark(text)
     except Exception as error:  # the translation raises nothing narrower
         raise BadInput(f"the grammar is neither Lark nor EBNF: {str(error)[:200]}") from None
     return lark

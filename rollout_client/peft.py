@@ -20,6 +20,8 @@ A, B = "lora_A", "lora_B"
 _WHAT = "the adapter's config: "
 _MAX_RANK = 1 << 20
 """No matrix has so many rows; what a service takes is less (max_adapter_rank)."""
+_MAX_PATTERNS = 1 << 16
+"""Characters, which are compiled in a second or two at the worst. Modules named one by one take 50 each."""
 _MAX_ALPHA = 1e30
 """B A is multiplied in float32, where what is much more makes infinities."""
 _WRAPPERS = frozenset(
@@ -47,7 +49,8 @@ _MUST_BE_UNSET = {
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What of a LoraConfig decides what an adapter computes: W x + scale B A x. Patterns match as PEFT's do.
+    """What of a LoraConfig decides what an adapter computes: W x + scale B A x. Patterns match as PEFT's do, and may
+    take for ever at that: who asks about modules on behalf of others bounds the time.
 
     Raises ValueError (off the wire ValidationError) for numbers and patterns with which nothing can be computed.
     """
@@ -68,13 +71,14 @@ class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
             said = f"r is {_short(ranks)}, lora_alpha {_short(alphas)}"
             raise ValueError(f"{_WHAT}{said}: ranks are 1 to {_MAX_RANK}, alphas at most {_MAX_ALPHA:g}")
         whole = [names for names in (self.target_modules, self.exclude_modules) if isinstance(names, str)]
-        for pattern in (*self.rank_pattern, *self.alpha_pattern, *whole):
+        patterns = (*self.rank_pattern, *self.alpha_pattern, *whole)
+        if (length := sum(map(len, patterns))) > _MAX_PATTERNS:
+            raise ValueError(f"{_WHAT}its patterns have {length} characters, at most {_MAX_PATTERNS} are taken")
+        for pattern in patterns:
             try:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"{_WHAT}{pattern[:256]!r} is no pattern of module names: {error}") from None
-            if _repeats_repetitions(pattern):
-                raise ValueError(f"{_WHAT}{pattern[:256]!r} repeats what repeats, which may take for ever to match")
 
     def targets(self, module: str) -> bool:
         """Whether PEFT adapts a module of this name; False where `target_modules` does not say."""
@@ -192,17 +196,6 @@ def _fields(config: Any) -> Mapping[str, Any]:
     raise TypeError(f"{type(config).__name__} is no adapter config: a peft.LoraConfig or its adapter_config.json")
 
 
-def _repeats_repetitions(pattern: str) -> bool:
-    """Whether a group that holds a repetition is repeated: matching may then take time that doubles by the letter."""
-    left = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))
-    while (group := re.search(r"\(([^()]*)\)([*+{]?)", left)) is not None:
-        repeats = re.search(r"[*+{]", group[1]) is not None
-        if repeats and group[2]:
-            return True
-        left = f"{left[: group.start()]}{'x*' if repeats or group[2] else 'x'}{left[group.end() :]}"
-    return False
-
-
 def _short(numbers: Sequence[float]) -> str:
     return ", ".join(str(number)[:32] for number in numbers[:8])
 
@@ -216,6 +209,12 @@ def _listed(names: list[str] | str, module: str) -> bool:
 def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
     """The value of the first pattern that the module's name ends with, after a dot or as a whole."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _ending(pattern).match(module):
             return value
     return otherwise
+
+
+@lru_cache(maxsize=4096)
+def _ending(pattern: str) -> re.Pattern[str]:
+    """What matches module names that end with it."""
+    return re.compile(rf"(.*\.)?({pattern})$")

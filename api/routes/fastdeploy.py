@@ -187,5 +187,5 @@ def step_of(directory: Path) -> str | None:
         text = (directory / "version.yaml").read_text()
     except OSError:
         return None
-    found = re.search(r"^\s*step\s*:\s*[\"']?([\w.-]+)", text, re.MULTILINE)
+    found = re.search(r"^[^\S\n]*+step\s*+:\s*+[\"']?([\w.-]+)", text, re.MULTILINE)
     return found.group(1) if found else None

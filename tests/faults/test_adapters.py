@@ -500,3 +500,11 @@ def test_after_a_restart_nothing_is_given_away_before_replicas_have_said_what_th
         hasty.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2)
     with WeightPublisher(store.endpoint, run_id=run) as patient:
         assert patient.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2).version == 2
+
+
+def test_a_config_that_is_matched_for_ever_stops_nobody(replica, publisher, push_adapter):
+    replica(0)
+    config = ADAPTER_CONFIG | {"target_modules": "(a|a?)+X|([a-z._0-9]+)+X"}
+    with pytest.raises(errors.InvalidPush, match="matching its patterns"):
+        publisher.push_adapter("policy-a", adapter(1), config, 1)
+    assert push_adapter(1, 1).version == 1

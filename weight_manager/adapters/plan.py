@@ -14,10 +14,14 @@ import xxhash
 
 from rollout_client.peft import A, AdapterConfig, B
 from rollout_client.protocol import Copy, Dtype, Part
+from weight_manager.errors import PushRefused
 from weight_manager.layout import Layout, Manifest, Parameter, make_layout
 from weight_manager.plan import PlanError, Problem
+from weight_manager.processor_limit import OverLimit, processor_limit
 
 _WEIGHT = ".weight"
+_MATCH_S = 1.0
+"""Of processor time, in which the store does nothing else. A pattern for each of 560 modules takes 0.1."""
 
 
 class AdapterModule(msgspec.Struct, frozen=True, array_like=True):
@@ -69,8 +73,20 @@ class AdapterPlanner:
     def shape(self, config: AdapterConfig, parts: Sequence[Part], max_rank: int) -> AdapterShape:
         """The modules that the config says are adapted, and those of which something is sent.
 
-        Raises PlanError with every module that cannot be: unknown, over the largest rank.
+        Raises PlanError with every module that cannot be: unknown, over the largest rank. PushRefused for a config
+        whose patterns are not matched with all modules in a bearable time.
         """
+        try:
+            with processor_limit(_MATCH_S):
+                return self._shape(config, parts, max_rank)
+        except OverLimit:
+            message = (
+                "the adapter's config: matching its patterns (target_modules, rank_pattern, alpha_pattern) with the "
+                f"model's modules takes more than {_MATCH_S:g} s: write them without repetitions of repetitions"
+            )
+            raise PushRefused("bad_message", message) from None
+
+    def _shape(self, config: AdapterConfig, parts: Sequence[Part], max_rank: int) -> AdapterShape:
         problems: list[Problem] = []
         origins: dict[str, str] = {}  # served module -> the trainer's
         for part in parts:

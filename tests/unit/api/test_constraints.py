@@ -432,3 +432,20 @@ async def test_parameters_of_any_form_are_a_grammar_or_a_400(service, client, re
     if reply.status_code != 400:
         assert reply.status_code == 200, reply.text
         assert compiled(replicas[0].got(Generate)[-1].sampling.grammar)  # or it is refused there
+
+
+SLOW_TO_READ = {
+    "empty lines": "\n" * 250_000,
+    "empty lines after start": "start" + "\n" * 250_000,
+    "brackets": "start[\n" * 35_000,
+    "empty lines of EBNF": 'root ::= "a"\n' + "\n" * 16_000,
+}
+
+
+@pytest.mark.parametrize("text", SLOW_TO_READ.values(), ids=SLOW_TO_READ)
+async def test_a_grammar_is_read_in_a_bearable_time_whatever_it_is(client, text):
+    path, body = of("native", {"constraint": {"grammar": text}})
+    began = time.process_time()
+    reply = await client.post(path, json=body)
+    assert time.process_time() - began < 3, "in which nobody else was answered"
+    assert (reply.status_code, "EBNF" in reply.text) == (400, True)

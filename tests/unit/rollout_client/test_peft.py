@@ -150,8 +150,7 @@ NO_CONFIGS = {
     "pattern": {"rank_pattern": {"(": 4}},
     "pattern too deep": {"alpha_pattern": {"(" * 5000 + ")" * 5000: 4}},
     "pattern beyond the engine": {"rank_pattern": {"a{99999999999}": 4}},
-    "a pattern for ever": {"rank_pattern": {"([a-z._0-9]+)+X": 4}},
-    "a pattern for ever, deeper": {"target_modules": r"((x|(y\.z*))w)+X"},
+    "patterns too long": {"rank_pattern": {"a" * 40000: 4}, "target_modules": "a" * 40000},
     "targets": {"target_modules": "("},
     "exceptions": {"target_modules": ["q_proj"], "exclude_modules": "["},
 }

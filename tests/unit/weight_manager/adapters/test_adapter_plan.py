@@ -5,6 +5,7 @@ from rollout_client.copying import WIRE_DTYPE, move, slot_view, source_view
 from rollout_client.peft import AdapterConfig
 from rollout_client.protocol import Part
 from weight_manager.adapters.plan import AdapterPlanner, adapter_layout, in_trainers_terms
+from weight_manager.errors import PushRefused
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views
 from weight_manager.plan import PlanError, place, prove
@@ -193,3 +194,33 @@ def test_a_slice_of_a_fused_module_is_refused():
     part = Part("model.layers.0.self_attn.qkv_proj.lora_B", "float32", (64, 4), (0, 0), (32, 4))
     with pytest.raises(PlanError, match="cannot be divided"):
         AdapterPlanner(base()).pieces([part])
+
+
+FOR_EVER = {
+    "alternatives that are the same": "([a-z._0-9]{1,2}|[a-z._0-9]{1,3})+X",
+    "many repetitions": ".*" * 30 + "X",
+    "repeated repetitions": "([a-z._0-9]+)+X",
+    "looking ahead": "(?=([a-z._0-9]{1,2}|[a-z._0-9]{1,3})+X)",
+}
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("pattern", FOR_EVER.values(), ids=FOR_EVER)
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
+def test_patterns_that_are_matched_for_ever_are_given_up(pattern, field):
+    fields = {"target_modules": ".*q_proj"} | {field: {pattern: 4} if field.endswith("pattern") else pattern}
+    with pytest.raises(PushRefused, match="matching its patterns"):
+        AdapterPlanner(base()).shape(AdapterConfig(8, 8, **fields), parts_of(tensors(SHAPES)), 64)
+
+
+def test_patterns_as_people_write_them_are_none_of_these():
+    """With what PEFT's users need: a look around, and every module by its name."""
+    config = AdapterConfig(
+        *(8, 8),
+        target_modules=r"(?!.*vision)(model\.)*(.*\.)*layers\.(\d+\.)+(self_attn|mlp)\.(q|v|down)_proj",
+        rank_pattern=dict.fromkeys(sorted(SHAPES), 2) | {f"model.layers.{n}.x": 1 for n in range(1000)},
+    )
+    named = {n: t for n, t in tensors(SHAPES, rank=2).items() if n.split(".")[-2] in ("q_proj", "v_proj", "down_proj")}
+    shape = AdapterPlanner(base()).shape(config, parts_of(named), 64)
+    assert len(shape.modules) == 3 * CONFIG["num_hidden_layers"]
+    assert {module.rank for module in shape.modules} == {2}
