@@ -19,6 +19,10 @@ ASKED_S = 12.0
 """From a signal to the end at the latest: the supervisor kills after 15 s, and then the arena would stay."""
 ORPHANED_S = 3.0
 """From the death of the parent, when there is nothing to be saved to disk."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_BEGIN = 0
+_ENDS = frozenset((*_SIGNALS, _BEGIN))
+"""Numbers in the pipe."""
 
 
 class Ending:
@@ -35,7 +39,7 @@ class Ending:
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
         self._arenas: list[Path] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, lambda *_: None)  # what matters is the byte in the pipe
         signal.set_wakeup_fd(self._written)
         threading.Thread(target=self._listen, name="ending", daemon=True).start()
@@ -58,14 +62,19 @@ class Ending:
     def begin(self) -> None:
         """Start the time limit now, whatever else there is: the interpreter's own end can hang, too."""
         with contextlib.suppress(BlockingIOError):
-            os.write(self._written, b"\0")
+            os.write(self._written, bytes([_BEGIN]))
+
+    def _wanted(self, heard: list[int]) -> bool:
+        """Whether the end is what was heard. Every signal writes its number, that of processor_limit.py too."""
+        return self._parent in heard or not _ENDS.isdisjoint(os.read(self._heard, 4096))
 
     def _listen(self) -> None:
         poll = select.poll()
         poll.register(self._heard, select.POLLIN)
         if self._parent is not None:
             poll.register(self._parent, select.POLLIN)
-        poll.poll()
+        while not self._wanted([fd for fd, _ in poll.poll()]):
+            pass
         with self._lock:
             self._asked = True
             if self._stop is not None:
