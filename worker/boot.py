@@ -25,7 +25,8 @@ from worker.config import WorkerConfig, read_worker_config
 from worker.cpu.tuning import tune
 from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
-from worker.engine.base import PLAIN_TOKENS, Engine, EngineSpec
+from worker.engine.base import Engine, EngineSpec
+from worker.engine.sizes import engine_spec
 from worker.event_loop import EventLoop
 from worker.gpu.driver import CudaError
 from worker.grammar import Grammars
@@ -181,7 +182,7 @@ def _join(config: WorkerConfig, replica: int, rank: int) -> _World:
     from worker.gloo_signals import GlooSignals  # noqa: PLC0415  loads Paddle
     from worker.process_groups import join  # noqa: PLC0415
 
-    joined = join(rank, config.tp, tp_backend="gloo", deadline_s=config.connect_s)
+    joined = join(rank, config.tp, deadline_s=config.connect_s)
     signals = GlooSignals(joined.signal, rank, config.tp)
     return _World(replica, rank, signals, joined.groups, joined.tp, signals.pids)
 
@@ -221,15 +222,8 @@ def _sampler(config: WorkerConfig, spec: EngineSpec) -> TokenSampler | None:
 
 
 def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:
-    """Sizes of the fake engine, read from the same fields as a model's."""
-    length = config.max_model_len or int(hf_config.get("max_position_embeddings", 2048))
-    blocks = config.num_blocks or config.max_batch * -(-min(length, PLAIN_TOKENS) // config.block_size) + 1
-    return EngineSpec(
-        vocab_size=int(hf_config["vocab_size"]),
-        max_model_len=length,
-        block_size=config.block_size,
-        num_blocks=blocks,
-    )
+    """Sizes of the engines that compute nothing, read from the same fields as a model's."""
+    return engine_spec(config, hf_config, int(hf_config.get("max_position_embeddings", 2048)))
 
 
 def _tokenizer(config: WorkerConfig) -> Tokenizer | None:

@@ -32,9 +32,6 @@ PR_SET_TIMERSLACK = 29
 PATIENCE_NS = 90_000_000
 """How late the timers of gloo's threads may be; see `_patient`."""
 
-DefaultPolicy = Literal["keep", "shut"]
-"""Of the world group: keep = never touched, as Paddle's own walk leaves it; shut = treated like any other."""
-
 
 class GroupError(RuntimeError):
     """A group could not be shut or restarted. done: groups this call changed before; group: the one at fault."""
@@ -59,21 +56,16 @@ def can_be_shut(group: Any) -> bool:
 class ProcessGroups:
     """The groups of this process as Paddle's registry lists them, ours and other people's (fleet)."""
 
-    def __init__(self, distributed: ModuleType | Any, *, default: DefaultPolicy = "keep", sums: Any = None) -> None:
+    def __init__(self, distributed: ModuleType | Any, *, sums: Any = None) -> None:
         """sums: the group that `prove` tries."""
         self._dist = distributed
-        self._default = default
         self._sums = sums
 
     def groups(self) -> list[Any]:
-        """All groups that may be shut by policy and can be by capability, in the fixed order."""
+        """All that can be shut, in the fixed order. The world's is left alone, as Paddle's own walk leaves it."""
         registry = dict(self._dist.collective._get_group_map_by_name())
         world = self._dist.collective._default_group_name
-        chosen = [
-            group
-            for name, group in registry.items()
-            if can_be_shut(group) and (self._default == "shut" or name != world)
-        ]
+        chosen = [group for name, group in registry.items() if can_be_shut(group) and name != world]
         return sorted(chosen, key=lambda group: int(group.id))
 
     def shutdown(self) -> list[str]:
@@ -130,11 +122,11 @@ class Joined:
 
     groups: ProcessGroups
     signal: Any  # gloo, CPU tensors; made once, never shut
-    tp: Any  # carries the matrices' sums: NCCL on a GPU, gloo on a CPU
+    tp: Any  # gloo, carries the matrices' sums
     store: Any  # kept alive for as long as the signal group
 
 
-def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_s: float) -> Joined:
+def join(rank: int, size: int, *, deadline_s: float) -> Joined:
     """Meet the other ranks where `rendezvous.group_environment` says. Raises TimeoutError.
 
     Paddle's rendezvous servers listen on all interfaces, without a password: a firewall must cover their ports.
@@ -155,8 +147,7 @@ def join(rank: int, size: int, *, tp_backend: Literal["gloo", "nccl"], deadline_
         store = TCPStore(host, int(port), rank == 0, size, int(deadline_s))
         ranks = list(range(size))
         signal = _gloo_group(dist, ranks, store)
-        # The world group is gloo (rendezvous.py) and nobody else's, so on a CPU it carries the sums.
-        tp = dist.get_group(0) if tp_backend == "gloo" else dist.new_group(ranks, backend=tp_backend)
+        tp = dist.get_group(0)  # the world's: gloo (rendezvous.py) and nobody else's, so it carries the sums
     return Joined(ProcessGroups(dist, sums=tp), signal, tp, store)
 
 

@@ -60,7 +60,7 @@ def measure(model: Path, dtype: str, rank: int) -> Round | None:
     from worker.process_groups import join
     from worker.signals import Order
 
-    joined = join(rank, SIZE, tp_backend="gloo", deadline_s=60)
+    joined = join(rank, SIZE, deadline_s=60)
     signals = GlooSignals(joined.signal, rank, SIZE)
     engine = loaded(model, dtype, [], rank=rank, tp=SIZE, group=joined.tp)
     width = -(-(CONTEXT + GROWN) // engine.spec.block_size) + 1

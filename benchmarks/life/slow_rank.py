@@ -14,7 +14,7 @@ from worker.gloo_signals import GlooSignals
 from worker.process_groups import join
 from worker.signals import Order, Signal
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
-signals = GlooSignals(join(rank, size, tp_backend="gloo", deadline_s=30).signal, rank, size)
+signals = GlooSignals(join(rank, size, deadline_s=30).signal, rank, size)
 signals.vote((0, 0))
 began, cpu, seen = time.monotonic(), time.process_time(), []
 for tick in range({TICKS}):

@@ -24,7 +24,7 @@ from worker.process_groups import join
 from worker.signals import Order, Phase, Signal
 from weight_manager.messages import Live
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
-signals = GlooSignals(join(rank, size, tp_backend="gloo", deadline_s=30).signal, rank, size)
+signals = GlooSignals(join(rank, size, deadline_s=30).signal, rank, size)
 live = Live("run", 7, 3, 1, "ab" * 16, 9)
 prepare = Order(Signal.UPDATE, Phase.PREPARE, session="s", live=live, vote=True)
 small, large = np.zeros(300, np.int32), np.zeros(20000, np.int32)

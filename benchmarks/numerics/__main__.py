@@ -10,8 +10,6 @@ interpreter with torch, transformers and matplotlib; by default one is made unde
 """
 
 import argparse
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import numpy as np
 
 from benchmarks.generate import install
 from benchmarks.generate.rounds import MODEL, read, write
+from benchmarks.numerics.asked import Asked
 from benchmarks.numerics.price import RESULTS
 from worker.cpu.tuning import tune
 
@@ -44,7 +43,8 @@ def main() -> None:
     from benchmarks.numerics.steps import engine_of
 
     engines = {dtype: engine_of(args.model, dtype, deterministic="on") for dtype in ("float32", "bfloat16")}
-    torch = Torch(args.python or install.trainer(), args.model)
+    python = str(args.python or install.trainer())
+    torch = Asked("the process with torch", python, "torch_side.py", "--model", str(args.model))
     try:
         series = compared(engines, torch, args.samples)
         facts = {name: figures(gaps) for name, gaps in series.items()}
@@ -59,41 +59,7 @@ def main() -> None:
         print(row)
 
 
-class Torch:
-    """The process that has torch."""
-
-    def __init__(self, python: Path, model: Path) -> None:
-        script = Path(__file__).with_name("torch_side.py")
-        self._process = subprocess.Popen(
-            [str(python), "-W", "ignore", str(script), "--model", str(model)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answer()
-
-    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One line there, one back."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """End it."""
-        self._process.terminate()
-        self._process.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
-        raise RuntimeError("the process with torch ended")
-
-
-def compared(engines: dict[str, Any], torch: Torch, samples: int) -> dict[str, list[float]]:
+def compared(engines: dict[str, Any], torch: Asked, samples: int) -> dict[str, list[float]]:
     """Gaps of tokens by pair."""
     from benchmarks.generate.gap import score
     from benchmarks.generate.peers.bare_engine import generate

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.generate.contenders import in_turn
 from benchmarks.generate.rounds import MODEL, Section
+from benchmarks.numerics.asked import Asked
 
 COUNTS = {1: 40, 16: 20, 64: 8}
 """Sequences, and steps in a round."""
@@ -25,42 +26,17 @@ RESULTS = Path("benchmarks/results/numerics.json")
 HERE = Path(__file__).parents[2]
 
 
-class Stepper:
-    """A process that runs steps on request."""
+class Stepper(Asked):
+    """An engine of some tree, in a process that runs steps on request."""
 
     def __init__(self, name: str, tree: Path, model: Path, dtype: str, **settings: Any) -> None:
-        self.name = name
-        words = ["--model", str(model.resolve()), "--dtype", dtype, "--settings", json.dumps(settings)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("steps.py")), *words],
-            env={**os.environ, "PYTHONPATH": str(tree), "KMP_BLOCKTIME": "0"},
-            cwd=tree,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._answer()
+        words = ("--model", str(model.resolve()), "--dtype", dtype, "--settings", json.dumps(settings))
+        env = {**os.environ, "PYTHONPATH": str(tree), "KMP_BLOCKTIME": "0"}
+        super().__init__(name, sys.executable, "steps.py", *words, env=env, cwd=tree, stderr=subprocess.DEVNULL)
 
     def seconds(self, count: int, steps: int) -> float:
         """Of a step, its median."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"count": count, "steps": steps}) + "\n")
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
-
-    def close(self) -> None:
-        """End it."""
-        self._process.terminate()
-        self._process.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
-        raise RuntimeError(f"{self.name} ended")
+        return float(self.ask({"count": count, "steps": steps})["seconds"])
 
 
 def main() -> None:

@@ -40,17 +40,23 @@ def driver():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("vocab", "rows"), [(96, 3), (1000, 7), (49152, 64), (151936, 1), (151936, 33)])
-def test_the_same_tokens_as_on_the_host(driver, vocab, rows):
-    rng = np.random.default_rng(vocab + rows)
-    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 3
-    logits[:, vocab // 3] = logits.max(axis=1)  # equals: the lower id is first
+def drawing_from(driver, logits):
+    """Over logits [L, vocab] that lie on the device."""
     stream = driver.stream()
     address = driver.allocate(logits.nbytes, "test")
     driver.to_device(address, logits, stream)
     driver.wait(stream)
     module = Module(driver, compiled(source(), MACROS, driver.capability))
-    drawing = Drawing(driver, module, stream, address, vocab, rows, _no_step)
+    rows, vocab = logits.shape
+    return Drawing(driver, module, stream, address, vocab, rows, _no_step)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(96, 3), (1000, 7), (49152, 64), (151936, 1), (151936, 33)])
+def test_the_same_tokens_as_on_the_host(driver, vocab, rows):
+    rng = np.random.default_rng(vocab + rows)
+    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 3
+    logits[:, vocab // 3] = logits.max(axis=1)  # equals: the lower id is first
+    drawing = drawing_from(driver, logits)
     picks = rng.integers(0, rows, 500)
     inverse = rng.choice([1.0, 0.5, 2.0, 1 / 0.7], 500).astype(np.float32)
     greedy = rng.random(500) < 0.2
@@ -71,11 +77,7 @@ def test_the_same_tokens_as_on_the_host(driver, vocab, rows):
 def test_what_is_no_number_is_said(driver, bad):
     logits = np.zeros((2, 1000), np.float32)
     logits[1, 777] = bad
-    stream = driver.stream()
-    address = driver.allocate(logits.nbytes, "test")
-    driver.to_device(address, logits, stream)
-    module = Module(driver, compiled(source(), MACROS, driver.capability))
-    drawing = Drawing(driver, module, stream, address, 1000, 2, _no_step)
+    drawing = drawing_from(driver, logits)
     found = drawing.begin(
         np.array([0, 1]), np.ones(2, np.float32), np.array([False, False]), np.array([0.5, 0.5]), _all_open(2)
     ).drawn()
@@ -88,11 +90,7 @@ def test_cuts_leave_the_same_ids_open(driver, vocab, spread):
     rng = np.random.default_rng(vocab)
     logits = rng.standard_normal((4, vocab), dtype=np.float32) * np.float32(spread)
     logits[0] = np.round(logits[0])  # many equals
-    stream = driver.stream()
-    address = driver.allocate(logits.nbytes, "test")
-    driver.to_device(address, logits, stream)
-    module = Module(driver, compiled(source(), MACROS, driver.capability))
-    drawing = Drawing(driver, module, stream, address, vocab, 4, _no_step)
+    drawing = drawing_from(driver, logits)
     picks = []
     for seed in range(160):
         sampling = SamplingParams(
@@ -116,11 +114,7 @@ def test_the_likeliest_ids_and_ranks_are_the_hosts(driver, vocab):
     rng = np.random.default_rng(vocab)
     logits = rng.standard_normal((3, vocab), dtype=np.float32) * 3
     logits[0] = np.round(logits[0])  # many equals
-    stream = driver.stream()
-    address = driver.allocate(logits.nbytes, "test")
-    driver.to_device(address, logits, stream)
-    module = Module(driver, compiled(source(), MACROS, driver.capability))
-    drawing = Drawing(driver, module, stream, address, vocab, 3, _no_step)
+    drawing = drawing_from(driver, logits)
     picks = []
     for seed in range(60):
         sampling = SamplingParams(

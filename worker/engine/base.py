@@ -178,10 +178,6 @@ class Logits(Protocol):
         ...
 
 
-PLAIN_TOKENS = 1024
-"""That a sequence is expected to have, where nothing else is said."""
-
-
 @dataclass(frozen=True)
 class Kernels:
     """What computes the steps. name: "compiled" (oneDNN, and between its products C compiled for this machine: full

@@ -14,8 +14,8 @@ from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Manifest
 from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, Adapters, Deterministic, Float32, ForwardBatch, Kernels, never
-from worker.engine.sizes import engine_spec
+from worker.engine.base import Adapters, Deterministic, Float32, ForwardBatch, Kernels, never
+from worker.engine.sizes import engine_spec, that_fit
 from worker.memory import memory_of_machine
 from worker.models import collectives
 from worker.models.decoder import Backend, is_norm
@@ -115,8 +115,7 @@ class PaddleEngine:
     def _that_fit(self, token_bytes: int, ranks_on_host: int) -> int:
         """Blocks; the same on every rank of this host: of all its memory, not of what is free just now."""
         wanted, block = self.spec.num_blocks, token_bytes * self.spec.block_size
-        least = -(-min(self.spec.max_model_len, PLAIN_TOKENS) // self.spec.block_size)
-        blocks = max(least, int(min(wanted, KV_SHARE * memory_of_machine() / ranks_on_host // block)))
+        blocks = that_fit(self.spec, int(KV_SHARE * memory_of_machine() / ranks_on_host // block))
         if blocks < wanted:
             log.warning(
                 "a KV cache of %d tokens (%.1f GiB), not %d: all ranks together get %g of this machine's memory; "

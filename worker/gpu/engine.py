@@ -13,8 +13,8 @@ from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from worker.config import WorkerConfig
-from worker.engine.base import PLAIN_TOKENS, Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
-from worker.engine.sizes import engine_spec
+from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
+from worker.engine.sizes import engine_spec, that_fit
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import Driver
@@ -133,8 +133,7 @@ class GpuEngine:
 
     def _that_fit(self, spec: EngineSpec, block: int) -> int:
         wanted, (free, _) = spec.num_blocks, self._driver.memory()
-        least = -(-min(spec.max_model_len, PLAIN_TOKENS) // spec.block_size)
-        blocks = max(least, min(wanted, int(_KV_SHARE * free) // block))
+        blocks = that_fit(spec, int(_KV_SHARE * free) // block)
         if blocks < wanted:
             log.warning(
                 "a KV cache of %d tokens (%.1f GiB), not %d: %s has no room for more; worker.num_blocks sets it",

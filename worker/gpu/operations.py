@@ -240,14 +240,6 @@ class Operations:
             return x
         return self.add_projected(x, self.gated(h, experts.shared.gate_up), experts.shared.down)
 
-    def joined(self, x: Rows, norm: Tensor, previous_norm: Tensor) -> Rows:
-        """Drafting layers are not served on this device; the engine has refused."""
-        raise NotImplementedError
-
-    def projected(self, y: Rows, linear: Linear[Tensor]) -> Rows:
-        """Drafting layers are not served on this device; the engine has refused."""
-        raise NotImplementedError
-
     def logits(self, x: Rows, norm: Tensor, head: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Into the logits' buffer: of all rows, or of (address, count) of row numbers."""
         if rows is None:

@@ -100,14 +100,6 @@ class ReferenceOps:
             out += self._mlp(h, experts.shared)
         return x + out
 
-    def joined(self, x: Float32, norm: Float32, previous_norm: Float32) -> Float32:
-        """Drafting layers are not served on a GPU."""
-        raise NotImplementedError
-
-    def projected(self, y: Float32, linear: Linear[Float32]) -> Float32:
-        """linear(y)."""
-        return _linear(y, linear)
-
     def _mlp(self, h: Float32, mlp: Mlp[Float32]) -> Float32:
         return _linear(self.gated(h, mlp.gate_up), mlp.down)
 

@@ -183,6 +183,10 @@ class Ops(Protocol[W, X]):
         """x + the routed experts' weighted outputs (+ the shared expert's), summed over ranks."""
         ...
 
+
+class DraftOps(Ops[W, X], Protocol):
+    """Those of a backend that computes drafting layers, too."""
+
     def joined(self, x: X, norm: W, previous_norm: W) -> X:
         """x normed, and below it the hidden states before the step's tokens normed: [T, 2 * hidden]."""
         ...
@@ -200,7 +204,7 @@ def hidden(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W]) -> X:
     return x
 
 
-def draft_hidden(ops: Ops[W, X], spec: DecoderSpec, weights: Weights[W], *, only_keys: bool) -> X:
+def draft_hidden(ops: DraftOps[W, X], spec: DecoderSpec, weights: Weights[W], *, only_keys: bool) -> X:
     """The drafting layer's residual stream: what it says of the token after each of the step's tokens.
 
     It reads a token's embedding and the hidden state (residual stream) of the token before, so it may run before the

@@ -20,7 +20,7 @@ from worker.process_groups import join
 from worker.signals import GroupDead, Order, Phase, Signal
 from weight_manager.messages import Live
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
-joined = join(rank, size, tp_backend="gloo", deadline_s=30)
+joined = join(rank, size, deadline_s=30)
 signals = GlooSignals(joined.signal, rank, size)
 def tell(**what): print(json.dumps(what), flush=True)
 for line in sys.stdin:

@@ -1,6 +1,8 @@
 """Engines over tiny checkpoints on disk."""
 
+import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +36,39 @@ def checkpoint() -> Callable[..., Checkpoint]:
     return lambda name, **kw: Checkpoint(MODELS / name, **kw)
 
 
-@pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Parametrise indirectly with: native (oneDNN and the compiled attention), mkl (no compiler), paddle."""
+@contextlib.contextmanager
+def _computing_with(kernels: str) -> Iterator[None]:
+    """Engines made here have these kernels: native (oneDNN and the compiled attention), mkl (no compiler), paddle."""
 
     def refuse() -> Path:
         raise OSError("the test says so")
 
-    if request.param == "paddle":
-        monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
-    if request.param == "mkl":
-        monkeypatch.setattr(native, "compiled", refuse)
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels == "paddle":
+            patch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+        if kernels == "mkl":
+            patch.setattr(native, "compiled", refuse)
+            native.load.cache_clear()
+        yield
+    if kernels == "mkl":
         native.load.cache_clear()
+
+
+@pytest.fixture
+def computing_with() -> Callable[[str], AbstractContextManager[None]]:
+    return _computing_with
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Parametrise indirectly with what `computing_with` takes."""
     if request.param == "native":
         try:
             native.load()
         except OSError as error:
             pytest.skip(f"no compiled kernel here: {error}")
-    yield request.param
-    if request.param == "mkl":
-        native.load.cache_clear()
+    with _computing_with(request.param):
+        yield request.param
 
 
 @pytest.fixture

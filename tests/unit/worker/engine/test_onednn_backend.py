@@ -180,25 +180,19 @@ def test_what_a_compiler_says_at_length_is_cut_to_its_error(checkpoint, monkeypa
     assert "gcc -O3 failed" in caplog.text
 
 
-def test_attention_over_long_and_uneven_contexts(checkpoint, feeder):
+def test_attention_over_long_and_uneven_contexts(checkpoint, feeder, computing_with):
     """More cells than a vector, a block, a tile: every kernel agrees with Paddle's plain operations."""
     model = checkpoint("qwen3")
     rng = np.random.default_rng(3)
     sequences = [rng.integers(0, 96, n).tolist() for n in (300, 37, 1, 129)]
     results = {}
     for backend in ("native", "mkl", "paddle"):
-        with pytest.MonkeyPatch.context() as patch:
-            native.load.cache_clear()
-            if backend == "mkl":
-                patch.setattr(native, "compiled", lambda: (_ for _ in ()).throw(OSError("the test says so")))
-            if backend == "paddle":
-                patch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+        with computing_with(backend):
             run = feeder(model.engine(max_model_len=512, block_size=16, num_blocks=64), sequences)
         run.step({0: 200, 1: 36, 3: 17})
         run.step({0: 99, 1: 1, 2: 1, 3: 111})
         run.step({0: 1, 3: 1})
         results[backend] = [run.all_logits(i) for i in range(4)]
-    native.load.cache_clear()
     for backend in ("native", "mkl"):
         for own, expected in zip(results[backend], results["paddle"], strict=True):
             np.testing.assert_allclose(own, expected, atol=2e-5)
@@ -226,7 +220,7 @@ def test_a_step_of_few_tokens_is_like_any_other(checkpoint, feeder, backend, dty
 
 
 @pytest.mark.parametrize("window", [3, 90, 128, 150])
-def test_windows_over_long_and_uneven_contexts(feeder, window, tmp_path):
+def test_windows_over_long_and_uneven_contexts(feeder, computing_with, window, tmp_path):
     """Panels and blocks that no token sees any more, windows that begin anywhere in one, caps: Paddle's own scores."""
     case = next(c for c in family_cases.family_cases("gemma2") if c.config["head_dim"] % 16 == 0)
     case = replace(case, config=case.config | {"sliding_window": window})
@@ -234,12 +228,7 @@ def test_windows_over_long_and_uneven_contexts(feeder, window, tmp_path):
     sequences = [rng.integers(0, 60, n).tolist() for n in (300, 37, 1, 129)]
     results = {}
     for backend in ("native", "mkl", "paddle"):
-        with pytest.MonkeyPatch.context() as patch:
-            native.load.cache_clear()
-            if backend == "mkl":
-                patch.setattr(native, "compiled", lambda: (_ for _ in ()).throw(OSError("the test says so")))
-            if backend == "paddle":
-                patch.setattr(paddle_engine, "why_not", lambda dtype: "the test says so")
+        with computing_with(backend):
             run = feeder(case.engine(tmp_path, 512, block_size=16, num_blocks=64), sequences)
         run.step({0: 200, 1: 36, 3: 17})
         run.step({0: 90, 1: 1, 2: 1, 3: 105})
@@ -247,7 +236,6 @@ def test_windows_over_long_and_uneven_contexts(feeder, window, tmp_path):
         while run.done[0] < 300:
             run.step({i: 1 for i in (0, 3) if run.done[i] < len(sequences[i])})
         results[backend] = [run.all_logits(i) for i in range(4)]
-    native.load.cache_clear()
     for backend in ("native", "mkl"):
         for own, expected in zip(results[backend], results["paddle"], strict=True):
             assert family_cases.relative_gap(own, expected) < 2e-5, backend
