@@ -9,15 +9,18 @@ by itself. The layout depends on (manifest, tp) only; store and ranks compute it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rollout_client.digest import digest_of
+from rollout_client.digest import PIECE, digest_of, joined
+from rollout_client.native import kernels
 from rollout_client.protocol import Dtype
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -95,6 +98,37 @@ class Layout:
     regions: tuple[Region, ...]
     slot_bytes: int
     digest: str
+
+    @cached_property
+    def stretches(self) -> "Stretches":
+        """What is hashed of a slot, one after the other."""
+        size = ITEMSIZE[self.manifest.dtype]
+        spans = [(r.offset, r.offset + prod(r.shape) * size) for r in self.regions]
+        cut = [[(at, min(PIECE, end - at)) for at in range(start, max(end, start + 1), PIECE)] for start, end in spans]
+        starts, sizes = np.array([one for pieces in cut for one in pieces], np.int64).T.copy()
+        return Stretches(starts, sizes, np.cumsum([0, *map(len, cut)], dtype=np.int64))
+
+
+class Stretches(NamedTuple):
+    """The pieces of all regions (digest.py), as arrays: a slot of hundreds of regions is then hashed in one call.
+
+    starts, sizes: [pieces] bytes. first: [regions + 1] the first piece of each region, and how many there are.
+    """
+
+    starts: Array
+    sizes: Array
+    first: Array
+
+
+class Span(NamedTuple):
+    """A tensor in a flat array: from element `start` on, in C order."""
+
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, flat: Array) -> Array:
+        """The view."""
+        return flat[self.start : self.start + prod(self.shape)].reshape(self.shape)
 
 
 def make_layout(manifest: Manifest, tp: int) -> Layout:
@@ -195,28 +229,37 @@ def rank_views(layout: Layout, rank: int, slot: Slot) -> dict[str, Array]:
     slot: buffer of `slot_bytes`. Keys are canonical names (no aliases) and group names; shapes are the
     rank's own. float32, or uint16 bits of bfloat16.
     """
-    flat, size = slot_array(layout, slot), _itemsize(layout)
+    flat = slot_array(layout, slot)
     flat.flags.writeable = False
+    return {name: span.of(flat) for name, span in rank_spans(layout, rank).items()}
+
+
+def rank_spans(layout: Layout, rank: int) -> dict[str, Span]:
+    """Where in `slot_array` everything lies that `rank_views` shows."""
+    size = _itemsize(layout)
     parameters = {p.name: p for p in layout.manifest.parameters}
-    views: dict[str, Array] = {}
-    spans: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+    spans: dict[str, Span] = {}
     for r in layout.regions:
         if r.rank not in (rank, EVERY_RANK):
             continue
-        start, count = r.offset // size, prod(r.shape)
-        views[r.name] = flat[start : start + count].reshape(r.shape)
+        spans[r.name] = Span(r.offset // size, r.shape)
         group = parameters[r.name].fused
         if group is not None:
-            first, rows, _ = spans.get(group, (start, 0, ()))
-            spans[group] = first, rows + r.shape[0], r.shape[1:]
-    for group, (first, rows, tail) in spans.items():
-        views[group] = flat[first : first + rows * prod(tail)].reshape((rows, *tail))
-    return views
+            start, (rows, *_) = spans.get(group, Span(r.offset // size, (0,)))
+            spans[group] = Span(start, (rows + r.shape[0], *r.shape[1:]))
+    return spans
 
 
 def region_digests(layout: Layout, slot: Slot) -> list[int]:
     """Digest of every region's bytes, in layout order."""
-    return [digest_of(view.data) for view in region_views(layout, slot)]
+    fast = kernels.ready()
+    if fast is None:
+        return [digest_of(view.data) for view in region_views(layout, slot)]
+    starts, sizes, first = layout.stretches
+    found: list[int] = fast.digests(np.frombuffer(slot, np.uint8), starts, sizes).tolist()
+    if len(found) == len(layout.regions):
+        return found
+    return [joined(found[start:stop]) for start, stop in pairwise(first.tolist())]
 
 
 def version_digest(layout: Layout, digests: Sequence[int]) -> str:

@@ -7,12 +7,14 @@ which of them a sequence computes with is rank 0's to say, in each batch. So not
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollout_client.errors import ArenaError
+from rollout_client.native import kernels
 from weight_manager.adapters.plan import AdapterShape, adapter_layout
 from weight_manager.arena import ArenaReader
 from weight_manager.dynamic_weight_manager import WeightsRefused
-from weight_manager.layout import Layout, rank_views, region_digests, version_digest
+from weight_manager.layout import Layout, rank_spans, region_digests, slot_array, version_digest
 from weight_manager.messages import LiveAdapter
 from worker.engine.base import Adapters
 
@@ -21,9 +23,18 @@ from worker.engine.base import Adapters
 class _Held:
     """A version that the engine has. write_epoch: of its slot when its bytes were proved."""
 
+    name: str
     reader: ArenaReader
     slot: int
     write_epoch: int
+
+
+class _Fit(NamedTuple):
+    """What all versions of one shape have in common. plan: the engine's."""
+
+    shape: AdapterShape
+    layout: Layout
+    plan: object
 
 
 class AdapterViews:
@@ -35,7 +46,9 @@ class AdapterViews:
         self._rank = rank
         self._table = table
         self._held: dict[int, _Held] = {}
-        self._layouts: dict[str, tuple[AdapterShape, Layout]] = {}  # the last of each name
+        self._fits: dict[str, _Fit] = {}  # the last of each name
+        if table is not None:
+            kernels.prepare()
 
     def prepare(self, adapter: LiveAdapter) -> None:
         """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong."""
@@ -44,8 +57,9 @@ class AdapterViews:
             return
         if self._table is None:
             raise WeightsRefused("this engine takes no adapters")
-        layout = self._layout(adapter)
         try:
+            fit = self._fit(adapter)
+            layout = fit.layout
             reader = self._reader(adapter.arena_path)
             if reader.slot_bytes != layout.slot_bytes:
                 raise ArenaError(f"{reader.path}: slots of {reader.slot_bytes} bytes, {layout.slot_bytes} are needed")
@@ -53,11 +67,10 @@ class AdapterViews:
             slot = reader.slot(live.slot)
             if live.digest != version_digest(layout, region_digests(layout, slot)):
                 raise WeightsRefused(f"slot {live.slot} does not hold version {live.version} of {adapter.name}")
-            views = rank_views(layout, self._rank, slot)
-            self._table.prepare(adapter.name, live.epoch, views, adapter.shape.modules, adapter.shape.dtype)
+            self._table.hold(live.epoch, fit.plan, slot_array(layout, slot))
         except (ArenaError, OSError, ValueError) as error:
             raise WeightsRefused(f"adapter {adapter.name}: {error}") from error
-        held = _Held(reader, live.slot, epoch)
+        held = _Held(adapter.name, reader, live.slot, epoch)
         self._held[live.epoch] = held
         if reader.write_epoch(live.slot) != epoch:
             self.forget(live.epoch)
@@ -71,6 +84,8 @@ class AdapterViews:
         self._table.forget(epoch)
         if not any(other.reader is held.reader for other in self._held.values()):
             held.reader.close()
+        if not any(other.name == held.name for other in self._held.values()):
+            self._fits.pop(held.name, None)
 
     def fenced(self) -> bool:
         """Whether the store has begun to overwrite a version that is held: it went on without this replica."""
@@ -79,8 +94,12 @@ class AdapterViews:
     def _reader(self, path: str) -> ArenaReader:
         return next((h.reader for h in self._held.values() if str(h.reader.path) == path), None) or ArenaReader(path)
 
-    def _layout(self, adapter: LiveAdapter) -> Layout:
-        known = self._layouts.get(adapter.name)
-        if known is None or known[0] != adapter.shape:
-            known = self._layouts[adapter.name] = adapter.shape, adapter_layout(adapter.shape, self._base)
-        return known[1]
+    def _fit(self, adapter: LiveAdapter) -> "_Fit":
+        known = self._fits.get(adapter.name)
+        if known is None or known.shape != adapter.shape:
+            assert self._table is not None
+            layout, shape = adapter_layout(adapter.shape, self._base), adapter.shape
+            spans = rank_spans(layout, self._rank)
+            known = _Fit(shape, layout, self._table.plan(adapter.name, spans, shape.modules, shape.dtype))
+            self._fits[adapter.name] = known
+        return known

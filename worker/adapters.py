@@ -1,16 +1,24 @@
 """The adapters one rank holds: LoRA weights over the base, each version by the epoch that names it for ever."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.layout import VIEW_DTYPE, Span
 from worker.engine.base import AdapterModule
 from worker.models.low_rank import Factors, LowRank, Site
 
 MOST_RANK = 256
 """Of one matrix; the kernel's room for what lies between A and B is made for the step's largest."""
+
+
+class _Plan(NamedTuple):
+    """of_engine: that of what computes. dtype: of versions."""
+
+    of_engine: object
+    dtype: np.dtype[Any]
 
 
 class AdapterTable:
@@ -26,12 +34,8 @@ class AdapterTable:
         }
         self._held: set[int] = set()
 
-    def prepare(
-        self, name: str, epoch: int, views: Mapping[str, npt.NDArray[Any]], modules: Sequence[AdapterModule], dtype: str
-    ) -> None:
-        """Hold a version. Raises ValueError naming the adapter and the tensor."""
-        if epoch in self._held:
-            return
+    def plan(self, name: str, spans: Mapping[str, Span], modules: Sequence[AdapterModule], dtype: str) -> object:
+        """Every module's place checked. Raises ValueError naming the adapter and the tensor."""
         changes: dict[str, Factors] = {}
         for module in modules:
             if module.name not in self._shapes:
@@ -40,12 +44,19 @@ class AdapterTable:
                 raise ValueError(f"adapter {name}: {module.name}: rank {module.rank} is not in 1..{MOST_RANK}")
             inputs, rows = self._shapes[module.name]
             a, b = (
-                _checked(name, f"{module.name}.{half}", views, shape, dtype)
+                _checked(name, f"{module.name}.{half}", spans, shape)
                 for half, shape in (("lora_A", (module.rank, inputs)), ("lora_B", (rows, module.rank)))
             )
             changes[module.name] = Factors(a, b, module.scale)
-        self._low_rank.hold(epoch, changes)
-        self._held.add(epoch)
+        return _Plan(self._low_rank.plan(changes), VIEW_DTYPE[dtype])
+
+    def hold(self, epoch: int, plan: Any, flat: npt.NDArray[Any]) -> None:
+        """Hold a version."""
+        assert isinstance(plan, _Plan)
+        assert flat.dtype == plan.dtype, f"an array of {flat.dtype} for a plan of {plan.dtype}"
+        if epoch not in self._held:
+            self._low_rank.hold(epoch, plan.of_engine, flat)
+            self._held.add(epoch)
 
     def forget(self, epoch: int) -> None:
         """Let go of it, between steps."""
@@ -53,15 +64,10 @@ class AdapterTable:
         self._low_rank.drop(epoch)
 
 
-def _checked(
-    adapter: str, name: str, views: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: str
-) -> npt.NDArray[Any]:
-    view = views.get(name)
-    if view is None:
+def _checked(adapter: str, name: str, spans: Mapping[str, Span], shape: tuple[int, int]) -> Span:
+    span = spans.get(name)
+    if span is None:
         raise ValueError(f"adapter {adapter}: {name}: missing")
-    expected = np.dtype(np.float32 if dtype == "float32" else np.uint16)
-    if view.shape != shape or view.dtype != expected:
-        raise ValueError(f"adapter {adapter}: {name}: expected {shape} {expected}, got {view.shape} {view.dtype}")
-    if view.strides[1] != view.itemsize:
-        raise ValueError(f"adapter {adapter}: {name}: its rows are not contiguous")
-    return view
+    if span.shape != shape:
+        raise ValueError(f"adapter {adapter}: {name}: expected {shape}, got {span.shape}")
+    return span

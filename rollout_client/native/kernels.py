@@ -40,6 +40,7 @@ class Kernels:
         functions = *self._hash.values(), *wheel_functions("generateSecret_fromSeed")
         self._library.hash_with(*(ctypes.c_void_p(_address(function)) for function in functions))
         self._place = self._counting("place_all", "pi")
+        self._digest = self._counting("digest_all", "ppppi")
         self._kept = threading.local()
         self._casts = {dtypes: self._cast(name) for dtypes, name in _CASTS.items()}
         self._difference = {size: self._counting(f"difference_{size}", "ppippipp") for size in (2, 4)}
@@ -52,6 +53,13 @@ class Kernels:
         self._place(rows.ctypes.data, len(rows))
         digests: list[int] = rows[:, -1].view(np.uint64).tolist()
         return digests
+
+    def digests(self, memory: Array, starts: Array, sizes: Array) -> npt.NDArray[np.uint64]:
+        """xxh3-64 of stretches of `memory`, uint8: `sizes` bytes from `starts` on (int64, both), all of them inside."""
+        found = np.empty(len(starts), np.uint64)
+        places = [array.ctypes.data for array in (memory, starts, sizes, found)]
+        self._digest(*places, len(starts))
+        return found
 
     def cast(self, src_dtype: str, dst_dtype: str, source: Array, target: Array) -> None:
         """Elements of the same number; the results are those of copying.py, bit by bit."""
@@ -114,7 +122,7 @@ def _address(function: Any) -> int:
 
 def _hash_functions() -> dict[str, Any]:
     """The library's hash functions, by name. Raises OSError."""
-    names = ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState")
+    names = ("createState", "64bits_reset", "64bits_update", "64bits_digest", "freeState", "64bits")
     found = dict(zip(names, wheel_functions(*names), strict=True))
     found["createState"].restype = ctypes.c_void_p
     found["64bits_update"].argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

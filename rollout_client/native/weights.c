@@ -20,10 +20,13 @@ static struct {
     int (*update)(void *, const void *, size_t);
     uint64_t (*digest)(const void *);
     int (*release)(void *);
+    uint64_t (*once)(const void *, size_t);
 } hash;
 
-void hash_with(void *create, void *reset, void *update, void *digest, void *release, void (*keys)(void *, uint64_t)) {
+void hash_with(void *create, void *reset, void *update, void *digest, void *release, void *once,
+               void (*keys)(void *, uint64_t)) {
     hash.create = create, hash.reset = reset, hash.update = update, hash.digest = digest, hash.release = release;
+    hash.once = once;
     keys(secret, 0);
 }
 
@@ -150,6 +153,11 @@ typedef struct {
 
 void place_all(run *runs, int64_t count) {
     for (run *r = runs; r < runs + count; r++) r->digest = place(r->q, r->p, r->n, r->to, r->from, r->cast);
+}
+
+// n[i] bytes at base + at[i], of `count` stretches: xxh3-64 of each.
+void digest_all(const uint8_t *base, const int64_t *at, const int64_t *n, uint64_t *digests, int64_t count) {
+    for (int64_t i = 0; i < count; i++) digests[i] = hash.once(base + at[i], n[i]);
 }
 
 // Which of 64 elements differ, a bit each.

@@ -5,12 +5,13 @@
 // token does not show who else is in the step.
 
 #include <sched.h>
+#include <string.h>
 
 #include "vectors.h"
 
 typedef struct {
     const void *a;  // [rank, inputs], a_row elements from one row to the next; bfloat16 when a_narrow
-    const void *b;  // [outputs / 16, rank, 16], the last tile filled up with zeros; bfloat16 when b_narrow
+    const void *b;  // [outputs / 16, rank, 16], the last tile filled up with anything; bfloat16 when b_narrow
     int64_t rank, a_row, a_narrow, b_narrow;  // rank 0: nothing is added
     float scale, pad;
 } Factors;
@@ -299,24 +300,48 @@ void low_rank(void *data) {
     }
 }
 
+// One B: where it lies in what is read and where its tiles go, in elements from the start of each.
 typedef struct {
-    const void *b;  // [outputs, rank], b_row elements from one row to the next
-    void *tiles;    // [outputs / 16, rank, 16], zeroed
-    int64_t outputs, rank, b_row, narrow;
+    int64_t b, tiles;  // [outputs, rank] and [outputs / 16, rank, 16]; what fills up the last tile is left as it is
+    int64_t outputs, rank;
 } Tiling;
 
-// B as `Factors` has it; on one thread.
-void tile(void *data) {
-    Tiling *s = data;
-    for (int64_t o = 0; o < s->outputs; o++) {
-        int64_t to = o / 16 * s->rank * 16 + o % 16, from = o * s->b_row;
-        for (int64_t r = 0; r < s->rank; r++) {
-            if (s->narrow) ((uint16_t *)s->tiles)[to + r * 16] = ((const uint16_t *)s->b)[from + r];
-            else ((float *)s->tiles)[to + r * 16] = ((const float *)s->b)[from + r];
+typedef struct {
+    const void *from;
+    void *to;
+    const Tiling *all;
+    int64_t count, narrow;
+} Tilings;
+
+// Rows [row, row + rows) of B, of the columns from `column` on.
+static void tile(const Tilings *s, const Tiling *t, int64_t row, int64_t rows, int64_t column) {
+    int64_t to = t->tiles + row * t->rank, from = t->b + row * t->rank;
+    for (int64_t r = column; r < t->rank; r++)
+        for (int64_t o = 0; o < rows; o++) {
+            if (s->narrow) ((uint16_t *)s->to)[to + r * 16 + o] = ((const uint16_t *)s->from)[from + o * t->rank + r];
+            else ((float *)s->to)[to + r * 16 + o] = ((const float *)s->from)[from + o * t->rank + r];
         }
-    }
+}
+
+// Every B as `Factors` has it; on one thread.
+void tile_all(void *data) {
+    const Tilings *s = data;
+    for (const Tiling *t = s->all; t < s->all + s->count; t++)
+        for (int64_t row = 0; row < t->outputs; row += 16) {
+            int64_t rows = t->outputs - row < 16 ? t->outputs - row : 16, column = 0;
+            for (; !s->narrow && rows == 16 && column + 16 <= t->rank; column += 16) {
+                f32x16 v[16];
+                const float *from = (const float *)s->from + t->b + row * t->rank + column;
+                float *to = (float *)s->to + t->tiles + row * t->rank + column * 16;
+                for (int i = 0; i < 16; i++) v[i] = load(from + i * t->rank);
+                transpose(v);
+                memcpy(to, v, sizeof v);
+            }
+            tile(s, t, row, rows, column);
+        }
 }
 
 // For the caller to see that it means the same structures.
 int64_t low_rank_bytes(void) { return sizeof(LowRank); }
 int64_t factors_bytes(void) { return sizeof(Factors); }
+int64_t tiling_bytes(void) { return sizeof(Tiling); }

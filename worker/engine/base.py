@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.layout import Span
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -259,24 +261,24 @@ class AdapterModule(Protocol):
 class Adapters(Protocol):
     """The LoRA adapters that an engine holds beside its base weights. Every version is named by an epoch, for ever."""
 
-    def prepare(
-        self,
-        name: str,
-        epoch: int,
-        views: Mapping[str, npt.NDArray[Any]],
-        modules: Sequence[AdapterModule],
-        dtype: str,
-    ) -> None:
-        """Hold a version of adapter `name`, for batches that name its epoch. Steps may run meanwhile.
+    def plan(self, name: str, spans: Mapping[str, Span], modules: Sequence[AdapterModule], dtype: str) -> object:
+        """For `hold`: what all versions of adapter `name` have in common that lie alike. It is kept from push to push:
+        another version then costs no work for each tensor.
 
-        views: this rank's parts, `{module}.lora_A` [rank, in] and `{module}.lora_B` [out, rank], in `dtype` (uint16
-        bits for bfloat16); they are read until `forget`. A known epoch is left as it is. Raises ValueError naming the
-        adapter and the tensor.
+        spans: this rank's parts, `{module}.lora_A` [rank, in] and `{module}.lora_B` [out, rank], in an array of `dtype`
+        (uint16 bits for bfloat16). Raises ValueError naming the adapter and the tensor.
+        """
+        ...
+
+    def hold(self, epoch: int, plan: Any, flat: npt.NDArray[Any]) -> None:
+        """Hold a version, for batches that name its epoch. Steps may run meanwhile.
+
+        flat: of the plan's dtype; read until `forget`. A known epoch is left as it is.
         """
         ...
 
     def forget(self, epoch: int) -> None:
-        """Let go of it, between steps: its views are read no more. Nothing for an unknown epoch."""
+        """Let go of it, between steps: its array is read no more. Nothing for an unknown epoch."""
         ...
 
 

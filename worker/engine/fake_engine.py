@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weight_manager.layout import Span
 from worker.engine.base import AdapterModule, Adapters, EngineSpec, Float32, ForwardBatch, Interrupted, never
 
 _EMPTY = -1
@@ -77,20 +78,18 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
 
-    def prepare(
-        self,
-        name: str,
-        epoch: int,
-        views: Mapping[str, npt.NDArray[Any]],
-        modules: Sequence[AdapterModule],
-        dtype: str,
-    ) -> None:
-        """Hash the views. Raises ValueError naming a tensor that is missing."""
+    def plan(self, name: str, spans: Mapping[str, Span], modules: Sequence[AdapterModule], dtype: str) -> object:
+        """The spans. Raises ValueError naming a tensor that is missing."""
         for module in modules:
             for half in ("lora_A", "lora_B"):
-                if f"{module.name}.{half}" not in views:
+                if f"{module.name}.{half}" not in spans:
                     raise ValueError(f"adapter {name}: {module.name}.{half}: missing")
-        self.held.setdefault(epoch, views_hash(views))
+        return spans
+
+    def hold(self, epoch: int, plan: Any, flat: npt.NDArray[Any]) -> None:
+        """Hash the views."""
+        spans: Mapping[str, Span] = plan
+        self.held.setdefault(epoch, views_hash({name: span.of(flat) for name, span in spans.items()}))
 
     def forget(self, epoch: int) -> None:
         """Drop the hash."""

@@ -6,13 +6,13 @@ made in one order whatever else is in the step: what is added to a sequence is t
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import Manifest
+from weight_manager.layout import Manifest, Span
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.models.shard import Shard
@@ -45,10 +45,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Factors:
-    """What an adapter adds to a linear, this rank's part: a [rank, inputs], b [rows, rank]; float32 or bfloat16."""
+    """What an adapter adds to a linear, this rank's part, as it lies in the array of a version: a [rank, inputs],
+    b [rows, rank].
+    """
 
-    a: Array
-    b: Array
+    a: Span
+    b: Span
     scale: float
 
 
@@ -102,12 +104,16 @@ def rows_of(batch: ForwardBatch) -> Rows:
 class LowRank(Protocol):
     """Adds the updates of the adapters it holds."""
 
-    def hold(self, epoch: int, changes: Mapping[str, Factors]) -> None:
-        """Take in an adapter: what it changes, by module. The arrays are read until `drop`. May run beside a step."""
+    def plan(self, changes: Mapping[str, Factors]) -> object:
+        """For `hold`: what versions have in common that change the same modules and lie alike."""
+        ...
+
+    def hold(self, epoch: int, plan: Any, flat: Array) -> None:
+        """Take in a version, float32 or bfloat16 bits. It is read until `drop`. May run beside a step."""
         ...
 
     def drop(self, epoch: int) -> None:
-        """Let go of it and of its arrays; between steps."""
+        """Let go of it and of its array; between steps."""
         ...
 
     def begin(self, batch: ForwardBatch) -> None:
@@ -124,13 +130,19 @@ class PlainLowRank:
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = {site.name: site for site in sites}
-        self._held: dict[int, Mapping[str, Factors]] = {}
+        self._held: dict[int, Mapping[str, tuple[Float32, Float32, float]]] = {}
         self._rows = Rows((), np.zeros(0, np.int32), np.zeros((0, 3), np.int64))
 
-    def hold(self, epoch: int, changes: Mapping[str, Factors]) -> None:
+    def plan(self, changes: Mapping[str, Factors]) -> object:
+        """They themselves."""
+        return changes
+
+    def hold(self, epoch: int, plan: Any, flat: Array) -> None:
         """Float32 copies of what is bfloat16."""
+        changes: Mapping[str, Factors] = plan
         self._held[epoch] = {
-            name: Factors(_float32(factors.a), _float32(factors.b), factors.scale) for name, factors in changes.items()
+            name: (_float32(change.a.of(flat)), _float32(change.b.of(flat)), change.scale)
+            for name, change in changes.items()
         }
 
     def drop(self, epoch: int) -> None:
@@ -153,10 +165,10 @@ class PlainLowRank:
                 changes, row = self._held[self._rows.epochs[index]], 0
                 tokens = _float32(np.ascontiguousarray(x[:, columns].T))[:, None, :]
                 for module, rows in zip(found.modules, found.rows, strict=True):
-                    factors = changes.get(module)
-                    if factors is not None:
-                        between = (tokens @ factors.a.T) * np.float32(factors.scale)
-                        y[row : row + rows, columns] += (between @ factors.b.T)[:, 0].T
+                    if module in changes:
+                        a, b, scale = changes[module]
+                        between = (tokens @ a.T) * np.float32(scale)
+                        y[row : row + rows, columns] += (between @ b.T)[:, 0].T
                     row += rows
 
         return work
@@ -181,13 +193,12 @@ class _Call(ctypes.Structure):
     ]
 
 
-class _Tiling(ctypes.Structure):
-    """`Tiling` of low_rank.c."""
+class _Tilings(ctypes.Structure):
+    """`Tilings` of low_rank.c."""
 
     _fields_ = [
-        ("b", _Pointer),
-        ("tiles", _Pointer),
-        *((name, _Int) for name in ("outputs", "rank", "b_row", "narrow")),
+        *((name, _Pointer) for name in ("source", "target", "all")),
+        *((name, _Int) for name in ("count", "narrow")),
     ]
 
 
@@ -214,12 +225,27 @@ class _Addresses(NamedTuple):
     between: int
 
 
-@dataclass(frozen=True)
-class _Held:
-    """One adapter. factors: [sites, PARTS]. kept: the arrays that they point at."""
+@dataclass(eq=False)
+class _Plan:
+    """Of all versions that lie alike. factors: [sites, PARTS], addresses as elements from the start of the array and of
+    the tiles. places: where in it something is. tilings: [B's, (b, tiles, outputs, rank)]. size: elements of the tiles.
+    spare: memory of a version that was let go; new memory would be cleared page by page.
+    """
 
     factors: npt.NDArray[Any]
-    kept: list[Array]
+    places: tuple[Array, Array]
+    tilings: npt.NDArray[np.int64]
+    size: int
+    spare: list[Array] = field(default_factory=list)
+
+
+class _Held(NamedTuple):
+    """One version. factors: [sites, PARTS]. flat, tiles: the arrays that they point at."""
+
+    factors: npt.NDArray[Any]
+    flat: Array
+    tiles: Array
+    plan: _Plan
 
 
 class NativeLowRank:
@@ -231,6 +257,7 @@ class NativeLowRank:
     def __init__(self, native: Native, sites: Sequence[Site], *, narrow: bool) -> None:
         assert native.number("low_rank_bytes") == ctypes.sizeof(_Call)
         assert native.number("factors_bytes") == _FACTORS.itemsize
+        assert native.number("tiling_bytes") == 4 * ctypes.sizeof(_Int)
         self._native, self._narrow = native, narrow
         self._sites = {site.name: (index, site) for index, site in enumerate(sites)}
         self._places = {
@@ -247,22 +274,38 @@ class NativeLowRank:
         self._by_column = np.zeros(0, np.int32)  # of every column in the order, padding included
         self._addresses = _Addresses(0, 0, 0, 0, 0, 0)
 
-    def hold(self, epoch: int, changes: Mapping[str, Factors]) -> None:
-        """Addresses of A, tiles of B."""
-        factors, kept = np.zeros((len(self._sites), _PARTS), _FACTORS), []
+    def plan(self, changes: Mapping[str, Factors]) -> object:
+        """Where everything lies, and is to lie."""
+        factors, tilings, size = np.zeros((len(self._sites), _PARTS), _FACTORS), [], 0
         for module, change in changes.items():
-            tiles = self._tiled(change.b)
-            rank = len(change.a)
-            factors[self._places[module]] = (
-                *(change.a.ctypes.data, tiles.ctypes.data, rank, change.a.strides[0] // change.a.itemsize),
-                *(change.a.dtype == np.uint16, tiles.dtype == np.uint16, change.scale, 0),
-            )
-            kept += [change.a, tiles]
-        self._held[epoch] = _Held(factors, kept)
+            (rank, inputs), (rows, _) = change.a.shape, change.b.shape
+            factors[self._places[module]] = (change.a.start, size, rank, inputs, 0, 0, change.scale, 0)
+            tilings.append((change.b.start, size, rows, rank))
+            size += -(-rows // _LANES) * _LANES * rank
+        sites, parts = np.nonzero(factors["rank"])
+        return _Plan(factors, (sites, parts), np.array(tilings, np.int64).reshape(-1, 4), size)
+
+    def hold(self, epoch: int, plan: Any, flat: Array) -> None:
+        """Addresses of A, tiles of B."""
+        assert isinstance(plan, _Plan)
+        narrow, size = flat.dtype == np.uint16, flat.itemsize
+        spare = [tiles for tiles in plan.spare if tiles.dtype == flat.dtype]
+        plan.spare.clear()
+        tiles = spare[0] if spare else np.zeros(plan.size, flat.dtype)
+        places = flat.ctypes.data, tiles.ctypes.data
+        call = _Tilings(*places, plan.tilings.ctypes.data, len(plan.tilings), narrow)
+        self._native.run_here("tile_all", ctypes.addressof(call))
+        factors = plan.factors.copy()
+        for name, start in zip(("a", "b"), places, strict=True):
+            factors[name][plan.places] = factors[name][plan.places] * size + start
+            factors[f"{name}_narrow"][plan.places] = narrow
+        self._held[epoch] = _Held(factors, flat, tiles, plan)
 
     def drop(self, epoch: int) -> None:
         """Let go of it."""
-        self._held.pop(epoch, None)
+        held = self._held.pop(epoch, None)
+        if held is not None:
+            held.plan.spare[:] = [held.tiles]
         if epoch in self._of:
             self._of, self._factors = (), self._factors[:, :0]
 
@@ -320,21 +363,6 @@ class NativeLowRank:
             run(kernel, address)
 
         return work
-
-    def _tiled(self, b: Array) -> Array:
-        """[rows / 16, rank, 16]."""
-        rows, rank = b.shape
-        tiles = np.zeros((-(-rows // _LANES), rank, _LANES), b.dtype)
-        call = _Tiling(
-            b=b.ctypes.data,
-            tiles=tiles.ctypes.data,
-            outputs=rows,
-            rank=rank,
-            b_row=b.strides[0] // b.itemsize,
-            narrow=b.dtype == np.uint16,
-        )
-        self._native.run_here("tile", ctypes.addressof(call))
-        return tiles
 
 
 def _float32(view: Array) -> Float32:

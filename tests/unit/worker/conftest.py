@@ -13,6 +13,7 @@ import pytest
 
 from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
+from tests.engine_cases import in_one_array
 from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
@@ -125,7 +126,8 @@ class Rig:
         self.land()
         epoch, adapters = next(self.epochs), self.engine.adapters
         assert isinstance(adapters, FakeAdapters)
-        adapters.prepare(name, epoch, self.adapter_views(name, version), (), "float32")
+        spans, flat = in_one_array(self.adapter_views(name, version))
+        adapters.hold(epoch, adapters.plan(name, spans, (), "float32"), flat)
         self.scheduler.adapter_live(name, version, epoch, policy)
         self.forget_adapters()
         self.collect()

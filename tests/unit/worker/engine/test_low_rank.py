@@ -1,11 +1,12 @@
 """What adapters add to a product, by itself: any shape and rank, in one order of sums whoever else is in the step."""
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from tests.engine_cases import to_bits
+from weight_manager.layout import Span
 from worker.cpu import native
 from worker.engine.base import ForwardBatch
 from worker.models.low_rank import Factors, NativeLowRank, PlainLowRank, Site, rows_of
@@ -46,13 +47,34 @@ def made(kind, *, narrow=False):
         pytest.skip(f"no compiled kernel here: {error}")
 
 
-def factors(rng, site, part, rank, *, narrow=False, gap=0):
-    """Random ones; gap: elements between one row of A and the next, as in a part of a larger matrix."""
-    a = rng.standard_normal((rank, site.inputs + gap)).astype(np.float32)
-    a[:, site.inputs :] = np.nan
+class Change(NamedTuple):
+    """What an adapter adds to a linear."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+def random_change(rng, site, part, rank, *, narrow=False):
+    a = rng.standard_normal((rank, site.inputs)).astype(np.float32)
     b = rng.standard_normal((site.rows[part], rank)).astype(np.float32)
     a, b = (to_bits(a), to_bits(b)) if narrow else (a, b)
-    return Factors(a[:, : site.inputs], b, float(rng.uniform(0.5, 2)))
+    return Change(a, b, float(rng.uniform(0.5, 2)))
+
+
+def hold(low_rank, epoch, changes, plan=None):
+    """All A's and B's in one array, with what is no number between them; the plan."""
+    spans, pieces, at = {}, [], 0
+    for module, change in changes.items():
+        gap = np.full(7, np.nan if change.a.dtype == np.float32 else 0x7FC0, change.a.dtype)
+        spans[module] = Factors(
+            Span(at + 7, change.a.shape), Span(at + 14 + change.a.size, change.b.shape), change.scale
+        )
+        pieces += [gap, change.a.reshape(-1), gap, change.b.reshape(-1)]
+        at += 14 + change.a.size + change.b.size
+    plan = plan or low_rank.plan(spans)
+    low_rank.hold(epoch, plan, np.concatenate(pieces))
+    return plan
 
 
 def held(low_rank, rng, ranks, **kw):
@@ -60,12 +82,12 @@ def held(low_rank, rng, ranks, **kw):
     all_changes = {}
     for epoch, rank in enumerate(ranks, 1):
         changes = {
-            module: factors(rng, site, part, min(256, rank + part), **kw)
+            module: random_change(rng, site, part, min(256, rank + part), **kw)
             for site in SITES
             for part, module in enumerate(site.modules)
             if epoch != 2 or module not in ("o", "k")
         }
-        low_rank.hold(epoch, changes)
+        hold(low_rank, epoch, changes)
         all_changes[epoch] = changes
     return all_changes
 
@@ -113,7 +135,7 @@ def test_tokens_are_sorted_by_adapter_and_cut_into_runs():
 def test_any_shape_and_rank(kind, site, narrow, token_major):
     rng = np.random.default_rng(0)
     low_rank = made(kind)
-    changes = held(low_rank, rng, [1, 5, 16, 256], narrow=narrow, gap=11)
+    changes = held(low_rank, rng, [1, 5, 16, 256], narrow=narrow)
     lengths, adapters = [1, 7, 90, 1, 3, 1, 20], [1, 0, 4, 2, 3, 4, 1]
     epochs = np.repeat(adapters, lengths)
     x = rng.standard_normal((site.inputs, len(epochs))).astype(np.float32)
@@ -157,15 +179,32 @@ def test_an_adapter_that_is_no_number_spoils_no_other():
     rng = np.random.default_rng(3)
     low_rank = made("native")
     changes = held(low_rank, rng, [4, 4, 4])
-    bad = {module: dataclasses.replace(f, b=np.full_like(f.b, np.inf)) for module, f in changes[3].items()}
+    bad = {module: f._replace(b=np.full_like(f.b, np.inf)) for module, f in changes[3].items()}
     low_rank.drop(3)
-    low_rank.hold(3, bad)
+    hold(low_rank, 3, bad)
     x = rng.standard_normal((160, 3)).astype(np.float32)
     y = added(low_rank, SITES[1], x, batch_of([1, 3, 0]))
     np.testing.assert_allclose(
         y, np.where([True, False, True], expected(SITES[1], x, [1, 0, 0], changes), y), rtol=1e-4, atol=1e-3
     )
     assert not np.isfinite(y[:, 1]).any()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_versions_that_lie_alike_share_a_plan_and_the_memory_of_those_let_go(kind, narrow):
+    rng = np.random.default_rng(5)
+    low_rank, changes, plan = made(kind), {}, None
+    x = rng.standard_normal((160, 3)).astype(np.float32)
+    for epoch in range(1, 6):
+        changes[epoch] = {"o": random_change(rng, SITES[1], 0, 21, narrow=narrow)._replace(scale=0.7)}
+        plan = hold(low_rank, epoch, changes[epoch], plan)
+        if epoch > 2:
+            low_rank.drop(epoch - 2)
+        for held_now in {max(1, epoch - 1), epoch}:
+            want = expected(SITES[1], x, [held_now, 0, held_now], changes)
+            got = added(low_rank, SITES[1], x, batch_of([held_now, 0, held_now]))
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
 def test_float32_activations_are_read_as_the_bases_bfloat16():
