@@ -1,34 +1,114 @@
 """Takes one push session from begin to live, or to nothing. The only place where a version becomes live.
 
 Whoever pushes (trainers.py over the wire, own_sessions.py from a directory, relay/relayed.py for the store above) owns
-the session and is told what becomes of it through `Owner`. What may happen when is life.py's table; who owes an answer
-is ballot.py's. Everything here runs in the store's loop and returns at once.
+the `PushSession` and is told what becomes of it through `Owner`. What may happen when is life.py's table; who owes an
+answer is ballot.py's. Everything here runs in the store's loop and returns at once.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_client.device_slots import socket_of
 from rollout_client.protocol import Committed
 from weight_manager.background import Background
 from weight_manager.ballot import Ballot, Limits, Voter
-from weight_manager.checking import Checker
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
-from weight_manager.history import History
+from weight_manager.history import History, Intent, Record
 from weight_manager.layout import Layout, version_digest
-from weight_manager.life import Event, Go, Ignored, Refused, Role, State
+from weight_manager.life import Event, Go, Ignored, Life, Refused, Role, State
 from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
-from weight_manager.push_session import Intent, Owner, PushSession
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.lease import Lease
 from weight_manager.slots import Slots
-from weight_manager.staging import Staging
+from weight_manager.staging import Check, Checker, Staging, Told
 
 log = logging.getLogger(__name__)
+
+LITTLE_BYTES = 16 << 20
+"""Versions of so few, as most adapters are, are looked through whole for what is no number: in a millisecond or two."""
+
+
+class Owner(Protocol):
+    """Who pushes. Each is called at most once; `ended` instead of whatever did not happen."""
+
+    def sealed(self, session: "PushSession") -> None:
+        """Every byte is there and matches."""
+        ...
+
+    def committed(self, session: "PushSession", report: Committed) -> None:
+        """The version is live on every replica."""
+        ...
+
+    def ended(self, session: "PushSession", refusal: PushRefused) -> None:
+        """The session is gone; what is served has not changed."""
+        ...
+
+
+@dataclass(eq=False)
+class PushSession:
+    """One attempt to make one version live. Times are monotonic seconds."""
+
+    intent: Intent
+    owner: Owner
+    slot: int
+    write_epoch: int
+    staging: Staging
+    checker: Checker
+    mark: float  # when the current stage began
+    role: Role = Role.ROOT
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    digest: str = ""  # of the version, once all of it is here and intact; stores below may still be busy
+    deadline: float | None = None  # for what it is doing now
+    expected: str = ""  # digest that it must have
+    quorum: bool = False  # stores below may miss it
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.life = Life(self.role)
+
+    def live(self, epoch: int) -> Live:
+        """What would be live."""
+        return Live(self.intent.run_id, self.intent.version, epoch, self.slot, self.digest, self.write_epoch)
+
+    def record(self, live: Live, replicas: int) -> Record:
+        """A line of the history."""
+        return Record(
+            *(live.run_id, live.version, live.epoch, live.digest, time.time(), self.intent.source, self.intent.client),
+            bytes=self.staging.total_bytes,
+            replicas=replicas,
+            seconds=self.seconds,
+        )
+
+    def lap(self, stage: str, now: float) -> None:
+        """Note how long a stage took."""
+        self.seconds[stage] = round(now - self.mark, 6)
+        self.mark = now
+
+    def extra(self) -> dict[str, Any]:
+        """For log lines and errors."""
+        whose = {"adapter": self.intent.adapter} if self.intent.adapter else {}
+        return {"session": self.id, "version": self.intent.version, "run_id": self.intent.run_id} | whose
+
+    def described(self, now: float) -> dict[str, Any]:
+        """For the status."""
+        staging = self.staging
+        return self.extra() | {
+            "state": self.life.state.value,
+            "source": self.intent.source,
+            "client": self.intent.client,
+            "transport": self.intent.transport,
+            "slot": self.slot,
+            "bytes": staging.total_bytes,
+            "received_bytes": staging.received_bytes if staging.chunked else None,
+            "verified_bytes": staging.verified_bytes,
+            "deadline_s": round(self.deadline - now, 3) if self.deadline is not None else None,
+        }
 
 
 class Audience(Protocol):
@@ -81,20 +161,13 @@ class Coordinator:
         self._config = config
         self.layout = layout
         self.slots = slots
+        self._background = background
         self._counters = counters
         self.history = history
         self._holds = holds
         self.replicas = replicas(self)
         self.below = Downstreams(
             config, layout, coordinator=self, slots=slots, history=history, background=background, lease=lease
-        )
-        self.checker = Checker(
-            *(background, slots, counters),
-            refuse_non_finite=config.refuse_non_finite,
-            on_refused=self._check_failed,
-            on_checked=self._digest_if_checked,
-            on_verified=self.below.verified,
-            on_digest=self._whole_here,
         )
         self.session: PushSession | None = None
         self.ballot: Ballot | None = None
@@ -139,7 +212,15 @@ class Coordinator:
         else:
             slot, write_epoch = self.slots.take(live.slot if live else None, self.history.forget_slot)
         staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport in ("zmq", "relay"))
-        session = PushSession(intent, owner, slot, write_epoch, staging, now, role)
+        told = Told(
+            refused=lambda refusal: self._check_failed(session, refusal),
+            verified=lambda check: self._verified(session, check),
+            named=lambda digests, non_finite: self._named(session, digests, non_finite),
+        )
+        checker = Checker(
+            staging, slot, background=self._background, slots=self.slots, counters=self._counters, told=told
+        )
+        session = PushSession(intent, owner, slot, write_epoch, staging, checker, now, role)
         self.session = session
         self._counters.add("sessions")
         self.changes += 1
@@ -158,7 +239,7 @@ class Coordinator:
             session.life.fire(Event.SENT)
             session.deadline = deadline
             session.lap("stage", now)
-            self._digest_if_checked(session)
+            self._name_if_checked(session)
 
     def commit(self, session: PushSession, seconds: float, now: float, event: Event = Event.COMMIT) -> None:
         """Ask everybody to prepare, to flip, and record it. event: who wants it. Raises PushRefused if it may not.
@@ -354,14 +435,26 @@ class Coordinator:
         if session is self.session:
             self.abort(session, refusal, time.monotonic())
 
-    def _digest_if_checked(self, session: PushSession) -> None:
-        if session is self.session and session.life.state is State.CHECKING and session.staging.checking == 0:
-            self.checker.digest(session)
+    def _verified(self, session: PushSession, check: Check) -> None:
+        self.below.verified(session, check)
+        self._name_if_checked(session)
 
-    def _whole_here(self, session: PushSession, digests: list[int]) -> None:
-        """The slot is complete and intact on this host."""
+    def _name_if_checked(self, session: PushSession) -> None:
+        if session is self.session and session.life.state is State.CHECKING and session.staging.checking == 0:
+            every = self._config.refuse_non_finite or self.layout.slot_bytes <= LITTLE_BYTES
+            session.checker.name(every=every and session.intent.transport != "relay")  # the store above has seen to it
+
+    def _named(self, session: PushSession, digests: list[int], non_finite: list[str]) -> None:
+        """The slot is complete and intact on this host. non_finite: names of parameters."""
         if session is not self.session:
             return
+        if non_finite and session.intent.transport != "relay":
+            self._counters.add("non_finite")
+            message = f"weights that are NaN or infinite: {', '.join(non_finite[:20])}"
+            if self._config.refuse_non_finite:
+                self._check_failed(session, PushRefused("non_finite", message, non_finite))
+                return
+            log.warning("%s has %s", session.intent, message, extra=session.extra() | {"tensors": non_finite[:100]})
         now, intent, digest = time.monotonic(), session.intent, version_digest(self.layout, digests)
         if session.expected not in ("", digest):
             message = f"{intent} is {digest} here, not {session.expected}"

@@ -13,16 +13,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollout_client.data_socket import DIGEST, DONE, END, KEY_BYTES, RECORD
 from rollout_client.digest import Digest
 from weight_manager.background import Inbox
 from weight_manager.data_port import DataPort
 from weight_manager.errors import PushRefused
-from weight_manager.push_session import PushSession
 from weight_manager.slots import Slots
 from weight_manager.staging import Staging, Target
+
+if TYPE_CHECKING:
+    from weight_manager.coordinator import PushSession  # whose bytes these are
 
 LOW_WATER = 1 << 20
 """Bytes that are waited for: on a link slower than the processor each packet would wake the thread otherwise."""
@@ -232,7 +234,7 @@ class DataPlane:
         """For trainers; 0 = none."""
         return self._port.port if self._port is not None else 0
 
-    def expect(self, session: PushSession, copies: tuple[int, int], hear: Hear) -> bytes:
+    def expect(self, session: "PushSession", copies: tuple[int, int], hear: Hear) -> bytes:
         """A key for a trainer rank. copies: [first, first + count). hear: called in the loop, what the thread says."""
         if self._port is None:
             return b""
@@ -241,7 +243,7 @@ class DataPlane:
         self._port.expect(key, lambda connection: self._take(connection, session, copies, hear))
         return key
 
-    def start(self, session: PushSession, make: Callable[[Hear], Receiver], hear: Hear) -> None:
+    def start(self, session: "PushSession", make: Callable[[Hear], Receiver], hear: Hear) -> None:
         """A thread that fills the session's slot. make: given what the thread calls with its news."""
 
         def tell(news: News) -> None:
@@ -257,7 +259,7 @@ class DataPlane:
             self._slots.leave(session.slot)
             hear(Ended(PushRefused("io", f"no thread for a data connection: {error}", retryable=True)))
 
-    def end(self, session: PushSession) -> None:
+    def end(self, session: "PushSession") -> None:
         """The session is over: nothing may write for it any more. Its slot stays taken until nothing can."""
         for key in self._keys.pop(session.id, ()):
             if self._port is not None:
@@ -265,13 +267,13 @@ class DataPlane:
         for receiver in self._receivers.pop(session.id, ()):
             receiver.stop()
 
-    def _take(self, connection: socket.socket, session: PushSession, copies: tuple[int, int], hear: Hear) -> None:
+    def _take(self, connection: socket.socket, session: "PushSession", copies: tuple[int, int], hear: Hear) -> None:
         def make(tell: Hear) -> TrainerReceiver:
             return TrainerReceiver(connection, session.staging, copies, tell, progress=self._progress)
 
         self.start(session, make, hear)
 
-    def _news(self, receiver: Receiver, session: PushSession, news: News, hear: Hear) -> None:
+    def _news(self, receiver: Receiver, session: "PushSession", news: News, hear: Hear) -> None:
         running = receiver in self._receivers.get(session.id, ())
         if isinstance(news, Ended):
             self._slots.leave(session.slot)

@@ -13,10 +13,9 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Reader, read_checkpoint
 from weight_manager.errors import PushRefused, StartError
-from weight_manager.history import History
+from weight_manager.history import History, Intent
 from weight_manager.layout import Layout, region_digests, version_digest
 from weight_manager.own_sessions import DiskLoad, Outcome
-from weight_manager.push_session import Intent
 from weight_manager.snapshot import SNAPSHOT_FILE, Snapshots, read_head, read_snapshot
 
 log = logging.getLogger(__name__)

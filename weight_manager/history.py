@@ -1,4 +1,5 @@
-"""What was made live, in order, kept on disk: the commit point of every push, and what a restart goes on from.
+"""What was made live, in order, kept on disk: the commit point of every push, what a restart goes on from, and which
+versions may come next (`Intent`).
 
 One small JSON file, replaced atomically and synced before a commit is answered. It also says where the
 arena is, so that a restarted store can take it over, and reserves epochs ahead, so that an epoch shown to
@@ -8,13 +9,15 @@ a replica in a commit that failed is not used again by the next life of the stor
 import logging
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from rollout_client.protocol import AdapterInFlight
 from weight_manager.adapters.plan import AdapterShape
-from weight_manager.errors import StartError
+from weight_manager.errors import PushRefused, StartError
 from weight_manager.messages import Live
 
 log = logging.getLogger(__name__)
@@ -22,6 +25,11 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 RESERVE = 64
 """Epochs reserved ahead with each write."""
+
+
+MAX_VERSION = (1 << 63) - 1
+"""Versions travel as signed 64-bit integers between ranks."""
+Source = Literal["push", "disk", "snapshot", "relay", "rollback", "merge"]
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,7 +40,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: int
     digest: str
     time: float  # seconds since 1970
-    source: str  # "push", "disk", "snapshot", "relay", "rollback", "merge"
+    source: Source
     client: str = ""
     bytes: int = 0
     replicas: int = 0
@@ -56,6 +64,47 @@ class Saved(msgspec.Struct, frozen=True):
     shape: AdapterShape | None = None  # of the adapter
     unmerged: Live | None = None  # while an adapter is merged into what is live: the weights without it
     doubt: Live | None = None  # flipped at the word of the store above, which has not said yet whether it counts
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a push wants to become. run_id "" = the service's own loads."""
+
+    run_id: str
+    version: int
+    source: Source
+    client: str = ""
+    in_flight: AdapterInFlight = "keep"
+    transport: str = ""
+    force: bool = False
+    adapter: str = ""  # whose version it is; "": the model's
+
+    def __str__(self) -> str:
+        by = f" by {self.client}" if self.client else ""
+        run = f" of run {self.run_id!r}" if self.run_id else ""
+        whose = f" of adapter {self.adapter}" if self.adapter else ""
+        return f"version {self.version}{whose}{run} ({self.source}{by})"
+
+    def check_order(self, history: "History") -> None:
+        """Versions rise within a run, unless force says otherwise; the run's last may come again while another run's
+        is live. Raises PushRefused stale_version.
+        """
+        last, live = history.last(self.run_id), history.live
+        if self.force or last is None:
+            return
+        is_live = live is not None and live.run_id == self.run_id
+        if self.version < last.version or (is_live and self.version == last.version):
+            advice = "push a higher version, or under another run_id, or force it"
+            message = f"{self} is not above {last.version}, the last of that run: {advice}"
+            raise PushRefused("stale_version", message)
+
+    def check_same(self, history: "History", digest: str) -> None:
+        """A version that went live before has the same bytes now. Raises PushRefused stale_version."""
+        last = history.last(self.run_id)
+        if last is not None and last.version == self.version and last.digest != digest and not self.force:
+            advice = "push it as another version, or force it"
+            message = f"{self} went live before as {last.digest} and is {digest} now: {advice}"
+            raise PushRefused("stale_version", message)
 
 
 class History:

@@ -7,10 +7,10 @@ from threading import Event
 
 from rollout_client.protocol import AdapterInFlight, Committed
 from weight_manager.background import Background
-from weight_manager.coordinator import Coordinator
+from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.disk import Loaded, Reader
 from weight_manager.errors import PushRefused
-from weight_manager.push_session import Intent, PushSession
+from weight_manager.history import Intent
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class DiskLoad(OwnSession):
 
     def _loaded(self, session: PushSession, loaded: Loaded) -> None:
         session.staging.add(loaded.copies, loaded.names)
-        self._coordinator.checker.check(session, session.staging.written(enumerate(loaded.digests)))
+        session.checker.written(enumerate(loaded.digests))
         self._coordinator.seal(session, self._deadline, time.monotonic())
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:

@@ -1,41 +1,41 @@
-"""Bytes of one push session in its slot: where each may go, which have come, which have been checked.
+"""Bytes of one push session in its slot: where each may go, which have come, and whether they are the trainer's.
 
 Nothing here knows sockets or leases. A `Target` is one copy; copies are numbered over all trainer ranks in the order
-they joined.
+they joined. `Staging` keeps the books. `Checker` has threads do what would hold the loop (digests, scattering, tensors
+carried over from the live slot), and handles in the loop what they find. A result that comes back after its session has
+ended only lets the slot go.
 """
 
+import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from rollout_client import patches
-from rollout_client.digest import PIECE, digest_of, joined, pieces
+from rollout_client.digest import digest_of, joined, pieces
 from rollout_client.page_sums import both_digests
-from rollout_client.patches import BITS
 from rollout_client.protocol import Copy
+from weight_manager.background import Background
 from weight_manager.errors import PushRefused
-from weight_manager.finite import all_finite, ends_finite
+from weight_manager.finite import all_ends_finite, all_finite, ends_finite
 from weight_manager.intervals import Intervals
-from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Layout, region_views
+from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Array, Layout, region_views, slot_array
+from weight_manager.metrics import Counters
+from weight_manager.patched import Patched
+from weight_manager.slots import Slots
 
-WINDOW = 1 << 20
-"""Bytes that are taken from the base and hashed at a time, so that they stay in the core's cache."""
-Patch = tuple[memoryview, memoryview]
-"""Gaps and values (rollout_client/patches.py)."""
-NOTHING: Patch = (memoryview(b""), memoryview(b""))
+log = logging.getLogger(__name__)
 
 
 class Target:
     """Where one copy lands in the slot, which of its bytes have come, and what they are then."""
 
     __slots__ = (
-        *("_base", "_patches", "_plain", "_scratch", "_view"),
-        *("arriving", "by_sums", "digest", "name", "nbytes", "received", "start", "streamed", "written"),
+        *("_scratch", "_view", "arriving", "by_sums", "digest", "name"),
+        *("nbytes", "patched", "received", "start", "streamed", "written"),
     )
 
     def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
@@ -44,11 +44,9 @@ class Target:
         strides = tuple(s * dtype.itemsize for s in copy.dst_strides)
         self.name = name
         self.start = copy.dst_offset * dtype.itemsize
-        self._view: npt.NDArray[Any] = np.ndarray(copy.shape, dtype, slot, self.start, strides)
-        self._scratch: npt.NDArray[Any] | None = None
-        self._base = None if base is None else np.ndarray(copy.shape, dtype, base, self.start, strides)
-        self._patches: list[tuple[int, int, Patch]] = []  # offset, span
-        self._plain = Intervals()  # of a target with a base: what came as it is
+        self._view: Array = np.ndarray(copy.shape, dtype, slot, self.start, strides)
+        self._scratch: Array | None = None
+        self.patched = None if base is None else Patched(np.ndarray(copy.shape, dtype, base, self.start, strides))
         self.nbytes = prod(copy.shape) * dtype.itemsize
         self.received = Intervals()
         self.arriving = 0  # of those, bytes that are not there yet
@@ -80,67 +78,12 @@ class Target:
     @property
     def scattered(self) -> bool:
         """`compute` still has to write into the slot: from scratch, from the base, or patches."""
-        return self._scratch is not None or self._base is not None
+        return self._scratch is not None or self.patched is not None
 
     @property
     def complete(self) -> bool:
         """Nothing is missing."""
-        return not self.arriving and (self._base is not None or self.received.covers(self.nbytes))
-
-    def plain(self, offset: int, size: int) -> None:
-        """These bytes come as they are."""
-        if self._base is not None:
-            self._plain.add(offset, offset + size)
-
-    def patch(self, offset: int, span: int, sizes: Sequence[int]) -> list[memoryview] | None:
-        """Where a patch's gaps and values are received; None if there can be no such patch."""
-        item = self._view.itemsize
-        if self._base is None or offset % item or span % item or len(sizes) != 2:
-            return None
-        if offset // PIECE != (offset + span - 1) // PIECE:
-            return None
-        gaps, values = sizes
-        if not 0 < values <= span or values % item or not 0 < gaps <= span // item:
-            return None
-        frames = memoryview(bytearray(gaps)), memoryview(bytearray(values))
-        self._patches.append((offset, span, frames))
-        return list(frames)
-
-    def _fill(self, base: npt.NDArray[Any]) -> int:
-        """What was not received from the base, with the patches. Digest of it all, each window taken while hot.
-
-        Raises ValueError for a patch that does not fit.
-        """
-        bits = BITS[self._view.itemsize]
-        flat = np.frombuffer(self.destination(0, self.nbytes), np.uint8)
-        source = np.ascontiguousarray(base).reshape(-1).view(np.uint8)
-        digests: list[int] = []
-        state, room = patches.hasher(), PIECE
-        for start, stop, (gaps, values) in self._windows():
-            came = self._plain.gaps(start, stop) != [(start, stop)]
-            patch = np.frombuffer(gaps, np.uint8), np.frombuffer(values, bits)
-            if came:
-                state.update(flat[start:stop])
-            elif not patches.patched(flat[start:stop].view(bits), source[start:stop].view(bits), *patch, state):
-                raise ValueError(f"a patch of {self.name} does not fit it")
-            room -= stop - start
-            if not room or stop == self.nbytes:
-                digests.append(state.intdigest())
-                state, room = patches.hasher(), PIECE
-        return joined(digests)
-
-    def _windows(self) -> Iterator[tuple[int, int, Patch]]:
-        """The whole in order: spans of patches, what came as it is, and what did not change; none crosses a piece."""
-        spans = {offset: (offset + span, patch) for offset, span, patch in self._patches}
-        edges = {*range(0, self.nbytes, WINDOW), *spans, *(stop for stop, _ in spans.values()), self.nbytes}
-        edges |= {edge for gap in self._plain.gaps(0, self.nbytes) for edge in gap}
-        ordered = sorted(edges)
-        done = 0
-        for start, stop in pairwise(ordered):
-            if start < done:
-                continue  # inside the span of a patch
-            done, patch = spans.get(start, (stop, NOTHING))
-            yield start, done, patch
+        return not self.arriving and (self.patched is not None or self.received.covers(self.nbytes))
 
     def parts(self) -> list[memoryview]:
         """What threads may hash apart from each other (digest.py); one if it has to be computed as a whole."""
@@ -157,10 +100,11 @@ class Target:
         if self.streamed is not None and not self.scattered:
             return self.streamed, self.streamed
         filled = None
-        if self._base is not None:
-            filled = self._fill(self._base)
-            self._base = None
-            self._patches.clear()
+        if self.patched is not None:
+            filled = self.patched.fill(np.frombuffer(self.destination(0, self.nbytes), np.uint8))
+            if filled is None:
+                raise ValueError(f"a patch of {self.name} does not fit it")
+            self.patched = None
         if self._scratch is not None:
             self._view[...] = self._scratch
             self._scratch = None
@@ -238,11 +182,12 @@ class Staging:
             raise PushRefused("duplicate_tensor", f"{target.name}: bytes {offset} to {stop} came twice", [target.name])
         self.received_bytes += sum(sizes)
         if span:
-            frames = target.patch(offset, span, sizes)
+            frames = target.patched.patch(offset, span, sizes) if target.patched is not None else None
             if frames is None:
                 raise PushRefused("bad_message", f"{target.name}: a patch of sizes {sizes} fits nothing", [target.name])
             return frames
-        target.plain(offset, stop - offset)
+        if target.patched is not None:
+            target.patched.plain(offset, stop - offset)
         views = []
         for size in sizes:
             views.append(target.destination(offset, size))
@@ -309,10 +254,15 @@ class Staging:
         return digests
 
     def non_finite(self, *, every: bool) -> list[str]:
-        """Parameters with elements that are NaN or infinite; those at the ends of a region, unless `every`."""
+        """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
+        each region. Run it in a thread.
+        """
+        views = region_views(self.layout, self.slot)
+        if all_finite(slot_array(self.layout, self.slot)) if every else all_ends_finite(views):
+            return []
         look = all_finite if every else ends_finite
-        views = zip(self.layout.regions, region_views(self.layout, self.slot), strict=True)
-        return list(dict.fromkeys(region.name for region, view in views if not look(view)))
+        named = zip(self.layout.regions, views, strict=True)
+        return list(dict.fromkeys(region.name for region, view in named if not look(view)))
 
 
 def run_check(check: Check) -> list[str]:
@@ -329,3 +279,120 @@ def run_check(check: Check) -> list[str]:
         elif target.name not in wrong:
             wrong.append(target.name)
     return wrong
+
+
+class Told(NamedTuple):
+    """Whom a session's checks tell, in the loop, whether it has ended or not.
+
+    refused: bytes are wrong, or could not be checked. verified: a check has gone well. named: the digest of every
+    region, and parameters that are NaN or infinite, once `Checker.name` was asked for.
+    """
+
+    refused: Callable[[PushRefused], None]
+    verified: Callable[[Check], None]
+    named: Callable[[list[int], list[str]], None]
+
+
+class Checker:
+    """One session's checks."""
+
+    def __init__(
+        self, staging: Staging, slot: int, *, background: Background, slots: Slots, counters: Counters, told: Told
+    ) -> None:
+        """slot: the number of the one that is filled."""
+        self._staging = staging
+        self._slot = slot
+        self._background = background
+        self._slots = slots
+        self._counters = counters
+        self._told = told
+
+    def written(self, digests: Iterable[tuple[int, int]], sums: Iterable[tuple[int, int]] = ()) -> int:
+        """The trainer says these copies are complete: compare digests while the rest still arrives. Returns their
+        bytes. Arguments and what it raises: `Staging.written`.
+        """
+        checks = self._staging.written(digests, sums)
+        runs: list[tuple[Check, list[list[memoryview]]]] = []
+        for check in checks:
+            parts = [target.parts() for target, _ in check]
+            if all(parts):
+                runs.append((check, parts))
+            else:
+                writes = any(target.scattered for target, _ in check)
+                self._run(lambda check=check: run_check(check), check, writes=writes)  # type: ignore[misc]
+        if runs:
+            self._read(runs)
+        return sum(target.nbytes for check in checks for target, _ in check)
+
+    def carry(self, names: Sequence[str], live: memoryview) -> None:
+        """Take these tensors (canonical names) from the live version's slot. It stays live while a session runs."""
+        layout = self._staging.layout
+        views = zip(layout.regions, *(region_views(layout, slot) for slot in (live, self._staging.slot)), strict=True)
+        wanted = frozenset(names)
+        pairs = [(source, target) for region, source, target in views if region.name in wanted]
+
+        def copy() -> list[str]:
+            for source, target in pairs:
+                target[...] = source
+            return []
+
+        self._staging.checking += 1
+        self._run(copy, [], writes=True)
+
+    def name(self, *, every: bool) -> None:
+        """Digest what no single check has covered, and see whether the weights are numbers. every: look at all."""
+        staging = self._staging
+
+        def work() -> tuple[list[int], list[str]]:
+            return staging.region_digests(), staging.non_finite(every=every)
+
+        self._background.submit(work, lambda found: self._told.named(*found), self._broken)
+
+    def _read(self, runs: Sequence[tuple[Check, list[list[memoryview]]]]) -> None:
+        """What only has to be hashed: all threads share it, and the loop hears of it once."""
+
+        def done(digests: list[int]) -> None:
+            start = 0
+            for check, parts in runs:
+                wrong = []
+                for (target, claimed), pieces_ in zip(check, parts, strict=True):
+                    target.digest = joined(digests[start : start + len(pieces_)])
+                    start += len(pieces_)
+                    if target.digest != claimed:
+                        wrong.append(target.name)
+                self._checked(check, wrong)
+
+        flat = [piece for _, parts in runs for pieces_ in parts for piece in pieces_]
+        self._background.digests(flat, done, self._broken)
+
+    def _run(self, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
+        """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""
+
+        def done(wrong: list[str]) -> None:
+            if writes:
+                self._slots.leave(self._slot)
+            self._checked(check, wrong)
+
+        def failed(error: BaseException) -> None:
+            if writes:
+                self._slots.leave(self._slot)
+            self._broken(error)
+
+        if writes:
+            self._slots.enter(self._slot)
+        self._background.submit(work, done, failed)
+
+    def _checked(self, check: Check, wrong: list[str]) -> None:
+        before = self._staging.verified_bytes
+        try:
+            self._staging.checked(check, wrong)
+        except PushRefused as refusal:
+            self._counters.add("checksum_mismatches")
+            self._told.refused(refusal)
+            return
+        self._counters.add("bytes_verified", self._staging.verified_bytes - before)
+        self._told.verified(check)
+
+    def _broken(self, error: BaseException) -> None:
+        log.error("checking the weights failed", exc_info=error)
+        self._told.refused(PushRefused("internal", f"checking the weights failed: {error!r}"))

@@ -23,14 +23,14 @@ from rollout_client.protocol import (
     Written,
 )
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator
+from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.data_plane import Arrived, DataPlane, Ended, News, Taken
 from weight_manager.errors import PushRefused
+from weight_manager.history import Intent
 from weight_manager.life import Event, Refused
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
-from weight_manager.push_session import Intent, PushSession
 
 Answer = Callable[[bytes, Reply], None]
 Outcome = Committed | PushRefused
@@ -166,12 +166,9 @@ class TrainerGroup:
             rank = self._staging_member(peer, now)
             digests = [(rank.number(copy), digest) for copy, digest in written.digests]
             sums = [(rank.number(copy), digest) for copy, digest in written.sums]
-            checks = self._running.staging.written(digests, sums)
+            self._counters.add("bytes_staged", self._running.checker.written(digests, sums))
         except PushRefused as refusal:
             self.refuse(refusal, now)
-            return
-        self._counters.add("bytes_staged", sum(target.nbytes for check in checks for target, _ in check))
-        self._coordinator.checker.check(self._running, checks)
 
     def take(self, peer: bytes, request: SessionRequest, now: float) -> None:
         """Carry a request out. Once the session is over, it is answered from what became of that."""
@@ -307,15 +304,14 @@ class TrainerGroup:
         return place(begin.parts, layout)
 
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
-        session = self._running
+        session, arena = self._running, self._coordinator.slots.arena
         base = self._base(begin)
         first = session.staging.add(copies, [begin.parts[c.part].name for c in copies], base)
         self.ranks[peer] = TrainerRank(begin, first, len(copies), now + self._config.lease_s)
         if self._complete and begin.base_version is not None:
             live = self._coordinator.history.live
             assert live is not None
-            self._coordinator.checker.carry(session, self._kept, live.slot)
-        arena = self._coordinator.slots.arena
+            session.checker.carry(self._kept, arena.slot(live.slot))
         offset = arena.slot_offset(session.slot)
         span, key = (first, len(copies)), b""
         if begin.transport == "zmq":

@@ -35,9 +35,9 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
+from weight_manager.history import MAX_VERSION, Intent
 from weight_manager.messages import MergeAdapter
 from weight_manager.metrics import Counters
-from weight_manager.push_session import MAX_VERSION, Intent
 from weight_manager.trainer_group import SessionRequest, TrainerGroup
 from weight_manager.wire import Router
 

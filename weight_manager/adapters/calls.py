@@ -24,11 +24,11 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
+from weight_manager.history import MAX_VERSION, Intent
 from weight_manager.layout import Layout
 from weight_manager.messages import LoadAdapter, MergeAdapter, Result, RollbackAdapter, UnloadAdapter
 from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
 from weight_manager.plan import place, prove
-from weight_manager.push_session import MAX_VERSION, Intent
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 1 << 20

@@ -15,7 +15,6 @@ from weight_manager.history import History
 from weight_manager.layout import Layout
 from weight_manager.life import Role
 from weight_manager.messages import Live
-from weight_manager.push_session import PushSession
 from weight_manager.relay import messages as wire
 from weight_manager.relay.catch_up import CatchUp
 from weight_manager.relay.lease import Lease
@@ -26,7 +25,7 @@ from weight_manager.slots import Slots
 from weight_manager.staging import Check
 
 if TYPE_CHECKING:
-    from weight_manager.coordinator import Coordinator  # which makes us
+    from weight_manager.coordinator import Coordinator, PushSession  # which makes us
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Downstreams:
 
     # a session, as the coordinator tells it
 
-    def begin(self, session: PushSession, now: float) -> None:
+    def begin(self, session: "PushSession", now: float) -> None:
         """Bytes are about to arrive in its slot."""
         if self.roster.router is None:
             return
@@ -75,18 +74,18 @@ class Downstreams:
         for store in self.roster.all():
             self._enrol(store, session)
 
-    def arrived(self, session: PushSession, start: int, size: int) -> None:
+    def arrived(self, session: "PushSession", start: int, size: int) -> None:
         """Bytes of the slot that a trainer or the store above sent. They are forwarded before they are verified."""
         if session is self._session and self._stream is not None:
             self._stream.arrived(start, size)
 
-    def verified(self, session: PushSession, check: Check) -> None:
+    def verified(self, session: "PushSession", check: Check) -> None:
         """Copies that were compared in place."""
         if session is self._session and self._stream is not None:
             for target, _ in check:
                 self._stream.proven(target.start, target.nbytes, target.digest, contiguous=target.contiguous)
 
-    def seal(self, session: PushSession, digest: str, digests: Sequence[int], now: float) -> None:
+    def seal(self, session: "PushSession", digest: str, digests: Sequence[int], now: float) -> None:
         """The slot is complete and intact."""
         if session is not self._session or self._stream is None:
             return
@@ -109,7 +108,7 @@ class Downstreams:
                 store.holds = version_of(live)
             self._late.offer(store)
 
-    def ended(self, session: PushSession, refusal: PushRefused) -> None:
+    def ended(self, session: "PushSession", refusal: PushRefused) -> None:
         """Nothing came of it."""
         if session is not self._session:
             return
@@ -356,7 +355,7 @@ class Downstreams:
         else:
             self._coordinator.staged_below(now)
 
-    def _enrol(self, store: Downstream, session: PushSession) -> None:
+    def _enrol(self, store: Downstream, session: "PushSession") -> None:
         assert self._stream is not None
         live, intent = self._history.live, session.intent
         holds = live is not None and store.holds == version_of(live)

@@ -16,7 +16,7 @@ from rollout_client.data_socket import CONNECT_S, MAGIC, READY
 from rollout_client.digest import Digest
 from rollout_client.protocol import Committed, Copy
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator
+from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.data_plane import (
     PIECE_BYTES,
     Arrived,
@@ -31,10 +31,10 @@ from weight_manager.data_plane import (
     Unconnected,
 )
 from weight_manager.errors import PushRefused
+from weight_manager.history import MAX_VERSION, Intent
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.life import Event, Go, Refused, Role
 from weight_manager.messages import Live
-from weight_manager.push_session import MAX_VERSION, Intent, PushSession
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.roster import CLAIM, END, RECORD
@@ -378,11 +378,9 @@ class Relayed:
 
     def _claims(self, session: PushSession, digests: Sequence[tuple[int, int]], now: float) -> None:
         try:
-            checks = session.staging.written(digests)
+            session.checker.written(digests)
         except PushRefused as refusal:
             self._coordinator.abort(session, refusal, now)
-            return
-        self._coordinator.checker.check(session, checks)
 
     def _failed(self, refusal: PushRefused) -> None:
         failed = wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors, refusal.retryable)

@@ -10,9 +10,9 @@ from tests.simulation.parties import Replica
 from tests.simulation.run import TIMES
 from tests.simulation.world import World
 from weight_manager.errors import PushRefused
+from weight_manager.history import Intent
 from weight_manager.life import Event, State
 from weight_manager.messages import Finalized
-from weight_manager.push_session import Intent
 
 
 class Owner:

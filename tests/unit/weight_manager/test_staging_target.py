@@ -6,7 +6,8 @@ import pytest
 from rollout_client.digest import PIECE, digest_of
 from rollout_client.patches import hasher, update
 from rollout_client.protocol import Copy
-from weight_manager.staging import WINDOW, Target
+from weight_manager.patched import WINDOW
+from weight_manager.staging import Target
 
 ELEMENTS = (2 * PIECE + 3 * WINDOW) // 2 + 77
 COPY = Copy(0, (ELEMENTS,), 0, (1,), 0, (1,), "bfloat16")
@@ -26,7 +27,7 @@ def target():
 def send(target, offset, before, after):
     """What differs of one span."""
     gaps, values = update(before.copy(), after, after.size, hasher())
-    frames = target.patch(offset, after.nbytes, [gaps.nbytes, values.nbytes])
+    frames = target.patched.patch(offset, after.nbytes, [gaps.nbytes, values.nbytes])
     target.received.add(offset, offset + after.nbytes)
     for frame, part in zip(frames, (gaps, values), strict=True):
         frame[:] = part.view(np.uint8).data
@@ -49,20 +50,20 @@ def test_every_byte_is_the_new_one_wherever_it_came_from(target):
     new[plain] = 7
     start, size = plain.start * 2, (plain.stop - plain.start) * 2
     made.received.add(start, start + size)
-    made.plain(start, size)
+    made.patched.plain(start, size)
     made.destination(start, size)[:] = new[plain].tobytes()
     assert made.compute() == (digest_of(new.data), digest_of(new.data))
     assert np.array_equal(slot, new)
 
 
 def test_a_patch_is_of_one_piece(target):
-    assert target[0].patch(PIECE - SPAN, SPAN, [1, 2]) is not None
-    assert target[0].patch(PIECE - SPAN + 2, SPAN, [1, 2]) is None
+    assert target[0].patched.patch(PIECE - SPAN, SPAN, [1, 2]) is not None
+    assert target[0].patched.patch(PIECE - SPAN + 2, SPAN, [1, 2]) is None
 
 
 def test_a_patch_that_does_not_fit_is_said(target):
     made, _, _ = target
-    frames = made.patch(0, 64, [2, 2])
+    frames = made.patched.patch(0, 64, [2, 2])
     frames[0][:] = bytes([255, 0])
     frames[1][:] = bytes(2)
     with pytest.raises(ValueError, match="does not fit"):
