@@ -17,7 +17,8 @@ import numpy.typing as npt
 from rollout_client.digest import PIECE, Digest, joined
 from rollout_client.native import kernels
 from rollout_client.native.kernels import Run
-from rollout_client.protocol import Copy
+from rollout_client.protocol import Copy, Part
+from rollout_client.tensors import Source, elements
 
 Array = npt.NDArray[Any]
 WIRE_DTYPE: dict[str, np.dtype[Any]] = {
@@ -64,6 +65,61 @@ def move_all(copies: Sequence[Run]) -> list[int]:
         joined(list(islice(digests, len(of_one)))) if of_one else _move(*copy)
         for copy, of_one in zip(copies, runs, strict=True)
     ]
+
+
+class Alike:
+    """All copies of a push, each in one piece and none a large one: made once for all pushes that lie alike, and moved
+    in one call. `of` makes it.
+    """
+
+    def __init__(self, copies: list[Copy], parts: list[Part], rows: Array, fast: kernels.Kernels) -> None:
+        self._copies, self._parts = copies, parts
+        self._rows, self._fast = rows, fast
+        self._part = np.array([copy.part for copy in copies])
+        self.nbytes = int((rows[:, 2] * rows[:, 3]).sum())
+
+    @classmethod
+    def of(cls, copies: list[Copy], parts: list[Part], slot_bytes: int) -> "Alike | None":
+        """None if some copy has to be moved otherwise, or there are no kernels.
+
+        Raises ValueError for a copy that leaves its part or the slot.
+        """
+        fast = kernels.ready()
+        moves = []
+        for copy in copies:
+            src = parts[copy.part].dtype
+            if fast is None or copy.src_strides != (1,) or copy.dst_strides != (1,):
+                return None
+            if src not in WIRE_DTYPE or (src != copy.dst_dtype and (src, copy.dst_dtype) not in CASTS):
+                return None
+            to, size = WIRE_DTYPE[copy.dst_dtype].itemsize, copy.shape[0]
+            if size * to > PIECE:
+                return None
+            for offset, room in ((copy.src_offset, elements(parts[copy.part])), (copy.dst_offset, slot_bytes // to)):
+                if not 0 <= offset < offset + size <= room:
+                    raise ValueError(f"a copy of {size} at {offset} leaves a buffer of {room}")
+            places = copy.dst_offset * to, copy.src_offset * WIRE_DTYPE[src].itemsize
+            moves.append((*places, size, src, copy.dst_dtype))
+        return cls(copies, parts, fast.rows(moves), fast) if fast is not None else None
+
+    def fits(self, copies: list[Copy], parts: list[Part]) -> bool:
+        """Whether these are the copies that it was made of."""
+        return copies == self._copies and parts == self._parts
+
+    def move(self, sources: Sequence[Source], slot: memoryview) -> list[int]:
+        """Into the slot; the digest of each copy. sources: of the parts that it was made of."""
+        loaded: list[Array] = []  # what lies elsewhere, or otherwise
+        places = []
+        for source in sources:
+            place = source.address()
+            if place is None:
+                loaded.append(source.load())
+                place = loaded[-1].ctypes.data
+            places.append(place)
+        rows = self._rows.copy()
+        rows[:, 0] += np.frombuffer(slot, np.uint8).ctypes.data
+        rows[:, 1] += np.array(places, np.int64)[self._part]
+        return self._fast.move_rows(rows)
 
 
 def _runs(copy: Run) -> list[Run]:

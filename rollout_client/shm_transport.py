@@ -26,7 +26,7 @@ from typing import NamedTuple
 from rollout_client import slot_lock
 from rollout_client.aligned_map import protect
 from rollout_client.arena_file import ArenaFile
-from rollout_client.copying import Array, move_all, slot_view, source_view
+from rollout_client.copying import Alike, Array, move_all, slot_view, source_view
 from rollout_client.cuda_copy import CudaCopier, can_copy
 from rollout_client.device_slots import LentSlots
 from rollout_client.digest import PIECE, joined
@@ -193,6 +193,8 @@ def move_units(batch: Sequence[Unit]) -> list[Moved]:
 
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
+AT_ONCE_BYTES = 64 << 20
+"""Less than this is moved in one call, if it all lies in whole pieces: milliseconds."""
 LISTEN_S = 0.005
 """The store is listened to this often, not after every batch: what is done beside copying is taken from the copies."""
 Job = tuple[int, list[tuple[int, Copy]]]
@@ -208,6 +210,7 @@ class ShmTransport(Transport):
         """threads: that move tensors, None = one per core this process may use, at most four."""
         self._arena = arena
         self._cuda: CudaCopier | None = None
+        self._alike: Alike | None = None  # of the last small push
         self.filled = 0
         """Ranks whose device memory the last push has filled."""
         self._threads = threads or moving_threads()
@@ -241,22 +244,8 @@ class ShmTransport(Transport):
         try:
             if self._arena.write_epoch(number) != placement.write_epoch:
                 raise SessionLost("unknown_session", "the slot has been given to another session", retryable=True)
-            jobs = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
-            on_gpu: list[tuple[Source, list[tuple[int, Copy]]]] = []
-            others: list[Job] = []
-            for part, copies in jobs:
-                if can_copy(sources[part], copies):
-                    on_gpu.append((sources[part], copies))
-                else:
-                    others.append((part, copies))
-            with self._arena.staging(number) as slot:
-                self.filled = 0
-                if on_gpu:
-                    self._cuda = self._cuda or CudaCopier()
-                    key = number, placement.write_epoch
-                    lent = LentSlots(placement.devices, *key) if not others else None
-                    self.filled = self._cuda.stage(number, slot, on_gpu, reporter, lent)
-                self._move_all(others, slot, sources, reporter)
+            if not self._moved_at_once(placement, sources, number, reporter):
+                self._move_apart(placement, sources, number, reporter)
         finally:
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
@@ -267,6 +256,41 @@ class ShmTransport(Transport):
         if self._cuda is not None:
             self._cuda.close()
         self._arena.close()
+
+    def _moved_at_once(self, placement: Placement, sources: Sequence[Source], number: int, reporter: Reporter) -> bool:
+        """Move a little, such as an adapter, in one call; False if that cannot be done."""
+        if sum(source.nbytes for source in sources) > AT_ONCE_BYTES or any(s.on_gpu is not None for s in sources):
+            return False
+        parts = [source.part for source in sources]
+        if self._alike is None or not self._alike.fits(placement.copies, parts):
+            self._alike = Alike.of(placement.copies, parts, int(self._arena.slot_bytes))
+        if self._alike is None:
+            return False
+        self.filled = 0
+        with self._arena.staging(number) as slot:
+            digests = self._alike.move(sources, slot)
+        reporter.all_written(digests, self._alike.nbytes)
+        reporter.turn()
+        return True
+
+    def _move_apart(self, placement: Placement, sources: Sequence[Source], number: int, reporter: Reporter) -> None:
+        """By the GPU what lies there, the rest by threads."""
+        jobs = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
+        on_gpu: list[tuple[Source, list[tuple[int, Copy]]]] = []
+        others: list[Job] = []
+        for part, copies in jobs:
+            if can_copy(sources[part], copies):
+                on_gpu.append((sources[part], copies))
+            else:
+                others.append((part, copies))
+        with self._arena.staging(number) as slot:
+            self.filled = 0
+            if on_gpu:
+                self._cuda = self._cuda or CudaCopier()
+                key = number, placement.write_epoch
+                lent = LentSlots(placement.devices, *key) if not others else None
+                self.filled = self._cuda.stage(number, slot, on_gpu, reporter, lent)
+            self._move_all(others, slot, sources, reporter)
 
     def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
         every = [unit for part, copies in parts for unit in units(sources[part], copies, slot)]

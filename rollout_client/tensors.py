@@ -20,6 +20,7 @@ from rollout_client.protocol import Part
 Array = npt.NDArray[Any]
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 _SENT_AS_THEY_ARE = frozenset(map(np.dtype, ("<f4", "<f2", "<u2")))
+_TORCH_SENT_AS_THEY_ARE = frozenset(("torch.float32", "torch.float16", "torch.bfloat16"))
 _CPU = 1  # DLPack's kDLCPU
 
 
@@ -37,7 +38,7 @@ class Slice:
     start: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # and not frozen: there are hundreds in a push, and freezing one costs what all the rest does
 class Source:
     """One part and how to get at its bytes. load: the part's elements, flat in C order; bf16 as uint16 bits."""
 
@@ -46,6 +47,17 @@ class Source:
     data: Any
     nbytes: int
     on_gpu: Any = None  # the torch tensor, if it lies in a CUDA device's memory
+
+    def address(self) -> int | None:
+        """Where the elements lie in this process's memory as `load` gives them; None if only that can tell."""
+        data = self.data
+        if isinstance(data, np.ndarray):
+            return data.ctypes.data if data.flags.c_contiguous and data.dtype in _SENT_AS_THEY_ARE else None
+        torch = sys.modules.get("torch")
+        if torch is None or type(data) not in (torch.Tensor, torch.nn.Parameter) or data.device.type != "cpu":
+            return None
+        plain = data.layout is torch.strided and data.is_contiguous() and not data.is_neg()
+        return int(data.data_ptr()) if plain and str(data.dtype) in _TORCH_SENT_AS_THEY_ARE else None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -76,6 +88,11 @@ def _source(name: str, value: Any) -> Source:
     part = Part(name, dtype, shape) if piece is None else _slice_part(name, dtype, shape, piece)
     nbytes = prod(shape) * _itemsize(data)
     return Source(part, lambda: _flat(data), data, nbytes, data if _on_cuda(data) else None)
+
+
+def elements(part: Part) -> int:
+    """How many a part has."""
+    return part.flat[1] - part.flat[0] if part.flat is not None else prod(part.local_shape or part.shape)
 
 
 def _slice_part(name: str, dtype: str, shape: tuple[int, ...], piece: Slice) -> Part:

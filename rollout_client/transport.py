@@ -74,6 +74,11 @@ class Reporter:
         if self._bytes >= BATCH_BYTES:
             self.flush()
 
+    def all_written(self, digests: Sequence[int], nbytes: int) -> None:
+        """Every copy of the placement is complete; their digests, in order."""
+        self._digests, self._bytes = list(enumerate(digests)), nbytes
+        self.moved(nbytes)
+
     def flush(self) -> None:
         """Report what has been held back."""
         if self._digests or self._sums:

@@ -26,6 +26,7 @@ _CASTS = {
     ("float32", "bfloat16"): "float32_to_bfloat16",
     ("float16", "bfloat16"): "float16_to_bfloat16",
 }
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 4096
 """`difference` looks at so many elements at a time, and may find them all."""
 
@@ -49,7 +50,26 @@ class Kernels:
     def move(self, runs: Sequence[Run]) -> list[int]:
         """Copy each, casting if the dtypes differ, past the caches. xxh3-64 of what its target holds then, not read
         back."""
-        rows = np.array([self._row(*run) for run in runs], np.int64)
+        places = [(target.ctypes.data, source.ctypes.data) for source, _, target, _ in runs]
+        rows = self.rows([(0, 0, source.size, src, dst) for source, src, _, dst in runs])
+        rows[:, :2] = places
+        return self.move_rows(rows)
+
+    def rows(self, moves: Sequence[tuple[int, int, int, str, str]]) -> npt.NDArray[np.int64]:
+        """For `move_rows`, once the addresses of targets and sources are added to the first two columns.
+
+        moves: (bytes from the start of the target, bytes from that of the source, elements, dtype of the source, of the
+        target).
+        """
+        casts = {dtypes: _address(function) for dtypes, function in self._casts.items()}
+        casts |= {(dtype, dtype): 0 for dtype in _SIZES}
+        return np.array(
+            [(*places, size, _SIZES[dst], _SIZES[src], casts[src, dst], 0) for *places, size, src, dst in moves],
+            np.int64,
+        ).reshape(-1, 7)
+
+    def move_rows(self, rows: npt.NDArray[np.int64]) -> list[int]:
+        """`move`, of rows whose addresses are those of memory."""
         self._place(rows.ctypes.data, len(rows))
         digests: list[int] = rows[:, -1].view(np.uint64).tolist()
         return digests
@@ -89,11 +109,6 @@ class Kernels:
         function = self._patched[target.itemsize]
         sizes = target.size, gaps.size, values.size
         return not function(places[0], places[1], sizes[0], places[2], sizes[1], places[3], sizes[2], into.state)
-
-    def _row(self, source: Array, src_dtype: str, target: Array, dst_dtype: str) -> tuple[int, ...]:
-        cast = 0 if src_dtype == dst_dtype else _address(self._casts[src_dtype, dst_dtype])
-        places = target.ctypes.data, source.ctypes.data
-        return *places, target.size, target.itemsize, source.itemsize, cast, 0
 
     def _scratch(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         """Scratch memory of this thread, kept: new memory for each call would be mapped, cleared and unmapped again."""
