@@ -139,6 +139,7 @@ class Flight:
             cache_salt=request.cache_salt,
             score_from=request.score_from,
             adapter=request.adapter,
+            weight_version=request.weight_version,
         )
 
     def watch(self, watcher: Watcher) -> None:

@@ -47,11 +47,14 @@ class Ask:
     """Whether max_tokens is cut to what the context leaves; otherwise more is refused, as other servers do."""
     score_from: list[int] | None = None
     """Per prompt: nothing is sampled, its tokens from this one on are scored."""
+    weight_version: int | None = None
+    """The one that scores, and no other."""
 
     def same_work(self, other: "Ask") -> bool:
         """Whether both would sample or score the same (how it is delivered does not matter)."""
         mine, theirs = (
-            (ask.prompts, ask.sampling, ask.cache_salt, ask.adapter, ask.score_from) for ask in (self, other)
+            (ask.prompts, ask.sampling, ask.cache_salt, ask.adapter, ask.score_from, ask.weight_version)
+            for ask in (self, other)
         )
         return mine == theirs
 
@@ -180,7 +183,17 @@ class Generations:
         deadline = asyncio.get_running_loop().time() + ask.version_timeout_s
         flights = [
             Flight(
-                Generate(request_id, ids, sampling, ask.stream, ask.priority, ask.cache_salt, score_from, ask.adapter),
+                Generate(
+                    request_id,
+                    ids,
+                    sampling,
+                    ask.stream,
+                    ask.priority,
+                    ask.cache_salt,
+                    score_from,
+                    ask.adapter,
+                    ask.weight_version,
+                ),
                 session=ask.session,
                 min_version=ask.min_version,
                 max_staleness=ask.max_staleness,
@@ -269,9 +282,11 @@ async def _nobody(request_ids: list[str] | None, timeout_s: float) -> int:
     return 0
 
 
-def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput | NotFound:
+def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput | NotFound | Conflict:
     if ended.fault == "adapter":
         return NotFound(ended.error, code="adapter_not_found", param="model")
+    if ended.fault == "version":
+        return Conflict(ended.error)
     if ended.fault == "request":
         return BadInput(ended.error)
     return EngineFailed(ended.error or "the engine gave no reason")

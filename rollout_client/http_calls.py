@@ -288,9 +288,10 @@ def score(
 ) -> Call[Scores]:
     """Logprobs of each list of token_ids behind the prompt at its place, under the live version.
 
-    They are, bit by bit, those that sampling them at this temperature reports. weight_version: RequestFailed (409)
-    unless it is the one that scores. `more`: the penalties, biases and masks they were sampled with, and any other
-    field of the route's request schema.
+    They are, bit by bit, those that sampling them at this temperature reports. weight_version: under this one only: the
+    live one, one to come (it waits), or the one before the live one until the next push takes its memory; RequestFailed
+    (409) when it is not there. `more`: the penalties, biases and masks they were sampled with, and any other field of
+    the route's request schema.
     """
     body = {
         "prompt_ids": _plain(prompt_ids),

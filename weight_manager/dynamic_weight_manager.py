@@ -3,12 +3,16 @@
     prepare -> flip -> finalize             a commit: views of the staged slot, pointer swap, forget the old
                   \\-> rollback -> live      back to the old slot, still untouched and still prepared
 
+After a commit the views of the old version are kept: until its slot is given to the next push it can be computed with
+(`former`), as can be done with nothing else that is not live.
+
 At start, after a reload or a missed commit the same is done at once, with `verify`. Everything that can fail or takes
 time is in `prepare`; `flip` and `rollback` swap pointers.
 The engine is anything with `prepare` and `bind` (worker/engine/base.py). One thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -77,12 +81,34 @@ class DynamicWeightManager:
         self._live: _Held | None = None
         self._staged: _Held | None = None
         self._previous: _Held | None = None
+        self._former: _Held | None = None
         self._flipped = False
 
     @property
     def live(self) -> Live | None:
         """What this rank computes with; None = it holds no weights."""
         return self._live.live if self._live else None
+
+    @property
+    def former(self) -> Live | None:
+        """The version that was live before, while its slot holds it whole. It may be given away at any time: what is
+        computed with it counts only if it is still this one afterwards.
+        """
+        held = self._former
+        if held is not None and (held.reader.write_epoch(held.live.slot) != held.write_epoch or held.reader.expired()):
+            held = self._former = None
+        return held.live if held else None
+
+    @contextmanager
+    def bound_to_former(self) -> Iterator[None]:
+        """Bind `former`, and the live version again afterwards."""
+        assert self._former is not None
+        assert self._live is not None
+        self._engine.bind(self._former.handle)
+        try:
+            yield
+        finally:
+            self._engine.bind(self._live.handle)
 
     def prepare(self, live: Live, *, verify: bool = False) -> None:
         """Views of a sealed slot, ready to bind; serving goes on. verify: against its digest. Raises WeightsRefused."""
@@ -104,14 +130,16 @@ class DynamicWeightManager:
             self._live, self._previous, self._flipped = self._previous, None, False
 
     def finalize(self) -> None:
-        """The flip is for good: let the old version go; idempotent."""
+        """The flip is for good: the old version is at hand as `former` at most; idempotent."""
+        if self._flipped and not isinstance(self._engine, SupportsStage):  # whose memory is lent to the next push
+            self._former = self._previous
         self._previous, self._flipped = None, False
 
     def clear_parameters(self) -> int:
         """Hold no weights and no mapping; returns the bytes let go, 0 the second time."""
         released = sum(view.nbytes for view in self._parameters().values())
         self._engine.bind(None)
-        self._live = self._staged = self._previous = None
+        self._live = self._staged = self._previous = self._former = None
         self._flipped = False
         self._reader.close()
         return released

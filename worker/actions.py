@@ -8,10 +8,11 @@ ticking and generating; what may not fail halfway (the flip itself) is a pointer
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from weight_manager.messages import Live, LiveAdapter
-from worker.engine.base import Engine, OnDevice
+from worker.engine.base import Engine, Float32, ForwardBatch, Logits, OnDevice
 from worker.messages import Tag
 from worker.signals import DONE, FAILED, PENDING, Order, Phase, Signal
 
@@ -27,6 +28,15 @@ class Weights(Protocol):
     @property
     def live(self) -> Live | None:
         """What is bound, None when nothing is."""
+        ...
+
+    @property
+    def former(self) -> Live | None:
+        """What was live before, while it can still be computed with."""
+        ...
+
+    def bound_to_former(self) -> AbstractContextManager[None]:
+        """It is bound meanwhile."""
         ...
 
     def prepare(self, live: Live, *, verify: bool = False) -> None:
@@ -154,6 +164,19 @@ class Actions:
     def live(self) -> Live | None:
         """What this rank's engine is bound to."""
         return self.weights.live if self.weights else None
+
+    @property
+    def former(self) -> Live | None:
+        """The version before the live one, if a step may be computed with it."""
+        return self.weights.former if self.weights and "weights" not in self.released else None
+
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits | None:
+        """The engine's step, with the weights that the batch names."""
+        if not batch.former:
+            return self.engine.forward(batch)
+        assert self.weights is not None
+        with self.weights.bound_to_former():
+            return self.engine.forward(batch)
 
     def start(self, order: Order) -> None:
         """Begin. FINALIZE, ROLLBACK and orders without work are over when this returns."""

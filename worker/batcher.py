@@ -75,6 +75,7 @@ class Step:
     seats: int
     pace: Pace
     draft: bool = False
+    former: bool = False  # of the weights before the live ones: no sequence of these is in it
     rows: list[StepRow] = field(default_factory=list)
     together: list[Sequence] = field(default_factory=list)
     changes: int = 0
@@ -91,6 +92,10 @@ class Step:
     def late(self) -> bool:
         """The step's time is up: no further prompt is begun."""
         return self._prompt_tokens > 0 and self._cost_s >= self.pace.bound_s
+
+    def computes(self, sequence: Sequence) -> bool:
+        """Its weights are the step's."""
+        return (sequence.request.former is not None) == self.former
 
     def room_for(self, sequence: Sequence) -> int:
         """How many of a sequence's tokens this step takes. A proposed token and the one before it go together."""
@@ -179,6 +184,7 @@ class Step:
             block_copies=np.array([(copy.source, copy.target) for copy in kv.copies], np.int32).reshape(-1, 2),
             draft=self.draft,
             adapters=np.array(adapters, np.int32) if any(adapters) else NO_ADAPTERS,
+            former=self.former,
         )
 
 
@@ -275,8 +281,9 @@ class Batcher:
         """Choose the step's rows. admit=False: nobody who has not begun."""
         self._make_way(admit)
         others = [sequence for sequence in self.running if sequence.row < 0]
-        if not self._take_cohort(step, sum(sequence.pending == 1 for sequence in others)):
+        if not step.former and not self._take_cohort(step, sum(sequence.pending == 1 for sequence in others)):
             others = self.running.copy()
+        others = [sequence for sequence in others if step.computes(sequence)]
         decodes = [sequence for sequence in others if sequence.pending == 1 and sequence.feed]
         prefills = [sequence for sequence in others if sequence.pending > 1]
         if self._take(step, decodes + prefills):
@@ -349,6 +356,8 @@ class Batcher:
                 continue
             if not self._fits(sequence, reused):
                 return
+            if not step.computes(sequence):
+                continue
             self.waiting.remove(sequence)
             self._kv.admit(sequence.kv, len(sequence.tokens), reused)
             if not sequence.begun:

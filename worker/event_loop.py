@@ -27,6 +27,7 @@ from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.scheduler import Scheduler
+from worker.sequence import Version
 from worker.signals import DONE, FAILED, Order, Report, Signal, Signals, Verdict, judge
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class EventLoop:
     def step(self, batch: ForwardBatch | None) -> None:
         """One forward pass on every rank; rank 0 samples."""
         if batch is not None:
-            self._compute(lambda: self._actions.engine.forward(batch), ahead=True)
+            self._compute(lambda: self._actions.forward(batch), ahead=True)
 
     def fly_on(self) -> bool:
         """Take the tokens of the step that was launched ahead, the next one launched behind it; False: none was."""
@@ -293,7 +294,12 @@ class Stepping:
         if live is None or not self.possible:
             return None
         assert live == self._actions.live, f"bound to {self._actions.live}, serving {live}"
-        batch = self._scheduler.schedule(live.version, live.epoch, admit=self._admits())
+        former = self._actions.former
+        batch = self._scheduler.schedule(
+            *(live.version, live.epoch),
+            admit=self._admits(),
+            former=Version(former.version, former.epoch) if former else None,
+        )
         if batch is None:
             self.retry_at = self._clock() + _RETRY_S
             return None
@@ -322,6 +328,11 @@ class Stepping:
             self._scheduler.discard()
             self._membership.lost_slot()
             return
+        if self._scheduler.under_former:
+            self.counters["former_steps"] += 1
+            if self._actions.former is None:  # its slot was given to a push meanwhile: any byte of it may be another
+                self._scheduler.discard()
+                return
         self._scheduler.apply(logits, seconds)
         self.counters["steps"] += 1
         self.seconds.append(seconds)

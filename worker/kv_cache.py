@@ -159,6 +159,7 @@ class KvState:
 
     salt: str = ""
     adapter: int = 0  # the epoch of the adapter that computes what comes next, 0 = none
+    base: int | None = None  # that of the base weights, if they are not the live ones
     table: list[int] = field(default_factory=list)
     computed: int = 0
     weights: Weights = NO_WEIGHTS
@@ -304,6 +305,7 @@ class KvCache:
         return KvState(
             parent.salt,
             parent.adapter,
+            parent.base,
             list(parent.table),
             parent.computed,
             parent.weights,
@@ -320,7 +322,7 @@ class KvCache:
         kv.computed = kv.offered = 0
 
     def _weights_of(self, kv: KvState) -> Weights:
-        return Weights(self.epoch, kv.adapter)
+        return Weights(self.epoch if kv.base is None else kv.base, kv.adapter)
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.block_size)

@@ -70,6 +70,7 @@ class Generate(Message, tag="generate", frozen=True):
     # as the output behind them; 0: all are a prompt, whose logprobs know of no penalties, biases or masks
     score_from: int = 0
     adapter: str = ""  # its name; "" = the base alone. It begins with the version that is live then
+    weight_version: int | None = None  # of a score: that of the base, and no other; the live one or the one before
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -134,9 +135,9 @@ class Drain(Message, tag="drain", frozen=True):
     deadline_s: float = 30.0
 
 
-Fault = Literal["", "request", "adapter"]
-"""Whose an error is: the service's own, the request's, which cannot be done as it was asked, or that of its adapter's
-name, which stands for nothing any more.
+Fault = Literal["", "request", "adapter", "version"]
+"""Whose an error is: the service's own, the request's, which cannot be done as it was asked, that of its adapter's
+name, which stands for nothing any more, or that of the version it names, which is not there.
 """
 
 

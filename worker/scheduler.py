@@ -24,7 +24,7 @@ from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
 from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler, draws_of
-from worker.sequence import Line, Request, Sequence, StopCheck, accepted, refusal
+from worker.sequence import Line, Request, Sequence, StopCheck, Version, accepted, refusal
 from worker.tokenizer import Tokenizer
 
 FEW = 3
@@ -74,6 +74,8 @@ class Scheduler:
         self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
         self._empty: list[Request] = []
+        self._pinned: list[Request] = []
+        self._of_former = False  # the last choice began with a step of the former weights
         self._arrivals = 0
         self._version = 0
         self._step: Step | None = None
@@ -101,6 +103,8 @@ class Scheduler:
             self._end_without_adapter(request)
         elif not request.rules.limit and not request.scoring:
             self._empty.append(request)
+        elif request.pinned is not None:
+            self._pinned.append(request)
 
     def abort(self, ids: Collection[str] | None) -> int:
         """End requests by exact id, or all (None); partial results come out as final chunks. Returns how many."""
@@ -110,10 +114,13 @@ class Scheduler:
             self._end_request(request, "abort")
         return len(chosen)
 
-    def schedule(self, version: int, epoch: int, *, admit: bool = True) -> ForwardBatch | None:
+    def schedule(
+        self, version: int, epoch: int, *, admit: bool = True, former: Version | None = None
+    ) -> ForwardBatch | None:
         """The next step, to run under these weights; None = nothing to run.
 
-        admit=False lets in nobody who has not begun: for a drain, until `running` is 0.
+        admit=False lets in nobody who has not begun: for a drain, until `running` is 0. former: weights that the step
+        may be of instead (its batch says so), every other one while a request is pinned to them.
         """
         assert self._step is None, "the last step was neither applied nor discarded"
         self._version = version
@@ -122,9 +129,10 @@ class Scheduler:
             request = self._empty.pop()
             if request.live:
                 self._end_request(request, "length")
-        # The last: what the step before it let in may have had everything in the cache.
-        for draft in (True, False, True) if self._speculative else (False,):
-            step = Step(version, epoch, self._pace.budget(self._max_tokens), self._max_batch, self._pace, draft)
+        for draft, of_former in self._turns(former):
+            weights = former if of_former and former else Version(version, epoch)
+            budget = self._pace.budget(self._max_tokens)
+            step = Step(*weights, budget, self._max_batch, self._pace, draft, of_former)
             if draft:
                 self._batcher.fill_draft(step)
             else:
@@ -133,6 +141,40 @@ class Scheduler:
                 self._step = step
                 return step.batch(self._kv, self._cohort)
         return None
+
+    def _turns(self, former: Version | None) -> list[tuple[bool, bool]]:
+        """What the step may be, the first that is not empty: a draft or not, of the former weights or not."""
+        # The last: what the step before it let in may have had everything in the cache.
+        live = [(draft, False) for draft in ((True, False, True) if self._speculative else (False,))]
+        if not self._place_pinned(former):
+            return live
+        self._of_former = not self._of_former
+        return [(False, True), *live] if self._of_former else [*live, (False, True)]
+
+    def _place_pinned(self, former: Version | None) -> bool:
+        """Say of each pinned request which weights compute it, end it when they are not there; whether any is computed
+        with the former ones.
+        """
+        self._pinned = [request for request in self._pinned if request.live]
+        for request in self._pinned:
+            if request.pinned == self._version:
+                self._place(request, None)
+            elif former is not None and request.pinned == former.version:
+                self._place(request, former)
+            else:
+                other = f"and {former.version} was before it" if former else "and the one before it is held no more"
+                request.fault = "version"
+                why = f"weight version {request.pinned} is not here: {self._version} is live, {other}"
+                self._end_request(request, "error", why)
+        return any(request.former for request in self._pinned)
+
+    def _place(self, request: Request, former: Version | None) -> None:
+        if former != request.former:
+            for sequence in [sequence for sequence in request.live if sequence.running]:
+                self._batcher.send_back(sequence)
+            request.former = former
+            for sequence in request.live:
+                sequence.kv.base = former.epoch if former else None
 
     def follow(self, logits: Logits) -> Logits | None:
         """Begin to draw the tokens of the step under way, and launch the step after it behind them, before they are
@@ -158,6 +200,11 @@ class Scheduler:
         return self._begun.follow(cohort.batch(ahead=1, rows=going), going.astype(np.int32))
 
     @property
+    def under_former(self) -> bool:
+        """The step under way is of the former weights."""
+        return self._step is not None and self._step.former
+
+    @property
     def flying(self) -> bool:
         """A step was launched ahead between two ticks, and nothing has thrown it away since."""
         return self._step is not None
@@ -177,7 +224,7 @@ class Scheduler:
             self._drafting.propose(step, logits)
             return
         now = self._clock()
-        if len(self._cohort):
+        if len(self._cohort) and not step.former:
             sources = self._cohort.sources(step.together, step.changes)
             drawn = self._sampler.draw(logits, self._cohort.asked(sources)) if begun is None else begun.drawn()
             self._go_on(step, drawn, now)
@@ -454,7 +501,8 @@ class Scheduler:
         if not request.live:
             self._requests.pop(request, None)
         self._metrics.finished(sequence, reason, self._version, self._clock())
-        self._emit(request, sequence.chunk(self._version, reason, stop_reason, error))
+        version = request.former.version if request.former else self._version
+        self._emit(request, sequence.chunk(version, reason, stop_reason, error))
 
     def _emit(self, request: Request, chunk: Chunk) -> None:
         self._outputs.setdefault(request.origin, []).append(chunk)

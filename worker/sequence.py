@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -68,6 +69,13 @@ PromptLogprobs = list[list[tuple[int, float, int]]]
 """Per prompt token from `Request.score_from` on: (id, logprob, rank), itself first, then the most likely others."""
 
 
+class Version(NamedTuple):
+    """Base weights by number and epoch."""
+
+    version: int
+    epoch: int
+
+
 @dataclass(eq=False)
 class Request:
     """What the n sequences of one `Generate` have in common. arrived: clock seconds; order: lower runs first.
@@ -92,6 +100,8 @@ class Request:
     score_from: int = 1
     as_sampled: bool = False  # what is scored is an output: the request's edits and its grammar hold for it
     speculative: bool = False
+    pinned: int | None = None  # the one version of the base that may compute it
+    former: Version | None = None  # the weights before the live ones compute it: they are the pinned version
     adapter_name: str = ""
     adapter: AdapterVersion | None = None  # that computes it, since it began
     forked: bool = False
@@ -282,6 +292,7 @@ def accepted(
         score_from=max(1, g.score_from),  # nothing comes before the first token that could say how likely it is
         as_sampled=g.score_from > 0,
         speculative=speculative,
+        pinned=g.weight_version,
         adapter_name=g.adapter,
     )
 

@@ -72,13 +72,18 @@ async def score(
     """Logprobs of given tokens behind given prompts, bit by bit those that sampling them would report.
 
     Of a sample whose one span names the version that scores, they are the very numbers that came with it, where the
-    replicas are deterministic (docs/numerics.md).
+    replicas are deterministic (docs/numerics.md). `weight_version` may also be the version before the live one, until a
+    push begins that needs its memory; then the reply is 409.
     """
     service.model.check_ids(body.stop_token_ids, "stop_token_ids")
     edits = body.edits(*await _written(body, service.model))
     wanted, live = body.weight_version, service.weights.live
     if wanted is not None and live is not None and live.version > wanted:
-        raise Conflict(f"weight_version {wanted} is not live any more: {live.version} is")
+        status = service.weights.status
+        before = status.previous if status else None
+        if before is None or before.version != wanted:
+            other = f"{before.version} was before it" if before else "the one before it is held no more"
+            raise Conflict(f"weight_version {wanted} is not here: {live.version} is live, and {other}")
     ask = Ask(
         prompts=[prompt + tokens for prompt, tokens in zip(body.prompt_ids, body.token_ids, strict=True)],
         sampling=msgspec.structs.replace(edits, max_tokens=0, temperature=body.temperature, prompt_logprobs=0),
@@ -90,12 +95,10 @@ async def score(
         min_version=max(filter(None, (body.min_weight_version, body.weight_version)), default=None),
         version_timeout_s=body.version_timeout_s,
         score_from=[len(prompt) for prompt in body.prompt_ids],
+        weight_version=wanted,
     )
     job, samples = await whole(request, service, ask)
     outputs = [_score(index, of_prompt[0]) for index, of_prompt in enumerate(samples)]
-    for output in outputs if wanted is not None else ():
-        if output.logprobs is not None and output.weight_version != wanted:
-            raise Conflict(f"weight_version {wanted} is not live any more: {output.weight_version} is")
     prompt, completion = (sum(map(len, lists)) for lists in (body.prompt_ids, body.token_ids))
     usage = schema.Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
     return schema.ScoreResponse(

@@ -213,7 +213,8 @@ class ScoreRequest(_Edits):
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     """What they were sampled at. top_p, top_k and min_p change no logprob, and are no fields here."""
     weight_version: Version | None = None
-    """Only under this version: waits for it, and 409 when another was live instead."""
+    """Only under this version: that which is live, one that is to come, which is waited for, or the one before the live
+    one while its memory has not been given to the next push. 409 when it is not there (any more)."""
     request_id: RequestId | None = None
     """For /v1/rollout/abort. Repeating one that still runs joins it."""
     session: str = Field(default="", max_length=256)

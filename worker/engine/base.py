@@ -32,7 +32,8 @@ class ForwardBatch:
     block_copies: [C, 2] (from, to) KV blocks copied before the step writes anything (copy-on-write of shared
     prompts). No block is the target of two copies, and none is both a source and a target. draft: the drafting layer
     alone runs and says what may follow each token; the model need not have seen the token, only those before it.
-    adapters: [S] the epoch of each sequence's adapter, 0 = the base alone; [0] when no sequence has one.
+    adapters: [S] the epoch of each sequence's adapter, 0 = the base alone; [0] when no sequence has one. former: to be
+    computed with the weights that were live before, which whoever calls the engine binds for it.
     """
 
     token_ids: Int32
@@ -45,9 +46,10 @@ class ForwardBatch:
     block_copies: Int32
     draft: bool = False
     adapters: Int32 = field(default_factory=lambda: NO_ADAPTERS)
+    former: bool = False
 
     def pack(self) -> Int32:
-        """All as one flat int32 array, for one broadcast to the other ranks: [draft, T, S, B, L, C, A], then data."""
+        """All as one flat int32 array, for one broadcast to the other ranks: [kind, T, S, B, L, C, A], then data."""
         sizes = (
             *self.token_ids.shape,
             *self.block_tables.shape,
@@ -66,21 +68,22 @@ class ForwardBatch:
             self.block_copies.reshape(-1),
             self.adapters,
         )
-        return np.concatenate((np.array((self.draft, *sizes), np.int32), *fields), dtype=np.int32)
+        kind = self.draft + 2 * self.former
+        return np.concatenate((np.array((kind, *sizes), np.int32), *fields), dtype=np.int32)
 
     @staticmethod
     def unpack(flat: Int32) -> "ForwardBatch":
         """Inverse of `pack`; the fields are views of `flat`."""
-        draft, tokens, sequences, blocks, rows, copies, adapted = (int(size) for size in flat[:7])
+        kind, tokens, sequences, blocks, rows, copies, adapted = (int(size) for size in flat[:7])
         lengths = (tokens, tokens, tokens, sequences, sequences, sequences * blocks, rows, copies * 2, adapted)
         ends = np.cumsum((7, *lengths))
         parts = [flat[start:end] for start, end in pairwise(ends)]
         parts[5] = parts[5].reshape(sequences, blocks)
         parts[7] = parts[7].reshape(copies, 2)
         token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs, adapters = parts
-        return ForwardBatch(
-            token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs, bool(draft), adapters
-        )
+        draft, former = bool(kind & 1), bool(kind & 2)
+        own = token_ids, positions, slots, query_lens, context_lens, tables, logits_rows, pairs
+        return ForwardBatch(*own, draft, adapters, former)
 
     def adapters_of_all(self) -> Int32:
         """`adapters` with its zeros written out, [S]."""

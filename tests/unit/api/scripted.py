@@ -64,6 +64,7 @@ class ScriptedReplica:
         self.state = "serving"
         self.checksum = "00000000000000ff"
         self.version = 0
+        self.former: int | None = None  # the version before, if it can still score
         self.released: set[str] = set()
         self.pause_mode: messages.PauseMode | None = None
         self.script: list[int] | None = None
@@ -137,6 +138,8 @@ class ScriptedReplica:
                 self._send(origin, CallFailed(message.request_id, "conflict", self.refuse))
             case Generate(adapter=name) if name and name not in self.adapters:
                 self._send(origin, CallFailed(message.request_id, "unknown_adapter", f"no adapter {name!r} is loaded"))
+            case Generate(weight_version=wanted) if wanted not in (None, self.version, self.former):
+                self._emit(origin, message, [], 0, "error", scored=False, fault="version")
             case Generate():
                 self.running[origin, message.request_id] = asyncio.create_task(self._generate(origin, message))
             case Abort(call=call, request_ids=ids):
@@ -196,7 +199,8 @@ class ScriptedReplica:
     def _spans(self, g: Generate, made: int) -> list[Span]:
         after, adapter = self.recomputed_after, self.adapters.get(g.adapter)
         if after is None or made <= after:
-            return [Span(self.version, 0, made, adapter_version=adapter)]
+            version = self.version if g.weight_version is None else g.weight_version
+            return [Span(version, 0, made, adapter_version=adapter)]
         return [
             Span(self.version, 0, after, adapter_version=adapter),
             Span(self.version, after, made, recomputed=True, adapter_version=adapter),
@@ -212,7 +216,17 @@ class ScriptedReplica:
         self._send(origin, Tokens(*columns, None if members == self._members.get(origin) else members))
         self._members[origin] = members
 
-    def _emit(self, origin: bytes, g: Generate, ids: list[int], made: int, finish: Any, *, scored: bool = True) -> None:
+    def _emit(
+        self,
+        origin: bytes,
+        g: Generate,
+        ids: list[int],
+        made: int,
+        finish: Any,
+        *,
+        scored: bool = True,
+        fault: messages.Fault = "",
+    ) -> None:
         chunks = [
             Chunk(
                 g.request_id,
@@ -224,6 +238,8 @@ class ScriptedReplica:
                 ranks=[1] * len(ids) if g.sampling.reports_others else [],
                 finish=finish,
                 stop_reason=self.stop_reason if finish == "stop" else None,
+                error=f"no version {g.weight_version}" if fault else "",
+                fault=fault,
                 prompt_logprobs=[[(i, -1.0, 1)] for i in g.prompt_ids[max(1, g.score_from) :]]
                 if g.sampling.prompt_logprobs is not None and scored
                 else None,
@@ -270,6 +286,7 @@ class ScriptedStore:
 
     def __init__(self, run_dir: Path) -> None:
         self.live: Live | None = Live("", 0, 1, 0, "d" * 16)
+        self.previous: Live | None = None
         self.results: dict[type, Result] = {}
         self.received: list[Any] = []
         self.session: dict[str, Any] | None = None
@@ -321,7 +338,7 @@ class ScriptedStore:
         return Status(
             call=call,
             live=self.live,
-            previous=None,
+            previous=self.previous,
             session=self.session,
             replicas={"0": {"ready": True, "adapters": {"live": self.serving}}},
             last_error=self.last_error,

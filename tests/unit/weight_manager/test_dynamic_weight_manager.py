@@ -253,3 +253,74 @@ def test_an_arena_of_another_layout_is_refused(tmp_path, engine):
         pytest.raises(ArenaError, match="this layout needs"),
     ):
         DynamicWeightManager(other.path, LAYOUT, 0, engine)
+
+
+def computed_with_former(manager, engine):
+    with manager.bound_to_former():
+        return engine.computes
+
+
+def test_the_version_before_can_be_computed_with_until_its_slot_is_given_away(manager, engine, put, arena):
+    first, second = put(1, 0), put(2, 1)
+    take(manager, first)
+    assert manager.former is None
+    manager.prepare(second)
+    manager.flip()
+    assert manager.former is None, "the commit may be undone"
+    manager.finalize()
+    manager.finalize()
+    assert manager.former == first
+    assert computed_with_former(manager, engine) == 1
+    assert (manager.live, engine.computes) == (second, 2)
+    arena.bump(0)
+    assert manager.former is None
+    third = put(3, 0)
+    manager.prepare(third)
+    manager.flip()
+    manager.finalize()
+    assert manager.former == second
+
+
+def test_what_a_step_of_it_raises_leaves_the_live_version_bound(manager, engine, put):
+    take(manager, put(1, 0))
+    take(manager, put(2, 1))
+    with pytest.raises(KeyError), manager.bound_to_former():
+        raise KeyError
+    assert engine.computes == 2
+
+
+def test_a_commit_that_is_undone_leaves_it_as_it_was(manager, engine, put, arena):
+    """As back to the previous version: its slot is flipped to, and not given away before."""
+    first, second = put(1, 0), put(2, 1)
+    take(manager, first)
+    take(manager, second)
+    manager.prepare(first)
+    manager.flip()
+    manager.rollback()
+    assert (manager.live, manager.former) == (second, first)
+    take(manager, first)
+    assert (manager.live, manager.former) == (first, second)
+
+
+def test_a_rank_that_holds_nothing_holds_nothing_from_before(manager, engine, put):
+    take(manager, put(1, 0))
+    take(manager, put(2, 1))
+    manager.clear_parameters()
+    assert manager.former is None
+
+
+class OwnMemory(Engine):
+    """Its memory of a version is lent to the next push."""
+
+    def stage(self, live, views):
+        return self.prepare(views)
+
+    def read(self, handle, name):
+        return handle[name]
+
+
+def test_nothing_is_kept_of_an_engine_with_memory_of_its_own(arena, put):
+    manager = DynamicWeightManager(arena.path, LAYOUT, 1, OwnMemory())
+    take(manager, put(1, 0))
+    take(manager, put(2, 1))
+    assert manager.former is None

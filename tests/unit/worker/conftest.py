@@ -22,6 +22,7 @@ from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encod
 from worker.row_sampler import RowSampler
 from worker.sampler import Draw, Pick, Sampler
 from worker.scheduler import Scheduler
+from worker.sequence import Version
 from worker.tokenizer import Tokenizer
 
 
@@ -70,7 +71,7 @@ class Ahead:
         return Ahead(self.engine, logits)
 
 
-_OF_REQUEST = ("stream", "priority", "cache_salt", "score_from", "adapter")
+_OF_REQUEST = ("stream", "priority", "cache_salt", "score_from", "adapter", "weight_version")
 
 
 class Rig:
@@ -98,6 +99,8 @@ class Rig:
         self.engine.allocate_kv()
         self.scheduler = Scheduler(self.spec, tokenizer, max_batch=max_batch, max_tokens_per_step=max_tokens, **options)
         self.grammars = Grammars(tokenizer, vocab_size, eos)
+        self.live: Version | None = None
+        self.former: Version | None = None
         self.sent: dict[str, Generate] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.batches: list[ForwardBatch] = []
@@ -114,6 +117,7 @@ class Rig:
         self.land()
         self.version = version
         self.epoch = next(self.epochs)
+        self.live, self.former = Version(version, self.epoch), self.live
         self.engine.bind(self.weights(version))
 
     def update(self, policy: Any, version: int) -> None:
@@ -177,7 +181,17 @@ class Rig:
 
     def schedule(self, **options: Any) -> ForwardBatch | None:
         self.land()
-        return self.scheduler.schedule(self.version, self.epoch, **options)
+        return self.scheduler.schedule(self.version, self.epoch, former=self.former, **options)
+
+    def forward(self, batch: ForwardBatch) -> Float32:
+        """As all ranks do it: a batch of the weights before the live ones is computed with those."""
+        if batch.former:
+            assert self.former is not None
+            self.engine.bind(self.weights(self.former.version))
+        logits = self.engine.forward(ForwardBatch.unpack(batch.pack()))
+        self.engine.bind(self.weights(self.version))
+        assert logits is not None
+        return logits
 
     def step(self, **options: Any) -> bool:
         if self.fly_on():
@@ -187,8 +201,7 @@ class Rig:
         batch = self.schedule(**options)
         if batch is not None:
             self.batches.append(batch)
-            logits = self.engine.forward(ForwardBatch.unpack(batch.pack()))
-            assert logits is not None
+            logits = self.forward(batch)
             if self.device:
                 on_device = Ahead(self.engine, logits)
                 self.flight = self.scheduler.follow(on_device)

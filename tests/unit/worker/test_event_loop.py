@@ -64,6 +64,8 @@ class ScriptedLeader:
 
 
 class Batch:
+    former = False
+
     def pack(self):
         return [1]
 
@@ -118,7 +120,7 @@ class NoGroups:
 @pytest.fixture
 def run(monkeypatch):
     """Two ranks through a script of orders; (leader, actions of both)."""
-    monkeypatch.setattr("worker.event_loop.ForwardBatch", type("B", (), {"unpack": staticmethod(lambda flat: flat)}))
+    monkeypatch.setattr("worker.event_loop.ForwardBatch", type("B", (), {"unpack": staticmethod(lambda flat: Batch())}))
 
     def play(orders, engines, weights):
         shared = {"cells": [None, None], "barrier": threading.Barrier(2, timeout=10)}

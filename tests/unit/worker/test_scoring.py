@@ -134,3 +134,139 @@ def test_scores_of_an_update_in_between_are_of_the_new_version(rig: MakeRig) -> 
     found = [entries[0][1] for entries in replica.results["score", 0].last.prompt_logprobs or ()]
     assert found == score(fresh, tokens)
     assert found != before
+
+
+def pinned(replica: Any, name: str, tokens: list[int], version: int, **fields: Any) -> None:
+    fields = {"max_tokens": 0, "prompt_logprobs": 0, "score_from": len(PROMPT), "weight_version": version} | fields
+    replica.add(name, PROMPT + tokens, **fields)
+
+
+def told(replica: Any, name: str) -> tuple[list[float], int]:
+    last = replica.results[name, 0].last
+    assert last.finish == "length", last.error
+    return [entries[0][1] for entries in last.prompt_logprobs or ()], last.spans[-1].version
+
+
+def test_the_version_before_the_live_one_scores_what_it_sampled(rig: MakeRig) -> None:
+    """Among sequences of the live one, which do not see it; its prompt's keys are its own."""
+    replica, alone = rig(max_batch=4), rig(max_batch=4)
+    tokens, before = sampled(replica)
+    for one in (replica, alone):
+        one.update("keep", 1)
+        for i in range(3):
+            one.add(f"live{i}", PROMPT, max_tokens=9, seed=i)
+        one.step()
+    pinned(replica, "former", tokens, 0)
+    pinned(replica, "live", tokens, 1)
+    for one in (replica, alone):
+        one.run()
+    assert told(replica, "former") == (before, 0)
+    scored, version = told(replica, "live")
+    assert version == 1
+    assert scored != before
+    for i in range(3):
+        assert replica.results[f"live{i}", 0].tokens == alone.results[f"live{i}", 0].tokens
+        replica.check_replay(f"live{i}")
+    assert any(batch.former for batch in replica.batches)
+
+
+def test_they_take_turns(rig: MakeRig) -> None:
+    replica = rig(max_tokens=8, max_batch=4, max_model_len=128, num_blocks=128, prefix_caching=False)
+    tokens, _ = sampled(replica, 60)
+    replica.update("keep", 1)
+    for i in range(3):
+        pinned(replica, f"former{i}", tokens, 0)
+        replica.add(f"live{i}", PROMPT, max_tokens=30, seed=i)
+    replica.batches.clear()
+    replica.run()
+    kinds = [batch.former for batch in replica.batches]
+    assert kinds[:20] == [True, False] * 10 or kinds[:20] == [False, True] * 10
+
+
+def test_samples_of_one_prompt_share_its_keys_under_the_former_version(rig: MakeRig) -> None:
+    replica = rig()
+    tokens, before = sampled(replica)
+    replica.update("keep", 1)
+    for name in ("first", "second"):
+        pinned(replica, name, tokens, 0)
+        replica.run()
+        assert told(replica, name) == (before, 0)
+    assert replica.results["first", 0].last.cached_tokens == 0, "keys of another version"
+    assert replica.results["second", 0].last.cached_tokens == (len(PROMPT) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_pinned_to_the_live_version_goes_on_under_it_when_another_comes(rig: MakeRig, begun: bool) -> None:
+    replica = rig(max_tokens=4, max_batch=4)
+    tokens, before = sampled(replica, 10)
+    pinned(replica, "score", tokens, 0)
+    for _ in range(2 * begun):
+        replica.step()
+    replica.update("keep", 1)
+    replica.run()
+    assert told(replica, "score") == (before, 0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_push_that_takes_its_slot_ends_it_with_a_word(rig: MakeRig, begun: bool) -> None:
+    replica = rig(max_tokens=4, max_batch=4)
+    tokens, _ = sampled(replica, 10)
+    replica.update("keep", 1)
+    pinned(replica, "score", tokens, 0)
+    for _ in range(2 * begun):
+        replica.step()
+    replica.former = None
+    replica.run()
+    last = replica.results["score", 0].last
+    assert (last.finish, last.fault, last.prompt_logprobs) == ("error", "version", None)
+    assert last.error == "weight version 0 is not here: 1 is live, and the one before it is held no more"
+
+
+def test_a_step_of_bytes_that_were_given_away_meanwhile_counts_for_nothing(rig: MakeRig) -> None:
+    replica = rig(max_tokens=4, max_batch=4)
+    tokens, _ = sampled(replica, 10)
+    replica.update("keep", 1)
+    pinned(replica, "score", tokens, 0)
+    assert replica.schedule().former
+    assert replica.scheduler.under_former
+    replica.scheduler.discard()
+    replica.former = None
+    replica.run()
+    assert replica.results["score", 0].last.fault == "version"
+
+
+def test_two_versions_back_is_gone(rig: MakeRig) -> None:
+    replica = rig()
+    tokens, _ = sampled(replica)
+    for version in (1, 2):
+        replica.update("keep", version)
+    pinned(replica, "score", tokens, 0)
+    replica.run()
+    assert replica.results["score", 0].last.error == "weight version 0 is not here: 2 is live, and 1 was before it"
+
+
+def test_the_former_version_gives_way_and_gets_its_turn_again(rig: MakeRig) -> None:
+    """Few blocks: earlier and more urgent requests of the live version come first, nothing is lost."""
+    replica = rig(num_blocks=12, max_tokens=8, max_batch=4)
+    tokens, before = sampled(replica, 12)
+    replica.update("keep", 1)
+    for i in range(4):
+        replica.add(f"live{i}", PROMPT, max_tokens=20, seed=i, priority=i % 2)
+        pinned(replica, f"former{i}", tokens, 0, priority=(i + 1) % 2)
+    replica.run()
+    for i in range(4):
+        assert told(replica, f"former{i}") == (before, 0)
+        replica.check_replay(f"live{i}")
+
+
+def test_a_rollback_swaps_them(rig: MakeRig) -> None:
+    replica = rig(max_tokens=4, max_batch=4)
+    tokens, before = sampled(replica, 10)
+    replica.update("keep", 1)
+    pinned(replica, "score", tokens, 0)
+    replica.step()
+    replica.update("keep", 0)
+    pinned(replica, "other", tokens, 1)
+    replica.run()
+    assert told(replica, "score") == (before, 0)
+    assert told(replica, "other")[1] == 1

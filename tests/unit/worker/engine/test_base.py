@@ -13,9 +13,12 @@ def _ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "copies", "draft", "adapters"), [((0, 2), 2, False, (7, 0)), ((), 0, True, ()), ((1,), 0, False, ())]
+    ("rows", "copies", "kind", "adapters"),
+    [((0, 2), 2, {}, (7, 0)), ((), 0, {"draft": True}, ()), ((1,), 0, {"former": True}, ()), ((1,), 0, {}, ())],
 )
-def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: bool, adapters: tuple[int, ...]) -> None:
+def test_a_batch_survives_packing(
+    rows: tuple[int, ...], copies: int, kind: dict[str, bool], adapters: tuple[int, ...]
+) -> None:
     batch = ForwardBatch(
         token_ids=_ints(5, 6, 7),
         positions=_ints(9, 0, 1),
@@ -25,7 +28,7 @@ def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: boo
         block_tables=np.array([[1, 2, 8], [10, 0, 0]], np.int32),
         logits_rows=_ints(*rows),
         block_copies=np.arange(copies * 2, dtype=np.int32).reshape(-1, 2),
-        draft=draft,
+        **kind,
         adapters=_ints(*adapters),
     )
     flat = batch.pack()
@@ -34,8 +37,8 @@ def test_a_batch_survives_packing(rows: tuple[int, ...], copies: int, draft: boo
     again = ForwardBatch.unpack(flat)
     for field in dataclasses.fields(batch):
         before, after = getattr(batch, field.name), getattr(again, field.name)
-        if field.name == "draft":
-            assert after is before is draft
+        if field.name in ("draft", "former"):
+            assert after is before is kind.get(field.name, False)
             continue
         assert after.dtype == np.int32
         assert after.shape == before.shape
