@@ -50,7 +50,7 @@ class Control:
     @property
     def paused(self) -> bool:
         """Whether new requests are held because somebody paused."""
-        return self._fleet.paused is not None
+        return self._fleet.intents.paused is not None
 
     async def pause(
         self,
@@ -67,26 +67,26 @@ class Control:
         """
         lease_s = self._pause_lease_s if lease_s is None else lease_s
         fleet, now = self._fleet, asyncio.get_running_loop().time()
-        before = fleet.paused
+        before = fleet.intents.paused
         intent = PauseIntent(mode, clear_cache, now + lease_s if lease_s > 0 else float("inf"))
-        fleet.paused = intent
+        fleet.intents.paused = intent
         try:
             await self._ask_all(
                 lambda call: Pause(call, mode, lease_s, clear_cache, deadline_s), deadline_s=deadline_s + MARGIN_S
             )
         except ApiError:
-            if fleet.paused is intent:
-                fleet.paused = before
+            if fleet.intents.paused is intent:
+                fleet.intents.paused = before
                 if before is None:
                     with contextlib.suppress(ApiError):  # the failure of the pause says more
                         await self.resume()
             raise
-        if fleet.paused is not intent and fleet.paused is None:
+        if fleet.intents.paused is not intent and fleet.intents.paused is None:
             raise Conflict("resumed while it was pausing")
 
     async def resume(self) -> None:
         """Go on. Idempotent."""
-        self._fleet.unpause()
+        self._fleet.intents.unpause()
         await self._ask_all(Resume, deadline_s=30.0)
         self._fleet.pump()
 
@@ -101,25 +101,25 @@ class Control:
             try:
                 await self._ask_all(lambda call: Clear(call, tags), deadline_s=deadline_s, answers=replies)
             except TimedOut:
-                self._fleet.cleared |= set(tags)
+                self._fleet.intents.cleared |= set(tags)
                 raise
             except ApiError:
-                self._fleet.cleared |= set(tags) if replies else set()
+                self._fleet.intents.cleared |= set(tags) if replies else set()
                 raise
-            self._fleet.cleared |= set(tags)
+            self._fleet.intents.cleared |= set(tags)
         freed = [rank for reply in replies.values() for rank in reply.data.get("released", [])]
         return sum(int(nbytes) for rank in freed for nbytes in rank.values())
 
     async def reload(self, tags: tuple[Tag, ...] = ("weights", "kv_cache"), *, deadline_s: float = 60.0) -> None:
         """Undo `clear` for these tags. A pause that was in force stays in force. Idempotent."""
         with self._moving("reload"):
-            self._fleet.reloaded = True
-            self._fleet.returning = set(tags)  # replicas that serve again are right to
+            self._fleet.intents.reloaded = True
+            self._fleet.intents.returning = set(tags)  # replicas that serve again are right to
             try:
                 await self._ask_all(lambda call: Reload(call, tags), deadline_s=deadline_s)
-                self._fleet.cleared -= set(tags)
+                self._fleet.intents.cleared -= set(tags)
             finally:
-                self._fleet.returning = set()
+                self._fleet.intents.returning = set()
         self._fleet.release_held()
 
     async def reset_prefix_cache(self) -> bool:

@@ -1,18 +1,24 @@
-"""What operators asked of the fleet, against the state in which a replica is first heard.
+"""What operators asked of all replicas, a pause and what is released, against how the replicas stand.
 
-A restarted API learns from its replicas that they are paused or cleared. But what it was asked itself wins: a replica
-whose link was down when the fleet was resumed or reloaded still stands as it stood, and must not teach the others.
+`Control` asks; this keeps it. Replicas that come back are brought to it, the other processes of the API hear of it, and
+a lease of a pause that runs out ends it. A restarted API learns from its replicas that they are paused or cleared. But
+what it was asked itself wins: a replica whose link was down when the fleet was resumed or reloaded still stands as it
+stood, and must not teach the others.
 """
 
+import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from worker.messages import Clear, Pause, PauseMode, Reload, Resume, Stats
+from worker.messages import Clear, Pause, PauseMode, Reload, Resume, Stats, Tag
 
 if TYPE_CHECKING:
-    from api.replica import Replica
-    from api.replicas import Fleet
+    from api.processes.peers import Peers
+    from api.replicas import Fleet, Replica
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,24 +35,133 @@ class PauseIntent:
     adopted: bool = False
 
 
-def meet(fleet: "Fleet", replica: "Replica", stats: Stats, now: float) -> None:
-    """The first word on a replica's link. now: loop time."""
-    paused = stats.state == "paused"
-    if paused and fleet.paused is None:
-        if fleet.resumed:
-            replica.link.post(Resume(call="late"))
-        else:
-            fleet.paused = PauseIntent(mode=stats.pause_mode or "abort", adopted=True)
-    elif fleet.paused is not None and not paused:
-        lease_s = 0.0 if fleet.paused.lease_until == float("inf") else max(0.1, fleet.paused.lease_until - now)
-        replica.link.post(Pause(call="late", mode=fleet.paused.mode, lease_s=lease_s))
-    if stats.state != "cleared":
-        return  # one that serves is cleared by `Fleet.changed`
-    released, asked = set(stats.released), fleet.cleared - fleet.returning
-    if not fleet.reloaded:
-        fleet.cleared |= released
-        asked = fleet.cleared
-    elif released - asked:
-        replica.link.post(Reload(call="late", tags=tuple(sorted(released - asked))))
-    if asked - released:
-        replica.link.post(Clear(call="late", tags=tuple(sorted(asked - released))))
+class Intents:
+    """Of one process of the API, for its fleet."""
+
+    def __init__(self, fleet: "Fleet", peers: "Peers | None", *, of_node: bool) -> None:
+        """peers: the other API processes, if there are any. of_node: another API, on the head, decides."""
+        self.returning: set[Tag] = set()  # of what is cleared, on its way back
+        self.resumed = self.reloaded = False  # somebody asked for it since this process began
+        self.lease_expiries = 0
+        self._fleet = fleet
+        self._peers = peers
+        self._of_node = of_node
+        self._paused: PauseIntent | None = None
+        self._cleared: set[Tag] = set()
+        self._paused_before = 0.0  # seconds of pauses that are over
+        self._say()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides what is asked of the fleet; the others do what it says (api/processes), or on
+        other nodes what they see that it has asked of the replicas (api/nodes)."""
+        return not self._of_node and (self._peers is None or self._peers.leads)
+
+    @property
+    def paused(self) -> PauseIntent | None:
+        """The pause that was asked for."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, intent: PauseIntent | None) -> None:
+        self._paused = intent
+        self._say()
+
+    @property
+    def cleared(self) -> set[Tag]:
+        """What was released. Assign it, also what `|=` makes of it: the others have to be told."""
+        return self._cleared
+
+    @cleared.setter
+    def cleared(self, tags: set[Tag]) -> None:
+        self._cleared = tags
+        self._say()
+
+    @property
+    def paused_seconds(self) -> float:
+        """Time spent paused, the pause in force included."""
+        return self._paused_before + (time.time() - self.paused.since if self.paused else 0.0)
+
+    def unpause(self) -> None:
+        """The pause is over: held requests go."""
+        self.resumed = True
+        self._paused_before, self.paused = self.paused_seconds, None
+        self._fleet.release_held()
+
+    def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
+        """The lead says this now."""
+        over = self._paused is not None and paused is None
+        self._paused, self._cleared = paused, cleared
+        if over:
+            self._fleet.count_unready_from_now()
+
+    def look(self) -> bool:
+        """Take over what the lead has said since the last look. Returns whether there was anything."""
+        return self._peers is not None and not self._peers.leads and self._peers.look(self)
+
+    def sweep(self, now: float) -> bool:
+        """What the lead has said, and the pause's lease. now: loop time. Returns whether held requests may go."""
+        news = self.look()
+        if self.paused is None or now < self.paused.lease_until:
+            return news
+        if not self.leads:  # the replicas go on by themselves, whether there is a lead or not
+            self.heed(None, self.cleared)
+            return True
+        log.warning("the lease of pause (%s) ran out: going on", self.paused.mode)
+        self.lease_expiries += 1
+        self.unpause()
+        for replica in self._fleet.replicas:
+            if replica.link.up:
+                replica.link.post(Resume(call="lease"))
+        return news
+
+    def meet(self, replica: "Replica", stats: Stats) -> None:
+        """The first word on a replica's link: bring it to what was asked of the others, or learn that from it."""
+        if not self.leads:
+            return
+        paused = stats.state == "paused"
+        if paused and self.paused is None:
+            if self.resumed:
+                replica.link.post(Resume(call="late"))
+            else:
+                self.paused = PauseIntent(mode=stats.pause_mode or "abort", adopted=True)
+        elif self.paused is not None and not paused:
+            left = self.paused.lease_until - asyncio.get_running_loop().time()
+            lease_s = 0.0 if left == float("inf") else max(0.1, left)
+            replica.link.post(Pause(call="late", mode=self.paused.mode, lease_s=lease_s))
+        if stats.state != "cleared":
+            return  # one that serves is cleared by `replicas_changed`
+        released, asked = set(stats.released), self.cleared - self.returning
+        if not self.reloaded:
+            self.cleared |= released
+            asked = self.cleared
+        elif released - asked:
+            replica.link.post(Reload(call="late", tags=tuple(sorted(released - asked))))
+        if asked - released:
+            replica.link.post(Clear(call="late", tags=tuple(sorted(asked - released))))
+
+    def replicas_changed(self) -> None:
+        """A replica's state moved: a pause a restarted API had learned may be over, one that came back is cleared."""
+        states = {replica.state for replica in self._fleet.replicas}
+        if not self.leads:
+            if self._of_node:
+                self._see(states)
+            return
+        if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
+            self.unpause()
+        if self.cleared and not self.returning:
+            for replica in self._fleet.replicas:
+                if replica.state == "serving" and replica.link.up:  # it came back after the others were cleared
+                    replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))
+
+    def _see(self, states: set[str]) -> None:
+        """The head of the fleet has paused or cleared all replicas, or has them go on: they say so themselves."""
+        serving = "serving" in states
+        paused = PauseIntent("keep", adopted=True) if "paused" in states and not serving else None
+        released: set[Tag] = {"weights", "kv_cache"} if "cleared" in states and not serving else set()
+        if (paused is None, released) != (self._paused is None, self._cleared):
+            self.heed(paused, released)
+
+    def _say(self) -> None:
+        if self._peers is not None and self._peers.leads:
+            self._peers.say(self._paused, self._cleared)

@@ -7,8 +7,7 @@ got yet, in a pause for one, wait here; they count as waiting where they will go
 
 import asyncio
 
-from api.replica import Replica
-from api.replicas import Fleet
+from api.replicas import Fleet, Replica
 from api.schemas.sglang import Loads
 from worker.messages import GetStats
 

@@ -10,9 +10,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from api.background import kept
-from api.replica import Replica
+
+if TYPE_CHECKING:
+    from api.replicas import Replica
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ LEFT = "has left the fleet"
 class Members:
     """The replicas, each with a link that is kept going while `run` runs."""
 
-    def __init__(self, build: Callable[[int, str], Replica], endpoints: Mapping[int, str]) -> None:
+    def __init__(self, build: Callable[[int, str], "Replica"], endpoints: Mapping[int, str]) -> None:
         self.replicas: list[Replica] = []
         self._build = build
         self._group: asyncio.TaskGroup | None = None
@@ -55,7 +58,7 @@ class Members:
                 self._start(replica)
             self._group.create_task(asyncio.Event().wait())  # also while there is no replica
 
-    def _start(self, replica: Replica) -> None:
+    def _start(self, replica: "Replica") -> None:
         if self._group is not None:
             self._links[replica] = self._group.create_task(
                 kept(f"the link to replica {replica.index}", replica.link.run)

@@ -16,8 +16,7 @@ from api import store_metrics, vllm_metrics
 from api.histogram import SECONDS, VERSIONS, Histogram
 from api.metric_names import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_COUNTERS, counter
 from api.recent import Recent
-from api.replica import Replica
-from api.replicas import RETRIED, Fleet
+from api.replicas import RETRIED, Fleet, Replica
 from api.weights import Weights
 from weight_manager.messages import Status
 from worker.messages import Stats
@@ -83,9 +82,9 @@ class Metrics(Collector):
         for name, value in {
             "held_requests": fleet.held_everywhere,
             "open_requests": fleet.open_everywhere,
-            "paused": float(fleet.paused is not None),
-            "pause_age_seconds": max(0.0, time.time() - fleet.paused.since) if fleet.paused else 0.0,
-            "cleared": float(bool(fleet.cleared)),
+            "paused": float(fleet.intents.paused is not None),
+            "pause_age_seconds": max(0.0, time.time() - fleet.intents.paused.since) if fleet.intents.paused else 0.0,
+            "cleared": float(bool(fleet.intents.cleared)),
             "version_skew": skew(fleet),
         }.items():
             yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
@@ -97,8 +96,8 @@ class Metrics(Collector):
                 (route, int(status)): n for name, n in counted.items() for status, _, route in [name.partition(" ")]
             }
         yield counter("retried_requests", COUNTERS["retried_requests"], [((), retried)])
-        yield counter("paused_seconds", COUNTERS["paused_seconds"], [((), fleet.paused_seconds)])
-        yield counter("pause_leases_expired", COUNTERS["pause_leases_expired"], [((), fleet.lease_expiries)])
+        yield counter("paused_seconds", COUNTERS["paused_seconds"], [((), fleet.intents.paused_seconds)])
+        yield counter("pause_leases_expired", COUNTERS["pause_leases_expired"], [((), fleet.intents.lease_expiries)])
         replies = [((route, str(status)), count) for (route, status), count in sorted(requests.items())]
         yield counter("http_requests", COUNTERS["http_requests"], replies, labels=("route", "status"))
 

@@ -1,4 +1,4 @@
-"""Which replica serves what: readiness, least-loaded and sticky routing, held requests, lost replicas.
+"""Which replica serves what: each replica as the API sees it; least-loaded and sticky routing, held requests, deaths.
 
 Everything here runs on the event loop and never awaits, so a decision and its effect cannot be separated
 by another request. `Fleet.pump` is the one place where a flight is given to a replica; it runs whenever
@@ -8,41 +8,22 @@ something that could let one go has changed.
 import asyncio
 import contextlib
 import logging
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from api.errors import Conflict, EngineFailed, Unavailable
+from api.config import ApiConfig
+from api.errors import Conflict, EngineFailed, NotFound, Unavailable
 from api.flight import Flight
-from api.intents import PauseIntent, meet
-from api.link import LinkDown
+from api.intents import Intents
+from api.link import Link, LinkDown
 from api.members import Members
 from api.processes.board import home
 from api.processes.peers import Peers
-from api.replica import Replica
 from rollout_client.curve import TrainerKeys
 from weight_manager.messages import Live
-from worker.messages import Clear, Resume, Stats, Tag
-
-
-@dataclass
-class FleetSettings:
-    """Deadlines in seconds; see ApiConfig for what they mean to a user."""
-
-    quiet_s: float = 6.0
-    silence_s: float = 20.0
-    stuck_s: float = 180.0
-    unready_hold_s: float = 120.0
-    paused_hold_s: float = 3600.0
-    request_timeout_s: float = 3600.0
-    keys: TrainerKeys | None = None
-    """Of this process, for replicas on other hosts."""
-    place: str = ""
-    """Name of this API among several of a fleet; "" = there are no others."""
-    near: str | None = None
-    """This API is a node's: it decides nothing, and prefers the replicas on this host; None = it is the head's."""
-
+from worker import messages
+from worker.messages import Abort, CallFailed, Chunks, GetStats, StateChanged, Stats, ToApi, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -58,31 +39,211 @@ LAST_WORD_S = 10.0
 """How long a replica may take to hand over what it has of a request that took too long."""
 STICKY_SESSIONS = 65536
 """Sessions remembered for stickiness; the least recently used go first."""
+UNREACHABLE = "unreachable"
+REFUSED_FOR_S = 0.5
+"""A replica that refused a request gets no other for this long."""
+
+
+class Replica:
+    """One replica as the API sees it."""
+
+    def __init__(
+        self,
+        index: int,
+        endpoint: str,
+        fleet: "Fleet",
+        config: ApiConfig,
+        *,
+        keys: TrainerKeys | None = None,
+        name: str = "",
+    ) -> None:
+        """keys, name: of this process; for replicas on other hosts, and where several of the API talk to them."""
+        self.index = index
+        self._fleet = fleet
+        self.state = UNREACHABLE
+        self.version: int | None = None
+        self.draining = False  # it admits nothing more and will exit
+        self.host = urlsplit(endpoint).hostname if endpoint.startswith("tcp://") else None
+        self.stats: Stats | None = None
+        self.flights: dict[str, Flight] = {}
+        self.load = 0  # sequences it is working on for us
+        self.lost = 0  # times it went away
+        self.down_reason = "not there yet"
+        self._full_until = 0.0
+        self._members: list[tuple[str, int]] = []  # sequences of the last `Tokens`
+        self._quiet_s = min(6.0, config.silence_s / 3)
+        self.link: Link[ToApi] = Link(
+            endpoint,
+            self,
+            encode=messages.encode,
+            decode=messages.decode_to_api,
+            quiet_s=self._quiet_s,
+            silence_s=config.silence_s,
+            stuck_s=max(config.stuck_s, config.silence_s),
+            keys=keys if endpoint.startswith("tcp://") else None,
+            name=name,
+        )
+
+    @property
+    def said_load(self) -> int:
+        """Sequences that it had, for whomever, when it last said so."""
+        return 0 if self.stats is None else self.stats.running + self.stats.waiting + self.stats.held
+
+    @property
+    def in_long_step(self) -> bool:
+        """Its process is there, and its loop has not been heard for longer than a step should take."""
+        return self.link.up and self.link.silent_s >= self._quiet_s * 2
+
+    @property
+    def reason(self) -> str:
+        """Why it is not there, or does not answer; empty when all is well."""
+        if self.state == UNREACHABLE:
+            return self.down_reason
+        return f"in a long step: not heard for {self.link.silent_s:.0f} s" if self.in_long_step else ""
+
+    def serves(self, live: Live | None) -> bool:
+        """Ready: serving, and what it serves is what the store says is live (when the store has said so)."""
+        if (
+            self.state != "serving"
+            or self.version is None
+            or self.draining
+            or self._full_until > asyncio.get_running_loop().time()
+        ):
+            return False
+        return live is None or self.version == live.version
+
+    def send(self, flight: Flight) -> None:
+        """Start a flight here. Raises LinkDown."""
+        message = flight.new_attempt()
+        self.link.post(message)
+        flight.start_version = self.version
+        self.flights[message.request_id] = flight
+        self.load += flight.open
+
+    def cancel(self, flight: Flight) -> None:
+        """Ask the replica to end it; its partial result comes as ordinary chunks."""
+        if flight.attempt_id in self.flights and self.link.up:
+            self.link.post(Abort(call="", request_ids=[flight.attempt_id]))
+
+    def forget(self, flight: Flight) -> None:
+        """Nobody waits for it: end it, and ignore what still comes."""
+        self.cancel(flight)
+        if self.flights.pop(flight.attempt_id, None) is not None:
+            self.load -= flight.open
+
+    def on_up(self) -> None:
+        """Connected. Whatever still runs there belongs to a connection that is gone: end it."""
+        log.info("replica %d: connected", self.index, extra={"replica": self.index})
+        self.down_reason = "not at the live version"
+        self.link.post(Abort(call="", request_ids=None))
+        self.link.post(GetStats(call="hello"))
+
+    def on_quiet(self) -> None:
+        """Ask for a sign of life."""
+        self.link.post(GetStats(call="ping"))
+
+    def on_message(self, message: ToApi) -> None:
+        """Chunks to their flights; state and statistics to the fleet."""
+        match message:
+            case Chunks(items=items):
+                for chunk in items:
+                    flight = self.flights.get(chunk.request_id)
+                    if flight is None:
+                        continue  # aborted, or of an attempt that was given up
+                    before = flight.open
+                    flight.add(chunk)
+                    self.load -= before - flight.open
+                    if flight.open == 0:
+                        del self.flights[chunk.request_id]
+                        self._fleet.landed(flight)
+            case Tokens():
+                self._go_on(message)
+            case StateChanged():
+                said = {"replica": self.index, "version": message.version, "state": message.state}
+                log.info("replica %d: %s: %s", self.index, message.state, message.reason, extra=said)
+                self._moved(message)
+            case Stats():
+                first, self.stats = self.stats is None, message
+                if first:
+                    self._fleet.intents.meet(self, message)
+                self._fleet.on_stats(self, message)
+                self._moved(message)
+            case CallFailed(call=call, code="unknown_adapter", message=text) if call in self.flights:
+                flight = self.flights.pop(call)
+                self.load -= flight.open
+                flight.fail(NotFound(text, code="adapter_not_found", param="model"))
+                self._fleet.landed(flight)
+            case CallFailed(call=call, message=text) if call in self.flights:
+                self._refused(self.flights.pop(call), text)
+            case CallFailed(call=call, code=code, message=text) if not call.startswith("c"):
+                said = {"replica": self.index, "code": code}
+                log.error("replica %d refused %s: %s", self.index, call or "a message", text, extra=said)
+            case _:
+                pass
+
+    def on_down(self, reason: str) -> None:
+        """Gone: flights nobody has seen a token of start over elsewhere, the others end with what they have."""
+        said = {"replica": self.index, "version": self.version, "requests": len(self.flights)}
+        log.warning("replica %d lost: %s", self.index, reason, extra=said)
+        flights, self.flights = self.flights, {}
+        version, self.version = self.version, None
+        self.draining = False
+        self.state, self.stats, self.load, self.down_reason = UNREACHABLE, None, 0, reason
+        self.lost += 1
+        for flight in flights.values():
+            if flight.can_restart():
+                self._fleet.hold_again(flight)
+            else:
+                flight.end_aborted(version or 0)
+                self._fleet.landed(flight)
+        self._fleet.changed()
+
+    def _go_on(self, message: Tokens) -> None:
+        if message.members is not None:
+            self._members = message.members
+        for (request_id, index), token, logprob in zip(self._members, *message.drawn(), strict=True):
+            flight = self.flights.get(request_id)
+            if flight is not None:
+                flight.go_on(index, token, logprob)
+
+    def _refused(self, flight: Flight, why: str) -> None:
+        """It began nothing (draining, or too many held): another may take the flight, this one not for a while."""
+        log.info("replica %d refused a request: %s", self.index, why, extra={"replica": self.index})
+        self.load -= flight.open
+        self.down_reason = why
+        self._full_until = asyncio.get_running_loop().time() + REFUSED_FOR_S
+        self._fleet.hold_again(flight)
+        self._fleet.changed()
+
+    def _moved(self, message: StateChanged | Stats) -> None:
+        now = message.state.lower(), message.version, message.draining
+        if now == (self.state, self.version, self.draining):
+            return
+        self.state, self.version, self.draining = now
+        self._fleet.changed()
 
 
 class Fleet:
-    """All replicas, the requests that wait for them, and what operators asked of all of them."""
+    """All replicas, and the requests that wait for them."""
 
-    def __init__(self, endpoints: dict[int, str], settings: FleetSettings, peers: Peers | None = None) -> None:
+    def __init__(self, config: ApiConfig, peers: Peers | None = None) -> None:
         """peers: the other API processes, if there are any."""
-        self.settings = settings
+        self._config = config
+        self._keys = TrainerKeys.read(config.replica_keys) if config.replica_keys else None
+        self._place = config.place if config.replicas_file else ""  # of this API among several; "" = no others
+        self._near = config.host if config.head_url else None  # a node's API prefers the replicas on its host
         self.peers = peers
-        self.members = Members(self._replica, endpoints)
+        self.members = Members(self._replica, config.replica_endpoints)
+        self.intents = Intents(self, peers, of_node=bool(config.head_url))
         self.held: deque[Flight] = deque()
         self.flights: set[Flight] = set()
         self.live: Live | None = None
-        self._paused: PauseIntent | None = None
-        self._cleared: set[Tag] = set()
         self.closing = False
-        self.returning: set[Tag] = set()  # of what is cleared, on its way back
-        self.resumed = self.reloaded = False  # somebody asked for it since this process began
-        self.retried = self.lease_expiries = 0
-        self._came = asyncio.Event()
-        self._paused_before = 0.0  # seconds of pauses that are over
+        self.retried = 0
         self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
         self.on_landed: Callable[[Flight], None] = lambda flight: None
+        self._came = asyncio.Event()
         self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._say()
 
     async def run(self) -> None:
         """Keep every link going and every deadline kept, until cancelled."""
@@ -101,54 +262,8 @@ class Fleet:
             self.changed()
 
     def _replica(self, index: int, endpoint: str) -> Replica:
-        kept = self.settings
-        waits = {"quiet_s": kept.quiet_s, "silence_s": kept.silence_s, "stuck_s": kept.stuck_s}
-        name = kept.place if self.peers is None else f"{kept.place or 'api'}-{self.peers.index}"
-        return Replica(index, endpoint, self, **waits, keys=kept.keys, name=name)
-
-    # What operators asked of all replicas, and what other processes of the API must know
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process decides what is asked of the fleet; the others do what it says (api/processes), or on
-        other nodes what they see that it has asked of the replicas (api/nodes)."""
-        return self.settings.near is None and (self.peers is None or self.peers.leads)
-
-    @property
-    def paused(self) -> PauseIntent | None:
-        """The pause that was asked for."""
-        return self._paused
-
-    @paused.setter
-    def paused(self, intent: PauseIntent | None) -> None:
-        self._paused = intent
-        self._say()
-
-    @property
-    def cleared(self) -> set[Tag]:
-        """What was released. Assign it, also what `|=` makes of it: the others have to be told."""
-        return self._cleared
-
-    @cleared.setter
-    def cleared(self, tags: set[Tag]) -> None:
-        self._cleared = tags
-        self._say()
-
-    def _say(self) -> None:
-        if self.peers is not None and self.peers.leads:
-            self.peers.say(self._paused, self._cleared)
-
-    def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
-        """The lead says this now."""
-        over = self._paused is not None and paused is None
-        self._paused, self._cleared = paused, cleared
-        if over:
-            now = asyncio.get_running_loop().time()
-            for flight in self.held:
-                flight.unready_since = now
-
-    def _look(self) -> bool:
-        return self.peers is not None and not self.peers.leads and self.peers.look(self)
+        name = self._place if self.peers is None else f"{self._place or 'api'}-{self.peers.index}"
+        return Replica(index, endpoint, self, self._config, keys=self._keys, name=name)
 
     def _count(self) -> None:
         if self.peers is not None:
@@ -173,7 +288,7 @@ class Fleet:
         while True:
             if self.peers is not None:
                 self.peers.board.beat()
-            if self.flights or self.paused is not None:
+            if self.flights or self.intents.paused is not None:
                 await asyncio.sleep(SWEEP_S)
             else:
                 self._came.clear()
@@ -254,10 +369,6 @@ class Fleet:
         for replica in self.replicas:
             replica.cancel(flight)
 
-    def heard(self, replica: Replica, stats: Stats) -> None:
-        """New statistics of a replica."""
-        self.on_stats(replica, stats)
-
     def cancel_all(self) -> None:
         """Every flight ends with what it has."""
         for flight in list(self.flights):
@@ -284,8 +395,8 @@ class Fleet:
         """Give every held flight that may run to a replica, in order."""
         if not self.held:
             return
-        self._look()
-        if self._paused is not None:
+        self.intents.look()
+        if self.intents.paused is not None:
             return
         waiting: list[Flight] = []
         try:
@@ -319,11 +430,11 @@ class Fleet:
             ready = [r for r in ready if r.version is not None and r.version >= flight.min_version]
         if not ready:
             return None
-        if self.peers is not None or self.settings.place:
+        if self.peers is not None or self._place:
             if flight.session:
                 at = home(flight.session, (r.index for r in ready))
                 return next(r for r in ready if r.index == at)
-            near = [r for r in ready if r.host == self.settings.near] if self.settings.near else []
+            near = [r for r in ready if r.host == self._near] if self._near else []
             return min(near or ready, key=lambda r: (r.in_long_step, self._busy(r)))
         if flight.session and (at_home := self._sessions.get(flight.session)) is not None:
             for replica in ready:
@@ -340,7 +451,7 @@ class Fleet:
     def _busy(self, replica: Replica) -> int:
         """APIs of other nodes do not share what they know: a replica says what it has for all of them."""
         own = self.load_of(replica)
-        return max(own, replica.said_load) if self.settings.place else own
+        return max(own, replica.said_load) if self._place else own
 
     # What changes around them
 
@@ -356,76 +467,34 @@ class Fleet:
                 self.cancel(flight)
         self.changed()
 
-    def joined(self, replica: Replica, stats: Stats) -> None:
-        """First word of a replica: bring it to what was asked of the others, or learn that from it."""
-        if self.leads:
-            meet(self, replica, stats, asyncio.get_running_loop().time())
-
     def changed(self) -> None:
-        """Something moved: a pause a restarted API had learned may be over, and held flights may go."""
-        states = {replica.state for replica in self.replicas}
-        if not self.leads:
-            if self.settings.near is not None:
-                self._see(states)
-            self.pump()
-            return
-        if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
-            self.unpause()
-        if self.cleared and not self.returning:
-            for replica in self.replicas:
-                if replica.state == "serving" and replica.link.up:  # it came back after the others were cleared
-                    replica.link.post(Clear(call="late", tags=tuple(sorted(self.cleared))))
+        """A replica's state, or what is live, has moved: held flights may go."""
+        self.intents.replicas_changed()
         self.pump()
 
-    def _see(self, states: set[str]) -> None:
-        """The head of the fleet has paused or cleared all replicas, or has them go on: they say so themselves."""
-        serving = "serving" in states
-        paused = PauseIntent("keep", adopted=True) if "paused" in states and not serving else None
-        released: set[Tag] = {"weights", "kv_cache"} if "cleared" in states and not serving else set()
-        if (paused is None, released) != (self._paused is None, self._cleared):
-            self.heed(paused, released)
-
-    @property
-    def paused_seconds(self) -> float:
-        """Time spent paused, the pause in force included."""
-        return self._paused_before + (time.time() - self.paused.since if self.paused else 0.0)
-
-    def unpause(self) -> None:
-        """The pause is over."""
-        self.resumed = True
-        self._paused_before, self.paused = self.paused_seconds, None
-        self.release_held()
-
-    def release_held(self) -> None:
-        """Let held flights go; from now on it counts against the replicas if they cannot take them."""
+    def count_unready_from_now(self) -> None:
+        """From now on it counts against the replicas if they cannot take held flights."""
         now = asyncio.get_running_loop().time()
         for flight in self.held:
             flight.unready_since = now
+
+    def release_held(self) -> None:
+        """Let held flights go."""
+        self.count_unready_from_now()
         self.pump()
 
     def sweep(self, now: float) -> None:
         """Deadlines: the pause lease, held flights, running flights."""
-        if self._look():
+        if self.intents.sweep(now):
             self.pump()
-        if not self.leads:
-            if self.paused is not None and now >= self.paused.lease_until:
-                self.heed(None, self.cleared)  # the replicas go on by themselves, whether there is a lead or not
-                self.pump()
-        elif self.paused is not None and now >= self.paused.lease_until:
-            log.warning("the lease of pause (%s) ran out: going on", self.paused.mode)
-            self.lease_expiries += 1
-            self.unpause()
-            for replica in self.replicas:
-                if replica.link.up:
-                    replica.link.post(Resume(call="lease"))
         for flight in [f for f in self.held if self._overdue(f, now)]:
             self.held.remove(flight)
             self.landed(flight)
-        for flight in [f for f in self.flights if now - f.started >= self.settings.request_timeout_s]:
+        for flight in [f for f in self.flights if now - f.started >= self._config.request_timeout_s]:
             if not flight.overdue:
                 flight.overdue = True
                 self.cancel(flight)  # its partial result is on the way
-            elif now - flight.started >= self.settings.request_timeout_s + LAST_WORD_S:
+            elif now - flight.started >= self._config.request_timeout_s + LAST_WORD_S:
                 self.drop(flight)
 
     def _overdue(self, flight: Flight, now: float) -> bool:
@@ -433,12 +502,12 @@ class Fleet:
         if flight.min_version is not None and now >= flight.deadline:
             current = self.live.version if self.live else None
             flight.fail(Conflict(f"waited for weight version {flight.min_version}; live is {current}"))
-        elif self.paused is not None or self.cleared:
-            if held_s < self.settings.paused_hold_s:
+        elif self.intents.paused is not None or self.intents.cleared:
+            if held_s < self._config.paused_hold_s:
                 return False
-            what = "paused" if self.paused else "cleared"
+            what = "paused" if self.intents.paused else "cleared"
             flight.fail(Unavailable(f"rollout is {what}; the request was held for {held_s:.0f} s and never ran"))
-        elif now - flight.unready_since >= self.settings.unready_hold_s:
+        elif now - flight.unready_since >= self._config.unready_hold_s:
             why = "; ".join(f"replica {r.index} is {r.state}, {r.down_reason}" for r in self.replicas)
             flight.fail(Unavailable(f"no replica is ready ({why}); the request never ran"))
         else:

@@ -21,11 +21,10 @@ from api.model import Model
 from api.processes.peers import Peers
 from api.processes.rates import SharedRateLimit
 from api.rate_limit import RateLimit
-from api.replicas import Fleet, FleetSettings
+from api.replicas import Fleet
 from api.versions import VersionNames
 from api.weight_checks import WeightChecks
 from api.weights import Weights
-from rollout_client.curve import TrainerKeys
 
 if TYPE_CHECKING:
     from api.nodes.everywhere import Everywhere
@@ -45,21 +44,7 @@ class Service:
         self.others = _others(config) if config.replicas_file and not config.head_url else None
         self.model = model
         self.started = time.time()
-        self.fleet = Fleet(
-            config.replica_endpoints,
-            FleetSettings(
-                quiet_s=min(6.0, config.silence_s / 3),
-                silence_s=config.silence_s,
-                stuck_s=max(config.stuck_s, config.silence_s),
-                unready_hold_s=config.unready_hold_s,
-                paused_hold_s=config.paused_hold_s,
-                request_timeout_s=config.request_timeout_s,
-                keys=TrainerKeys.read(config.replica_keys) if config.replica_keys else None,
-                place=config.place if config.replicas_file else "",
-                near=config.host if config.head_url else None,
-            ),
-            self.peers,
-        )
+        self.fleet = Fleet(config, self.peers)
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.adapters = AdapterNames(model, self.weights)
         self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)

@@ -6,7 +6,7 @@ import time
 
 from api.adapters import described
 from api.metrics import alive, skew
-from api.replica import Replica
+from api.replicas import Replica
 from api.schemas.rollout import LiveVersion
 from api.schemas.ui import PauseView, PlotView, RankView, ReplicaView, Snapshot, TroubleView
 from api.service import Service
@@ -36,7 +36,7 @@ def take(service: Service) -> Snapshot:
         live_since=next((h.get("time") for h in reversed(history) if live and h.get("epoch") == live.epoch), None),
         skew=int(skew(fleet)),
         pause=_pause(service),
-        cleared=sorted(fleet.cleared),
+        cleared=sorted(fleet.intents.cleared),
         held=fleet.held_everywhere,
         open=fleet.open_everywhere,
         generation_tokens=sum(c.get("generation_tokens", 0.0) for c in counters),
@@ -91,7 +91,7 @@ def _replica(service: Service, r: Replica) -> ReplicaView:
 
 
 def _pause(service: Service) -> PauseView | None:
-    paused, left = service.fleet.paused, None
+    paused, left = service.fleet.intents.paused, None
     if paused is None:
         return None
     if paused.lease_until != float("inf"):

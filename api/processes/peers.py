@@ -5,18 +5,18 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from api.intents import PauseIntent
+from api.intents import Intents, PauseIntent
 from api.processes.board import Board
 from api.processes.claims import Claims
 from api.processes.counts import Counts
 from worker.messages import PauseMode, Tag
 
 if TYPE_CHECKING:
-    from api.replica import Replica
+    from api.replicas import Replica
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,6 @@ class Said(msgspec.Struct, frozen=True):
 
     paused: SaidPause | None = None
     cleared: tuple[Tag, ...] = ()
-
-
-class Follows(Protocol):
-    """Who takes over what the lead says."""
-
-    def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
-        """It says this now."""
 
 
 class Peers:
@@ -85,7 +78,7 @@ class Peers:
         os.replace(fresh, self._said)
         self.board.tell()
 
-    def look(self, fleet: Follows) -> bool:
+    def look(self, intents: Intents) -> bool:
         """Take over what the lead has said since the last look. Returns whether there was anything; it costs nothing
         when there was not."""
         news = self.board.news
@@ -104,7 +97,7 @@ class Peers:
         if pause is not None:
             until = float("inf") if pause.lease_until is None else pause.lease_until
             intent = PauseIntent(pause.mode, pause.clear_cache, until, pause.since)
-        fleet.heed(intent, set(said.cleared))
+        intents.heed(intent, set(said.cleared))
         self.on_news()
         return True
 

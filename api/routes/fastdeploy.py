@@ -68,7 +68,7 @@ async def clear_load_weight(request: Request, service: Uses) -> Response:
     """Release parameters and KV. 400: that is running already; 403: the opposite is; 404: timeout or off."""
     if request.method == "GET" and not service.config.legacy_get:
         return GET_IS_OFF
-    if service.fleet.cleared >= set(ALL_TAGS) and service.control.transition is None:
+    if service.fleet.intents.cleared >= set(ALL_TAGS) and service.control.transition is None:
         return Json({"msg": "model weight is cleared"})
     return await _legacy(service.control.clear, "clear", "clear model weight successfully")
 
@@ -79,7 +79,7 @@ async def update_model_weight(request: Request, service: Uses) -> Response:
     """Bring back what was released, at the live version. Errors as above."""
     if request.method == "GET" and not service.config.legacy_get:
         return GET_IS_OFF
-    if not service.fleet.cleared and service.control.transition is None:
+    if not service.fleet.intents.cleared and service.control.transition is None:
         return Json({"msg": "model weight is updated"})
     return await _legacy(service.control.reload, "reload", "update model weight successfully")
 
@@ -152,7 +152,7 @@ async def wakeup(
 ) -> schema.Control:
     """Bring back, then resume once nothing is missing."""
     await service.control.reload(_tags(tags, body))
-    if not service.fleet.cleared:
+    if not service.fleet.intents.cleared:
         await service.control.resume()
     return schema.Control(request_id=_id())
 

@@ -54,7 +54,7 @@ async def health_generate(service: Uses) -> GenerateHealth:
     """Make one token; during pauses and updates, and when it takes long, see that a loop turns. Within a second."""
     turns = asyncio.create_task(_a_loop_turns(service))
     try:
-        idle = service.control.paused or service.fleet.cleared or not describe(service).ready
+        idle = service.control.paused or service.fleet.intents.cleared or not describe(service).ready
         if not idle and await _made_a_token(service):
             return GenerateHealth(generated=True)
         if not await turns:

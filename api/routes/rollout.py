@@ -156,14 +156,14 @@ async def abort(service: Uses, body: schema.AbortRequest | None = None) -> schem
 async def release(service: Uses, body: schema.MemoryRequest | None = None) -> schema.MemoryResponse:
     """Release parameters and/or KV on every rank. Idempotent."""
     released = await service.control.clear(tuple((body or schema.MemoryRequest()).tags))
-    return schema.MemoryResponse(released_bytes=released, cleared=sorted(service.fleet.cleared))
+    return schema.MemoryResponse(released_bytes=released, cleared=sorted(service.fleet.intents.cleared))
 
 
 @router.post("/memory/resume", dependencies=admin)
 async def bring_back(service: Uses, body: schema.MemoryRequest | None = None) -> schema.MemoryResponse:
     """Bring back what was released, at the version that is live. Idempotent."""
     await service.control.reload(tuple((body or schema.MemoryRequest()).tags))
-    return schema.MemoryResponse(cleared=sorted(service.fleet.cleared))
+    return schema.MemoryResponse(cleared=sorted(service.fleet.intents.cleared))
 
 
 @router.post("/prefix_cache/reset", dependencies=admin)
@@ -313,7 +313,7 @@ def _envelope(job: Job, service: Service, outputs: list[dict[str, Any]]) -> dict
 
 
 def _pause_state(service: Service) -> schema.PauseState:
-    paused, left = service.fleet.paused, None
+    paused, left = service.fleet.intents.paused, None
     if paused is not None and paused.lease_until != float("inf"):
         left = max(0.0, paused.lease_until - asyncio.get_running_loop().time())
     return schema.PauseState(

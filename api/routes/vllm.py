@@ -161,7 +161,7 @@ async def wake_up(service: Uses, tags: Annotated[list[WakeTag] | None, Query(max
     memory: tuple[Tag, ...] = tuple(tag for tag in tags if tag != "scheduling") if tags else ALL_TAGS
     if memory:
         await service.control.reload(memory)
-    if service.fleet.cleared:
+    if service.fleet.intents.cleared:
         return schema.Awake(status="sleeping", tags=list(tags) if tags else None)
     await service.control.resume()
     return schema.Awake(status="awake", tags=list(tags) if tags else None)
@@ -170,7 +170,7 @@ async def wake_up(service: Uses, tags: Annotated[list[WakeTag] | None, Query(max
 @router.get("/is_sleeping", dependencies=data)
 async def is_sleeping(service: Uses) -> schema.IsSleeping:
     """Whether anything is released."""
-    return schema.IsSleeping(is_sleeping=bool(service.fleet.cleared))
+    return schema.IsSleeping(is_sleeping=bool(service.fleet.intents.cleared))
 
 
 @router.post("/reset_prefix_cache", dependencies=admin)

@@ -109,8 +109,8 @@ async def test_reading_changes_nothing(client, service, replicas, store):
     assert {type(m) for m in store.received[before[1] :]} <= {GetStatus, ReadTensor}
     refused = {path for path, code in answered.items() if code in (403, 404)}
     assert refused == {"/clear_load_weight", "/update_model_weight", "/flush_cache"}
-    assert service.fleet.paused is None
-    assert not service.fleet.cleared
+    assert service.fleet.intents.paused is None
+    assert not service.fleet.intents.cleared
 
 
 async def test_a_non_ascii_token_is_only_wrong(client):

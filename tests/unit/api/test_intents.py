@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from api.intents import meet
+from api.intents import Intents
 from api.service import Service
 from worker.messages import CallFailed, Clear, Pause, Reload, Resume
 
@@ -43,7 +43,7 @@ async def test_an_expired_lease_resumes_and_says_so(client, replicas, until, ser
     await client.post("/v1/rollout/pause", json={"lease_s": 0.3})
     task = asyncio.create_task(client.post(URL, json=BODY))
     assert (await task).status_code == 200
-    assert service.fleet.lease_expiries == 1
+    assert service.fleet.intents.lease_expiries == 1
     assert all(r.got(Resume) for r in replicas)
 
 
@@ -52,7 +52,7 @@ async def test_a_failed_pause_is_undone_everywhere(client, replicas, service, un
     reply = await client.post("/v1/rollout/pause", json={"mode": "wait"})
     assert reply.status_code == 409
     assert "replica 1" in reply.json()["error"]["message"]
-    assert service.fleet.paused is None
+    assert service.fleet.intents.paused is None
     assert (await client.get("/v1/rollout/pause")).json()["paused"] is False
     await until(lambda: replicas[0].state == "serving")
     assert (await client.post(URL, json=BODY)).status_code == 200
@@ -62,7 +62,7 @@ async def test_a_failed_second_pause_leaves_the_first(client, replicas, service)
     await client.post("/v1/rollout/pause", json={"mode": "keep"})
     replicas[1].fail[Pause] = CallFailed("", "conflict", "not now")
     assert (await client.post("/v1/rollout/pause", json={"mode": "wait"})).status_code == 409
-    assert service.fleet.paused.mode == "keep"
+    assert service.fleet.intents.paused.mode == "keep"
 
 
 async def test_a_restarted_api_finds_replicas_and_pause_again(config, model, replicas, store, service, until):
@@ -71,11 +71,11 @@ async def test_a_restarted_api_finds_replicas_and_pause_again(config, model, rep
         replica.pause_mode = "keep"
     second = Service(config, model)
     async with second.running():
-        await until(lambda: second.fleet.paused is not None)
-        assert second.fleet.paused.mode == "keep"
+        await until(lambda: second.fleet.intents.paused is not None)
+        assert second.fleet.intents.paused.mode == "keep"
         for replica in replicas:
             replica.move("serving")
-        await until(lambda: second.fleet.paused is None)
+        await until(lambda: second.fleet.intents.paused is None)
 
 
 async def test_cleared_replicas_are_kept_cleared(client, replicas, service, until):
@@ -95,7 +95,7 @@ async def test_a_clear_that_some_have_done_stays_what_is_wanted(client, replicas
     for index in who:
         replicas[index].fail[Clear] = CallFailed("", "conflict", "its version is not mapped yet")
     assert (await client.post("/v1/rollout/memory/release")).status_code == 409
-    assert service.fleet.cleared == (set() if len(who) == 2 else {"kv_cache", "weights"})
+    assert service.fleet.intents.cleared == (set() if len(who) == 2 else {"kv_cache", "weights"})
     if len(who) == 1:
         replicas[1].fail.clear()
         replicas[1].move("starting")
@@ -119,7 +119,7 @@ async def test_a_replica_that_was_away_when_the_fleet_was_reloaded_is_reloaded_t
     assert (await client.post("/v1/rollout/memory/resume", json={"tags": tags})).json()["cleared"] == []
     replicas[1].start()
     await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
-    assert service.fleet.cleared == set()
+    assert service.fleet.intents.cleared == set()
     assert [sorted(reload.tags) for reload in replicas[1].got(Reload)] == [tags]
     assert len(replicas[0].got(Clear)) == 1
 
@@ -130,7 +130,7 @@ async def test_a_replica_that_was_away_when_the_fleet_was_resumed_is_resumed_too
     await client.post("/v1/rollout/resume")
     replicas[1].start()
     await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
-    assert service.fleet.paused is None
+    assert service.fleet.intents.paused is None
     assert (await client.post(URL, json=BODY)).status_code == 200
 
 
@@ -139,7 +139,7 @@ async def test_a_restarted_api_learns_what_is_released_and_no_more(client, repli
         await away(replica, service, until)
         replica.state, replica.released = "cleared", {"weights"}
         replica.start()
-    await until(lambda: service.fleet.cleared == {"weights"})
+    await until(lambda: service.fleet.intents.cleared == {"weights"})
     await client.post("/v1/rollout/memory/resume", json={"tags": ["weights"]})
     await until(lambda: [r.state for r in service.fleet.replicas] == ["serving", "serving"])
     assert [replica.got(Clear) for replica in replicas] == [[], []]
@@ -161,10 +161,11 @@ async def test_a_reload_that_is_refused_leaves_the_one_under_way_alone(client, r
 
 
 def test_one_that_is_first_heard_while_the_others_are_reloaded_follows_them():
-    fleet = SimpleNamespace(paused=None, reloaded=True, cleared={"weights", "kv_cache"}, returning={"weights"})
+    intents = Intents(SimpleNamespace(), None, of_node=False)
+    intents.reloaded, intents.cleared, intents.returning = True, {"weights", "kv_cache"}, {"weights"}
     posted = []
     replica = SimpleNamespace(link=SimpleNamespace(post=posted.append))
-    meet(fleet, replica, SimpleNamespace(state="cleared", released=["kv_cache", "weights"]), 0.0)
+    intents.meet(replica, SimpleNamespace(state="cleared", released=["kv_cache", "weights"]))
     assert [(type(message), message.tags) for message in posted] == [(Reload, ("weights",))]
 
 

@@ -107,7 +107,7 @@ async def test_deadlines_are_kept_after_a_failure(client, service, until, caplog
 
     monkeypatch.setattr(service.fleet, "sweep", fail_once)
     await client.post("/v1/rollout/pause", json={"lease_s": 0.2})
-    await until(lambda: service.fleet.paused is None)
+    await until(lambda: service.fleet.intents.paused is None)
     assert failures
     assert tracebacks(caplog)
 

@@ -204,8 +204,8 @@ async def test_a_sequence_that_dies_in_the_engine_is_an_error(client, replicas):
     assert '"error":' in text
 
 
+@pytest.mark.parametrize("settings", [{"request_timeout_s": 0.3}])
 async def test_a_request_that_takes_too_long_ends_with_what_it_has(client, replicas, service, until):
-    service.fleet.settings.request_timeout_s = 0.3
     gate(replicas, 1)
     output = (await client.post(URL, json=BODY)).json()["outputs"][0]
     assert (output["finish_reason"], output["token_ids"]) == ("abort", [66])

@@ -48,7 +48,7 @@ async def test_a_pause_asked_of_a_node_is_the_heads_and_holds_requests_everywher
     paused = await node.client.post("/v1/rollout/pause", json={"mode": "keep"})
     assert paused.json()["paused"]
     assert [len(r.got(Pause)) for r in replicas] == [1, 1], "once, by the head"
-    await until(lambda: all(api.service.fleet.paused for api in apis))
+    await until(lambda: all(api.service.fleet.intents.paused for api in apis))
     waiting = [asyncio.create_task(generate(api)) for api in apis]
     await asyncio.sleep(0.3)
     assert not any(task.done() for task in waiting)
@@ -58,7 +58,7 @@ async def test_a_pause_asked_of_a_node_is_the_heads_and_holds_requests_everywher
         assert not api.service.fleet._overdue(flight, flight.unready_since + 3000)
     assert (await other.client.post("/v1/rollout/resume")).status_code == 200
     assert [(await task).status_code for task in waiting] == [200, 200, 200]
-    await until(lambda: not any(api.service.fleet.paused for api in apis))
+    await until(lambda: not any(api.service.fleet.intents.paused for api in apis))
 
 
 async def test_requests_are_ended_wherever_they_are_by_id_or_all(apis, replicas, until):

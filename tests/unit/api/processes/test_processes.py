@@ -54,7 +54,7 @@ async def test_what_is_cleared_is_cleared_for_both_and_comes_back(processes, rep
     await asyncio.sleep(0.1)
     await other.client.post("/wake_up")
     assert (await task).status_code == 200
-    await until(lambda: not other.service.fleet.cleared)
+    await until(lambda: not other.service.fleet.intents.cleared)
 
 
 async def test_an_abort_finds_what_another_process_has(processes, replicas, until):
