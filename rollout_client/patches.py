@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rollout_client.native import kernels
+from rollout_client import copying
 
 Array = npt.NDArray[Any]
 SKIP = 255
@@ -20,7 +20,7 @@ BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 def hasher() -> Any:
     """xxh3-64 of what comes, with `update(array)` and `intdigest()`: for `update` and `patched` below."""
-    fast = kernels.ready()
+    fast = copying.ready()
     return xxhash.xxh3_64() if fast is None else fast.hasher()
 
 
@@ -29,8 +29,8 @@ def update(before: Array, after: Array, most: int, into: Any) -> tuple[Array, Ar
 
     None if there are more than `most` values: `before` is then neither of the two. `into` takes `after`.
     """
-    fast = kernels.ready()
-    if fast is not None and isinstance(into, kernels.Hasher):
+    fast = copying.ready()
+    if fast is not None and isinstance(into, copying.Hasher):
         return fast.difference(before, after, most, into)
     into.update(after)
     index = differing(before, after)
@@ -46,8 +46,8 @@ def patched(target: Array, base: Array, gaps: Array, values: Array, into: Any) -
 
     False if the patch does not fit: what the target holds then is undefined.
     """
-    fast = kernels.ready()
-    if fast is not None and isinstance(into, kernels.Hasher):
+    fast = copying.ready()
+    if fast is not None and isinstance(into, copying.Hasher):
         return fast.patched(target, base, gaps, values, into)
     target[...] = base
     fits = apply(target, gaps, values)

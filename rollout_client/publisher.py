@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from rollout_client import copying
 from rollout_client.channel import Channel, ConnectionLost
 from rollout_client.curve import TrainerKeys
 from rollout_client.delta import Kept
 from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
-from rollout_client.native import kernels
 from rollout_client.peft import adapter_config, adapter_tensors, check_name
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
@@ -142,7 +142,7 @@ class WeightPublisher:
         self._shm: ShmTransport | None = None
         self._adapter_shm: dict[str, ShmTransport] = {}
         self._lock = threading.Lock()
-        kernels.prepare()
+        copying.prepare()
 
     def connect(self) -> Welcome:
         """Say hello and map the arena, so that the first push need not. Raises StoreUnavailable, Unauthorized, or

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client import copying
 from rollout_client.digest import PIECE, digest_of, joined
-from rollout_client.native import kernels
 from rollout_client.protocol import Dtype
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -252,7 +252,7 @@ def rank_spans(layout: Layout, rank: int) -> dict[str, Span]:
 
 def region_digests(layout: Layout, slot: Slot) -> list[int]:
     """Digest of every region's bytes, in layout order."""
-    fast = kernels.ready()
+    fast = copying.ready()
     if fast is None:
         return [digest_of(view.data) for view in region_views(layout, slot)]
     starts, sizes, first = layout.stretches

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from rollout_client import copying
 from rollout_client.curve import TrainerKeys
-from rollout_client.native import kernels
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
 from weight_manager.adapters.calls import AdapterCalls
@@ -219,7 +219,7 @@ class Store:
             "store is up",
             extra={"push_endpoint": self._push.endpoint, "arena": str(self._arena.path), "pid": os.getpid()},
         )
-        kernels.prepare()
+        copying.prepare()
         if self._config.huge_pages:
             self._pages.start()
         if not self._taken_over and self._above is None:

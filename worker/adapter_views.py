@@ -9,8 +9,8 @@ which of them a sequence computes with is rank 0's to say, in each batch. So not
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollout_client import copying
 from rollout_client.errors import ArenaError
-from rollout_client.native import kernels
 from weight_manager.adapters.plan import AdapterShape, adapter_layout
 from weight_manager.arena import ArenaReader
 from weight_manager.dynamic_weight_manager import WeightsRefused
@@ -48,7 +48,7 @@ class AdapterViews:
         self._held: dict[int, _Held] = {}
         self._fits: dict[str, _Fit] = {}  # the last of each name
         if table is not None:
-            kernels.prepare()
+            copying.prepare()
 
     def prepare(self, adapter: LiveAdapter) -> None:
         """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong."""

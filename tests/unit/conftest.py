@@ -1,12 +1,12 @@
 import pytest
 
-from rollout_client.native import kernels
+from rollout_client import copying
 
 
 @pytest.fixture(params=["compiled", "numpy"])
 def way(request, monkeypatch):
     """How weights are moved. Both give the same, to the bit."""
-    found = kernels.prepare(120) if request.param == "compiled" else None
+    found = copying.prepare(120) if request.param == "compiled" else None
     if found is None and request.param == "compiled":
         pytest.skip("no C compiler here")
-    monkeypatch.setattr(kernels, "ready", lambda: found)
+    monkeypatch.setattr(copying, "ready", lambda: found)

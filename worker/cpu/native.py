@@ -8,7 +8,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from rollout_client.native import compiler, kernels
+from rollout_client import copying
+from rollout_client.native import compiler
 from weight_manager import finite, reading
 from worker import row_sampler
 
@@ -65,7 +66,7 @@ def compiled() -> Path:
 if __name__ == "__main__":
     try:
         print(compiled())
-        print(compiler.compiled("weights", kernels.SOURCES))
+        print(compiler.compiled("weights", copying.SOURCES))
         print(compiler.compiled("reading", reading.SOURCES))
         print(compiler.compiled("finite", finite.SOURCES))
         print(row_sampler.library())

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rollout_client import copying
 from rollout_client.copying import move, slot_view, source_view
-from rollout_client.native import kernels
 from rollout_client.protocol import Copy
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -98,10 +97,10 @@ SMALL_STACK = """
 import sys, threading
 import numpy as np
 from rollout_client.copying import move
-from rollout_client.native import kernels
+from rollout_client import copying
 from rollout_client.patches import hasher, patched
 if sys.argv[1] == "compiled":
-    assert kernels.prepare(120)
+    assert copying.prepare(120)
 
 def run():
     move(np.ones(1 << 20, np.float32), "float32", np.empty(1 << 20, np.uint16), "bfloat16")
@@ -118,7 +117,7 @@ thread.join()
 
 def test_threads_with_small_stacks_move_weights():
     """A trainer's threads have the size that it told Python to give them."""
-    way = "numpy" if kernels.ready() is None else "compiled"
+    way = "numpy" if copying.ready() is None else "compiled"
     command = [sys.executable, "-c", SMALL_STACK, way]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (0, "through\n"), ended.stderr

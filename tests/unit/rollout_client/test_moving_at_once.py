@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
+from rollout_client import copying
 from rollout_client.copying import WIRE_DTYPE, Alike, move, slot_view, source_view
 from rollout_client.digest import PIECE, digest_of
-from rollout_client.native import kernels
 from rollout_client.protocol import Copy, Part
 from rollout_client.tensors import Slice, sources
 
@@ -17,7 +17,7 @@ SLOT = 1 << 16
 
 @pytest.fixture(autouse=True)
 def _compiled():
-    if kernels.prepare(120) is None:
+    if copying.prepare(120) is None:
         pytest.skip("no C compiler here")
 
 

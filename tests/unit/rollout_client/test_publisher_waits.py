@@ -131,6 +131,7 @@ def test_a_tensor_that_cannot_be_read_ends_the_session(store, publisher):
 
 def test_the_lease_is_kept_while_a_tensor_takes_its_time(store, publisher, monkeypatch):
     monkeypatch.setattr("rollout_client.shm_transport.INLINE_BYTES", 0)
+    monkeypatch.setattr("rollout_client.shm_transport.AT_ONCE_BYTES", 0)
     store.lease_s = 0.4
     store.place(TWO)
     publisher().push({"a": Slow(0.8), "b": B}, 1)
@@ -139,6 +140,7 @@ def test_the_lease_is_kept_while_a_tensor_takes_its_time(store, publisher, monke
 
 def test_a_session_that_ends_while_bytes_move_stops_the_push(store, publisher, monkeypatch):
     monkeypatch.setattr("rollout_client.shm_transport.INLINE_BYTES", 0)
+    monkeypatch.setattr("rollout_client.shm_transport.AT_ONCE_BYTES", 0)
     store.lease_s = 0.2
     store.place(TWO)
     store.on[wire.Renew] = lambda m, _: wire.Error("aborted", "an operator said so", m.session)
@@ -150,6 +152,7 @@ def test_a_session_that_ends_while_bytes_move_stops_the_push(store, publisher, m
 @pytest.mark.parametrize("kind", [wire.Hello, wire.Begin, wire.Renew, wire.Seal])
 def test_a_silent_store_is_not_waited_for_longer_than_said(store, publisher, kind, monkeypatch):
     monkeypatch.setattr("rollout_client.shm_transport.INLINE_BYTES", 0)
+    monkeypatch.setattr("rollout_client.shm_transport.AT_ONCE_BYTES", 0)
     monkeypatch.setattr("rollout_client.publisher.REPLY_MARGIN_S", 0.2)
     monkeypatch.setattr("rollout_client.publisher.ABORT_S", 0.2)
     store.lease_s = 0.3

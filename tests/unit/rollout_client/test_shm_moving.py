@@ -3,9 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout_client import shm_transport
+from rollout_client import copying, shm_transport
 from rollout_client.digest import PIECE, digest_of
-from rollout_client.native import kernels
 from rollout_client.protocol import Copy
 from rollout_client.shm_transport import TOGETHER_BYTES, Gathered, move_units, together, units
 from rollout_client.tensors import sources
@@ -61,10 +60,10 @@ def test_small_copies_go_together_and_none_is_lost(sizes, expected):
 
 @pytest.fixture(params=["compiled", "numpy"])
 def way(request, monkeypatch):
-    if request.param == "compiled" and kernels.prepare(120) is None:
+    if request.param == "compiled" and copying.prepare(120) is None:
         pytest.skip("no C compiler here")
     if request.param == "numpy":
-        monkeypatch.setattr(kernels, "ready", lambda: None)
+        monkeypatch.setattr(copying, "ready", lambda: None)
 
 
 @pytest.mark.parametrize("size", [PIECE - 4, PIECE, PIECE + 4, 2 * PIECE + 4])

@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_client.native import kernels
+from rollout_client import copying
 from weight_manager.layout import (
     ALIGN,
     Manifest,
@@ -182,8 +182,8 @@ def test_regions_are_hashed_alike_in_one_call_and_one_by_one(monkeypatch):
     shapes = ("a", (17 << 18, 1)), ("b", (5, 3)), ("c", (1, 1))
     layout = make_layout(Manifest("M", "float32", tuple(Parameter(*named) for named in shapes)), 1)
     slot = np.random.default_rng(0).bytes(layout.slot_bytes)
-    assert kernels.prepare(60.0) is not None
+    assert copying.prepare(60.0) is not None
     at_once = region_digests(layout, memoryview(slot))
-    monkeypatch.setattr(kernels, "ready", lambda: None)
+    monkeypatch.setattr(copying, "ready", lambda: None)
     assert at_once == region_digests(layout, memoryview(slot))
     assert len(set(at_once)) == 3

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from rollout_client.copying import SOURCES
 from rollout_client.native import compiler
-from rollout_client.native.kernels import SOURCES
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_client.native import compiler, kernels
+from rollout_client import copying
+from rollout_client.native import compiler
 from weight_manager import finite, reading
 from worker import row_sampler
 from worker.cpu import native
 
 SOURCES = {
     "kernels": native._SOURCES,
-    "weights": kernels.SOURCES,
+    "weights": copying.SOURCES,
     "reading": reading.SOURCES,
     "finite": finite.SOURCES,
     "sampling": row_sampler.SOURCES,

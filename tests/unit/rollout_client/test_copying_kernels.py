@@ -9,15 +9,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_client.native.kernels import Hasher, prepare
+from rollout_client.copying import Hasher, prepare
 
 FORKED = """
 import os
-from rollout_client.native import kernels
-kernels.prepare()
+from rollout_client import copying
+copying.prepare()
 if os.fork() == 0:
-    os._exit(0 if kernels.prepare(120) else 3)
-assert kernels.prepare(120)
+    os._exit(0 if copying.prepare(120) else 3)
+assert copying.prepare(120)
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
