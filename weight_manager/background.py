@@ -100,18 +100,25 @@ class Background:
         return future
 
     def digests(
-        self, runs: Sequence[memoryview], done: Callable[[list[int]], None], failed: Callable[[BaseException], None]
+        self,
+        memory: memoryview,
+        spans: Sequence[tuple[int, int]],
+        done: Callable[[list[int]], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
-        """xxh3-64 of each run, by all threads; `deliver` then calls `done`, or `failed` with what went wrong."""
+        """xxh3-64 of each span (offset, bytes) of `memory`, by all threads; `deliver` then calls `done`, or `failed`
+        with what went wrong.
+        """
         reading = self._opening.reading if self._opening is not None else None
         if reading is not None:
-            reading.submit(runs, done)
+            reading.submit(memory, spans, done)
             return
-        found = [0] * len(runs)
+        found = [0] * len(spans)
 
         def over(error: BaseException | None) -> None:
             self._finished.put(lambda: done(found) if error is None else failed(error))
 
+        runs = [memory[start : start + size] for start, size in spans]
         gang = Gang([partial(_note, found, number, run) for number, run in enumerate(runs)], over)
         for _ in range(min(self._threads, len(runs))):
             self._pool.submit(gang.work)

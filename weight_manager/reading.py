@@ -49,15 +49,17 @@ class Reading:
         if not pool:
             raise OSError("no threads could be started")
         self._pool: int | None = pool
-        self._running: deque[tuple[Group, np.ndarray[Any, Any], Sequence[memoryview], Done]] = deque()
+        self._running: deque[tuple[Group, np.ndarray[Any, Any], np.ndarray[Any, Any], Done]] = deque()
 
-    def submit(self, runs: Sequence[memoryview], done: Done) -> None:
-        """Hash contiguous runs, at least one; `collect` calls `done` with xxh3-64 of each."""
-        rows = np.zeros((len(runs), 3), np.uint64)
-        rows[:, 0] = [np.frombuffer(run, np.uint8).ctypes.data for run in runs]
-        rows[:, 1] = [run.nbytes for run in runs]
-        group = Group(None, rows.ctypes.data, len(runs), 0, len(runs))
-        self._running.append((group, rows, runs, done))
+    def submit(self, memory: memoryview, spans: Sequence[tuple[int, int]], done: Done) -> None:
+        """Hash spans (offset, bytes) of `memory`, at least one; `collect` calls `done` with xxh3-64 of each."""
+        content = np.frombuffer(memory, np.uint8)
+        rows = np.zeros((len(spans), 3), np.uint64)
+        rows[:, :2] = spans
+        assert (rows[:, 0] + rows[:, 1]).max() <= content.size
+        rows[:, 0] += np.uint64(content.ctypes.data)
+        group = Group(None, rows.ctypes.data, len(spans), 0, len(spans))
+        self._running.append((group, rows, content, done))
         self._library.submit(self._pool, ctypes.addressof(group))
 
     def collect(self) -> None:

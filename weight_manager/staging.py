@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_client.digest import digest_of, joined, pieces
+from rollout_client.digest import PIECE, digest_of, joined
 from rollout_client.page_sums import both_digests
 from rollout_client.protocol import Copy
 from weight_manager.background import Background
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_ends_finite, all_finite, ends_finite
 from weight_manager.intervals import Intervals
-from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Array, Layout, region_views, slot_array
+from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Array, Layout, region_digests, region_views, slot_array
 from weight_manager.metrics import Counters
 from weight_manager.patched import Patched
 from weight_manager.slots import Slots
@@ -34,31 +34,31 @@ class Target:
     """Where one copy lands in the slot, which of its bytes have come, and what they are then."""
 
     __slots__ = (
-        *("_scratch", "_view", "arriving", "by_sums", "digest", "name"),
+        *("_copy", "_held_view", "_scratch", "_slot", "arriving", "by_sums", "contiguous", "digest", "name"),
         *("nbytes", "patched", "received", "start", "streamed", "written"),
     )
 
     def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
-        """base: a slot whose bytes are taken where none are received."""
-        dtype = VIEW_DTYPE[copy.dst_dtype]
-        strides = tuple(s * dtype.itemsize for s in copy.dst_strides)
+        """base: a slot whose bytes are taken where none are received. Raises ValueError or TypeError for a copy that
+        leaves the slot.
+        """
+        itemsize = ITEMSIZE[copy.dst_dtype]
         self.name = name
-        self.start = copy.dst_offset * dtype.itemsize
-        self._view: Array = np.ndarray(copy.shape, dtype, slot, self.start, strides)
+        self.start = copy.dst_offset * itemsize
+        self.nbytes = prod(copy.shape) * itemsize
+        self._copy, self._slot = copy, slot
+        self._held_view: Array | None = None  # a push has hundreds of copies, and most are only hashed
+        plain = copy.dst_strides == (1,) and 0 <= self.start <= slot.nbytes - self.nbytes
+        self.contiguous = plain or self._view.flags.c_contiguous
+        """One run of bytes in the slot."""
         self._scratch: Array | None = None
-        self.patched = None if base is None else Patched(np.ndarray(copy.shape, dtype, base, self.start, strides))
-        self.nbytes = prod(copy.shape) * dtype.itemsize
+        self.patched = None if base is None else Patched(self._in(base))
         self.received = Intervals()
         self.arriving = 0  # of those, bytes that are not there yet
         self.written = False
         self.by_sums = False  # its trainer sends a digest of page sums
         self.digest: int | None = None  # once it has been found to match
         self.streamed: int | None = None  # of the bytes in their place, taken as each was received
-
-    @property
-    def contiguous(self) -> bool:
-        """One run of bytes in the slot."""
-        return self._view.flags.c_contiguous
 
     @property
     def span(self) -> tuple[int, int]:
@@ -85,11 +85,15 @@ class Target:
         """Nothing is missing."""
         return not self.arriving and (self.patched is not None or self.received.covers(self.nbytes))
 
-    def parts(self) -> list[memoryview]:
-        """What threads may hash apart from each other (digest.py); one if it has to be computed as a whole."""
+    def parts(self) -> list[tuple[int, int]]:
+        """(offset, bytes) in the slot of what threads may hash apart from each other (digest.py); none if it has to be
+        computed as a whole.
+        """
         if self.scattered or self.by_sums or self.streamed is not None or not self.contiguous:
             return []
-        return pieces(memoryview(self._view.reshape(-1).view(np.uint8).data))
+        return [
+            (at, min(PIECE, end - at)) for end in [self.start + self.nbytes] for at in range(self.start, end, PIECE)
+        ]
 
     def compute(self) -> tuple[int, int]:
         """Digest of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.
@@ -114,6 +118,17 @@ class Target:
         if filled is None or not self.contiguous:
             filled = digest_of(whole.reshape(-1).data)
         return filled, filled
+
+    @property
+    def _view(self) -> Array:
+        if self._held_view is None:
+            self._held_view = self._in(self._slot)
+        return self._held_view
+
+    def _in(self, slot: memoryview) -> Array:
+        dtype = VIEW_DTYPE[self._copy.dst_dtype]
+        strides = tuple(stride * dtype.itemsize for stride in self._copy.dst_strides)
+        return np.ndarray(self._copy.shape, dtype, slot, self.start, strides)
 
 
 BATCH_BYTES = 4 << 20
@@ -245,13 +260,15 @@ class Staging:
 
     def region_digests(self) -> list[int]:
         """Digest of every region; hashes what no single verified copy covers. Run it in a thread."""
-        views = region_views(self.layout, self.slot)
-        itemsize = ITEMSIZE[self.layout.manifest.dtype]
-        digests = []
-        for region, view in zip(self.layout.regions, views, strict=True):
-            known = self._digests.get((region.offset, prod(region.shape) * itemsize))
-            digests.append(digest_of(view.data) if known is None else known)
-        return digests
+        if not self._digests:
+            return region_digests(self.layout, self.slot)
+        size = ITEMSIZE[self.layout.manifest.dtype]
+        spans = [(region.offset, prod(region.shape) * size) for region in self.layout.regions]
+        found = [self._digests.get(span) for span in spans]
+        return [
+            digest_of(self.slot[start : start + nbytes]) if known is None else known
+            for known, (start, nbytes) in zip(found, spans, strict=True)
+        ]
 
     def non_finite(self, *, every: bool) -> list[str]:
         """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
@@ -312,7 +329,7 @@ class Checker:
         bytes. Arguments and what it raises: `Staging.written`.
         """
         checks = self._staging.written(digests, sums)
-        runs: list[tuple[Check, list[list[memoryview]]]] = []
+        runs: list[tuple[Check, list[list[tuple[int, int]]]]] = []
         for check in checks:
             parts = [target.parts() for target, _ in check]
             if all(parts):
@@ -348,22 +365,21 @@ class Checker:
 
         self._background.submit(work, lambda found: self._told.named(*found), self._broken)
 
-    def _read(self, runs: Sequence[tuple[Check, list[list[memoryview]]]]) -> None:
+    def _read(self, runs: Sequence[tuple[Check, list[list[tuple[int, int]]]]]) -> None:
         """What only has to be hashed: all threads share it, and the loop hears of it once."""
 
         def done(digests: list[int]) -> None:
-            start = 0
+            left = iter(digests)
             for check, parts in runs:
                 wrong = []
-                for (target, claimed), pieces_ in zip(check, parts, strict=True):
-                    target.digest = joined(digests[start : start + len(pieces_)])
-                    start += len(pieces_)
+                for (target, claimed), spans in zip(check, parts, strict=True):
+                    target.digest = joined([next(left) for _ in spans])
                     if target.digest != claimed:
                         wrong.append(target.name)
                 self._checked(check, wrong)
 
-        flat = [piece for _, parts in runs for pieces_ in parts for piece in pieces_]
-        self._background.digests(flat, done, self._broken)
+        flat = [span for _, parts in runs for spans in parts for span in spans]
+        self._background.digests(self._staging.slot, flat, done, self._broken)
 
     def _run(self, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
         """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""

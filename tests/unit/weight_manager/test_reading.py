@@ -16,15 +16,15 @@ SIZES = (1, 2, 100, 241, 4096, 100_000, 3 << 20, 16 << 20)
 
 @pytest.fixture(scope="module")
 def memory():
-    return memoryview(np.random.default_rng(0).integers(0, 256, 32 << 20, dtype=np.uint8))
+    return memoryview(np.random.default_rng(0).integers(0, 256, 33 << 20, dtype=np.uint8))
 
 
-def runs_of(memory, group):
-    return [memory[group * 64 + size : group * 64 + 2 * size] for size in SIZES]
+def runs_of(group):
+    return [(group * 64 + size, size) for size in SIZES]
 
 
-def expected(runs):
-    return [xxhash.xxh3_64_intdigest(run) for run in runs]
+def expected(memory, runs):
+    return [xxhash.xxh3_64_intdigest(memory[start : start + size]) for start, size in runs]
 
 
 def until(background, there):
@@ -50,26 +50,26 @@ def refuse(*_):
 
 
 def test_digests_of_many_groups_come_back_in_their_order(background, memory):
-    groups = [runs_of(memory, group) for group in range(20)]
+    groups = [runs_of(group) for group in range(20)]
     found = []
     for number, runs in enumerate(groups):
-        background.digests(runs, lambda digests, number=number: found.append((number, digests)), pytest.fail)
+        background.digests(memory, runs, lambda digests, number=number: found.append((number, digests)), pytest.fail)
     until(background, lambda: len(found) == len(groups))
-    assert dict(found) == {number: expected(runs) for number, runs in enumerate(groups)}
+    assert dict(found) == {number: expected(memory, runs) for number, runs in enumerate(groups)}
 
 
 def test_digests_beside_other_work(background, memory):
     found, other = [], []
-    background.digests(runs_of(memory, 0), found.append, pytest.fail)
+    background.digests(memory, runs_of(0), found.append, pytest.fail)
     background.submit(lambda: 7, other.append, pytest.fail)
     until(background, lambda: found and other)
-    assert (found, other) == ([expected(runs_of(memory, 0))], [7])
+    assert (found, other) == ([expected(memory, runs_of(0))], [7])
 
 
 def test_closing_does_not_wait_for_what_has_not_begun(background, memory):
     found = []
     for _ in range(500):
-        background.digests([memory[: 16 << 20]], found.append, pytest.fail)
+        background.digests(memory, [(0, 16 << 20)], found.append, pytest.fail)
     background.deliver()
     assert len(found) < 500  # the fixture closes
 
@@ -96,7 +96,7 @@ def test_threads_take_a_core_each(memory):
     before = set(os.listdir("/proc/self/task"))
     reading = Reading(compiled("reading", SOURCES), 2, event)
     found = []
-    reading.submit([memory[:1000]], found.append)
+    reading.submit(memory, [(0, 1000)], found.append)
     os.eventfd_read(event)
     reading.collect()
     tasks = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
@@ -107,5 +107,14 @@ def test_threads_take_a_core_each(memory):
         time.sleep(0.01)
     assert len({frozenset(os.sched_getaffinity(task)) for task in tasks}) == min(2, len(os.sched_getaffinity(0)))
     reading.close()
-    assert found == [expected([memory[:1000]])]
+    assert found == [expected(memory, [(0, 1000)])]
+    os.close(event)
+
+
+def test_nothing_outside_the_memory_is_read(memory):
+    event = os.eventfd(0)
+    reading = Reading(compiled("reading", SOURCES), 1, event)
+    with pytest.raises(AssertionError):
+        reading.submit(memory, [(0, 8), (len(memory) - 8, 9)], pytest.fail)
+    reading.close()
     os.close(event)

@@ -68,3 +68,11 @@ def test_a_patch_that_does_not_fit_is_said(target):
     frames[1][:] = bytes(2)
     with pytest.raises(ValueError, match="does not fit"):
         made.compute()
+
+
+@pytest.mark.parametrize(
+    "copy", [Copy(0, (8,), 0, (1,), 1, (1,), "float32"), Copy(0, (9,), 0, (1,), 0, (1,), "float32")]
+)
+def test_a_copy_that_leaves_the_slot_is_refused(copy):
+    with pytest.raises((TypeError, ValueError)):
+        Target("w", copy, memoryview(bytearray(32)))

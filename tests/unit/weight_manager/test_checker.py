@@ -1,0 +1,96 @@
+"""What a trainer says of its copies is compared with what lies in the slot, copy by copy."""
+
+import select
+
+import numpy as np
+import pytest
+
+from rollout_client.digest import PIECE, digest_of
+from rollout_client.protocol import Copy
+from weight_manager.arena import Arena
+from weight_manager.background import Background
+from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
+from weight_manager.metrics import Counters
+from weight_manager.slots import Slots
+from weight_manager.staging import Checker, Staging, Told
+
+SHAPES = {"small": (3, 5), "large": (PIECE // 4 + 1000, 2), "strided": (4, 6)}
+LAYOUT = make_layout(Manifest("M", "float32", tuple(Parameter(name, shape) for name, shape in SHAPES.items())), 1)
+AT = {region.name: region.offset // 4 for region in LAYOUT.regions}
+COPIES = [
+    Copy(0, (15,), 0, (1,), AT["small"], (1,), "float32"),
+    Copy(1, (2 * (PIECE // 4 + 1000),), 0, (1,), AT["large"], (1,), "float32"),
+    Copy(2, (4, 3), 0, (6, 1), AT["strided"], (6, 1), "float32"),
+    Copy(2, (4, 3), 3, (6, 1), AT["strided"] + 3, (6, 1), "float32"),
+]
+
+
+class Session:
+    """A slot that its trainer has filled, and what became of its checks."""
+
+    def __init__(self, folder, background):
+        self.arena = Arena.create(folder, "checker", LAYOUT.slot_bytes)
+        self.slot = self.arena.slot(0)
+        content = np.frombuffer(self.slot, np.float32)
+        content[:] = np.random.default_rng(0).standard_normal(content.size)
+        self.staging = Staging(LAYOUT, self.slot, chunked=False)
+        self.staging.add(COPIES, ["small", "large", "strided", "strided"])
+        self.refusals, self.verified, self.named = [], [], []
+        told = Told(self.refusals.append, self.verified.extend, lambda *found: self.named.append(found))
+        slots = Slots(self.arena, background)
+        self.background, self.counters = background, Counters()
+        self.checker = Checker(self.staging, 0, background=background, slots=slots, counters=self.counters, told=told)
+
+    def claims(self):
+        """What an honest trainer says."""
+        content = np.frombuffer(self.slot, np.float32)
+        views = [
+            np.lib.stride_tricks.as_strided(content[c.dst_offset :], c.shape, [4 * s for s in c.dst_strides])
+            for c in COPIES
+        ]
+        return [digest_of(np.ascontiguousarray(view).data) for view in views]
+
+    def settle(self, until):
+        while not until():
+            assert select.select([self.background], [], [], 30.0)[0]
+            self.background.deliver()
+
+
+@pytest.fixture(params=["compiled", "python"])
+def session(request, monkeypatch, tmp_path):
+    if request.param == "python":
+        monkeypatch.setattr("weight_manager.reading.compiled", lambda *_: (_ for _ in ()).throw(OSError("no compiler")))
+    background = Background(2, "verify", reads=True)
+    background._opening.thread.join(60)
+    if (background._opening.reading is not None) != (request.param == "compiled"):
+        background.close()
+        pytest.skip("no C compiler here")
+    made = Session(tmp_path, background)
+    yield made
+    background.close()
+    made.arena.close(unlink=True)
+
+
+def test_what_is_true_is_verified_and_names_the_version(session):
+    claims = session.claims()
+    assert session.checker.written(enumerate(claims)) == session.staging.total_bytes
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    assert not session.refusals
+    assert session.staging.checking == 0
+    assert session.staging.verified_bytes == session.staging.total_bytes
+    assert sorted(target.digest for target, _ in session.verified) == sorted(claims)
+    session.checker.name(every=True)
+    session.settle(lambda: session.named)
+    assert session.named == [(region_digests(LAYOUT, session.slot), [])]
+
+
+@pytest.mark.parametrize("number", range(len(COPIES)))
+def test_one_byte_that_is_another_is_found_and_named(session, number):
+    claims, copy = session.claims(), COPIES[number]
+    np.frombuffer(session.slot, np.uint8)[4 * (copy.dst_offset + copy.shape[-1]) - 1] ^= 1  # the last of its first row
+    session.checker.written(enumerate(claims))
+    session.settle(lambda: session.refusals)
+    (refusal,) = session.refusals
+    assert refusal.code == "checksum_mismatch"
+    assert refusal.tensors == ["small", "large", "strided", "strided"][number : number + 1]
+    assert session.counters.values()["checksum_mismatches"] == 1
