@@ -50,7 +50,7 @@ class Host:
         self.store = Store(directory / "run", model, directory / "arena", **(part | config))
         self.replica = replica(self.store) if replica else None
         bound = self.store.run_dir / "relay_endpoint"
-        until(lambda: bound.exists() and bound.read_text().endswith("\n"), 10)
+        until(lambda: bound.exists() and bound.read_text().endswith("\n"))
 
     @property
     def relay_endpoint(self) -> str:

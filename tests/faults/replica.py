@@ -65,7 +65,7 @@ class Replica:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(30)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -66,7 +66,7 @@ class Store:
             return live.version, version_digest(LAYOUT, region_digests(LAYOUT, reader.slot(live.slot)))
 
     def wait_live(self) -> "Store":
-        until(lambda: self.status().live, 20)
+        until(lambda: self.status().live)
         return self
 
     def end(self, number: int = signal.SIGTERM) -> int:

@@ -130,7 +130,7 @@ def test_a_first_version_that_is_refused_leaves_no_trace(store, replica, push_ad
     other.plan["prepare"] = "no"
     with pytest.raises(errors.PushRefused, match="replica 0 rank 0 cannot prepare"):
         push_adapter(1, 1)
-    until(lambda: not list(store.arena_dir.glob("*-adapters-*")), 2)
+    until(lambda: not list(store.arena_dir.glob("*-adapters-*")))
     assert not list((store.run_dir / "adapters").iterdir())
     assert store.status().adapters == []
 
@@ -208,7 +208,7 @@ def test_what_a_sequence_finishes_on_is_never_overwritten(store, replica, push_a
     with pytest.raises(errors.Busy, match="every slot"):
         push_adapter(9, 9)
     one.pinned.clear()
-    until(lambda: len(store.status().replicas["0"]["adapters"]["held"]) == 1, 2)
+    until(lambda: len(store.status().replicas["0"]["adapters"]["held"]) == 1)
     assert push_adapter(9, 9).version == 9
 
 
@@ -223,7 +223,7 @@ def test_unload_returns_once_no_replica_begins_anything(store, replica, publishe
     assert loaded() == {}
     assert list(store.arena_dir.glob("*-adapters-*")), "a sequence still finishes on it"
     one.pinned.clear()
-    until(lambda: not list(store.arena_dir.glob("*-adapters-*")), 2)
+    until(lambda: not list(store.arena_dir.glob("*-adapters-*")))
     with pytest.raises(errors.InvalidPush, match="no adapter 'policy-a'"):
         publisher.unload_adapter("policy-a")
     push_adapter(2, 1)
@@ -234,7 +234,7 @@ def test_a_trainer_that_dies_is_undone_by_its_lease(store, replica, trainer, pus
     replica(0)
     push_adapter(1, 1)
     begin(trainer(run_id="other"), 2, 2)
-    until(lambda: any("was not heard of" in str(a["last_error"]) for a in store.status().adapters), 4)
+    until(lambda: any("was not heard of" in str(a["last_error"]) for a in store.status().adapters))
     assert loaded() == {"policy-a": (1, adapter_digest(adapter(1)))}
     assert push_adapter(3, 3).version == 3
 
@@ -252,7 +252,7 @@ def test_another_shape_takes_the_place_of_the_first_once_it_is_live(store, repli
         publisher.push_adapter("policy-a", adapter(2, 8), wide, 0)
     publisher.push_adapter("policy-a", adapter(2, 8), wide, 2)
     assert one.adapter_served("policy-a") == (2, adapter_digest(adapter(2, 8), wide))
-    until(lambda: len(list(store.arena_dir.glob("*-adapters-*"))) == 1, 2)
+    until(lambda: len(list(store.arena_dir.glob("*-adapters-*"))) == 1)
     (status,) = store.status().adapters
     assert (status["rank"], status["version"]) == (8, 2)
 
@@ -483,7 +483,7 @@ def rounded(array):
 
 def test_a_store_that_follows_another_takes_adapters_of_its_own(launch, until, run):
     store = launch(upstream="ipc:///nobody/is/there", load_weights=False)
-    until((store.run_dir / "push_endpoint").exists, 10)
+    until((store.run_dir / "push_endpoint").exists)
     with WeightPublisher(store.endpoint, run_id=run) as publisher:
         assert publisher.push_adapter("policy-a", adapter(1), ADAPTER_CONFIG, 1).version == 1
 

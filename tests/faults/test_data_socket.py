@@ -27,7 +27,7 @@ class Line:
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.socket = socket.create_connection(("127.0.0.1", trainer.welcome.data_port), timeout=5)
+        self.socket = socket.create_connection(("127.0.0.1", trainer.welcome.data_port), timeout=30)
         self.socket.sendall(MAGIC + trainer.placement.data_key)
         with contextlib.suppress(ConnectionResetError):
             self.said = self.socket.recv(1)
@@ -181,7 +181,7 @@ def test_strangers_get_nothing(store, greeting, push, weights):
     with WeightPublisher(store.endpoint, run_id="other", transport="zmq", progress=False) as publisher:
         port = publisher.connect().data_port
     before = counters(store)["bad_messages"]
-    with socket.create_connection(("127.0.0.1", port), timeout=8) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
         stranger.sendall(greeting)
         began = time.monotonic()
         with contextlib.suppress(ConnectionResetError):  # what it sent beyond a greeting was never read
@@ -206,7 +206,7 @@ def test_a_key_is_good_for_one_line_and_one_session(store, begun):
 def test_a_crowd_of_strangers_keeps_nobody_out(store, push, weights):
     with WeightPublisher(store.endpoint, run_id="other", transport="zmq", progress=False) as publisher:
         port = publisher.connect().data_port
-    crowd = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(150)]
+    crowd = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(150)]
     before = counters(store)["data_connections"]
     assert push(weights(1), 1, transport="zmq").version == 1
     assert counters(store)["data_connections"] == before + 1
@@ -249,7 +249,7 @@ def test_a_port_of_somebody_else_is_gone_without(store, weights, monkeypatch, an
             port = other.getsockname()[1]
             monkeypatch.setattr(zmq_transport, "DataSocket", lambda endpoint, _, key: real(endpoint, port, key))
             assert publisher.push(weights(1), 1, timeout_s=10).version == 1
-        thread.join(5)
+        thread.join(30)
         held[0].close()
 
 

@@ -109,7 +109,7 @@ def test_after_the_store_has_restarted(store, publisher, check, weights, until):
     publisher.push(tensors, 1, timeout_s=10)
     store.end()
     store.start()
-    until(lambda: store.status().live, 20)
+    until(lambda: store.status().live)
     changed = moved(tensors, 0.01)
     check(publisher.push(changed, 2, timeout_s=20), 2, changed)
 

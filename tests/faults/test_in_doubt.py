@@ -30,7 +30,7 @@ def test_a_replica_that_dies_in_doubt_does_not_undo_it_either(fleet, weights):
     assert b.relay()["above"]["in_doubt"]
     a.replica.gate.set()
     assert pushed.result(timeout=10).version == 1
-    until(lambda: b.store.status().live.version == 1, 5)
+    until(lambda: b.store.status().live.version == 1)
 
 
 def test_a_push_is_committed_at_the_root_and_nowhere_else(fleet, weights, trainer_of):

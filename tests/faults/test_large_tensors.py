@@ -36,7 +36,7 @@ def store_config():
 @pytest.fixture
 def store(launch, store_config, model, until):
     store = launch(model=model, **store_config)
-    until((store.run_dir / "push_endpoint").exists, 20)
+    until((store.run_dir / "push_endpoint").exists)
     return store
 
 

@@ -113,13 +113,13 @@ def test_a_commit_that_cannot_be_written_down_is_rolled_back(launch, weights, di
     state = tmp_path / "state"
     store = launch(state_dir=str(state)).wait_live()
     with WeightPublisher(store.endpoint, run_id="run", progress=False) as publisher:
-        publisher.push(weights(1), 1, timeout_s=5)
+        publisher.push(weights(1), 1, timeout_s=30)
         shutil.rmtree(state)
         with pytest.raises(errors.StoreFailed, match="could not be written down"):
-            publisher.push(weights(2), 2, timeout_s=5)
+            publisher.push(weights(2), 2, timeout_s=30)
         assert store.serving() == (1, digest_of(weights(1)))
         state.mkdir()
-        publisher.push(weights(2), 2, timeout_s=5)
+        publisher.push(weights(2), 2, timeout_s=30)
         assert store.serving() == (2, digest_of(weights(2)))
 
 
@@ -135,10 +135,10 @@ def test_five_hundred_pushes_leave_no_trace(store, replica, weights):
     versions = [weights(n) for n in range(3)]
     with WeightPublisher(store.endpoint, run_id="run", progress=False) as publisher:
         for version in range(1, 301):  # the history is full after 256
-            publisher.push(versions[version % 3], version, timeout_s=5)
+            publisher.push(versions[version % 3], version, timeout_s=30)
         before = size()
         for version in range(301, 501):
-            publisher.push(versions[version % 3], version, timeout_s=5)
+            publisher.push(versions[version % 3], version, timeout_s=30)
     after = size()
     assert after[0] - before[0] < 2 << 20  # one forgotten plan per push would be more
     assert after[1] <= before[1]

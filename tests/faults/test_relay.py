@@ -55,7 +55,7 @@ def test_a_late_store_is_not_ready_before_it_holds_what_is_live(fleet, weights, 
     fleet.push(weights(1), 1)
     with within(6):
         late = fleet.add("c", "b")
-        until(late.ready, 6)
+        until(late.ready)
     fleet.serve(1, weights(1))
     fleet.push(weights(2), 2)
     fleet.serve(2, weights(2))
@@ -65,7 +65,7 @@ def test_a_store_that_joins_while_a_push_runs_takes_part_in_it(fleet, weights, t
     fleet.chain(2)
     _, finish = trainer_of(fleet, weights(1), 1, held_back=3)
     fleet.add("c", "b")
-    until(lambda: fleet.hosts["b"].relay()["below"], 5)
+    until(lambda: fleet.hosts["b"].relay()["below"])
     finish()
     fleet.serve(1, weights(1), seconds=5)
 
@@ -105,7 +105,7 @@ def test_a_rollback_goes_everywhere_and_moves_no_bytes(fleet, weights, within):
 def test_leases_last_down_a_long_chain(fleet):
     *_, last = fleet.chain(8)
     left = []
-    until(lambda: left.append(last.relay()["above"]["lease_s"]) or len(left) == 100, 20)
+    until(lambda: left.append(last.relay()["above"]["lease_s"]) or len(left) == 100)
     assert min(left) > 0.3 * LEASE_S
 
 
@@ -145,8 +145,8 @@ def test_an_old_version_is_pulled_by_a_store_that_was_away(fleet, weights, withi
     fleet.push(weights(1), 1)
     b.kill()
     time.sleep(0.1)
-    until(lambda: not b.may_serve(), 4)
-    until(lambda: fleet.hosts["a"].relay()["below"] == {}, 4)
+    until(lambda: not b.may_serve())
+    until(lambda: fleet.hosts["a"].relay()["below"] == {})
     with within(3):
         fleet.push(weights(2), 2)
     with within(6):

@@ -72,7 +72,7 @@ def test_a_connection_that_breaks_fails_the_push_and_the_next_one_works(fleet, w
     _, _, proxy = proxied
     proxy.rate = SLOW
     push = fleet.start_push(weights(1), 1, timeout_s=30)
-    until(lambda: len(proxy.data) > 1, 5)
+    until(lambda: len(proxy.data) > 1)
     time.sleep(0.5)
     assert not push.done()
     proxy.break_data()
@@ -97,5 +97,5 @@ def test_a_push_that_is_given_up_leaves_no_descriptor_open(fleet, weights, proxi
     proxy.rate = 1 << 40
     fleet.push(weights(3), 3)
     fleet.serve(3, weights(3))
-    until(lambda: descriptors(a) <= before[0] and descriptors(b) <= before[1], 5)
+    until(lambda: descriptors(a) <= before[0] and descriptors(b) <= before[1])
     calm(lambda: [a.pid, b.pid], 200, 0.5)

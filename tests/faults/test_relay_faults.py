@@ -211,7 +211,7 @@ def test_a_restarted_root_waits_for_leases_it_may_have_given(fleet, weights, wit
     os.kill(b.pid, signal.SIGSTOP)
     a.kill()
     a.restart()
-    until(lambda: a.store.status().live, 5)
+    until(lambda: a.store.status().live)
     with within(LEASE_S + 2 * MARGIN):
         fleet.push(weights(1), 1)
     assert not b.may_serve()

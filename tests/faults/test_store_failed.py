@@ -56,7 +56,7 @@ def test_what_is_live_outlives_a_loop_that_failed(failing, replica, push, weight
     failing.start()
     failing.wait_live()
     assert failing.serving() == r.served() == (7, digest_of(weights(7)))
-    until(lambda: failing.status().replicas.get("0", {}).get("ready"), 3)
+    until(lambda: failing.status().replicas.get("0", {}).get("ready"))
     with pytest.raises(errors.StaleVersion):
         push(weights(6), 6)
     assert push(weights(8), 8).replicas == 1

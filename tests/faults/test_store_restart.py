@@ -56,7 +56,7 @@ def test_a_killed_store_takes_its_arena_over_and_goes_on(store, replica, push, w
     live = store.status().live
     assert (live.run_id, live.version, live.epoch) == (run, 7, epoch)
     assert store.serving() == r.served() == (7, digest_of(weights(7)))
-    until(lambda: store.status().replicas.get("0", {}).get("ready"), 3)
+    until(lambda: store.status().replicas.get("0", {}).get("ready"))
     assert t.ask(wire.Seal(t.placement.session)).code == "unknown_session"
     with pytest.raises(errors.StaleVersion):
         push(weights(6), 6)
@@ -74,14 +74,14 @@ def test_a_store_killed_in_mid_commit_serves_the_old_version(store, replica, pus
     t.say(wire.Written(placement.session, t.write()))
     t.ask(wire.Seal(placement.session))
     t.say(wire.Commit(placement.session))
-    until(lambda: good.live.version == 2 and other.saw(messages.Flip), 2)
+    until(lambda: good.live.version == 2 and other.saw(messages.Flip))
     flipped_epoch = good.live.epoch
     store.end(signal.SIGKILL)
     other.plan.clear()
     store.start()
     store.wait_live()
     assert store.serving() == (1, digest_of(weights(1)))
-    until(lambda: all(store.status().replicas.get(n, {}).get("ready") for n in ("0", "1")), 3)
+    until(lambda: all(store.status().replicas.get(n, {}).get("ready") for n in ("0", "1")))
     assert good.served() == other.served() == (1, digest_of(weights(1)))
     assert push(weights(3), 3).replicas == 2
     assert store.serving() == good.served() == other.served() == (3, digest_of(weights(3)))
@@ -112,7 +112,7 @@ def test_a_snapshot_brings_the_last_version_back_into_an_empty_container(
     store, push, weights, digest_of, until, store_config, run
 ):
     push(weights(7), 7)
-    until(lambda: store.status().counters["snapshots"] >= 2, 3)
+    until(lambda: store.status().counters["snapshots"] >= 2)
     store.end(signal.SIGKILL)
     for arena in store.arena_dir.iterdir():
         arena.unlink()
@@ -206,10 +206,10 @@ def test_a_wrong_token_is_refused_and_counted(launch, weights):
             WeightPublisher(store.endpoint, run_id="run", token=token, progress=False) as publisher,
             pytest.raises(errors.Unauthorized),
         ):
-            publisher.push(weights(1), 1, timeout_s=5)
+            publisher.push(weights(1), 1, timeout_s=30)
     assert store.status().counters["unauthorized"] == 2
     with WeightPublisher(store.endpoint, run_id="run", token="a shared secret, long", progress=False) as publisher:
-        assert publisher.push(weights(1), 1, timeout_s=5).version == 1
+        assert publisher.push(weights(1), 1, timeout_s=30).version == 1
     assert "a shared secret" not in (store.run_dir / "log").read_text()
 
 
@@ -236,7 +236,7 @@ def test_sigterm_while_the_arena_is_being_made_leaves_nothing(launch, tmp_path, 
     (big / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 20}))  # two slots of 256 MiB
     with TemporaryDirectory(dir="/dev/shm") as arenas:
         store = launch(model=big, load_weights=False, arena_dir=Path(arenas))
-        until(lambda: list(store.arena_dir.iterdir()), 10)
+        until(lambda: list(store.arena_dir.iterdir()))
         assert store.end(signal.SIGTERM) == 0
         assert list(store.arena_dir.iterdir()) == []
 
@@ -250,5 +250,5 @@ def test_a_store_does_not_outlive_its_parent(store, tmp_path, until):
         store.wait_live()
         assert len(list(store.arena_dir.iterdir())) == 1
         parent.kill()
-    until(lambda: not list(store.arena_dir.iterdir()), 3)
-    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes(), 3)
+    until(lambda: not list(store.arena_dir.iterdir()))
+    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())

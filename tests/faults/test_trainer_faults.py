@@ -74,7 +74,7 @@ def test_a_trainer_stopped_past_its_lease_cannot_write_into_the_next_version(
 ):
     held = store.status().session["slot"]
     victim.send_signal(signal.SIGSTOP)
-    until(lambda: store.status().session is None, 2)
+    until(lambda: store.status().session is None)
     assert store.status().last_error["code"] == "lease_expired"
     served.recovers()
     assert store.status().live.slot != held, "the slot the stopped trainer still writes to was given away"
@@ -91,7 +91,7 @@ def test_a_trainer_stopped_past_its_lease_cannot_write_into_the_next_version(
 def test_late_messages_get_the_reason(served, trainer, weights, until, store):
     t = trainer()
     placement = t.begin(weights(9), 2)
-    until(lambda: store.status().session is None, 2)
+    until(lambda: store.status().session is None)
     for request in (wire.Renew, wire.Seal, wire.Commit):
         assert t.ask(request(placement.session)).code == "lease_expired"
     served.recovers()

@@ -59,7 +59,7 @@ class LiveService:
             with contextlib.suppress(OSError, httpx.TransportError):
                 self.url = (self.run_dir / "http_url").read_text().strip()
                 self.push_endpoint = (self.run_dir / "push_endpoint").read_text().strip()
-                if httpx.get(f"{self.url}/ready", timeout=2.0).is_success:
+                if httpx.get(f"{self.url}/ready", timeout=30.0).is_success:
                     self.ready_s = time.monotonic() - started
                     self.ready_wait_s = max(map(_waited_s, self.processes()))
                     return self
@@ -69,7 +69,7 @@ class LiveService:
     def wait_for_all(self) -> None:
         """Until every replica serves; `start` returns with the first that does, as /ready does."""
         until = time.monotonic() + READY_S
-        while not all(replica["ready"] for replica in httpx.get(f"{self.url}/ready", timeout=5.0).json()["replicas"]):
+        while not all(replica["ready"] for replica in httpx.get(f"{self.url}/ready", timeout=30.0).json()["replicas"]):
             assert time.monotonic() < until, f"not all ready after {READY_S} s:\n{self.tail()}"
             time.sleep(0.02)
 

@@ -43,7 +43,7 @@ def scrape(live: LiveService, tiny: Checkpoint) -> dict[str, set[str]]:
         client.pause(mode="keep")
         client.resume()
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{live.url}/metrics", timeout=5.0).text):
+    for family in text_string_to_metric_families(httpx.get(f"{live.url}/metrics", timeout=30.0).text):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

@@ -24,7 +24,7 @@ def until_another(live: LiveService, old: int) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         with contextlib.suppress(AssertionError, OSError, httpx.TransportError):
-            if api_process(live) != old and httpx.get(f"{live.url}/ready", timeout=2.0).is_success:
+            if api_process(live) != old and httpx.get(f"{live.url}/ready", timeout=30.0).is_success:
                 return
         time.sleep(0.05)
     raise AssertionError(f"no new API:\n{live.tail()}")

@@ -104,7 +104,7 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Any, timeout_s: float = 30.0) -> None:
     """Wait for something the event loop is about to do."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):

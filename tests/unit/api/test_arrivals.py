@@ -49,7 +49,7 @@ async def test_a_reader_that_waits_gets_each_token_as_it_comes():
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         came()
-    await asyncio.wait_for(reader, 1)
+    await asyncio.wait_for(reader, 30)
     assert seen == [[[1]], [[2]], [[], None]]
 
 

@@ -68,7 +68,7 @@ async def test_events_go_on_until_the_service_leaves(service, monkeypatch):
     stream = ui._events(service)
     await anext(stream)
     service.fleet.close()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         assert [event async for event in stream] == []
 
 

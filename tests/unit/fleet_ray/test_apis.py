@@ -52,7 +52,7 @@ async def kept(tmp_path, monkeypatch):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110  a test
             await asyncio.sleep(0.005)
 

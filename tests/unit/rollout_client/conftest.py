@@ -90,7 +90,7 @@ class ScriptedStore:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(30)
         self._socket.close(0)
         self._context.term()
 

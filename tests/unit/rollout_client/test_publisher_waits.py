@@ -247,7 +247,7 @@ def test_another_threads_push_is_waited_for_no_longer_than_this_one_may_take(sto
 
     other = threading.Thread(target=lambda: one.push({"a": Held(2.0), "b": B}, 1))
     other.start()
-    began.wait(5)
+    began.wait(30)
     start = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded, match="another thread"):
         one.push({"a": A, "b": B}, 2, timeout_s=0.2)

@@ -63,7 +63,7 @@ def test_a_release_waits_for_the_piece_that_moves(monkeypatch):
 
         monkeypatch.setattr(arena_module, "collapse", collapse)
         assert arena.use_huge_pages(1, lambda: True) == 3 * HUGE
-        releasing.join(5)
+        releasing.join(30)
         assert not arena.backed(1)
 
 

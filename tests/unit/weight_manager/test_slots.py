@@ -67,7 +67,7 @@ def let_go(writer, arena, slot):
 
 
 def until(condition, background):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         background.deliver()
@@ -116,7 +116,7 @@ def test_the_loop_waits_neither_for_memory_nor_for_its_return(arena, slots, back
     go = threading.Event()
     for what in ("back", "release"):
         real = getattr(Arena, what)
-        monkeypatch.setattr(Arena, what, lambda self, slot, real=real: go.wait(5) and real(self, slot))
+        monkeypatch.setattr(Arena, what, lambda self, slot, real=real: go.wait(30) and real(self, slot))
     hold(writer, arena, 1)
     began = time.monotonic()
     for _ in range(2):

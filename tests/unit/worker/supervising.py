@@ -46,7 +46,7 @@ def supervise(units, run_dir, lines, script):
 
 
 async def until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
         await asyncio.sleep(0.02)

@@ -47,7 +47,7 @@ def store(context, run_dir):
     return socket
 
 
-def receive_until(channel, kind, timeout=3.0):
+def receive_until(channel, kind, timeout=30.0):
     deadline, seen = time.monotonic() + timeout, []
     while time.monotonic() < deadline:
         seen += channel.receive(0.1)
@@ -82,7 +82,7 @@ def test_a_connection_that_is_gone_is_reported_once(channel, context, run_dir):
     api.send(messages.encode(messages.Resume("a")))
     origin = receive_until(channel, FromApi)[0].origin
     api.close()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 30
     while channel.send_api(origin, messages.Done("a")):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -110,7 +110,7 @@ class Rig:
         """Have the loop stop; whether it did."""
         if self._thread.is_alive():
             self.api.send(Drain("stop", 0.0))
-            self._thread.join(5)
+            self._thread.join(30)
         return not self._thread.is_alive()
 
     def _run(self):
@@ -152,5 +152,5 @@ class ProcessRig(Rig):
         finally:
             for rank in self.ranks:
                 rank.kill()
-                rank.wait(5)
+                rank.wait(30)
             self.log.close()

@@ -14,7 +14,7 @@ from worker import messages
 from worker.engine.fake_engine import views_hash
 from worker.messages import CallFailed, Chunk, Chunks, Done, Generate, GetStats, SamplingParams, Stats, Tokens
 
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 """For what must happen; how soon is another test's claim, and a busy machine's threads wait for one another."""
 
 

@@ -119,12 +119,12 @@ def test_a_commit_that_comes_between_two_phases_of_a_reload_waits_for_its_end(bu
 
     def restart():
         entered.set()
-        assert go_on.wait(5)
+        assert go_on.wait(30)
         return []
 
     groups.restart = restart
     reload = busy.api.start(Reload)
-    assert entered.wait(5)
+    assert entered.wait(30)
     busy.store.send(store_messages.Prepare("s1", busy.store.write(1, 1), "keep", 5.0))
     time.sleep(0.05)
     go_on.set()

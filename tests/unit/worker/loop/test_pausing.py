@@ -160,7 +160,7 @@ def test_drain_finishes_what_runs_refuses_what_comes_and_ends(busy):
     assert (refused.code, "draining" in refused.message) == ("conflict", True)
     assert isinstance(busy.api.answer(call), Done)
     assert busy.api.result("long")[2] == "length"
-    busy._thread.join(5)
+    busy._thread.join(30)
     assert not busy._thread.is_alive()
     assert busy.store.expect(store.Leaving), "the store takes its end for a death"
 

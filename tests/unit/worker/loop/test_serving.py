@@ -131,7 +131,7 @@ def test_a_loop_that_cannot_go_on_says_so_before_it_ends(make_rig):
     rig.loop._leader.membership.serving = msgspec.structs.replace(rig.loop._actions.live, version=99)
     rig.api.generate("a")
     rig.api.until(lambda: any(getattr(m, "state", "") == "failed" for m in rig.api.announced))
-    rig._thread.join(5)
+    rig._thread.join(30)
     assert isinstance(rig.error, AssertionError)
     rig.error = None
 
