@@ -1,7 +1,7 @@
 """A decoder on the oneDNN and MKL of Paddle's wheel: float32 exactly, or bfloat16 matrices read as they lie."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 
 _SUMMED = ("o_proj.weight", "down_proj.weight")
 """Products that are summed over the ranks."""
+_STACKED = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
+"""Of all experts, one below the other."""
+_NO_PRODUCTS = ("mtp_linear_proj.0.weight", "correction_bias")
+"""Matrices that few tokens are not multiplied with: of drafts, which are padded, and what is added up."""
 _HEAD_ROWS = 64
 """Rows of logits computed at a time: with a vocabulary of 150000 they are 38 MB."""
 
@@ -109,7 +113,8 @@ class OneDnnBackend:
         self.deterministic, self._alone = self._in_one_order("on" if sum_parts > 1 else deterministic), 1
         if self.deterministic.on and not self._same_few():
             self._few, self._alone = False, 16
-        self._experts = RoutedExperts(self._dnn, self._weights, shard, self._columns)
+        few = self._part_of if self._few else None
+        self._experts = RoutedExperts(self._dnn, self._weights, shard, self._columns, self._native, few)
         self._parts = Parts(
             self._dnn,
             spec,
@@ -206,18 +211,26 @@ class OneDnnBackend:
         """Few tokens' products are ours, and have the bits of oneDNN's."""
         if self._native is None or not self._few:
             return False
-        shapes = {
-            (shape[0], shape[1] // self._sum_parts) if name.endswith(_SUMMED) else shape
+        products = {
+            (rows // self._stacked(name), columns // (self._sum_parts if name.endswith(_SUMMED) else 1), narrow)
             for shard in self._shards
-            for name, shape in shard.shapes.items()
-            if len(shape) == 2 and not name.endswith("mtp_linear_proj.0.weight")
+            for name, (rows, columns), narrow in self._products(shard)
         }
-        return all(self._part(shape) is not None for shape in shapes)
+        return all(self._part(*product) is not None for product in products)
 
-    def _part(self, shape: tuple[int, ...]) -> int | None:
+    def _products(self, shard: Shard) -> Iterator[tuple[str, tuple[int, int], bool]]:
+        """Name and shape of each weight that few tokens are multiplied with, and whether it is bfloat16."""
+        for name, shape in shard.shapes.items():
+            if len(shape) == 2 and not name.endswith(_NO_PRODUCTS):
+                yield name, (shape[0], shape[1]), self._weights.part(name).dtype == np.uint16
+
+    def _stacked(self, name: str) -> int:
+        """Matrices that lie one below the other in a weight."""
+        return next(moe.experts for moe in self._spec.moe if moe) if name.endswith(_STACKED) else 1
+
+    def _part(self, rows: int, columns: int, narrow: bool) -> int | None:
         assert self._native is not None
-        narrow = self._weights.matrix_dtype == np.uint16
-        return part_of_onednn(self._native, self._dnn, shape[0], shape[1], narrow=narrow)
+        return part_of_onednn(self._native, self._dnn, rows, columns, narrow=narrow)
 
     def _run(self, program: Program, batch: ForwardBatch, kv: KvMemory) -> None:
         if isinstance(program, SingleProgram):
@@ -252,7 +265,8 @@ class OneDnnBackend:
         return CompiledProgram(parts, columns, self._native, self._attention)
 
     def _part_of(self, weight: NamedSlot) -> int:
-        return self._part(weight.shape) or weight.shape[1]
+        rows, columns = weight.shape
+        return self._part(rows // self._stacked(weight.name), columns, weight.dtype == np.uint16) or columns
 
     def _record(self, columns: int, few: bool, adapted: bool) -> tuple[Program, Rows]:
         program = self._new_program(self._adapted_parts if adapted else self._parts, columns, few)

@@ -1,33 +1,51 @@
-"""Mixture of experts on recorded oneDNN calls: the tokens of one expert are gathered, computed, added back."""
+"""Mixture of experts: the tokens of one expert are gathered, computed, added back, expert by expert."""
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weight_manager.families.spec import MoeSpec
-from worker.cpu.onednn import ADD, MUL, SWISH, Call, OneDnn, Slot, combine, eltwise
+from worker.cpu.native import Native
+from worker.cpu.onednn import ADD, MUL, SWISH, OneDnn, Slot, combine, eltwise
 from worker.engine.base import Float32
-from worker.models.decoder import Experts
+from worker.models.compiled_program import gating
+from worker.models.decoder import Experts, Linear
+from worker.models.few_product import GATED, MOST, SET, FewProduct
 from worker.models.onednn_weights import BoundWeights, NamedSlot
 from worker.models.shard import Shard
 
 Rows = npt.NDArray[Any]
+PartOf = Callable[[NamedSlot], int]
 
 
 class RoutedExperts:
-    """All expert layers of one rank. tokens: how many real columns the step under way has; padded: see `Program`."""
+    """All expert layers of one rank. tokens: how many real columns the step under way has; padded: see `Program`.
 
-    def __init__(self, dnn: OneDnn, weights: BoundWeights, shard: Shard, padded: Callable[[int], int]) -> None:
+    native: its gating is that of dense layers; None = oneDNN's. part_of: see `SingleProgram`; the few tokens of an
+    expert are then multiplied by our own products. None = they are padded.
+    """
+
+    def __init__(
+        self,
+        dnn: OneDnn,
+        weights: BoundWeights,
+        shard: Shard,
+        padded: Callable[[int], int],
+        native: Native | None,
+        part_of: PartOf | None,
+    ) -> None:
         self._dnn, self._weights, self._shard, self._padded = dnn, weights, shard, padded
+        self._native, self._part_of = native, part_of
         self._forms: dict[Any, _Form] = {}
         self.tokens = 0
 
     def step(
         self, h: Rows, into: Rows, scores: Float32, experts: Experts[NamedSlot], moe: MoeSpec
     ) -> Callable[[], None]:
-        """into += the routed experts of h. h: [hidden, T] in the compute dtype; scores: router logits [experts, T]."""
+        """into += the routed experts of h. h: [hidden, T] in the matrices' dtype; scores: router's [experts, T]."""
 
         @np.errstate(invalid="ignore")  # weights that are not finite are seen in the logits
         def run() -> None:
@@ -35,73 +53,131 @@ class RoutedExperts:
             ids, shares = choose(scores[:, : self.tokens].T, correction, moe)
             for expert in np.unique(ids):
                 tokens, place = np.nonzero(ids == expert)
-                y = self._compute(h, tokens, experts, int(expert), moe.experts)
-                into[:, tokens] += y * shares[tokens, place]
+                form = self._form(len(tokens), experts, moe.experts)
+                form.src[:, : len(tokens)] = h[:, tokens]
+                form.run(len(tokens), _Place(self._weights, experts, int(expert), moe.experts))
+                into[:, tokens] += form.dst[:, : len(tokens)] * shares[tokens, place]
 
         return run
 
-    def _compute(
-        self, h: Rows, tokens: npt.NDArray[np.intp], experts: Experts[NamedSlot], expert: int, count: int
-    ) -> Float32:
-        """[hidden, len(tokens)] of one expert."""
-        hidden, inner = len(h), experts.gate_up.weight.shape[0] // (2 * count)
+    def _form(self, tokens: int, experts: Experts[NamedSlot], count: int) -> "_Form":
+        """What computes so many tokens of one expert."""
+        gate_up, down = experts.gate_up.weight, experts.down.weight
+        hidden, inner = gate_up.shape[1], gate_up.shape[0] // (2 * count)
         biased = experts.gate_up.bias is not None
-        key = (hidden, inner, self._padded(len(tokens)), biased)
+        few = self._part_of is not None and tokens <= MOST
+        key = (hidden, inner, 0 if few else self._padded(tokens), biased)
         if key not in self._forms:
-            self._forms[key] = _Form(self._dnn, *key, h.dtype, down_biased=biased and self._shard.rank == 0)
-        form = self._forms[key]
-        form.src[:, : len(tokens)] = h[:, tokens]
-        for slot, linear, start, width in (
-            (form.gate, experts.gate_up, 2 * inner * expert, hidden),
-            (form.up, experts.gate_up, 2 * inner * expert + inner, hidden),
-            (form.down, experts.down, hidden * expert, inner),
-        ):
-            self._point(slot.weight, linear.weight.name, start * width)
-            if slot.bias is not None and linear.bias is not None:
-                self._point(slot.bias, linear.bias.name, start)
-        for call in form.calls:
-            if call():
-                raise RuntimeError("a oneDNN primitive of an expert failed")
-        return form.dst[:, : len(tokens)]
-
-    def _point(self, slot: Slot, name: str, offset: int) -> None:
-        array = self._weights.array(name)
-        self._dnn.point(slot, array.ctypes.data + offset * array.itemsize)
+            if few:
+                assert self._native is not None
+                assert self._part_of is not None
+                parts = self._part_of(gate_up), self._part_of(down)
+                self._forms[key] = _Few(self._native, hidden, inner, gate_up.dtype, parts)
+            else:
+                down_biased = biased and self._shard.rank == 0
+                self._forms[key] = _Many(self._dnn, self._native, *key, gate_up.dtype, down_biased=down_biased)
+        return self._forms[key]
 
 
-class _Matrix:
-    """A matrix [rows, columns] and its bias, to be pointed at."""
+class _Place:
+    """Where the matrices and biases of one expert lie now."""
 
-    def __init__(self, rows: int, columns: int, dtype: npt.DTypeLike, *, biased: bool) -> None:
-        self.weight = Slot((rows, columns), dtype)
-        self.bias = Slot((rows, 1), np.float32) if biased else None
+    def __init__(self, weights: BoundWeights, experts: Experts[NamedSlot], expert: int, count: int) -> None:
+        self._weights, self._experts, self._expert, self._count = weights, experts, expert, count
 
-    def calls(self, dnn: OneDnn, src: Rows, dst: Float32) -> Iterator[Call]:
-        """dst = weight @ src + bias."""
-        yield dnn.matmul(self.weight, src, dst)
-        if self.bias is not None:
-            yield dnn.binary(ADD, dst, self.bias, dst)
+    @property
+    def gate_up(self) -> tuple[int, int]:
+        """Addresses of gate's and up's rows, one below the other, and of their biases, 0 = none."""
+        return self._of(self._experts.gate_up)
+
+    @property
+    def down(self) -> tuple[int, int]:
+        """The same of down."""
+        return self._of(self._experts.down)
+
+    def _of(self, linear: Linear[NamedSlot]) -> tuple[int, int]:
+        weight, bias = linear.weight, linear.bias
+        rows, columns = weight.shape[0] // self._count, weight.shape[1]
+        first = self._expert * rows
+        at = weight.address + first * columns * weight.dtype.itemsize
+        return at, bias.address + first * bias.dtype.itemsize if bias else 0
 
 
-class _Form:
-    """One expert's calls over `columns` tokens; its matrices are pointed at the expert before each run."""
+class _Form(ABC):
+    """Computes some tokens of one expert: src [hidden, T] in the matrices' dtype, dst [hidden, T]."""
+
+    src: Rows
+    dst: Float32
+
+    @abstractmethod
+    def run(self, tokens: int, place: _Place) -> None:
+        """dst of the first so many tokens of src."""
+
+
+class _Few(_Form):
+    """Up to MOST tokens, by our own products."""
+
+    def __init__(self, native: Native, hidden: int, inner: int, dtype: Any, parts: tuple[int, int]) -> None:
+        narrow = np.dtype(dtype) == np.uint16
+        self.src, self.dst = np.zeros((MOST, hidden), dtype).T, np.zeros((MOST, hidden), np.float32).T
+        made = np.zeros((MOST, inner), np.float32).T
+        self._gated = FewProduct(native, GATED, hidden, parts[0], self.src, made, narrow=narrow)
+        self._down = FewProduct(native, SET, inner, parts[1], made, self.dst, narrow=narrow)
+
+    def run(self, tokens: int, place: _Place) -> None:
+        """Two products."""
+        self._gated.run(tokens, *place.gate_up)
+        self._down.run(tokens, *place.down)
+
+
+class _Many(_Form):
+    """Up to `columns` tokens, by oneDNN's products; its matrices are pointed at the expert before each run."""
 
     def __init__(
-        self, dnn: OneDnn, hidden: int, inner: int, columns: int, biased: bool, dtype: Any, *, down_biased: bool
+        self,
+        dnn: OneDnn,
+        native: Native | None,
+        hidden: int,
+        inner: int,
+        columns: int,
+        biased: bool,
+        dtype: Any,
+        *,
+        down_biased: bool,
     ) -> None:
         self.src, self.dst = np.zeros((hidden, columns), dtype), np.zeros((hidden, columns), np.float32)
-        self.gate = _Matrix(inner, hidden, dtype, biased=biased)
-        self.up = _Matrix(inner, hidden, dtype, biased=biased)
-        self.down = _Matrix(hidden, inner, dtype, biased=down_biased)
-        gates, ups = (np.zeros((inner, columns), np.float32) for _ in range(2))
-        made = np.zeros((inner, columns), dtype)
-        self.calls: list[Call] = [
-            *self.gate.calls(dnn, self.src, gates),
-            *self.up.calls(dnn, self.src, ups),
-            dnn.binary(MUL, gates, np.ones((1, 1), np.float32), gates, [eltwise(SWISH), combine(MUL, ups)]),
-            dnn.copy(gates, made),
-            *self.down.calls(dnn, made, self.dst),
-        ]
+        self._dnn = dnn
+        self._gate_up, self._down = Slot((2 * inner, hidden), dtype), Slot((hidden, inner), dtype)
+        self._bias = Slot((2 * inner, 1), np.float32) if biased else None
+        self._down_bias = Slot((hidden, 1), np.float32) if down_biased else None
+        self._bias_at = 0
+        both, made = np.zeros((2 * inner, columns), np.float32), np.zeros((inner, columns), dtype)
+        self._calls: list[Callable[[], object]] = [dnn.matmul(self._gate_up, self.src, both)]
+        if native is not None:
+            self._calls.append(gating(native, both, made, lambda: self._bias_at))
+        else:
+            gates, ups = both[:inner], both[inner:]
+            if self._bias is not None:
+                self._calls.append(dnn.binary(ADD, both, self._bias, both))
+            ones = np.ones((1, 1), np.float32)
+            self._calls.append(dnn.binary(MUL, gates, ones, gates, [eltwise(SWISH), combine(MUL, ups)]))
+            self._calls.append(dnn.copy(gates, made))
+        self._calls.append(dnn.matmul(self._down, made, self.dst))
+        if self._down_bias is not None:
+            self._calls.append(dnn.binary(ADD, self.dst, self._down_bias, self.dst))
+
+    def run(self, tokens: int, place: _Place) -> None:
+        """All columns. Raises RuntimeError when oneDNN reports a failure."""
+        (gate_up, self._bias_at), (down, down_bias) = place.gate_up, place.down
+        self._dnn.point(self._gate_up, gate_up)
+        self._dnn.point(self._down, down)
+        if self._bias is not None:
+            self._dnn.point(self._bias, self._bias_at)
+        if self._down_bias is not None:
+            self._dnn.point(self._down_bias, down_bias)
+        for call in self._calls:
+            if call():
+                raise RuntimeError("a oneDNN primitive of an expert failed")
 
 
 def choose(logits: Float32, correction: Float32 | None, moe: MoeSpec) -> tuple[npt.NDArray[np.intp], Float32]:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from weight_manager.families.spec import DecoderSpec
+from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.cpu.native import Native
 from worker.cpu.onednn import SUM, PostOp
 from worker.models.compiled_program import CompiledProgram
-from worker.models.decoder import Linear
+from worker.models.decoder import Experts, Linear, Mlp
 from worker.models.few_product import ADD, GATED, GATED_GELU, SET, FewProduct, recorded
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Parts, Rows
@@ -23,7 +23,7 @@ def fits(spec: DecoderSpec, shard: Shard, sum_parts: int = 1) -> bool:
     """Whether every product of this decoder is one that the kernel computes. sum_parts: see `Parts`."""
     inner = {shape[1] for name, shape in shard.shapes.items() if name.endswith("down_proj.weight")}
     widths = {spec.hidden_size, *(width / sum_parts for width in (shard.heads * spec.head_dim, *inner))}
-    return not any(spec.moe) and not any(width % 16 for width in widths)
+    return not any(width % 16 for width in widths)
 
 
 class SingleProgram(CompiledProgram):
@@ -64,6 +64,18 @@ class SingleProgram(CompiledProgram):
         mode = GATED if self._spec.activation == "silu" else GATED_GELU
         self._product(mode, gate_up.weight, gate_up.bias, h, made)
         return made
+
+    def add_experts(self, x: Rows, h: Rows, experts: Experts[NamedSlot], moe: MoeSpec) -> Rows:
+        """As of many tokens, from x normed: who is routed reads it as it is."""
+        if id(h) in self._to_norm:
+            of, weight = self._to_norm[id(h)]
+            h = self._normed(of, weight, self._buffer("h", len(of), self._weights.matrix_dtype))
+        return super().add_experts(x, h, experts, moe)
+
+    def _add_shared(self, into: Rows, h: Rows, wide: Rows, shared: Mlp[NamedSlot], gate: NamedSlot | None) -> None:
+        """Products read `wide`, which has the same numbers; adapters h."""
+        self._written[id(wide)] = h
+        super()._add_shared(into, wide, wide, shared, gate)
 
     def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:
         super()._adapt(weight, self._written.get(id(src), src), dst)
