@@ -48,7 +48,7 @@ ABSENT: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("/parse_function_call", "/separate_reasoning"),
-        "neither calls of tools nor reasoning are read out of the text: all of it is content",
+        "calls of tools and reasoning are read out of answers as they are made: --tool-call-parser, --reasoning-parser",
     ),
     "/tokenizer_info": "the tokenizer's files are the checkpoint's: /model_info says where it is",
     **dict.fromkeys(("/open_session", "/close_session"), "sessions keep no prompt; send the whole prompt"),

@@ -1,10 +1,11 @@
-"""Adapters as requests name them: which there are, and what the `model` of a request means."""
+"""Adapters: which there are, as the store says, and what the `model` of a request means."""
 
 import contextlib
 import time
 
 from api.errors import ApiError, BadInput, NotFound
 from api.model import Model
+from api.schemas.adapters import Adapter
 from api.weights import Weights
 
 LOOK_AGAIN_S = 1.0
@@ -18,6 +19,17 @@ class AdapterNames:
         self._model = model
         self._weights = weights
         self._asked: dict[str, float] = {}  # names that nobody knew, and when the store was asked
+
+    def described(self) -> list[Adapter]:
+        """All by name, those that are pushed for the first time included, and which version each replica serves."""
+        status = self._weights.status
+        if status is None:
+            return []
+        serving = {number: replica.get("adapters", {}).get("live", {}) for number, replica in status.replicas.items()}
+        return [
+            Adapter(**entry, replicas={number: live.get(entry["name"]) for number, live in serving.items()})
+            for entry in status.adapters
+        ]
 
     async def named(self, model: str | None, lora_path: str | None = None) -> str:
         """The adapter that a request's `model` stands for; "" is the base, which no name at all means too.

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import time
 
-from api.adapters import described
 from api.metrics import alive, skew
 from api.replicas import Replica
 from api.schemas.rollout import LiveVersion
@@ -44,7 +43,7 @@ def take(service: Service) -> Snapshot:
         replicas=replicas,
         session=status.session if status else None,
         history=history,
-        adapters=described(service.weights),
+        adapters=service.adapters.described(),
         names=_names(service, {h["version"] for h in history if "version" in h}),
         plot=PlotView(
             start=start,

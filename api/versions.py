@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from api.weights import Weights
 from rollout_client.protocol import InFlight
 from weight_manager.messages import Live
 from worker.messages import Span
+from worker.run_dir import replace
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +136,7 @@ def _read(path: Path) -> dict[int, Given]:
 
 def _write(path: Path, names: list[Given]) -> None:
     """All or nothing. A disk that is full costs the names of a later restart, not the request."""
-    fresh = path.with_suffix(".new")
     try:
-        fresh.write_bytes(msgspec.json.encode(names))
-        os.replace(fresh, path)
+        replace(path, msgspec.json.encode(names))
     except OSError as error:
         log.warning("%s cannot be written (%s): a restart will call versions by their numbers", path, error)

@@ -16,7 +16,7 @@ from typing import Any
 from fleet_ray.shipment import Shipment, bracketed, erase, release, run_dir_on, sweep
 from weight_manager.logs import setup
 from worker.rendezvous import LISTEN
-from worker.run_dir import RunDir
+from worker.run_dir import RunDir, replace
 from worker.service import free_ports, replica_unit
 from worker.supervisor import to_stderr
 from worker.unit import ProcessSpec, Unit, UnitSpec
@@ -117,10 +117,7 @@ class NodeStore:
 
     async def tell(self, name: str, content: bytes) -> None:
         """A file of the head's run directory that the API of the node reads, replaced whole."""
-        path = self._run_dir.path / name
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
+        replace(self._run_dir.path / name, content)
 
     async def ended(self) -> str:
         """Once the store has been given up or stopped: why."""

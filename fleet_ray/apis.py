@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fleet_ray.errors import short
 from fleet_ray.shipment import bracketed
+from worker.run_dir import replace
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,4 @@ class Apis:
         return self._head_host if self._head_bound in ("0.0.0.0", "::") else str(self._head_bound)  # noqa: S104
 
     def _write(self) -> None:
-        path = self._run_dir / "apis.json"
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._urls))
-        os.replace(fresh, path)
+        replace(self._run_dir / "apis.json", json.dumps(self._urls).encode())

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Scale
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.shipment import KEYS, bracketed, pack
 from fleet_ray.stores import Stores
+from worker.run_dir import replace
 
 log = logging.getLogger(__name__)
 
@@ -129,17 +129,14 @@ class Head:
             self._scale(self._wanted)
 
     def _told(self, index: int, endpoint: str | None) -> None:
-        """The file that the API follows, replaced whole."""
+        """Told of an endpoint, or of none any more: written where the API follows it."""
         if self._endpoints.get(index) == endpoint:
             return
         if endpoint is None:
             del self._endpoints[index]
         else:
             self._endpoints[index] = endpoint
-        path = self._config.run_dir / "replicas.json"
-        scratch = path.with_suffix(".new")
-        scratch.write_text(json.dumps(self._endpoints))
-        os.replace(scratch, path)
+        replace(self._config.run_dir / "replicas.json", json.dumps(self._endpoints).encode())
         if self._apis is not None:
             self._apis.look()
 

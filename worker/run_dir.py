@@ -11,6 +11,13 @@ _SOCKET_PATH = 107
 _OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json")
 
 
+def replace(path: Path, content: bytes) -> None:
+    """Write a file of a service, so that whoever reads it sees all of what was there or all of this."""
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(content)
+    os.replace(fresh, path)
+
+
 _SHARED = "api"
 """What several API processes share."""
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
+from functools import partial
 
 import httpx
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from api.errors import ApiError, TimedOut
+from api.errors import TimedOut
 from api.nodes.everywhere import HERE
 from api.processes.forwarding import is_local
-from api.processes.passing import exchange
-from api.sse import while_connected
+from api.processes.passing import exchange, handed_on
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +42,8 @@ class HeadPassing:
 
     async def hand_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Have the head answer. Raises ApiError while no answer has begun, ConnectionError after that."""
-        begun = False
-
-        async def passed(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
         scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name != b"host"]}
-        work = asyncio.ensure_future(exchange(self._client, NAME, scope, body, passed))
-        try:
-            await while_connected(receive, self._while_it_lives(work))
-        except ApiError as error:
-            if begun:
-                raise ConnectionError(error.message) from None
-            raise
-        finally:
-            work.cancel()
+        await handed_on(partial(exchange, self._client, NAME, scope, body), self._while_it_lives, receive, send)
 
     async def _while_it_lives(self, work: "asyncio.Future[None]") -> None:
         loop = asyncio.get_running_loop()

@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError
-from api.processes.passed import ABORT, CLIENT, AbortHere
 from api.processes.peers import LEAD, Peers
 from api.replies import Json, error_response
 
@@ -43,7 +42,17 @@ LOCAL = GENERATE | {
 }
 LOCAL_BELOW = ("/v1/models", "/docs")
 """With all that is below them."""
+ABORT = "/internal/abort"
+CLIENT = b"x-rollout-client"
+"""Header: who sent a request that another process passed on."""
 _HAS_ID = re.compile(rb'"(?:request_id|rid)"\s*:')
+
+
+class AbortHere(msgspec.Struct, frozen=True):
+    """[ANY PROCESS -> ANY OTHER] POST /internal/abort: end these of your requests, or all. -> how many."""
+
+    request_ids: list[str] | None
+    timeout_s: float
 
 
 class Internal:

@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import httpx
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from api.errors import ApiError, TimedOut, Unavailable
-from api.processes.passed import ABORT, CLIENT, AbortHere
+from api.processes.forwarding import ABORT, CLIENT, AbortHere
 from api.processes.peers import Peers
 from api.sse import while_connected
 
@@ -55,22 +58,8 @@ class Passing:
 
     async def hand_on(self, index: int, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Have a process answer. Raises ApiError while no answer has begun, ConnectionError after that."""
-        begun = False
-
-        async def passed(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        work = asyncio.ensure_future(self._exchange(index, scope, body, passed))
-        try:
-            await while_connected(receive, self._while_it_beats(index, work))
-        except ApiError as error:
-            if begun:
-                raise ConnectionError(error.message) from None
-            raise
-        finally:
-            work.cancel()
+        answer = partial(self._exchange, index, scope, body)
+        await handed_on(answer, partial(self._while_it_beats, index), receive, send)
 
     async def _while_it_beats(self, index: int, work: "asyncio.Future[None]") -> None:
         while not work.done():
@@ -94,6 +83,34 @@ class Passing:
                 base_url="http://api", transport=transport, timeout=httpx.Timeout(None, connect=2.0), trust_env=False
             )
         return self._clients[index]
+
+
+async def handed_on(
+    answer: Callable[[Send], Coroutine[Any, Any, None]],
+    watched: Callable[["asyncio.Future[None]"], Awaitable[None]],
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Let answer(send) run while the client is there. watched(answer under way): until it is over, or given up.
+
+    Raises ApiError while no answer has begun, ConnectionError after that.
+    """
+    begun = False
+
+    async def passed(message: Message) -> None:
+        nonlocal begun
+        begun = True
+        await send(message)
+
+    work = asyncio.ensure_future(answer(passed))
+    try:
+        await while_connected(receive, watched(work))
+    except ApiError as error:
+        if begun:
+            raise ConnectionError(error.message) from None
+        raise
+    finally:
+        work.cancel()
 
 
 async def exchange(client: httpx.AsyncClient, name: str, scope: Scope, body: bytes, send: Send) -> None:

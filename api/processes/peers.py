@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from api.processes.board import Board
 from api.processes.claims import Claims
 from api.processes.counts import Counts
 from worker.messages import PauseMode, Tag
+from worker.run_dir import replace
 
 if TYPE_CHECKING:
     from api.replicas import Replica
@@ -73,9 +73,7 @@ class Peers:
         if paused is not None:
             until = None if paused.lease_until == float("inf") else paused.lease_until
             pause = SaidPause(paused.mode, paused.clear_cache, until, paused.since)
-        fresh = self._said.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(Said(pause, tuple(sorted(cleared)))))
-        os.replace(fresh, self._said)
+        replace(self._said, msgspec.json.encode(Said(pause, tuple(sorted(cleared)))))
         self.board.tell()
 
     def look(self, intents: Intents) -> bool:

@@ -2,7 +2,6 @@
 
 from fastapi import APIRouter, Depends
 
-from api.adapters import described
 from api.auth import require_admin, require_data
 from api.schemas import adapters as schema
 from api.schemas.base import ERRORS
@@ -16,7 +15,7 @@ admin = [Depends(require_admin)]
 @router.get("", dependencies=[Depends(require_data)])
 async def adapters(service: Uses) -> schema.AdaptersResponse:
     """Every adapter that is loaded, or is being pushed for the first time."""
-    return schema.AdaptersResponse(adapters=described(service.weights))
+    return schema.AdaptersResponse(adapters=service.adapters.described())
 
 
 @router.post("/load", dependencies=admin)

@@ -31,7 +31,7 @@ async def load(body: schema.LoadVllmAdapter, service: Uses) -> str:
 
 
 @router.post("/v1/unload_lora_adapter", tags=["vllm"], response_class=PlainTextResponse)
-async def unload(body: schema.UnloadVllmAdapter, service: Uses) -> str:
+async def unload(body: schema.UnloadAdapter, service: Uses) -> str:
     """From now on its name is unknown; what runs with it goes on to its end."""
     try:
         await service.weights.unload_adapter(body.lora_name)
@@ -53,7 +53,7 @@ async def load_sglang(body: schema.LoadSglangAdapter, service: Uses) -> Response
 
 
 @router.post("/unload_lora_adapter", tags=["sglang"], response_model=schema.AdapterUpdated, responses=NOT_DONE)
-async def unload_sglang(body: schema.UnloadSglangAdapter, service: Uses) -> Response:
+async def unload_sglang(body: schema.UnloadAdapter, service: Uses) -> Response:
     """The same for SGLang's clients."""
     try:
         await service.weights.unload_adapter(body.lora_name)

@@ -21,8 +21,8 @@ class LoadVllmAdapter(Asked):
     """Experts of an adapter are named one by one, as PEFT saves them."""
 
 
-class UnloadVllmAdapter(Asked):
-    """/v1/unload_lora_adapter."""
+class UnloadAdapter(Asked):
+    """/v1/unload_lora_adapter, and SGLang's /unload_lora_adapter."""
 
     lora_name: LoraName
 
@@ -35,12 +35,6 @@ class LoadSglangAdapter(Asked):
     """A directory that PEFT saved, below the roots that the operator allows."""
     pinned: bool = False
     """Every adapter stays loaded until it is unloaded: this changes nothing."""
-
-
-class UnloadSglangAdapter(Asked):
-    """/unload_lora_adapter."""
-
-    lora_name: LoraName
 
 
 class AdapterUpdated(Lenient):
