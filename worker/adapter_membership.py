@@ -16,7 +16,7 @@ from weight_manager import messages as store
 from weight_manager.life import State
 from weight_manager.messages import HeldAdapter, LiveAdapter
 from worker.lifecycle import Lifecycle, WorkerState
-from worker.signals import Order, Phase, Signal, Verdict
+from worker.orders import Order, Phase, Signal, Verdict
 
 log = logging.getLogger(__name__)
 

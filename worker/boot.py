@@ -18,7 +18,6 @@ from weight_manager.errors import CheckpointError, StartError
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.garbage import collect_rarely
 from weight_manager.layout import Layout, make_layout
-from worker.actions import Actions, Groups
 from worker.adapter_views import AdapterViews
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
@@ -32,10 +31,10 @@ from worker.gpu.driver import CudaError
 from worker.grammar import Grammars
 from worker.leader import Leader
 from worker.memory import give_back_to_system
+from worker.orders import Actions, GroupDead, Groups, LocalSignals, Signals
 from worker.rendezvous import LISTEN
 from worker.sampler import TokenSampler
 from worker.scheduler import Scheduler
-from worker.signals import GroupDead, LocalSignals, Signals
 from worker.tokenizer import Tokenizer
 from worker.watchdog import Watchdog
 

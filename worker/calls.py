@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.actions import Actions
 from worker.admission import Send
 from worker.lifecycle import Event, IllegalTransition, Lifecycle, step
 from worker.membership import Membership
 from worker.messages import CallFailed, Clear, Done, Reload, Verify
+from worker.orders import Actions, Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
-from worker.signals import Order, Phase, Signal, Verdict
 
 Call = Clear | Reload | Verify
 

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from worker.actions import Actions
 from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
+from worker.orders import DONE, FAILED, Actions, Order, Report, Signal, Signals, Verdict, judge
 from worker.scheduler import Scheduler
 from worker.sequence import Version
-from worker.signals import DONE, FAILED, Order, Report, Signal, Signals, Verdict, judge
 
 if TYPE_CHECKING:
     from worker.leader import Leader  # which makes its `Stepping`

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from worker.signals import VOTE_CELLS, GroupDead, Int32, Order, Phase, Signal
+from worker.orders import VOTE_CELLS, GroupDead, Int32, Order, Phase, Signal
 
 _HEADER = 6  # tick, signal, phase, vote, step, bytes of details
 _INLINE = 2047

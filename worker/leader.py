@@ -8,7 +8,6 @@ from collections.abc import Callable
 import msgspec
 
 from worker import channel
-from worker.actions import Actions
 from worker.adapter_membership import AdapterMembership
 from worker.admission import Admission
 from worker.calls import Calls
@@ -35,10 +34,10 @@ from worker.messages import (
     Stats,
     Verify,
 )
+from worker.orders import Actions, Order, Phase, Signal, Verdict
 from worker.pausing import Pausing
 from worker.scheduler import Scheduler
 from worker.sequence import Telling
-from worker.signals import Order, Phase, Signal, Verdict
 from worker.stats import Subscribers, memory_of, of_scheduler
 
 log = logging.getLogger(__name__)

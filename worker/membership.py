@@ -19,11 +19,10 @@ from rollout_client.protocol import InFlight
 from weight_manager import messages as store
 from weight_manager.life import State
 from weight_manager.messages import Live
-from worker.actions import Actions
 from worker.adapter_membership import AdapterMembership
 from worker.lifecycle import Event, Lifecycle, WorkerState
+from worker.orders import Actions, Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
-from worker.signals import Order, Phase, Signal, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from worker.orders import GroupDead
 from worker.rendezvous import SIGNAL_STORE
-from worker.signals import GroupDead
 
 log = logging.getLogger(__name__)
 

@@ -57,8 +57,8 @@ def measure(model: Path, dtype: str, rank: int) -> Round | None:
     from benchmarks.decode_profile import loaded, step
     from worker.engine.base import ForwardBatch
     from worker.gloo_signals import GlooSignals
+    from worker.orders import Order
     from worker.process_groups import join
-    from worker.signals import Order
 
     joined = join(rank, SIZE, deadline_s=60)
     signals = GlooSignals(joined.signal, rank, SIZE)

@@ -12,7 +12,7 @@ _RANK = f"""
 import json, os, time
 from worker.gloo_signals import GlooSignals
 from worker.process_groups import join
-from worker.signals import Order, Signal
+from worker.orders import Order, Signal
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
 signals = GlooSignals(join(rank, size, deadline_s=30).signal, rank, size)
 signals.vote((0, 0))

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.life.ticks import IDLE_S, threads_of
 from worker.gloo_signals import GlooSignals
 from worker.process_groups import join
-from worker.signals import Order, Phase, Signal
+from worker.orders import Order, Phase, Signal
 from weight_manager.messages import Live
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
 signals = GlooSignals(join(rank, size, deadline_s=30).signal, rank, size)

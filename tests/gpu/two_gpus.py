@@ -18,7 +18,7 @@ import numpy as np
 
 from worker.gpu.driver import Driver
 from worker.gpu.nccl import BFLOAT16, NcclGroups
-from worker.signals import GroupDead
+from worker.orders import GroupDead
 
 ROUNDS, DEADLINE_S = 50, 20.0
 TOKENS, WIDTH = 64, 1024

@@ -19,7 +19,7 @@ from weight_manager.messages import Live, LiveAdapter
 from worker.adapter_membership import AdapterMembership
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
-from worker.signals import Order, Phase, Signal, Verdict
+from worker.orders import Order, Phase, Signal, Verdict
 
 HOLD_S, UNKNOWN_S = 4.0, 12.0
 STEP_S = 0.1
@@ -34,7 +34,7 @@ class Held:
 
 
 class Ranks:
-    """Stands for the ranks of a replica and their weights (worker/actions.py, dynamic_weight_manager.py)."""
+    """Stands for the ranks of a replica and their weights (worker/orders.py, dynamic_weight_manager.py)."""
 
     def __init__(self) -> None:
         self.released: frozenset[str] = frozenset()

@@ -21,7 +21,7 @@ from typing import Any
 
 from worker.gpu.driver import CudaError, Driver, Handle, Pointer, Size
 from worker.gpu.libraries import load
-from worker.signals import GroupDead
+from worker.orders import GroupDead
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Id(ctypes.Structure):
 
 
 class NcclGroups:
-    """`worker.actions.Groups` of one rank. Calls come from one thread; the watchdog has its own."""
+    """`worker.orders.Groups` of one rank. Calls come from one thread; the watchdog has its own."""
 
     def __init__(
         self,

@@ -4,10 +4,9 @@ import threading
 
 import pytest
 
-from worker.actions import Actions
 from worker.adapter_views import AdapterViews
 from worker.event_loop import EventLoop
-from worker.signals import GroupDead, Order, Phase, Report, Signal, judge
+from worker.orders import Actions, GroupDead, Order, Phase, Report, Signal, judge
 
 
 class ThreadSignals:

@@ -17,7 +17,7 @@ import json, os, signal, sys, time
 import numpy as np
 from worker.gloo_signals import GlooSignals
 from worker.process_groups import join
-from worker.signals import GroupDead, Order, Phase, Signal
+from worker.orders import GroupDead, Order, Phase, Signal
 from weight_manager.messages import Live
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
 joined = join(rank, size, deadline_s=30)

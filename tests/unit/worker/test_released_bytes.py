@@ -2,12 +2,11 @@
 
 import pytest
 
-from worker.actions import Actions
 from worker.adapter_views import AdapterViews
 from worker.boot import _NoGroups
 from worker.engine.base import EngineSpec
 from worker.engine.fake_engine import FakeEngine
-from worker.signals import Order, Phase, Signal
+from worker.orders import Actions, Order, Phase, Signal
 
 
 class OnCard(FakeEngine):

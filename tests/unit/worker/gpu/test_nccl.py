@@ -11,7 +11,7 @@ import pytest
 
 from worker.gpu.driver import CudaError
 from worker.gpu.nccl import FLOAT32, NcclGroups
-from worker.signals import GroupDead
+from worker.orders import GroupDead
 
 
 class Meeting:

@@ -50,7 +50,7 @@ def descriptors():
 
 
 def test_an_arena_that_is_refused_again_and_again_is_let_go_each_time(rig, caplog):
-    caplog.set_level(logging.CRITICAL + 1, "worker.actions")  # records keep tracebacks, and those what was mapped
+    caplog.set_level(logging.CRITICAL + 1, "worker.orders")  # records keep tracebacks, and those what was mapped
     first = rig.serve()
     other = Arena.create(rig.run_dir, "other", rig.layout.slot_bytes)
     counts = []

@@ -1,91 +1,186 @@
-"""What one rank does when an order says so. The same code on every rank; nothing here talks to anyone.
+"""Orders: what rank 0 decides at a tick, what the ranks of a replica tell each other of it, and what each one does.
 
-`start` begins an order's work and `settle` ends it once all ranks agreed how it went. What may take long
-(building views of a slot, allocating KV, checksums) runs in a thread between the two, so the loop keeps
-ticking and generating; what may not fail halfway (the flip itself) is a pointer swap in `start` or `settle`.
+`Order` is a tick's decision. Its fixed part travels as four integers, its details as msgpack bytes and only when there
+are any; a tick without anything to say is not sent, but for a heartbeat. `Actions.start` begins an order's work, and
+`settle` ends it at a later tick (`Order.vote`), once all ranks agreed how it went: each rank fills its own cell, so no
+rank ever raises alone between two collectives, and no collective waits for work. What may take long (building views of
+a slot, allocating KV, checksums) runs in a thread between the two, so the loop keeps ticking and generating. What may
+not fail halfway (the flip itself) is a pointer swap in `start` or `settle`.
 """
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weight_manager.dynamic_weight_manager import DynamicWeightManager
 from weight_manager.messages import Live, LiveAdapter
+from worker.adapter_views import AdapterViews
 from worker.engine.base import Engine, Float32, ForwardBatch, Logits, OnDevice
 from worker.messages import Tag
-from worker.signals import DONE, FAILED, PENDING, Order, Phase, Signal
 
 log = logging.getLogger(__name__)
 
+Int32 = npt.NDArray[np.int32]
 _PREPARE_S = 0.005
 """Preparing a version takes a millisecond or two where nothing has to be moved."""
 
 
-class Weights(Protocol):
-    """The rank's side of the weight manager: views of one arena's slots."""
+class Signal(IntEnum):
+    """What every rank does at this tick."""
 
-    @property
-    def live(self) -> Live | None:
-        """What is bound, None when nothing is."""
+    RUN = 0  # go on; a step may follow
+    UPDATE = 1  # one phase of a weight change
+    CLEAR = 2  # release parameters and/or KV
+    RELOAD = 3  # map the live version and/or allocate KV
+    PAUSE = 4  # stand still
+    VERIFY = 5  # checksum what is held
+    STOP = 6  # leave the loop
+    ADAPTER = 7  # hold one more version of an adapter, or one less
+
+
+class Phase(IntEnum):
+    """Which part of a signal that takes several ticks."""
+
+    NONE = 0
+    PREPARE = 1  # UPDATE: build views of the staged slot, in the background
+    FLIP = 2
+    FINALIZE = 3
+    ROLLBACK = 4
+    RELEASE = 5  # CLEAR: give memory back
+    SHUT = 6  # CLEAR: shut the groups, once every rank has released
+    RESTART = 7  # RELOAD: groups back
+    MAP = 8  # RELOAD: views of the live slot and KV, in the background
+    FORGET = 9  # ADAPTER: nothing computes with a version any more (PREPARE as of an UPDATE)
+
+
+class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rank 0's decision for one tick.
+
+    live, session: of the weight change. arena_path: the arena that `live` lies in. tags: what to release or
+    bring back. adapter: to prepare; epoch: of the one to forget. vote: every rank tells how its work stands and how its
+    last step went, before it acts.
+    """
+
+    signal: Signal = Signal.RUN
+    phase: Phase = Phase.NONE
+    vote: bool = False
+    step: bool = False
+    session: str = ""
+    live: Live | None = None
+    arena_path: str = ""
+    tags: tuple[Tag, ...] = ()
+    adapter: LiveAdapter | None = None
+    epoch: int = 0
+
+
+class GroupDead(RuntimeError):
+    """The signal group can no longer be used; this rank must leave.
+
+    lost: ranks whose process is gone. Empty: all live, and one of them overran the group's 30 s.
+    """
+
+    def __init__(self, message: str, lost: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.lost = tuple(lost)
+
+
+class Signals(Protocol):
+    """The signal group, seen from one rank. Every call is made by all ranks in the same order."""
+
+    rank: int
+    size: int
+
+    def agree(self, order: Order | None) -> Order:
+        """Rank 0 gives the tick's order, the others pass None and wait for it. Raises GroupDead."""
         ...
 
-    @property
-    def former(self) -> Live | None:
-        """What was live before, while it can still be computed with."""
+    def share(self, batch: Int32 | None) -> Int32 | None:
+        """Rank 0's packed batch on every rank; None when there is none this time. Raises GroupDead."""
         ...
 
-    def bound_to_former(self) -> AbstractContextManager[None]:
-        """It is bound meanwhile."""
+    def vote(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
+        """Each rank's small integers, in rank order. `mine` always has VOTE_CELLS of them. Raises GroupDead."""
         ...
 
-    def prepare(self, live: Live, *, verify: bool = False) -> None:
-        """Build views of a slot beside what is bound. Raises naming the tensor, or when its digest differs."""
-        ...
-
-    def flip(self) -> None:
-        """Bind what was prepared; what was bound before stays until finalize or rollback."""
-        ...
-
-    def finalize(self) -> None:
-        """Let go of what was bound before."""
-        ...
-
-    def rollback(self) -> None:
-        """Back to what was bound before, and forget what was prepared. Idempotent."""
-        ...
-
-    def clear_parameters(self) -> int:
-        """Release; returns bytes. Idempotent."""
-        ...
-
-    def close(self) -> None:
-        """Let an arena go that is not bound, without a word to the engine."""
-        ...
-
-    def verify(self) -> dict[str, str]:
-        """16 hex digits per parameter."""
-        ...
-
-    def fenced(self) -> bool:
-        """The store has begun to overwrite what is bound."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Each rank's bytes, in rank order; every rank gets all. For rare and small things. Raises GroupDead."""
         ...
 
 
-class AdapterVersions(Protocol):
-    """The rank's adapters (worker/adapter_views.py)."""
+VOTE_CELLS = 2
+PENDING, DONE, FAILED = 0, 1, 2
+"""How a rank's work stands, as its cell of a vote says it."""
 
-    def prepare(self, adapter: LiveAdapter) -> None:
-        """Hold a version. Raises naming the tensor, or when its digest differs."""
-        ...
 
-    def forget(self, epoch: int) -> None:
-        """Let a version go. Idempotent."""
-        ...
+class LocalSignals:
+    """A replica of one rank agrees with itself."""
 
-    def fenced(self) -> bool:
-        """The store has begun to overwrite one that is held."""
-        ...
+    rank = 0
+    size = 1
+
+    def agree(self, order: Order | None) -> Order:
+        """The order itself."""
+        assert order is not None
+        return order
+
+    def share(self, batch: Int32 | None) -> Int32 | None:
+        """The batch itself."""
+        return batch
+
+    def vote(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
+        """One row."""
+        return [tuple(mine)]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """One item."""
+        return [data]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks said about one thing, the same on every rank.
+
+    rank, error, tensors: of the first rank that failed. data: what each rank reported.
+    """
+
+    ok: bool
+    rank: int = 0
+    error: str = ""
+    tensors: list[str] = field(default_factory=list)
+    data: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank's word on one thing."""
+
+    error: str = ""
+    tensors: list[str] = []
+    data: dict[str, Any] = {}
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Report).decode
+
+
+def judge(signals: Signals, states: Sequence[int], report: Report) -> Verdict | None:
+    """The verdict once no rank is pending, else None. states: one per rank, from a vote.
+
+    All ranks call it with the same states, so all of them gather, or none does.
+    """
+    if PENDING in states:
+        return None
+    reports = [_decode(data) for data in signals.gather(_encode(report))]
+    for rank, state in enumerate(states):
+        if state == FAILED:
+            return Verdict(False, rank, reports[rank].error, reports[rank].tensors)
+    return Verdict(True, data=[r.data for r in reports])
 
 
 class Groups(Protocol):
@@ -139,21 +234,21 @@ class Actions:
     def __init__(
         self,
         engine: Engine,
-        map_arena: Callable[[str], Weights],
+        map_arena: Callable[[str], DynamicWeightManager],
         groups: Groups,
         release_cached: Callable[[], None],
-        adapters: AdapterVersions,
+        adapters: AdapterViews,
     ) -> None:
         self.engine = engine
         self.adapters = adapters
-        self.weights: Weights | None = None
+        self.weights: DynamicWeightManager | None = None
         self.released: frozenset[Tag] = frozenset()
         self.work: Work | None = None
         self._map_arena = map_arena
         self._groups = groups
         self._release_cached = release_cached
         self._arena_path = ""
-        self._mapping: tuple[str, Weights] | None = None
+        self._mapping: tuple[str, DynamicWeightManager] | None = None
 
     @property
     def fenced(self) -> bool:
