@@ -24,7 +24,7 @@ DataToken = Annotated[HTTPAuthorizationCredentials | None, Security(_data)]
 AdminToken = Annotated[HTTPAuthorizationCredentials | None, Security(_admin)]
 
 OTHER_SITES = {"cross-site", "same-site"}
-"""Of Sec-Fetch-Site; same-site is another port or name of the same one."""
+"""Values of Sec-Fetch-Site that are refused; same-site is another port or name of the same site."""
 
 
 async def require_data(request: Request, given: DataToken) -> None:

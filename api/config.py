@@ -44,7 +44,7 @@ class ApiConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "default"
-    """Of the service."""
+    """Name of the service."""
     host: str = "127.0.0.1"
     """Address to bind; anything but loopback needs a data token."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -79,7 +79,7 @@ class ApiConfig(BaseModel):
     tp: int = Field(default=1, ge=1)
     """Ranks of a replica, as the info routes report it."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
-    """Of the worker, as the info routes report it."""
+    """What the worker's logprobs are of (worker.logprobs_mode), as the info routes report it."""
     push_endpoint: str = "tcp://127.0.0.1:5600"
     """Where trainers push, as the info routes report it."""
     max_adapters: int = Field(default=StoreConfig.model_fields["max_adapters"].default, ge=0)

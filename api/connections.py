@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PACE = 1024
 """Bytes a second."""
 HEAD_BYTES = 64 << 10
-"""Of request line and header fields together."""
+"""Most bytes of request line and header fields together."""
 AHEAD = 128
 """Requests of one connection that wait for the one before them."""
 OTHER_FILES = 512

@@ -14,9 +14,9 @@ from api.errors import BadInput
 from weight_manager.processor_limit import processor_limit
 
 MAX_CHARS = 1 << 18
-"""Of a grammar in all."""
+"""Most characters of a grammar, all of it together."""
 MAX_EBNF_CHARS = 1 << 14
-"""Of a grammar that is translated in this process."""
+"""Most characters of a grammar that is translated in this process."""
 MAX_CHOICES = 4096
 _TRANSLATION_S = 0.5
 """Processor time of one, in which nobody else is answered. Its translator takes the square of some texts' lengths."""
@@ -50,11 +50,11 @@ class Writer:
         self._others: list[dict[str, Any]] = []
 
     def quoted(self, text: str) -> str:
-        """A text as it is."""
+        """A text that a grammar takes as it is."""
         return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # no string of Lark has it as it is
 
     def mark(self, text: str) -> str:
-        """The same, of a mark that may be a token of its own."""
+        """A mark in a grammar: as it is where it is a special token, else quoted."""
         return text if self._special(text) else self.quoted(text)
 
     def rule(self, body: str, attribute: str = "") -> str:
@@ -138,7 +138,7 @@ class Writer:
 
 
 SPACES = r"[\x20\x0A\x0D\x09]{1,16}"
-"""Between the tokens of JSON. Bounded: a model that has nothing to say would say it in spaces."""
+"""White space between the tokens of JSON. Bounded: a model that has nothing to say would say it in spaces."""
 
 
 def is_written(text: str) -> bool:

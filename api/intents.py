@@ -36,7 +36,7 @@ class PauseIntent:
 
 
 class Intents:
-    """Of one process of the API, for its fleet."""
+    """The pause and the releases in force, as one process of the API knows them."""
 
     def __init__(self, fleet: "Fleet", peers: "Peers | None", *, of_node: bool) -> None:
         """peers: the other API processes, if there are any. of_node: another API, on the head, decides."""
@@ -89,7 +89,7 @@ class Intents:
         self._fleet.release_held()
 
     def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
-        """The lead says this now."""
+        """Take over what the lead says now."""
         over = self._paused is not None and paused is None
         self._paused, self._cleared = paused, cleared
         if over:

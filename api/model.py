@@ -21,7 +21,7 @@ from worker.tokenizer import Tokenizer
 INLINE_CHARS = 4096
 """Texts longer than this, together, are tokenised on a thread, so that the event loop keeps turning."""
 INLINE_MESSAGES = 64
-"""The same for the messages of a conversation."""
+"""Conversations of more messages are written on a thread, too."""
 MIN_TOKEN_CHARS = 32
 """A token counts for at least so many characters of text: some tokenizers drop spaces before they look for tokens."""
 TOO_LONG = "context_length_exceeded"
@@ -40,7 +40,7 @@ class Model:
     ends: tuple[int, ...] = ()
     """What ends a generation, by the checkpoint's own word."""
     template_process: TemplateProcess | None = None
-    """For chat templates of requests; None: they are refused."""
+    """Runs chat templates that come with requests; None: they are refused."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of tools; None: they are not read out of its text."""
     reasons: bool = False

@@ -34,7 +34,7 @@ ELSEWHERE_S = 0.05
 RETRIED = "retried"
 """Name of that counter where several processes count."""
 IDLE_SWEEP_S = 1.0
-"""The same while no request is here and nothing is paused: only a pause that begins meanwhile may wait for it."""
+"""How late a deadline may be noticed while no request is here and nothing is paused: a pause that begins meanwhile."""
 LAST_WORD_S = 10.0
 """How long a replica may take to hand over what it has of a request that took too long."""
 STICKY_SESSIONS = 65536
@@ -126,7 +126,7 @@ class Replica:
             self.link.post(Abort(call="", request_ids=[flight.attempt_id]))
 
     def forget(self, flight: Flight) -> None:
-        """Nobody waits for it: end it, and ignore what still comes."""
+        """End a flight that nobody waits for, and ignore what still comes of it."""
         self.cancel(flight)
         if self.flights.pop(flight.attempt_id, None) is not None:
             self.load -= flight.open
@@ -182,7 +182,7 @@ class Replica:
                 pass
 
     def on_down(self, reason: str) -> None:
-        """Gone: flights nobody has seen a token of start over elsewhere, the others end with what they have."""
+        """The link is down: flights nobody has seen a token of start over elsewhere, the others end as they are."""
         said = {"replica": self.index, "version": self.version, "requests": len(self.flights)}
         log.warning("replica %d lost: %s", self.index, reason, extra=said)
         flights, self.flights = self.flights, {}
@@ -207,7 +207,7 @@ class Replica:
                 flight.go_on(index, token, logprob)
 
     def _refused(self, flight: Flight, why: str) -> None:
-        """It began nothing (draining, or too many held): another may take the flight, this one not for a while."""
+        """Nothing was begun (it drains, or holds too many): another may take the flight, this one not for a while."""
         log.info("replica %d refused a request: %s", self.index, why, extra={"replica": self.index})
         self.load -= flight.open
         self.down_reason = why
@@ -253,11 +253,11 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those there are now, by index."""
+        """The replicas that there are now, by index."""
         return self.members.replicas
 
     def set_members(self, endpoints: Mapping[int, str]) -> None:
-        """From now on there are these (see members.py)."""
+        """Set the replicas that there are from now on: index -> endpoint (see members.py)."""
         if self.members.set(endpoints):
             self.changed()
 
@@ -277,7 +277,7 @@ class Fleet:
 
     @property
     def held_everywhere(self) -> int:
-        """Those of them that no replica has got."""
+        """Prompts that no replica has got, in all processes of the API."""
         return len(self.held) + (self.peers.board.held_elsewhere if self.peers else 0)
 
     def load_of(self, replica: Replica) -> int:
@@ -345,7 +345,7 @@ class Fleet:
         self._count()
 
     def hold_again(self, flight: Flight) -> None:
-        """Its replica died unseen: it is first in the line."""
+        """Put a flight first in the line: its replica is gone, and nobody has seen a token of it."""
         if self.closing:
             flight.fail(Unavailable("the service is stopping, and the replica is gone"))
             self.landed(flight)
@@ -375,7 +375,7 @@ class Fleet:
             self.cancel(flight)
 
     def drop(self, flight: Flight) -> None:
-        """Nobody waits for it any more."""
+        """End a flight that nobody waits for any more."""
         if flight.done.is_set():
             return
         if flight in self.held:
@@ -473,7 +473,7 @@ class Fleet:
         self.pump()
 
     def count_unready_from_now(self) -> None:
-        """From now on it counts against the replicas if they cannot take held flights."""
+        """Held flights begin to wait for a ready replica anew: what came before was the operator's pause."""
         now = asyncio.get_running_loop().time()
         for flight in self.held:
             flight.unready_since = now

@@ -101,7 +101,7 @@ def collect(weights: Weights, samples: StoreSamples) -> Iterator[Metric]:
 
 
 def _adapters(status: Status) -> Iterator[Metric]:
-    """Of LoRA adapters, by name; those that are pushed for the first time are not there yet."""
+    """Families of LoRA adapters, by name; those that are pushed for the first time are not there yet."""
     loaded = [entry for entry in status.adapters if entry["version"] is not None]
     yield _gauge("adapters_loaded", "LoRA adapters that can be served", len(loaded))
     version = GaugeMetricFamily("rollout_adapter_version", "version being served", labels=("adapter",))

@@ -19,7 +19,7 @@ from worker.template_child import READY, Outcome
 log = logging.getLogger(__name__)
 
 LIMIT_S = 1.0
-"""For one prompt, from when the process has it."""
+"""Seconds for one prompt, from when the process has it."""
 START_S = 20.0
 
 

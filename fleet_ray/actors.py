@@ -24,7 +24,7 @@ from worker.unit import ProcessSpec, Unit, UnitSpec
 BOUND_S = 30.0
 """How long a store may take to listen."""
 STOP_S = 6.0
-"""For a store to end before it is killed: less than the head waits for its actor."""
+"""Seconds for a store to end before it is killed: less than the head waits for its actor."""
 POLL_S = 0.02
 
 
@@ -120,7 +120,7 @@ class NodeStore:
         replace(self._run_dir.path / name, content)
 
     async def ended(self) -> str:
-        """Once the store has been given up or stopped: why."""
+        """Wait until the store has been given up or stopped; returns why."""
         return await _ended(self._life, self._unit)
 
     async def stop(self) -> None:
@@ -167,7 +167,7 @@ class ReplicaHost:
         return self._endpoint
 
     async def ended(self) -> str:
-        """Once the replica has been given up or stopped: why."""
+        """Wait until the replica has been given up or stopped; returns why."""
         return await _ended(self._life, self._unit)
 
     async def stop(self) -> None:
@@ -179,7 +179,7 @@ class Accelerators:
     """Holds the GPUs of a rank's bundle, and says which they are."""
 
     def ids(self) -> list[str]:
-        """As CUDA_VISIBLE_DEVICES has them."""
+        """The GPUs, as CUDA_VISIBLE_DEVICES has them."""
         import ray  # noqa: PLC0415
 
         found: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()

@@ -43,7 +43,7 @@ class Apis:
         self._starting[node] = asyncio.create_task(self._start(node, actor))
 
     def gone(self, node: str) -> None:
-        """That actor ends, and its API with it."""
+        """The actor of that node ends, and its API with it."""
         self._actors.pop(node, None)
         if (starting := self._starting.pop(node, None)) is not None:
             starting.cancel()

@@ -8,16 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class FleetConfig(BaseModel):
-    """Only there with `serve --ray`."""
+    """Settings of the fleet's process; only there with `serve --ray`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "default"
-    """Of the service."""
+    """Name of the service."""
     run_dir: Path
-    """Of the service, on the head."""
+    """Run directory of the service, on the head."""
     address: str = Field(default="auto", pattern=r"^[^/]+$")
-    """Of the Ray cluster, host:port; auto = the one that this host belongs to. The head is one of its nodes."""
+    """Address of the Ray cluster, host:port; auto = the one that this host belongs to. The head is one of its nodes."""
     replicas: int = Field(default=1, ge=0, le=4096)
     """How many there are to be at first; `paddle-rollout scale` changes it."""
     tp: int = Field(default=1, ge=1, le=64)
@@ -39,7 +39,7 @@ class FleetConfig(BaseModel):
     drain_s: float = Field(default=10.0, ge=0, le=600)
     """How long running requests of a replica that leaves may take; worker.drain_s."""
     log_level: str = "info"
-    """Of the JSON lines on stderr."""
+    """Least level of the JSON lines on stderr."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -6,5 +6,5 @@ class NodeGone(Exception):
 
 
 def short(error: BaseException) -> str:
-    """Ray's messages are paragraphs."""
+    """The first line of an error: Ray's messages are paragraphs."""
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

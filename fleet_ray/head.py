@@ -30,7 +30,7 @@ MOST = 4096
 
 
 class Head:
-    """`run` is its whole life."""
+    """The process on the head; `run` is its whole life."""
 
     def __init__(self, config: FleetConfig, config_path: Path) -> None:
         self._config = config
@@ -44,7 +44,7 @@ class Head:
         self._apis: Apis | None = None
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT; the exit status."""
+        """Serve until SIGTERM or SIGINT; returns the exit status."""
         stop = asyncio.Event()
         _on_signals(stop)
         if not await self._connect(stop):
@@ -108,7 +108,7 @@ class Head:
         return ""
 
     def _scale(self, wanted: int) -> None:
-        """From now on there are to be so many; the last ones leave first."""
+        """Keep so many replicas from now on; the last ones leave first."""
         self._wanted = wanted
         for index in [i for i in self._kept if i >= wanted]:
             replica, task = self._kept.pop(index)

@@ -23,7 +23,7 @@ AGAIN_S, AGAIN_MAX_S = 0.5, 10.0
 STEADY_S = 60.0
 """Who ran this long is tried again at once; others wait twice as long each time."""
 STOP_S = 10.0
-"""On top of the time to drain."""
+"""Seconds that a replica may take to stop, on top of its time to drain."""
 
 
 class KeptReplica:
@@ -46,12 +46,12 @@ class KeptReplica:
         self._holders: list[Any] = []
 
     def describe(self) -> PlacedReplica:
-        """For people."""
+        """Where it is and how it is, for people."""
         node, host = (self._place.node, self._place.host) if self._place else ("", "")
         return PlacedReplica(self.index, self.state, node, host, self.said)
 
     async def run(self) -> None:
-        """Place, start, watch; again whenever it ends."""
+        """Place the replica, start it, watch it; again whenever it ends."""
         wait_s = AGAIN_S
         while True:
             began = time.monotonic()
@@ -73,7 +73,7 @@ class KeptReplica:
             await asyncio.sleep(wait_s / 2)
 
     async def leave(self) -> None:
-        """Drain it, take it out, give its place back."""
+        """Drain the replica, take it out of what the API is told, give its place back."""
         self.state = "leaving"
         if self._actor is not None:
             try:

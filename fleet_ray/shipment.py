@@ -38,7 +38,7 @@ class Shipment:
     release: str
 
     def store_name(self, label: str) -> str:
-        """Of a node's store; part of its arena's name."""
+        """Name of a node's store; part of its arena's name."""
         return f"{self.name[:48]}-{label}"
 
     def unpack(self, run_dir: Path, label: str, *, upstream: str, host: str, relay_port: int) -> Path:
@@ -96,7 +96,7 @@ class Shipment:
 
 
 def pack(config_path: Path, name: str, keys: Path) -> Shipment:
-    """From the head's config.json, and its directory of keys."""
+    """Read what nodes need from the head's config.json and its directory of keys. Raises OSError, ValueError."""
     document = json.loads(config_path.read_bytes())
     model = Path(document["worker"]["model_dir"])
     files = {p.name: p for p in model.iterdir() if p.suffix in SUFFIXES and p.is_file() and p.stat().st_size <= LARGEST}
@@ -106,7 +106,7 @@ def pack(config_path: Path, name: str, keys: Path) -> Shipment:
 
 
 def release() -> str:
-    """Of this package; all nodes need the same."""
+    """Version of this package; all nodes need the same."""
     return version("paddle-rollout")
 
 
@@ -156,5 +156,5 @@ def _remove(run_dir: Path, keep: tuple[str, ...]) -> None:
 
 
 def bracketed(host: str) -> str:
-    """As part of an endpoint."""
+    """A host as part of an endpoint: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

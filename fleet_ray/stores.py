@@ -51,7 +51,7 @@ class Stores:
         self._former = set(self._noted.read_text().split()) if self._noted.exists() else set()
 
     def serves_itself(self, place: Place) -> bool:
-        """On the head's own node replicas use the head's store."""
+        """Whether replicas there use the head's store: on the head's own node."""
         return place.node == self._head.node and place.sees_head
 
     async def at(self, place: Place, replica: int) -> Path:
@@ -69,7 +69,7 @@ class Stores:
         return await life.up()
 
     def leave(self, place: Place, replica: int) -> None:
-        """A replica is gone from there. Whoever was the last turns off the light."""
+        """A replica is gone from there; with the last one the node's store ends."""
         life = self._lives.get(place.node)
         if life is None:
             return
@@ -78,7 +78,7 @@ class Stores:
             self._remove(place.node)
 
     def _remove(self, node: str) -> None:
-        """Its store ends, and those below join elsewhere."""
+        """End a node's store; those below it join elsewhere."""
         life = self._lives.pop(node, None)
         orphans = [self._lives[one] for one in self._tree.remove(node) if one in self._lives]
         if life is not None:
@@ -138,14 +138,14 @@ class _Life:
         self._task = asyncio.create_task(self._keep())
 
     async def up(self) -> Path:
-        """Once it listens. Raises NodeGone, also when it is stopped before."""
+        """Wait until the store listens; its run directory. Raises NodeGone, also when it is stopped before."""
         await asyncio.wait([self._run_dir])
         if self._run_dir.cancelled():
             raise NodeGone(f"node {self.node[:8]}: its store was stopped")
         return self._run_dir.result()
 
     async def move(self) -> None:
-        """The one above it is another now."""
+        """Join another store above: the one before is gone."""
         if self._run_dir.done():
             try:
                 await self._actor.start.remote(await self._upstream(self.node))
@@ -220,7 +220,7 @@ async def _end(life: _Life, orphans: list[_Life]) -> None:
 
 
 async def _all_of(*works: Awaitable[None]) -> None:
-    """To the end of each, whatever becomes of the others: one store that fails keeps no other from ending."""
+    """Wait for all, whatever becomes of each: one store that fails keeps no other from ending."""
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, Exception):
             log.error("a store: %s", short(result), exc_info=result)

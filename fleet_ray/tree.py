@@ -39,7 +39,7 @@ class Tree:
         return 0 if node == ROOT else 1 + self.depth(self._above[node])
 
     def _free(self, forbidden: set[str]) -> str:
-        """The highest place; of those the one that has been there longest."""
+        """The store highest in the tree that has room; of those the one that has been there longest."""
         if not self._width:
             return ROOT
         below = dict.fromkeys([ROOT, *(n for n in self._above if n not in forbidden)], 0)
@@ -49,7 +49,7 @@ class Tree:
         return min((n for n, count in below.items() if count < self._width), key=self.depth)
 
     def _below(self, node: str) -> set[str]:
-        """It, and all below it."""
+        """A node and all below it."""
         found = {node}
         while more := {n for n, above in self._above.items() if above in found} - found:
             found |= more

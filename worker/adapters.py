@@ -11,7 +11,7 @@ from worker.engine.base import AdapterModule
 from worker.models.low_rank import Factors, LowRank, Site
 
 MOST_RANK = 256
-"""Of one matrix; the kernel's room for what lies between A and B is made for the step's largest."""
+"""Largest rank of one matrix; the kernel's room for what lies between A and B is made for the step's largest."""
 
 
 class _Plan(NamedTuple):

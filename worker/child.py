@@ -94,7 +94,7 @@ class Child:
         return True
 
     async def wait(self) -> int:
-        """Until it ended."""
+        """Wait until it has ended."""
         await self._ended.wait()
         assert self.status is not None
         return self.status

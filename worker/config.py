@@ -84,7 +84,7 @@ class WorkerConfig(BaseModel):
     check_ranks: bool = False
     """After every step compare a digest of hidden state and norms over the ranks of a replica (debugging)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the JSON lines on stderr."""
+    """Least level of the JSON lines on stderr."""
     max_held: int = Field(default=4096, ge=0, le=1 << 20)
     """Requests kept waiting while paused, cleared or starting; more are refused."""
     when_cleared: Literal["hold", "refuse"] = "hold"
@@ -103,9 +103,9 @@ class WorkerConfig(BaseModel):
     connect_s: float = Field(default=60.0, gt=0, le=600)
     """How long the ranks of a replica may take to find each other."""
     stats_busy_s: float = Field(default=1.0, gt=0, le=60)
-    """Between two `Stats` while requests run."""
+    """Seconds between two `Stats` while requests run."""
     stats_idle_s: float = Field(default=5.0, gt=0, le=60)
-    """Between two `Stats` while idle."""
+    """Seconds between two `Stats` while idle."""
 
 
 def read_worker_config(path: Path) -> WorkerConfig:

@@ -44,7 +44,7 @@ def spelling(document: Mapping[str, Any], key: str) -> str | None:
 
 
 def described(ends: Mapping[int, list[str]]) -> str:
-    """For the log."""
+    """The end tokens in words, for the log."""
     return "; ".join(f"{token_id} ({', '.join(sources)})" for token_id, sources in ends.items()) or "nothing but limits"
 
 

@@ -44,7 +44,7 @@ _LONG_S = 0.2
 _GRACE_S = 0.01
 """A step younger than this is not asked about."""
 _RETRY_S = 0.01
-"""Until the scheduler is asked again when it found nothing to run, whatever it counts."""
+"""Seconds until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
 
 class EventLoop:
@@ -67,7 +67,7 @@ class EventLoop:
         actions.engine.asked = self._between_operations
 
     def run(self) -> None:
-        """Until STOP. Raises GroupDead when the ranks lost each other."""
+        """Turn until STOP. Raises GroupDead when the ranks lost each other."""
         try:
             while not self.stopped:
                 self.tick()

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _Ids = npt.NDArray[np.int64]
 FILL = np.float32(-1e30)
-"""In place of a logit that is masked where a row has to stay finite."""
+"""Stands for a logit that is masked where a row has to stay finite."""
 _KEPT = 64
 """Compiled grammars that are remembered: a step of RL sends the same one thousands of times."""
 _THREADS = 2

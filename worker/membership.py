@@ -27,7 +27,7 @@ from worker.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 _REGISTER_AGAIN_S = 2.0
-"""Between two tries of a registration that nobody answered."""
+"""Seconds between two tries of a registration that nobody answered."""
 _FORGOTTEN_S = 0.1
 """Before we register again with a store that does not know us any more."""
 
@@ -47,7 +47,7 @@ class Session:
 
     @property
     def waits(self) -> bool:
-        """For what runs to end, before the ranks are told to prepare."""
+        """Whether it waits for what runs to end, before the ranks are told to prepare."""
         return self.state is State.SEALED
 
     @property

@@ -115,7 +115,7 @@ class SamplingKernels:
         return tokens, logprobs, finite
 
     def largest(self, values: Float32, count: int) -> Ids:
-        """As the function `largest`."""
+        """What the function `largest` finds."""
         ids = np.empty(min(count, len(values)), np.int64)
         return ids[: self._largest(values.ctypes.data, len(values), ids.ctypes.data, len(ids))]
 
@@ -126,7 +126,7 @@ class SamplingKernels:
         positions: npt.NDArray[np.uint64],
         purpose: int,
     ) -> Float64:
-        """As `random_streams.uniforms_of`."""
+        """What `random_streams.uniforms_of` returns."""
         out = np.empty(len(seeds), np.float64)
         places = [array.ctypes.data for array in (seeds, samples, positions)]
         self._uniforms(*places, purpose, out.ctypes.data, len(out))
@@ -235,7 +235,7 @@ def exponentials(scaled: Float32) -> Float32:
 
 
 def _sums(blocks: Float32) -> Float32:
-    """Of each block [..., BLOCK], in one order."""
+    """Sums of blocks [..., BLOCK], added up in one order."""
     lanes = blocks.reshape(*blocks.shape[:-1], -1, _LANES)
     added = lanes[..., 0, :].copy()
     for i in range(1, lanes.shape[-2]):
@@ -348,7 +348,7 @@ class RowSampler:
         numbers: Float64,
         cuts: Cuts | None = None,
     ) -> Drawn:
-        """From softmax(logits[rows] * inverse_temperature), or what `cuts` leave open of it, by numbers in [0, 1).
+        """Draw from softmax(logits[rows] * inverse_temperature), or what `cuts` leave open of it, by numbers in [0, 1).
 
         Where greedy, the most likely id.
         """

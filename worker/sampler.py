@@ -152,11 +152,11 @@ class Sampler:
         return not self._raw or is_greedy(sampling) or sampling.temperature == 1.0
 
     def _only_masked(self, pick: Pick) -> bool:
-        """But for its grammar it is plain, and its logprob is of what the grammar leaves."""
+        """Whether the pick is plain but for its grammar, and its logprob is of what the grammar leaves."""
         return pick.edits.grammar_alone is not None and not self._raw and self.plain(pick.sampling)
 
     def _likeliest(self, sampling: SamplingParams) -> bool:
-        """On a device, top logprobs of a row that is else plain come with its token."""
+        """Whether only top logprobs keep it from being plain: on a device they come with its token."""
         if sampling.logprob_token_ids or not 0 < sampling.logprobs <= MOST_TOPS:
             return False
         return self.plain(msgspec.structs.replace(sampling, logprobs=0))
@@ -356,7 +356,7 @@ def _with_tops(draws: list[Draw], tops: Tops | None, picks: Sequence[Pick]) -> l
 
 
 def draws_of(drawn: Drawn) -> list[Draw]:
-    """One by one."""
+    """Draws one by one, of what was drawn in columns."""
     return [
         Draw(token, logprob) if finite else _BROKEN
         for token, logprob, finite in zip(

@@ -389,7 +389,7 @@ class Scheduler:
         return sequence
 
     def _edits(self, request: Request, prompt: list[int], *, sound: bool = True) -> LogitEdits:
-        """Of an output that begins behind `prompt`."""
+        """Edits of the logits of an output that begins behind `prompt`."""
         rules = request.rules
         stops = frozenset(i for i in rules.eos | rules.ids if 0 <= i < self._spec.vocab_size)
         grammar = request.grammar.matcher(stops) if request.grammar is not None and sound else None
@@ -470,7 +470,7 @@ class Scheduler:
             self._batcher.send_back(sequence)
 
     def _end_in_error(self, sequence: Sequence, draw: Draw, step: Step) -> None:
-        """It has no token or score; draw: why."""
+        """End a sequence that has no token or score. draw: says why."""
         sequence.request.fault = "" if draw.broken else "request"
         error = self._not_finite(step, sequence) if draw.broken else draw.error
         self._end_request(sequence.request, "error", error)

@@ -78,12 +78,12 @@ class Subscribers:
             self.due = min(self.due, self._clock() + self._busy_s)
 
     def publish(self, stats: Stats, busy: bool) -> None:
-        """To everyone."""
+        """Send statistics to all that asked, and say when the next are due."""
         self.due = self._clock() + (self._busy_s if busy else self._idle_s)
         for origin in list(self._origins):
             self._send(origin, stats)
 
     def announce(self, change: StateChanged) -> None:
-        """To everyone."""
+        """Send a change of state to all that asked."""
         for origin in list(self._origins):
             self._send(origin, change)

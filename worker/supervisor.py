@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 STOP_ORDER = (("api", "api-worker"), ("replica",), ("fleet",), ("store",))
 """Kinds that go together."""
 NEEDED = ("api", "replica", "fleet", "store")
-"""Without any unit of one of these nothing works; an API process that does not lead is only missed."""
+"""Kinds without any unit of which nothing works; an API process that does not lead is only missed."""
 
 
 def to_stderr(_name: str, line: str) -> None:

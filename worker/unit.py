@@ -138,7 +138,7 @@ class Unit:
             child.send(signal.SIGKILL)
 
     def processes(self) -> list[Process]:
-        """As `status` shows them."""
+        """The processes, as `status` shows them."""
         pids = {child.name: child for child in self._children if child.status is None}
         now = time.monotonic()
         return [
@@ -242,7 +242,7 @@ class Unit:
 
 
 async def _first(*awaitables: object) -> None:
-    """Until one is through; the others are cancelled."""
+    """Wait until one is through; the others are cancelled."""
     tasks = [asyncio.ensure_future(a) for a in awaitables]  # type: ignore[call-overload]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,7 @@ import threading
 import time
 
 LOOK_S = 1.0
-"""Between two looks, at most."""
+"""Seconds between two looks, at most."""
 
 
 class Watchdog:

@@ -42,7 +42,7 @@ class Counts:
         self._cells[at] += 1
 
     def total(self) -> Counter[str]:
-        """Of all processes together, those that have died too."""
+        """Counts of all processes together, of those that have died too."""
         counted: Counter[str] = Counter()
         for path in self._directory.glob("counts-*"):
             for name, count in _read(memoryview(path.read_bytes())):

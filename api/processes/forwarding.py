@@ -41,7 +41,7 @@ LOCAL = GENERATE | {
     *("/openapi.json", "/", "/ui", "/version"),
 }
 LOCAL_BELOW = ("/v1/models", "/docs")
-"""With all that is below them."""
+"""Paths that every process answers by itself, with all that is below them."""
 ABORT = "/internal/abort"
 CLIENT = b"x-rollout-client"
 """Header: who sent a request that another process passed on."""

@@ -19,7 +19,7 @@ _BUCKET = struct.Struct("<Qdd")  # hash of the client (0 = free), requests left,
 
 
 class SharedRateLimit:
-    """As RateLimit: one second's worth of requests per client address."""
+    """What RateLimit is to one process: one second's worth of requests per client address, in all of them together."""
 
     def __init__(self, per_s: float, directory: Path) -> None:
         self._per_s = per_s

@@ -44,7 +44,7 @@ PAGE = """<!DOCTYPE html>
 
 @router.get("/docs")
 async def page(request: Request) -> Response:
-    """For a browser."""
+    """The interactive reference, for a browser."""
     return HTMLResponse(PAGE.format(root=_root(request)), headers=HEADERS)
 
 

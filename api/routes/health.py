@@ -66,7 +66,7 @@ async def health_generate(service: Uses) -> GenerateHealth:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Uses) -> Response:
-    """For Prometheus."""
+    """All metrics, as Prometheus reads them."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

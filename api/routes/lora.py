@@ -32,7 +32,7 @@ async def load(body: schema.LoadVllmAdapter, service: Uses) -> str:
 
 @router.post("/v1/unload_lora_adapter", tags=["vllm"], response_class=PlainTextResponse)
 async def unload(body: schema.UnloadAdapter, service: Uses) -> str:
-    """From now on its name is unknown; what runs with it goes on to its end."""
+    """Unload an adapter: its name is unknown from now on, what runs with it goes on to its end."""
     try:
         await service.weights.unload_adapter(body.lora_name)
     except NotFound as error:
@@ -43,7 +43,7 @@ async def unload(body: schema.UnloadAdapter, service: Uses) -> str:
 
 @router.post("/load_lora_adapter", tags=["sglang"], response_model=schema.AdapterUpdated, responses=NOT_DONE)
 async def load_sglang(body: schema.LoadSglangAdapter, service: Uses) -> Response:
-    """The same for SGLang's clients. A name that is loaded has to be unloaded first."""
+    """Load an adapter for SGLang's clients. A name that is loaded has to be unloaded first."""
     try:
         await service.adapters.check_new(body.lora_name, in_place=False)
         await service.weights.load_adapter(body.lora_name, body.lora_path)
@@ -54,7 +54,7 @@ async def load_sglang(body: schema.LoadSglangAdapter, service: Uses) -> Response
 
 @router.post("/unload_lora_adapter", tags=["sglang"], response_model=schema.AdapterUpdated, responses=NOT_DONE)
 async def unload_sglang(body: schema.UnloadAdapter, service: Uses) -> Response:
-    """The same for SGLang's clients."""
+    """Unload an adapter for SGLang's clients."""
     try:
         await service.weights.unload_adapter(body.lora_name)
     except ApiError as error:

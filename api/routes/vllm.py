@@ -214,7 +214,7 @@ async def collective_rpc(service: Uses, body: schema.CollectiveRpc) -> schema.Rp
 
 @router.get("/version", dependencies=data)
 async def version() -> schema.Release:
-    """Of this service: vLLM's clients ask for its own."""
+    """The version of this service: vLLM's clients ask for its own."""
     return schema.Release(version=info.SERVER_VERSION)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from api.schemas.base import Strict, Version
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Of an adapter: what requests give as their model."""
+"""Name of an adapter: what requests give as their model."""
 AdapterInFlight = Literal["keep", "recompute", "abort", "wait", "finish"]
 
 
@@ -21,13 +21,13 @@ class Adapter(Strict):
     """Which commit of this service it was, of the model's and all adapters'."""
     digest: str | None
     rank: int
-    """The largest of its modules'."""
+    """The largest rank among its modules."""
     modules: int
     dtype: str
     bytes: int
-    """Of one version."""
+    """Size of one version."""
     shared_memory_bytes: int
-    """Of all that is kept of it."""
+    """Size of all versions that are kept."""
     previous: dict[str, Any] | None
     """What a rollback goes back to."""
     session: dict[str, Any] | None
@@ -59,14 +59,14 @@ class AdapterLoadRequest(Strict):
 
 
 class AdapterUnloadRequest(Strict):
-    """Which."""
+    """The adapter to unload."""
 
     name: AdapterName
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
 
 
 class AdapterRollbackRequest(Strict):
-    """Which, and what becomes of its running sequences."""
+    """The adapter to roll back, and what becomes of its running sequences."""
 
     name: AdapterName
     in_flight: AdapterInFlight = "keep"
@@ -74,7 +74,7 @@ class AdapterRollbackRequest(Strict):
 
 
 class AdapterAbortRequest(Strict):
-    """Whose push to end, and why."""
+    """The adapter whose push is to end, and why."""
 
     name: AdapterName
     reason: str = Field(default="aborted by an operator", max_length=1024)

@@ -21,7 +21,7 @@ MAX_FIELDS = 256
 T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
-"""Of tokens, versions, and the like."""
+"""A number of tokens, and the like."""
 TopN = Annotated[int, Field(ge=0, le=MAX_TOP)]
 """How many of the most likely ids are reported, per token."""
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]

@@ -38,7 +38,7 @@ class LoadSglangAdapter(Asked):
 
 
 class AdapterUpdated(Lenient):
-    """How it went, and which adapters are loaded."""
+    """Whether the adapter was loaded or unloaded, and which are loaded now."""
 
     success: bool
     error_message: str | None

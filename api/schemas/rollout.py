@@ -323,7 +323,7 @@ class LoadResponse(Strict):
 
 
 class WeightsAbortRequest(Strict):
-    """Why."""
+    """Why the push in progress is to end."""
 
     reason: str = Field(default="aborted by an operator", max_length=1024)
 
@@ -386,7 +386,7 @@ class MemoryResponse(Strict):
 
 
 class Ok(Strict):
-    """Done."""
+    """It is done; what was asked for has no other answer."""
 
     ok: bool = True
 

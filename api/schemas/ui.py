@@ -79,7 +79,7 @@ class Snapshot(BaseModel):
     pause: PauseView | None
     cleared: list[str]
     held: int
-    """By the API."""
+    """Requests that wait in the API."""
     open: int
     """Requests held or running."""
     generation_tokens: float

@@ -112,7 +112,7 @@ def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
 
 
 MOST_TOPS = 64
-"""Of the likeliest ids of a row that a device reports."""
+"""Most of the likeliest ids of a row that a device reports."""
 
 
 class Tops(NamedTuple):
@@ -179,7 +179,7 @@ class Logits(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until the step is through, and what has been begun to be drawn from it."""
+        """Wait until the step is through, and what has been begun to be drawn from it."""
         ...
 
 

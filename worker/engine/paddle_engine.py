@@ -27,7 +27,7 @@ from worker.models.shard import shard_of
 log = logging.getLogger(__name__)
 
 KV_SHARE = 0.4
-"""Of the memory, at most, for the KV caches of all ranks on a host. The weights are there twice, or three times."""
+"""Most of the memory for the KV caches of all ranks on a host. The weights are there twice, or three times."""
 
 
 class PaddleEngine:

@@ -96,7 +96,7 @@ class GpuDecoder:
         return self._kv.empty()
 
     def wait(self) -> None:
-        """Until everything launched so far is through."""
+        """Wait until everything launched so far is through."""
         self._driver.wait(self._stream)
 
     def forward(self, batch: ForwardBatch) -> Float32 | Logits:
@@ -119,7 +119,7 @@ class GpuDecoder:
 
     @property
     def device_name(self) -> str:
-        """As NVIDIA spells it."""
+        """Name of the device, as NVIDIA spells it."""
         return self._driver.name
 
     def tensors(self, slot: int) -> dict[str, Tensor]:

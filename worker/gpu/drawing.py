@@ -92,7 +92,7 @@ class Drawing:
         return Tops(ids, logprobs, self._tops[2 * most : 2 * most + count].astype(np.int64))
 
     def wait(self, *, drawn: bool) -> None:
-        """Until the step, or the drawing that was launched last, is through."""
+        """Wait until the step, or the drawing that was launched last, is through."""
         if drawn:
             self._driver.wait(self._drawn_event, event=True)
         else:
@@ -217,5 +217,5 @@ class DeviceLogits:
         return self._drawing.begin(rows, inverse_temperature, greedy, numbers, cuts)
 
     def wait(self) -> None:
-        """Until the step is through, and what has been begun to be drawn from it; not for a step behind it."""
+        """Wait until the step is through, and what has been begun to be drawn from it; not for a step behind it."""
         self._drawing.wait(drawn=self._begun)

@@ -20,7 +20,7 @@ Float = ctypes.c_float
 Size = ctypes.c_size_t
 Array = npt.NDArray[Any]
 Handle = ctypes.c_void_p
-"""Of a stream, an event, a graph."""
+"""Handle of a stream, an event, a graph."""
 
 _OUT_OF_MEMORY = 2
 _LESS_MEMORY = (

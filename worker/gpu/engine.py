@@ -28,7 +28,7 @@ from worker.models.shard import shard_of
 log = logging.getLogger(__name__)
 
 _KV_SHARE = 0.9
-"""Of the device memory that is free once both weight slots have theirs, at most, for the KV cache."""
+"""Share of the device memory that is free once both weight slots have theirs, at most, for the KV cache."""
 
 
 class GpuEngine:

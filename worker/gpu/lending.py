@@ -33,7 +33,7 @@ class Digests(Protocol):
     """Computes digests of versions in device memory."""
 
     def version(self, address: int) -> str:
-        """As the store names a version."""
+        """The digest by which the store names a version."""
         ...
 
 

@@ -30,7 +30,7 @@ FLOAT32, BFLOAT16 = 7, 9
 """ncclDataType_t."""
 _SUM = 0
 _LOOK_S = 0.05
-"""Between two looks of the watchdog at a communicator whose sum is under way."""
+"""Seconds between two looks of the watchdog at a communicator whose sum is under way."""
 _NO_MULTICAST = "NCCL_NVLS_ENABLE"
 """NVLink's multicast can take GPUs of a host that others share out of service: it is off unless it is asked for."""
 

@@ -133,7 +133,7 @@ class Operations:
 
     @property
     def step(self) -> StepInputs:
-        """Under way."""
+        """The step under way."""
         assert self._step is not None
         return self._step
 

@@ -156,7 +156,7 @@ class DeviceSlots:
         return slot if held is None or held() is None else None
 
     def hold(self, slot: int) -> Staged:
-        """As `stage` of the spare slot, which somebody else has filled."""
+        """Stage the spare slot as `stage` does, where somebody else has filled it."""
         staged = Staged(slot)
         self._held[slot] = weakref.ref(staged)
         return staged

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _SPARE = 256 << 20
 """Bytes that are left to others: who takes the last has the system end a process, maybe another's."""
 _SHARE, _BUSY_SHARE = 0.5, 0.1
-"""Of one core, while the machine has half a core to spare and while it has not: steps and trainers go first."""
+"""Shares of one core, while the machine has half a core to spare and while it has not: steps and trainers go first."""
 _WINDOW_S = 0.2
 FILLING, FILLED = "filling in", "filled in:"
 """Logged, one after the other; what is measured in between is slower."""

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _SUMMED = ("o_proj.weight", "down_proj.weight")
 """Products that are summed over the ranks."""
 _STACKED = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
-"""Of all experts, one below the other."""
+"""Weights of all experts, one below the other."""
 _NO_PRODUCTS = ("mtp_linear_proj.0.weight", "correction_bias")
 """Matrices that few tokens are not multiplied with: of drafts, which are padded, and what is added up."""
 _HEAD_ROWS = 64

@@ -92,7 +92,7 @@ class _Place:
 
     @property
     def down(self) -> tuple[int, int]:
-        """The same of down."""
+        """Addresses of the rows of the down projection, and of its bias, 0 = none."""
         return self._of(self._experts.down)
 
     def _of(self, linear: Linear[NamedSlot]) -> tuple[int, int]:
