@@ -1,4 +1,5 @@
-"""What every data route does around its own names: wait for samples while the client is there, and count tokens."""
+"""What every data route does around its own names: wait for samples while the client is there, whole or as they come,
+and count tokens."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,13 +12,18 @@ from api.flight import Sample
 from api.generation import Ask, Job
 from api.replies import Json
 from api.service import Service
-from api.sse import while_connected
+from api.sse import TokenStream, Writer, while_connected
 
 
 async def whole(request: Request, service: Service, ask: Ask) -> tuple[Job, list[list[Sample]]]:
     """Run a request to its end: the job, and its samples per prompt. Given up when the client goes away."""
     with service.generations.submit(ask) as job:
         return job, await while_connected(request.receive, job.samples())
+
+
+def streamed(service: Service, asks: Sequence[Ask], writer: Writer) -> Response:
+    """Run requests, and say what they get as they get it. Given up when the client goes away."""
+    return TokenStream(asks, writer, service.generations, service.outlet, lambda: live_header(service))
 
 
 INLINE_TOKENS = 1024

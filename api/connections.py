@@ -15,12 +15,13 @@ all are at work, it is the new one, with 503.
 """
 
 import asyncio
+import functools
 import logging
 import resource
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ AHEAD = 128
 """Requests of one connection that wait for the one before them."""
 OTHER_FILES = 512
 """File descriptors that the process needs for anything but HTTP clients: links to replicas and the store, files."""
+WRITE_NOW = "rollout.write_now"
+"""ASGI extension: a function of bytes that writes a part of the body and says whether it did, without an await. It does
+not where the client has to catch up first, has gone, or has had no status yet: `send` is for all of that."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -136,6 +140,20 @@ class Connection(HttpToolsProtocol):
         """Answered; the next request may be here already."""
         super().on_response_complete()
         self._look()
+
+    # What the application calls
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope["extensions"] = {WRITE_NOW: functools.partial(self._write_now, cycle)}  # type: ignore[dict-item]
+        super()._start_asgi_task(cycle, app)
+
+    def _write_now(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+        """See WRITE_NOW; body is not empty. One chunk of the transfer coding, in one write."""
+        transport = self.transport
+        if self.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete or transport.is_closing():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     # What the parser calls
 

@@ -11,8 +11,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from api.errors import ApiError
 from worker.messages import Chunk, Fault, FinishReason, Generate, Span
 
@@ -47,8 +45,9 @@ class Sample:
     def spans(self) -> list[Span]:
         """They cover [0, len(token_ids)). A list that has been given out stays as it is."""
         if self._spans and self._spans[-1].end != len(self.token_ids):
-            *before, last = self._spans
-            self._spans = [*before, msgspec.structs.replace(last, end=len(self.token_ids))]
+            last = self._spans[-1]
+            grown = Span(last.version, last.start, len(self.token_ids), last.recomputed, last.adapter_version)
+            self._spans = [*self._spans[:-1], grown]
         return self._spans
 
     def add(self, chunk: Chunk) -> None:
@@ -67,11 +66,14 @@ class Sample:
 
     def since(self, told: int) -> Chunk:
         """What has come after the first `told` tokens, and what is known of the whole."""
+        ids, logprobs = self.token_ids[told:], self.logprobs[told:]
+        if told and self.finish is None and not self.top and not self.masks:  # tokens alone, which is the usual case
+            return Chunk("", self.index, ids, logprobs, self.spans, cached_tokens=self.cached_tokens)
         return Chunk(
             request_id="",
             index=self.index,
-            token_ids=self.token_ids[told:],
-            logprobs=self.logprobs[told:],
+            token_ids=ids,
+            logprobs=logprobs,
             spans=self.spans,
             top=self.top[told:],
             ranks=self.ranks[told:],
@@ -171,7 +173,9 @@ class Flight:
         if sample.finish is None:
             sample.token_ids.append(token)
             sample.logprobs.append(logprob)
-            self._tell(index)
+            for watcher in self._watchers:
+                watcher(self, index)
+                self._streamed = True
 
     def can_restart(self) -> bool:
         """Whether losing its replica can go unnoticed: nobody has seen a token."""

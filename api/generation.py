@@ -6,7 +6,7 @@ the first still runs share its job, and it is ended when the last of them has go
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -106,55 +106,38 @@ class Job:
             raise _failure(chunk)
         return chunk
 
-    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """(prompt index, chunk) as they come, interleaved. Raises as `samples`.
-
-        What a sequence made while the reader was busy comes as one chunk, so that a reader who cannot keep up with the
-        model gets fewer and larger ones, and costs less (vLLM merges its outputs in the same way).
-        """
-        arrivals = Arrivals()
-        index = {flight: i for i, flight in enumerate(self.flights)}
-        self.watch(arrivals)
-        flying = len(self.flights)
-        while flying:
-            for update in await arrivals.take():
-                chunk = self.check(update)
-                if chunk is None:
-                    flying -= 1
-                else:
-                    yield index[update[0]], chunk
-
 
 class Arrivals:
     """What one reader of flights has not taken yet: of each sample what came since it was last taken, as one chunk.
 
-    A token only says that its sample has something new; what it was is read out of the sample when the reader comes.
+    A token only says that its sample has something new; what it was is read out of the sample when the reader comes. So
+    a reader who cannot keep up with the model gets fewer and larger chunks, and costs less (vLLM merges its outputs in
+    the same way).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stir: Callable[[], None]) -> None:
+        """stir: called when there is something where there was nothing."""
+        self._stir = stir
         self._new: dict[tuple[Flight, int], None] = {}  # index, or LANDED
         self._told: dict[tuple[Flight, int], int] = {}  # tokens
-        self._reader: asyncio.Future[None] | None = None
 
     def put(self, flight: Flight, index: int) -> None:
         """A `flight.Watcher`."""
-        self._new[flight, index] = None
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def take(self) -> list[Update]:
-        """All that came, in the order in which their samples had something new; waits for the first."""
         if not self._new:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        new, self._new = self._new, {}
-        return [(of[0], None if of[1] == LANDED else self._taken(*of)) for of in new]
+            self._stir()
+        self._new[flight, index] = None
 
-    def _taken(self, flight: Flight, index: int) -> Chunk:
-        sample = flight.samples[index]
-        told = self._told.get((flight, index), 0)
-        self._told[flight, index] = len(sample.token_ids)
-        return sample.since(told)
+    def take(self) -> Iterator[Update]:
+        """All that came, in the order in which their samples had something new."""
+        new, self._new = self._new, {}
+        for of in new:
+            flight, index = of
+            if index == LANDED:
+                yield flight, None
+            else:
+                sample, told = flight.samples[index], self._told.get(of, 0)
+                self._told[of] = len(sample.token_ids)
+                yield flight, sample.since(told)
 
 
 class Generations:

@@ -4,10 +4,6 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OUTER_SEND = "rollout.outer_send"
-"""Key of the scope: the `send` outside all layers below, which look at no message after the one that begins a reply.
-A stream sends its events there: every layer costs each event an await."""
-
 
 class ReplyCounts:
     """answered(route, status) is called when a reply begins; route is its template, so labels stay few."""
@@ -27,5 +23,4 @@ class ReplyCounts:
                 self._answered(getattr(scope.get("route"), "path", "none"), message["status"])
             await send(message)
 
-        scope[OUTER_SEND] = send
         await self._app(scope, receive, counted)

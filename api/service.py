@@ -22,6 +22,7 @@ from api.processes.peers import Peers
 from api.processes.rates import SharedRateLimit
 from api.rate_limit import RateLimit
 from api.replicas import Fleet
+from api.sse import Outlet
 from api.versions import VersionNames
 from api.weight_checks import WeightChecks
 from api.weights import Weights
@@ -53,6 +54,7 @@ class Service:
         self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = self._rate_limit()
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
+        self.outlet = Outlet()
         self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
         self.generations.abort_elsewhere = self._abort_elsewhere
         if self.peers is not None:

@@ -1,17 +1,33 @@
-"""Server-sent events, framed as the OpenAI SDKs read them, and the watch over a client that goes away."""
+"""Server-sent events, framed as the OpenAI SDKs read them, and the watch over a client that goes away.
+
+A token costs its stream an event, and most of what an event costs is the write to its socket. So nothing wakes up for
+it: what came in one message of a replica is written by one callback, for all streams one after the other.
+
+    replica's message -> Sample of each flight -> Arrivals of each stream -> Outlet, when all that came is taken in
+    -> TokenStream: events of what is new, written at once
+
+The task of a stream waits meanwhile, and does what takes waiting: the first event, which the status goes before; events
+that a slow client keeps from being written, which become fewer and larger as it lets us wait; and the end.
+"""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.connections import WRITE_NOW
 from api.errors import ApiError, status_of
-from api.reply_counts import OUTER_SEND
+from api.flight import Flight
+from api.generation import Arrivals, Ask, Generations, Job
+from worker.messages import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -29,49 +45,58 @@ def event(payload: Any) -> bytes:
     return b"data: " + to_json(payload) + b"\n\n"
 
 
-class EventStream(Response):
-    """Sends what a generator yields, closes the generator when the client goes away.
+HOLE = secrets.token_hex(16)
+"""Stands in a payload for what differs between its events; no client can guess it."""
 
-    A generator starts its work when it is first asked, so one that is never asked leaves nothing behind.
-    The first event is awaited before the status goes out, so a request that never ran is a plain HTTP
-    error, unless it took KEEP_ALIVE_S to find out: then a comment has gone ahead. Later errors become an `error`
-    event, which has the status. late_headers: asked for when the status goes out.
+
+class Frame:
+    """Data events of payloads that differ in one place: what is around it is written once."""
+
+    def __init__(self, payload: Any) -> None:
+        """payload: with HOLE in that place."""
+        self._before, self._after = event(payload).split(to_json(HOLE))
+
+    def event(self, filling: Any) -> bytes:
+        """The event with this in that place."""
+        return self._before + to_json(filling) + self._after
+
+
+class Stream(Response):
+    """A reply of server-sent events; what it says is its subclass's.
+
+    The status goes out with the first event, so a request that never ran is a plain HTTP error, unless it took
+    KEEP_ALIVE_S to find out: then a comment has gone ahead. Later errors become an `error` event, which has the
+    status. late_headers: asked for when the status goes out.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        late_headers: Callable[[], dict[str, str]] = dict,
-    ) -> None:
-        self._events = events
+    def __init__(self, late_headers: Callable[[], dict[str, str]] = dict) -> None:
         self._late_headers = late_headers
         self._lock = asyncio.Lock()  # the status goes out once, and before any event
-        self._outer: Send | None = None
         self._begun = False
         self._sent = 0.0  # loop time of the last bytes
+        self._write_now: Callable[[bytes], bool] | None = None
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        self._outer = scope.get(OUTER_SEND)
-        try:
+        self._write_now = (scope.get("extensions") or {}).get(WRITE_NOW)
+        self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(ClientDisconnect):
             await while_connected(receive, self._pump(send))
-        except ClientDisconnect:
-            pass
-        finally:
-            await self._events.aclose()
+
+    async def _say(self, send: Send) -> None:
+        """All events, with `_send`. Cancelled when the client goes away."""
+        raise NotImplementedError
 
     async def _pump(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        self._sent = loop.time()
+        self._sent = self._loop.time()
         alive = asyncio.create_task(self._keep_alive(send))
         try:
-            async for data in self._events:
-                await self._send(send, data)
+            await self._say(send)
         except ApiError as error:
             if not self._begun:
                 raise
@@ -85,20 +110,26 @@ class EventStream(Response):
         await self._send(send, b"", last=True)
 
     async def _keep_alive(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            left = self._sent + KEEP_ALIVE_S - loop.time()
+            left = self._sent + KEEP_ALIVE_S - self._loop.time()
             if left > 0:
                 await asyncio.sleep(left)
             else:
                 await self._send(send, KEEP_ALIVE)
 
+    def _sent_now(self, data: bytes) -> bool:
+        """Whether these events could be written at once; if not they are for `_send`."""
+        if not self._begun or self._write_now is None or not self._write_now(data):
+            return False
+        self._sent = self._loop.time()
+        return True
+
     async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
         if not self._begun:
             async with self._lock:
                 await self._begin(send)
-        await (self._outer or send)({"type": "http.response.body", "body": data, "more_body": not last})
-        self._sent = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._sent = self._loop.time()
 
     async def _begin(self, send: Send) -> None:
         if not self._begun:
@@ -106,6 +137,137 @@ class EventStream(Response):
             headers += self.raw_headers
             await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
             self._begun = True
+
+
+class EventStream(Stream):
+    """Sends what a generator yields, closes the generator when the client goes away.
+
+    A generator starts its work when it is first asked, so one that is never asked leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        late_headers: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        super().__init__(late_headers)
+        self._events = events
+
+    async def _say(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await self._send(send, data)
+        finally:
+            await self._events.aclose()
+
+
+class Writer(Protocol):
+    """Says in a dialect's words what a stream is to say. Nothing in it waits."""
+
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """Events of what a sample has got. number: of its prompt among those of all jobs."""
+
+    def end(self, job: Job) -> bytes:
+        """What follows when all is said. job: the first."""
+
+
+class Outlet:
+    """Streams that have something to say: they say it once everything that has come is taken in.
+
+    What a link reads in a row is taken in before any callback runs, so a process that is behind says more at a time.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[Callable[[], None]] = []
+
+    def add(self, say: Callable[[], None]) -> None:
+        """Call it soon."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._go)
+        self._due.append(say)
+
+    def _go(self) -> None:
+        due, self._due = self._due, []
+        for say in due:
+            try:
+                say()
+            except Exception:  # the others have theirs to say
+                log.exception("a stream could not be written")
+
+
+class TokenStream(Stream):
+    """Starts what is asked for when it is sent itself, and says it with a writer."""
+
+    def __init__(
+        self,
+        asks: Sequence[Ask],
+        writer: Writer,
+        generations: Generations,
+        outlet: Outlet,
+        late_headers: Callable[[], dict[str, str]],
+    ) -> None:
+        super().__init__(late_headers)
+        self._asks = asks
+        self._writer = writer
+        self._generations = generations
+        self._outlet = outlet
+        self._arrivals = Arrivals(self._stirred)
+        self._prompts: dict[Flight, tuple[Job, int]] = {}
+        self._flying = 0
+        self._unsent: list[bytes] = []
+        self._failed: Exception | None = None
+        self._wake: asyncio.Future[None] | None = None
+        """The task waits for it; until it is done, what comes is written without the task."""
+
+    async def _say(self, send: Send) -> None:
+        with ExitStack() as stack:
+            jobs = [stack.enter_context(self._generations.submit(ask)) for ask in self._asks]
+            flights = [(flight, job) for job in jobs for flight in job.flights]
+            self._prompts = {flight: (job, number) for number, (flight, job) in enumerate(flights)}
+            self._flying = len(flights)
+            for job in jobs:
+                job.watch(self._arrivals)
+            while True:
+                self._write()
+                if self._unsent:
+                    data, self._unsent = b"".join(self._unsent), []
+                    await self._send(send, data)
+                elif self._failed is not None:
+                    raise self._failed
+                elif not self._flying:
+                    break
+                else:
+                    self._wake = self._loop.create_future()
+                    await self._wake
+            await self._send(send, self._writer.end(jobs[0]))
+
+    def _stirred(self) -> None:
+        self._outlet.add(self._say_now)
+
+    def _say_now(self) -> None:
+        """What has come, without an await where that can be; else the task goes on with it."""
+        if self._wake is None or self._wake.done():  # it is at work, and looks again before it waits
+            return
+        if self._begun:
+            self._write()
+            if self._flying and self._failed is None and (not self._unsent or self._sent_now(b"".join(self._unsent))):
+                self._unsent.clear()
+                return
+        self._wake.set_result(None)
+
+    def _write(self) -> None:
+        """Events of all that is new, after those that are there already. What fails ends the stream after them."""
+        if self._failed is not None:
+            return
+        try:
+            for update in self._arrivals.take():
+                job, number = self._prompts[update[0]]
+                if (chunk := job.check(update)) is None:
+                    self._flying -= 1
+                else:
+                    self._unsent.append(self._writer.event(job, number, chunk))
+        except Exception as error:  # an ApiError has been foreseen; anything else is for whoever answers for the reply
+            self._failed = error
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -54,7 +54,7 @@ class StreamedText:
         if finish == "stop" and not isinstance(stop_reason, str) and not self._options.include_stop:
             ids = ids[:-1]
         if not self._options.stop and not isinstance(stop_reason, str):
-            shown = "".join(map(self._shown.push, ids))
+            shown = self._shown.push(ids[0]) if len(ids) == 1 else "".join(map(self._shown.push, ids))
             return shown if finish is None else shown + self._shown.finish()
         for token_id in ids:
             shown = self._shown.push(token_id)

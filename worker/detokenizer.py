@@ -56,6 +56,7 @@ class Detokenizer:
         self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._spelling = _spelling(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token by itself stands for, special ones included: a part of a character, maybe."""
@@ -70,6 +71,18 @@ class Detokenizer:
                 known = self._spelling.of(token)
             self._bytes[token_id] = known
         return known
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text of a token that stands for whole characters alone; None: parts of some, or nothing that is text."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The whole text: what the pieces of a stream and its end join to."""
@@ -97,13 +110,17 @@ class _Bytes:
         self._detokenizer = detokenizer
         self._skipped = skipped
         self._reader = codecs.getincrementaldecoder("utf-8")(spelling.errors)
+        self._within = False  # a character, of which the reader has a part
         self._strip = spelling.strip
 
     def push(self, token_id: int) -> str:
         """See TextStream."""
         if token_id in self._skipped:
             return ""
-        return self._stripped(self._reader.decode(self._detokenizer.token_bytes(token_id)))
+        if self._within or (text := self._detokenizer.token_text(token_id)) is None:
+            text = self._reader.decode(self._detokenizer.token_bytes(token_id))
+            self._within = bool(self._reader.getstate()[0])
+        return self._stripped(text) if self._strip else text
 
     def finish(self) -> str:
         """See TextStream."""

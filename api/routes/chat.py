@@ -1,7 +1,6 @@
 """POST /v1/chat/completions, OpenAI's with vLLM's extras. Conversations are written by the checkpoint's template."""
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import live_header, replied, usage, whole
+from api.answering import replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import of_chat
@@ -26,12 +25,13 @@ from api.reading.thinking import opened_by
 from api.schemas.base import ERRORS
 from api.schemas.openai import ChatRequest, ChatResponse, ChatTokensRequest, NamedTool
 from api.service import Service, Uses
-from api.sse import DONE, EventStream, event
+from api.sse import DONE, event
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 
 router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
 
+CHUNK = "chat.completion.chunk"
 _TAIL = 64
 """Tokens of a prompt that say whether its answer begins inside reasoning."""
 SessionHeader = Annotated[str, Header(max_length=256)]
@@ -57,7 +57,7 @@ async def _answered(body: ChatRequest, request: Request, service: Service, ask: 
     (ids,) = ask.prompts
     writer = _Writer(body, service, ids, ask)
     if body.stream:
-        return EventStream(writer.stream(), lambda: live_header(service))
+        return streamed(service, [ask], writer)
     job, samples = await whole(request, service, ask)
 
     def reply() -> dict[str, Any]:
@@ -113,7 +113,7 @@ async def asked(body: ChatRequest, service: Service, *, session: str = "") -> As
 
 @dataclass
 class _Writer:
-    """Writes one request's reply."""
+    """Writes one request's reply, whole or as a `Writer`: one event for each chunk."""
 
     body: ChatRequest
     service: Service
@@ -128,6 +128,8 @@ class _Writer:
         keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
         self.reading = _reading(self.body, self.service.model, self.ask.prompt_text)
         self.options = TextOptions(skip, keep, stops, frozenset(MARKS) if self.reading.anything else frozenset())
+        self.messages: dict[int, MessageStream] = {}
+        self.made = 0  # tokens that were told
 
     def envelope(self, job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What surrounds choices."""
@@ -161,32 +163,36 @@ class _Writer:
         message = whole_message(self.reading, StreamedText(tokenizer, self.options), *ended)
         return {"message": message} | self._part(sample, called=bool(message.get("tool_calls")))
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Events: the role first, one per chunk, usage if wanted, then [DONE]."""
-        kind = "chat.completion.chunk"
-        messages: dict[int, MessageStream] = {}
-        made, running = 0, self.body.stream_options is not None and self.body.stream_options.running
-        with self.service.generations.submit(self.ask) as job:
-            async for _, chunk in job.chunks():
-                about: dict[str, Any] = {}
-                if chunk.index not in messages:
-                    text = StreamedText(self.service.model.text, self.options)
-                    messages[chunk.index] = MessageStream(self.reading, text)
-                    version = self.service.versions.newest(chunk.spans)
-                    role = {"role": "assistant", "content": ""}
-                    opening = {"index": chunk.index, "delta": role, "finish_reason": None}
-                    nothing_yet = [{"version": version, "start": 0, "end": 0, "recomputed": False}]
-                    opening |= {"weight_version": version, "weight_versions": nothing_yet}
-                    about = self.prompt(job.flights[0].samples[0])
-                    yield event(self.envelope(job, kind, [opening]) | about)
-                message, made = messages[chunk.index], made + len(chunk.token_ids)
-                delta = message.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
-                counted = self._usage(job, made) if running else {}
-                part = self._part(chunk, called=message.calls > 0)
-                yield event(self.envelope(job, kind, [{"delta": delta} | part]) | counted)
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield event(self.envelope(job, kind, []) | self._usage(job))
-            yield DONE
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """See Writer: the role goes before what a sample says first."""
+        message, opening = self.messages.get(chunk.index), b""
+        if message is None:
+            text = StreamedText(self.service.model.text, self.options)
+            message = self.messages[chunk.index] = MessageStream(self.reading, text)
+            opening = self._opening(job, chunk)
+        self.made += len(chunk.token_ids)
+        delta = message.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+        wanted = self.body.stream_options
+        counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
+        part = self._part(chunk, called=message.calls > 0)
+        return opening + event(self.envelope(job, CHUNK, [{"delta": delta} | part]) | counted)
+
+    def _opening(self, job: Job, chunk: Chunk) -> bytes:
+        version = self.service.versions.newest(chunk.spans)
+        opening: dict[str, Any] = {
+            "index": chunk.index,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": 0, "recomputed": False}],
+        }
+        return event(self.envelope(job, CHUNK, [opening]) | self.prompt(job.flights[0].samples[0]))
+
+    def end(self, job: Job) -> bytes:
+        """See Writer: usage if wanted, then [DONE]."""
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            return event(self.envelope(job, CHUNK, []) | self._usage(job)) + DONE
+        return DONE
 
     def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
         return {"usage": usage([self.ids], [job.flights[0].samples], made)}

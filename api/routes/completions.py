@@ -1,7 +1,6 @@
 """POST /v1/completions, OpenAI's with vLLM's extras."""
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import live_header, replied, usage, whole
+from api.answering import replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
@@ -21,7 +20,7 @@ from api.prompts import prompt_ids, truncated
 from api.schemas.base import ERRORS
 from api.schemas.openai import COMPLETION_TOKENS, CompletionRequest, CompletionResponse
 from api.service import Service, Uses
-from api.sse import DONE, EventStream, event
+from api.sse import DONE, event
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 
@@ -39,7 +38,7 @@ async def completions(
     prompts = ask.prompts
     writer = _Writer(body, service, prompts, ask)
     if body.stream:
-        return EventStream(writer.stream(), lambda: live_header(service))
+        return streamed(service, [ask], writer)
     job, samples = await whole(request, service, ask)
 
     def reply() -> dict[str, Any]:
@@ -89,7 +88,7 @@ async def asked(body: CompletionRequest, service: Service, *, session: str = "")
 
 @dataclass
 class _Writer:
-    """Writes one request's reply."""
+    """Writes one request's reply, whole or as a `Writer`: one event for each chunk."""
 
     body: CompletionRequest
     service: Service
@@ -104,6 +103,9 @@ class _Writer:
         stops = tuple(self.ask.sampling.stop)
         keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
         self.options = TextOptions(skip, keep, stops)
+        self.texts: dict[tuple[int, int], StreamedText] = {}  # of a prompt's sample
+        self.offsets: dict[tuple[int, int], TextOffsets] = {}
+        self.made = 0  # tokens that were told
 
     def envelope(self, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What surrounds choices."""
@@ -125,31 +127,28 @@ class _Writer:
         prompt_text = self._echoed(prompt_index)
         return self._part(prompt_index, sample, prompt_text + text, self._offsets(prompt_text), first, begins=True)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Events, one per chunk, then usage if wanted, then [DONE]."""
-        texts: dict[int, StreamedText] = {}
-        offsets: dict[int, TextOffsets] = {}
-        made, running = 0, self.body.stream_options is not None and self.body.stream_options.running
-        with self.service.generations.submit(self.ask) as job:
-            async for i, chunk in job.chunks():
-                key = i * self.ask.sampling.n + chunk.index
-                begins = key not in offsets
-                text = ""
-                if begins:
-                    text = self._echoed(i)
-                    offsets[key] = self._offsets(text)
-                if self.model.tokenizer is not None:
-                    if begins:
-                        texts[key] = StreamedText(self.model.tokenizer, self.options)
-                    text += texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
-                first = job.flights[i].samples[0]
-                part = self._part(i, chunk, text, offsets[key], first, begins=begins)
-                made += len(chunk.token_ids)
-                counted = self._usage(job, made) if running else {}
-                yield event(self.envelope(job, [part]) | counted)
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield event(self.envelope(job, []) | self._usage(job))
-            yield DONE
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """See Writer."""
+        key, text = (number, chunk.index), ""
+        if begins := key not in self.offsets:
+            text = self._echoed(number)
+            self.offsets[key] = self._offsets(text)
+            if self.model.tokenizer is not None:
+                self.texts[key] = StreamedText(self.model.tokenizer, self.options)
+        if self.model.tokenizer is not None:
+            text += self.texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+        first = job.flights[number].samples[0]
+        part = self._part(number, chunk, text, self.offsets[key], first, begins=begins)
+        self.made += len(chunk.token_ids)
+        wanted = self.body.stream_options
+        counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
+        return event(self.envelope(job, [part]) | counted)
+
+    def end(self, job: Job) -> bytes:
+        """See Writer: usage if wanted, then [DONE]."""
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            return event(self.envelope(job, []) | self._usage(job)) + DONE
+        return DONE
 
     def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
         return {"usage": usage(self.prompts, [flight.samples for flight in job.flights], made)}

@@ -1,14 +1,13 @@
 """The native routes, /v1/rollout/...: ids or text in; ids, text, logprobs and version spans out; and control."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
-from api.answering import live_header, replied, usage, whole
+from api.answering import replied, streamed, usage, whole
 from api.auth import require_admin, require_data
 from api.bad_words import banned
 from api.constrained import constrained
@@ -21,7 +20,7 @@ from api.schemas import rollout as schema
 from api.schemas.base import ERRORS, Version
 from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
-from api.sse import DONE, EventStream, event
+from api.sse import DONE, HOLE, Frame
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk, Span
 
@@ -53,14 +52,14 @@ async def generate(
     )
     options = TextOptions(body.skip_special_tokens, body.include_stop, tuple(ask.sampling.stop))
     if body.stream:
-        return EventStream(_events(ask, service, options), lambda: live_header(service))
+        return streamed(service, [ask], _Events(service.model, options))
     job, samples = await whole(request, service, ask)
 
     def reply() -> dict[str, Any]:
         outputs = [_whole(i, s, service.model, options) for i, of_prompt in enumerate(samples) for s in of_prompt]
         counted = usage(prompts, samples)
         del counted["prompt_tokens_details"]
-        return _envelope(job, service, outputs) | {"usage": counted}
+        return _envelope(job, service.model, outputs) | {"usage": counted}
 
     return await replied(samples, reply)
 
@@ -243,70 +242,107 @@ async def _written(body: schema.GenerateRequest | schema.ScoreRequest, model: Mo
     return await banned(body.bad_words, model), grammar
 
 
-async def _events(ask: Ask, service: Service, options: TextOptions) -> AsyncGenerator[bytes, None]:
-    texts: dict[tuple[int, int], StreamedText] = {}
-    model = service.model
-    with service.generations.submit(ask) as job:
-        async for prompt_index, chunk in job.chunks():
-            text = None
-            if model.tokenizer is not None:
-                key = prompt_index, chunk.index
-                if key not in texts:
-                    texts[key] = StreamedText(model.tokenizer, options)
-                text = texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
-            output = _output(prompt_index, chunk, text)
-            yield event(_envelope(job, service, [output]))
-        yield DONE
+class _Events:
+    """`Writer` of schemas.rollout.GenerateResponse: one for each chunk, with its one output."""
+
+    def __init__(self, model: Model, options: TextOptions) -> None:
+        self._model = model
+        self._options = options
+        self._texts: dict[tuple[int, int], StreamedText] = {}
+        self._frame: Frame | None = None
+
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """See Writer."""
+        text = None
+        if self._model.tokenizer is not None:
+            stream = self._texts.get((number, chunk.index))
+            if stream is None:
+                stream = self._texts[number, chunk.index] = StreamedText(self._model.tokenizer, self._options)
+            text = stream.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+        if self._frame is None:
+            self._frame = Frame(_envelope(job, self._model, [HOLE]))
+        return self._frame.event(_output(number, chunk, text))
+
+    def end(self, job: Job) -> bytes:
+        """See Writer."""
+        return DONE
 
 
-def _whole(prompt_index: int, sample: Sample, model: Model, options: TextOptions) -> dict[str, Any]:
+class _Span(msgspec.Struct):
+    """schemas.rollout.Span, as it is written."""
+
+    version: int
+    start: int
+    end: int
+    recomputed: bool
+    adapter_version: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Output(msgspec.Struct):
+    """schemas.rollout.Output, as it is written."""
+
+    prompt_index: int
+    index: int
+    token_ids: list[int]
+    text: str | None
+    logprobs: list[float]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    spans: list[_Span]
+    cached_tokens: int
+    adapter_version: int | msgspec.UnsetType = msgspec.UNSET
+    top_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    ranks: list[int] | msgspec.UnsetType = msgspec.UNSET
+    sampling_masks: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+def _whole(prompt_index: int, sample: Sample, model: Model, options: TextOptions) -> _Output:
     text = None
     if model.tokenizer is not None:
         text = final_text(model.tokenizer, sample.token_ids, sample.finish, sample.stop_reason, options)
     return _output(prompt_index, sample, text)
 
 
-def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> dict[str, Any]:
-    """schemas.rollout.Output as plain data."""
-    output: dict[str, Any] = {
-        "prompt_index": prompt_index,
-        "index": part.index,
-        "token_ids": part.token_ids,
-        "text": text,
-        "logprobs": part.logprobs,
-        "finish_reason": part.finish,
-        "stop_reason": part.stop_reason,
-        "spans": [_span(span) for span in part.spans],
-        "cached_tokens": part.cached_tokens,
-    }
-    if part.spans and part.spans[-1].adapter_version is not None:
-        output["adapter_version"] = part.spans[-1].adapter_version
+def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> _Output:
+    spans = part.spans
+    output = _Output(
+        prompt_index,
+        part.index,
+        part.token_ids,
+        text,
+        part.logprobs,
+        part.finish,
+        part.stop_reason,
+        [_span(span) for span in spans],
+        part.cached_tokens,
+    )
+    if spans and (adapter_version := spans[-1].adapter_version) is not None:
+        output.adapter_version = adapter_version
     if part.top:
-        output["top_logprobs"] = [[{"token_id": i, "logprob": p} for i, p in tops] for tops in part.top]
-        output["ranks"] = part.ranks
+        output.top_logprobs = [[{"token_id": i, "logprob": p} for i, p in tops] for tops in part.top]
+        output.ranks = part.ranks
     if part.masks:
-        output["sampling_masks"] = part.masks
+        output.sampling_masks = part.masks
     if part.prompt_logprobs is not None:
-        output["prompt_logprobs"] = [
+        output.prompt_logprobs = [
             [{"token_id": i, "logprob": p, "rank": r} for i, p, r in tops] for tops in part.prompt_logprobs
         ]
     return output
 
 
-def _span(span: Span) -> dict[str, Any]:
-    plain = msgspec.structs.asdict(span)
-    if span.adapter_version is None:
-        del plain["adapter_version"]
-    return plain
+def _span(span: Span) -> _Span:
+    adapter_version = msgspec.UNSET if span.adapter_version is None else span.adapter_version
+    return _Span(span.version, span.start, span.end, span.recomputed, adapter_version)
 
 
 async def _adapter(body: schema.GenerateRequest | schema.ScoreRequest, service: Service) -> str:
     return await service.adapters.loaded(body.adapter, param="adapter") if body.adapter else ""
 
 
-def _envelope(job: Job, service: Service, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(job: Job, model: Model, outputs: list[Any]) -> dict[str, Any]:
     """schemas.rollout.GenerateResponse as plain data."""
-    envelope: dict[str, Any] = {"request_id": job.request_id, "model": service.model.name, "outputs": outputs}
+    envelope: dict[str, Any] = {"request_id": job.request_id, "model": model.name, "outputs": outputs}
     if job.ask.adapter:
         envelope["adapter"] = job.ask.adapter
     return envelope

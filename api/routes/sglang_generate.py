@@ -1,7 +1,6 @@
 """POST /generate: SGLang's by `text` or `input_ids`, older TRL's by `prompts`."""
 
 import contextlib
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -9,14 +8,14 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from api import sglang_output
-from api.answering import live_header, replied
+from api.answering import replied, streamed
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
 from api.constraint import Constraint
 from api.errors import BadInput
 from api.flight import Sample
-from api.generation import Arrivals, Ask, Job
+from api.generation import Ask, Job
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import explain
@@ -26,7 +25,8 @@ from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, Sg
 from api.schemas.vllm_sampling import VllmSampling
 from api.service import Service, Uses
 from api.sglang_output import TextSoFar, Wanted
-from api.sse import DONE, EventStream, event, while_connected
+from api.sse import DONE, event, while_connected
+from worker.messages import Chunk
 
 router = APIRouter(tags=["sglang"], responses=ERRORS, dependencies=[Depends(require_data)])
 
@@ -63,7 +63,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
     ]
     as_list = is_batch or any(ask.sampling.n > 1 for ask in asks)
     if body.stream:
-        return EventStream(_stream(asks, wanted, service, as_list), lambda: live_header(service))
+        return streamed(service, asks, _Events(asks, wanted, service, as_list))
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
         samples = await while_connected(request.receive, _all(jobs))
@@ -113,34 +113,29 @@ def _rid(body: SglangGenerate, i: int, count: int) -> str:
     return f"{body.rid}_{i}" if body.rid and count > 1 else body.rid or ""
 
 
-async def _stream(
-    asks: list[Ask], wanted: list[Wanted], service: Service, as_list: bool
-) -> AsyncGenerator[bytes, None]:
-    """Events hold a sample as it is so far: text, ids and logprobs from the beginning."""
-    arrivals = Arrivals()
-    with contextlib.ExitStack() as stack:
-        jobs = [stack.enter_context(service.generations.submit(ask)) for ask in asks]
-        owner = {job.flights[0]: i for i, job in enumerate(jobs)}
-        for job in jobs:
-            job.watch(arrivals)
-        texts: dict[tuple[int, int], TextSoFar] = {}
-        running = len(jobs)
-        while running:
-            for update in await arrivals.take():
-                i = owner[update[0]]
-                chunk = jobs[i].check(update)
-                if chunk is None:
-                    running -= 1
-                    continue
-                sample = jobs[i].flights[0].samples[chunk.index]
-                if (i, chunk.index) not in texts:
-                    texts[i, chunk.index] = TextSoFar(wanted[i], service.model)
-                text = texts[i, chunk.index].of(sample)
-                output = sglang_output.output(jobs[i], wanted[i], sample, text, service)
-                if as_list:
-                    output["index"] = sum(ask.sampling.n for ask in asks[:i]) + chunk.index
-                yield event(output)
-        yield DONE
+class _Events:
+    """`Writer`: an event holds a sample as it is so far, with text, ids and logprobs from the beginning."""
+
+    def __init__(self, asks: list[Ask], wanted: list[Wanted], service: Service, as_list: bool) -> None:
+        self._wanted = wanted
+        self._service = service
+        self._starts = [sum(ask.sampling.n for ask in asks[:i]) for i in range(len(asks))] if as_list else None
+        self._texts: dict[tuple[int, int], TextSoFar] = {}
+
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """See Writer: jobs have one prompt each."""
+        sample, wanted = job.flights[0].samples[chunk.index], self._wanted[number]
+        text = self._texts.get((number, chunk.index))
+        if text is None:
+            text = self._texts[number, chunk.index] = TextSoFar(wanted, self._service.model)
+        output = sglang_output.output(job, wanted, sample, text.of(sample), self._service)
+        if self._starts is not None:
+            output["index"] = self._starts[number] + chunk.index
+        return event(output)
+
+    def end(self, job: Job) -> bytes:
+        """See Writer."""
+        return DONE
 
 
 async def _legacy_trl(body: SglangGenerate, request: Request, service: Service) -> Response:

@@ -1,13 +1,12 @@
 """POST /inference/v1/generate: vLLM's token-in token-out route, which prime-rl, verifiers and TRL speak."""
 
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import live_header, replied, usage, whole
+from api.answering import replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
@@ -19,7 +18,7 @@ from api.schemas.base import ERRORS, MAX_TOP
 from api.schemas.openai import StreamOptions
 from api.schemas.tokens import TokenRequest, TokenResponse
 from api.service import Service, Uses
-from api.sse import DONE, EventStream, event
+from api.sse import DONE, event
 from worker.messages import Chunk
 
 router = APIRouter(tags=["vllm"], responses=ERRORS, dependencies=[Depends(require_data)])
@@ -59,7 +58,7 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
         may_cut=wanted.max_tokens is None,
     )
     if body.stream:
-        return EventStream(_stream(ask, body, service, top_n), lambda: live_header(service))
+        return streamed(service, [ask], _Events(body, service, top_n))
     job, samples = await whole(request, service, ask)
 
     def reply() -> dict[str, Any]:
@@ -104,16 +103,27 @@ def _usage(job: Job, made: int | None = None) -> dict[str, Any]:
     return {"usage": usage(job.ask.prompts, [job.flights[0].samples], made)}
 
 
-async def _stream(ask: Ask, body: TokenRequest, service: Service, top_n: int) -> AsyncGenerator[bytes, None]:
-    opened, made, options = False, 0, body.stream_options or StreamOptions()
-    with service.generations.submit(ask) as job:
-        async for _, chunk in job.chunks():
-            part = _envelope(job, [_choice(chunk, body, service, top_n)], service)
-            if not opened:
-                part |= _prompt(body, job.flights[0].samples[0], service)
-                opened = True
-            made += len(chunk.token_ids)
-            yield event(part | _usage(job, made) if options.running else part)
-        if options.include_usage:
-            yield event(_envelope(job, [], service) | _usage(job))
-        yield DONE
+class _Events:
+    """`Writer` of schemas.tokens.TokenResponse: one for each chunk."""
+
+    def __init__(self, body: TokenRequest, service: Service, top_n: int) -> None:
+        self._body = body
+        self._service = service
+        self._top_n = top_n
+        self._options = body.stream_options or StreamOptions()
+        self._opened = False
+        self._made = 0  # tokens that were told
+
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """See Writer."""
+        part = _envelope(job, [_choice(chunk, self._body, self._service, self._top_n)], self._service)
+        if not self._opened:
+            part |= _prompt(self._body, job.flights[0].samples[0], self._service)
+            self._opened = True
+        self._made += len(chunk.token_ids)
+        return event(part | _usage(job, self._made) if self._options.running else part)
+
+    def end(self, job: Job) -> bytes:
+        """See Writer: usage if wanted, then [DONE]."""
+        counted = event(_envelope(job, [], self._service) | _usage(job)) if self._options.include_usage else b""
+        return counted + DONE
