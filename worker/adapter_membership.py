@@ -9,7 +9,6 @@ What is live as a whole comes with `Registered` and `Adapters`: this replica mak
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollout_client.protocol import AdapterInFlight
 from weight_manager import messages as store
@@ -17,35 +16,12 @@ from weight_manager.life import State
 from weight_manager.messages import HeldAdapter, LiveAdapter
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.orders import Order, Phase, Signal, Verdict
+from worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 2.0
 """After a version that is live could not be held: what is live then is tried."""
-
-
-class AdapterSequences(Protocol):
-    """What the scheduler does for adapters. Called between two steps."""
-
-    def adapter_live(self, name: str, version: int, epoch: int, policy: AdapterInFlight) -> None:
-        """The name stands for this version from now on. policy: of what runs on the name."""
-        ...
-
-    def adapter_gone(self, name: str) -> None:
-        """Nothing new begins under the name; what runs ends on the version it has."""
-        ...
-
-    def adapter_running(self, name: str) -> int:
-        """Sequences under the name that have begun."""
-        ...
-
-    def adapter_epochs(self) -> set[int]:
-        """Versions that sequences which have begun compute with."""
-        ...
-
-    def hold_adapter(self, name: str, on: bool) -> None:
-        """While on, nothing begins under the name."""
-        ...
 
 
 @dataclass
@@ -64,7 +40,7 @@ class AdapterMembership:
 
     def __init__(
         self,
-        sequences: AdapterSequences,
+        scheduler: Scheduler,
         lifecycle: Lifecycle,
         *,
         send: Callable[[store.FromReplica], bool],
@@ -74,7 +50,7 @@ class AdapterMembership:
     ) -> None:
         """ask: have the store say again what is live."""
         self.live: dict[str, LiveAdapter] = {}
-        self._sequences = sequences
+        self._scheduler = scheduler
         self._lifecycle = lifecycle
         self._send = send
         self._ask = ask
@@ -128,7 +104,7 @@ class AdapterMembership:
         names = {adapter.name for adapter in live}
         for name in [name for name in self.live if name not in names]:
             del self.live[name]
-            self._sequences.adapter_gone(name)
+            self._scheduler.adapter_gone(name)
             self._untold = True
         self._wanted = {a.name: a for a in live if self._epoch(a.name) != a.live.epoch}
         coming = {adapter.live.epoch for adapter in self._wanted.values()}
@@ -155,7 +131,7 @@ class AdapterMembership:
         now = self._clock()
         for session in list(self._sessions.values()):
             if session.state is State.SEALED and now >= session.deadline:
-                running = self._sequences.adapter_running(session.adapter.name)
+                running = self._scheduler.adapter_running(session.adapter.name)
                 self._undo(session, "drained too slowly")
                 text = f"{running} sequences of {session.adapter.name} still run at the deadline"
                 self._send(store.Prepared(session.id, False, 0, text))
@@ -177,7 +153,7 @@ class AdapterMembership:
             self._untold = True
             return Order(Signal.ADAPTER, Phase.FORGET, epoch=idle)
         for session in self._sessions.values():
-            waits = session.in_flight == "wait" and self._sequences.adapter_running(session.adapter.name)
+            waits = session.in_flight == "wait" and self._scheduler.adapter_running(session.adapter.name)
             if session.state is State.SEALED and not waits:
                 session.state = State.PREPARING
                 return Order(Signal.ADAPTER, Phase.PREPARE, session=session.id, adapter=session.adapter)
@@ -207,7 +183,7 @@ class AdapterMembership:
     def _on_prepare(self, message: store.Prepare, adapter: LiveAdapter) -> None:
         if message.session in self._sessions:
             return  # said twice
-        running = self._sequences.adapter_running(adapter.name)
+        running = self._scheduler.adapter_running(adapter.name)
         if message.in_flight == "wait" and running and self._lifecycle.state is not WorkerState.SERVING:
             text = f"{running} sequences stand still ({self._lifecycle.state.value}) and cannot finish"
             self._send(store.Prepared(message.session, False, 0, text))
@@ -215,7 +191,7 @@ class AdapterMembership:
         deadline = self._clock() + message.deadline_s
         self._sessions[message.session] = AdapterSession(message.session, adapter, message.in_flight, deadline)
         if message.in_flight == "wait":
-            self._sequences.hold_adapter(adapter.name, True)
+            self._scheduler.hold_adapter(adapter.name, True)
 
     def _on_finalize(self, message: store.Finalize) -> None:
         session = self._sessions.get(message.session)
@@ -235,7 +211,7 @@ class AdapterMembership:
     def _flip(self, adapter: LiveAdapter, policy: AdapterInFlight) -> None:
         self.live[adapter.name] = adapter
         self._wanted.pop(adapter.name, None)
-        self._sequences.adapter_live(adapter.name, adapter.live.version, adapter.live.epoch, policy)
+        self._scheduler.adapter_live(adapter.name, adapter.live.version, adapter.live.epoch, policy)
         self._untold = True
         owed = self._owed.pop(adapter.live.epoch, None)
         if owed is not None:
@@ -258,7 +234,7 @@ class AdapterMembership:
     def _end(self, session: AdapterSession) -> None:
         del self._sessions[session.id]
         if session.in_flight == "wait":
-            self._sequences.hold_adapter(session.adapter.name, False)
+            self._scheduler.hold_adapter(session.adapter.name, False)
 
     def _epoch(self, name: str) -> int:
         adapter = self.live.get(name)
@@ -269,4 +245,4 @@ class AdapterMembership:
         needed = {a.live.epoch for a in (*self.live.values(), *self._wanted.values())}
         needed |= {s.adapter.live.epoch for s in self._sessions.values()}
         idle = self._held.keys() - needed
-        return min(idle - self._sequences.adapter_epochs(), default=None) if idle else None
+        return min(idle - self._scheduler.adapter_epochs(), default=None) if idle else None

@@ -33,7 +33,7 @@ from worker.leader import Leader
 from worker.memory import give_back_to_system
 from worker.orders import Actions, GroupDead, Groups, LocalSignals, Signals
 from worker.rendezvous import LISTEN
-from worker.sampler import TokenSampler
+from worker.sampler import Sampler
 from worker.scheduler import Scheduler
 from worker.tokenizer import Tokenizer
 from worker.watchdog import Watchdog
@@ -212,7 +212,7 @@ def _engine(
     return PaddleEngine(config, layout.manifest, world.tp_group, world.rank)
 
 
-def _sampler(config: WorkerConfig, spec: EngineSpec) -> TokenSampler | None:
+def _sampler(config: WorkerConfig, spec: EngineSpec) -> Sampler | None:
     if config.engine != "stand-in":
         return None
     from worker.engine.stand_in_engine import StandInSampler  # noqa: PLC0415  benchmarks only

@@ -11,7 +11,7 @@ from worker.batcher import Step
 from worker.engine.base import Float32
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import KvCache
-from worker.sampler import Draw, Pick, TokenSampler
+from worker.sampler import Draw, Pick, Sampler
 from worker.sequence import Sequence
 from worker.speculation import Proposal
 
@@ -28,7 +28,7 @@ class Drafting:
 
     def __init__(
         self,
-        sampler: TokenSampler,
+        sampler: Sampler,
         kv: KvCache,
         metrics: GenerationMetrics,
         advance: Callable[[Sequence, Draw, Step, float], None],

@@ -8,7 +8,7 @@ beside others' or scored.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -70,47 +70,10 @@ Scored = list[tuple[int, float, int]]
 """(id, logprob, rank) of a token, then of the most likely others."""
 
 
-class TokenSampler(Protocol):
-    """Who turns a step's logits into tokens: `Sampler` on the CPU, or an engine that samples where its logits are.
-
-    logits: whatever the engine's `forward` returned; its rows are named by `Pick.row`.
-    """
-
-    def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
-        """A token for every pick."""
-        ...
-
-    def plain(self, sampling: SamplingParams) -> bool:
-        """Whether nothing but a temperature, top-k, top-p and min-p make a token from its logits."""
-        ...
-
-    def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
-        """What `sample` draws where everything is plain."""
-        ...
-
-    def begin(self, logits: Logits, asked: Asked) -> Drawing | None:
-        """Begin what `draw` does; None when nothing can be begun."""
-        ...
-
-    def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
-        """A draft's token for every pick, and what it was drawn from."""
-        ...
-
-    def verify(self, logits: Float32, picks: Sequence[Pick], proposals: Sequence[Proposal]) -> list[tuple[Draw, bool]]:
-        """The token at every pick, and whether it is the proposed one."""
-        ...
-
-    def score(
-        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None
-    ) -> list[Scored] | Draw:
-        """(id, logprob, rank) of each target under its row, then of the likeliest others; a Draw says why there are
-        none. edits: of the output that the targets go on, which records them.
-        """
-        ...
-
-
 class Sampler:
-    """Draws for one vocabulary; one owner thread."""
+    """Draws for one vocabulary; one owner thread. logits: whatever the engine's `forward` returned, [L, vocab]; their
+    rows are named by `Pick.row`.
+    """
 
     def __init__(self, vocab_size: int, mode: LogprobsMode = "processed") -> None:
         self._raw = mode == "raw"

@@ -23,7 +23,7 @@ from worker.live_adapters import AdapterVersion, LiveAdapters
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
-from worker.sampler import Draw, LogprobsMode, Pick, Sampler, TokenSampler, draws_of
+from worker.sampler import Draw, LogprobsMode, Pick, Sampler, draws_of
 from worker.sequence import Line, Request, Sequence, StopCheck, Version, accepted, refusal
 from worker.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class Scheduler:
         logprobs_mode: LogprobsMode = "processed",
         prefix_caching: bool = True,
         speculative: bool = False,
-        sampler: TokenSampler | None = None,
+        sampler: Sampler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         least = "twice max_batch" if speculative else "max_batch"
@@ -70,7 +70,7 @@ class Scheduler:
         self._cohort = Cohort(self._kv, self._metrics, spec.vocab_size, max_batch)
         self._adapters = LiveAdapters()
         self._batcher = Batcher(self._kv, self._cohort, self._adapters, max_batch, self._metrics)
-        self._sampler: TokenSampler = sampler or Sampler(spec.vocab_size, logprobs_mode)
+        self._sampler = sampler or Sampler(spec.vocab_size, logprobs_mode)
         self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
         self._empty: list[Request] = []
@@ -192,7 +192,7 @@ class Scheduler:
         sources = cohort.sources(step.together, step.changes)
         self._begun = self._sampler.begin(logits, cohort.asked(sources))
         going = cohort.going()
-        if self._begun is None or not len(going) or self._batcher.lets_in or not cohort.reserve(ahead=1, rows=going):
+        if not len(going) or self._batcher.lets_in or not cohort.reserve(ahead=1, rows=going):
             return None
         self._next = Step(step.version, step.epoch, 0, 0, self._pace)
         self._next.together = [cohort.sequences[row] for row in going.tolist()]

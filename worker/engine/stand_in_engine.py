@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import Adapters, Drawing, Drawn, EngineSpec, Float32, ForwardBatch, Logits, never
+from worker.engine.base import Adapters, Drawn, EngineSpec, Float32, ForwardBatch, Logits, never
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.sampler import Asked, Draw, Pick, Scored
-from worker.speculation import Proposal
+from worker.sampler import Asked, Draw, Pick, Sampler, Scored
 
 _LOGPROB = -1.25
 _STRIDE = 7919
@@ -53,8 +52,10 @@ class StandInEngine:
         return np.empty((len(batch.logits_rows), 0), np.float32)
 
 
-class StandInSampler:
-    """`TokenSampler` whose tokens are ready. limit: ids are below it, so that a tokenizer has a text for each."""
+class StandInSampler(Sampler):
+    """Tokens that are ready, whatever the logits; none is ever drafted. limit: ids are below it, so that a tokenizer
+    has a text for each.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -68,22 +69,10 @@ class StandInSampler:
         return True
 
     def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
-        """As `sample`."""
+        """Tokens as `sample` gives them, in columns."""
         tokens = 1 + (asked.seeds + asked.positions * np.uint64(_STRIDE)) % np.uint64(self._limit - 1)
         count = len(tokens)
         return Drawn(tokens.astype(np.int64), np.full(count, _LOGPROB), np.ones(count, np.bool_))
-
-    def begin(self, logits: Logits, asked: Asked) -> Drawing | None:
-        """Nothing is begun: it is all there."""
-        return None
-
-    def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
-        """Not called: this engine never drafts."""
-        return [Proposal(None) for _ in picks]
-
-    def verify(self, logits: Float32, picks: Sequence[Pick], proposals: Sequence[Proposal]) -> list[tuple[Draw, bool]]:
-        """Not called: this engine never drafts."""
-        return [(draw, False) for draw in self.sample(logits, picks)]
 
     def score(
         self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None

@@ -13,13 +13,13 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from rollout_client.device_slots import LONGEST, Ask, Grant, No, Taken, decode_request, encode
 from weight_manager.dynamic_weight_manager import Views
 from weight_manager.messages import Live
+from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import CudaError
 from worker.gpu.weights import DeviceSlots, Staged
 
@@ -27,14 +27,6 @@ log = logging.getLogger(__name__)
 
 Key = tuple[int, int]
 """A slot of the arena and its write epoch: one push session."""
-
-
-class Digests(Protocol):
-    """Computes digests of versions in device memory."""
-
-    def version(self, address: int) -> str:
-        """The digest by which the store names a version."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class _Loan:
 class Lending:
     """Stages versions, lent slots among them. `stage` and `withdraw` are the rank's, trainers have a thread each."""
 
-    def __init__(self, slots: DeviceSlots, digests: Digests) -> None:
+    def __init__(self, slots: DeviceSlots, digests: DeviceDigests) -> None:
         self._slots, self._digests = slots, digests
         self._lock = threading.Lock()
         self._loan: _Loan | None = None
