@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from weight_manager.layout import VIEW_DTYPE, Span
 from worker.engine.base import AdapterModule
-from worker.models.low_rank import Factors, LowRank, Site
+from worker.models.low_rank import LowRank
+from worker.models.packed_adapter import Factors, Site
 
 MOST_RANK = 256
 """Largest rank of one matrix; the kernel's room for what lies between A and B is made for the step's largest."""

@@ -1,50 +1,64 @@
 // What adapters add to a product: y += scale * B (A x), each token with its own adapter's A and B, or with none.
 //
-// Tokens are sorted by adapter into runs, so A and B are read once for a run. Every sum is made in one order that
-// depends on the shape of A and B alone: over the inputs in 16 lanes, over the rank one by one. So what is added to a
-// token does not show who else is in the step.
+// Tokens are sorted by adapter into runs, so A and B are read once for a run. Both lie as they are read: A with what
+// belongs to an input side by side, the ranks of all the product's parts in the lanes, B in chunks of outputs. Every sum
+// is made in one order that depends on the shape of A and B alone: over the inputs one by one, in slices whose sums are
+// added up, and over the rank one by one. So what is added to a token does not show who else is in the step.
 
 #include <sched.h>
-#include <string.h>
 
 #include "vectors.h"
 
+#define PARTS 3
+
 typedef struct {
-    const void *a;  // [rank, inputs], a_row elements from one row to the next; bfloat16 when a_narrow
-    const void *b;  // [outputs / 16, rank, 16], the last tile filled up with anything; bfloat16 when b_narrow
-    int64_t rank, a_row, a_narrow, b_narrow;  // rank 0: nothing is added
-    float scale, pad;
+    const void *a;        // [inputs, ranks]: the parts' ranks one after the other, and 16 elements more at the end
+    const float *scales;  // [ranks rounded up to 16]
+    const void *b[PARTS];  // see `Turn`: CHUNK outputs side by side for each rank, then the next CHUNK; of the last as many
+                           // as there are, filled up to 16 with anything
+    int64_t rank[PARTS];   // 0: nothing is added
+    int64_t ranks, narrow;  // narrow: a and b are bfloat16
 } Factors;
 
 typedef struct {
     int64_t adapter, first, count;  // tokens [first, first + count) of `order`, at most 64
 } Run;
 
+typedef struct {  // of one step, for all its products
+    const int32_t *order;   // [tokens] columns of x and y
+    const Run *runs;
+    int64_t *ready;         // [runs] pieces of A x that are done; zero between calls
+    float *between;         // [slices, tokens, most], A x of each slice; in the first the sum, scaled
+    int64_t tokens, run_count;
+} Step;
+
 typedef struct {
+    const Step *step;
+    const Factors *factors;  // [adapters]
     const void *x;  // feature f of token t at f * x_step + t * x_token; bfloat16 when x_narrow
     float *y;       // likewise
     int64_t x_narrow, x_round, x_step, x_token, y_step, y_token;  // x_round: x is float32, to be read as bfloat16
-    int64_t inputs, width;  // width: inputs rounded up to 16
-    int64_t parts;          // matrices that lie one below the other in the product
-    const int64_t *outputs;     // [parts] rows of each
-    const Factors *factors;     // [adapters, 3]
-    const int32_t *order;       // [tokens] columns of x and y
-    const int32_t *places;      // [columns] where each is in `order`, or -1
-    int64_t columns;            // of x and y; 1 or a multiple of 16
-    const Run *runs;
-    int64_t tokens, run_count, most;  // most: the largest rank in use
-    float *turned;  // [tokens, width]
-    float *between; // [tokens, parts, most], scale * A x
-    int64_t next[3], done[2];  // zero before a call
+    int64_t columns;         // of x and y; 1 or a multiple of 16
+    int64_t inputs, parts;   // parts: matrices that lie one below the other in the product
+    int64_t outputs[PARTS];  // rows of each
+    int64_t slices;          // of the inputs
+    int64_t most;            // the largest `ranks` in use, rounded up to 16
+    int64_t next[2], done;   // zero before a call
 } LowRank;
 
-#define ROWS 4
-#define GROUP 4
-#define FEATURES 128  // turned at a time
-#define CHUNK 64      // outputs a thread takes at a time
-#define PARTS 3
-#define MANY 8        // runs times parts
+#ifdef __AVX512F__
+#define GROUP 4  // tokens worked on together: their sums stay in the registers
+#define TILES 4  // of B
+#else
+#define GROUP 2
+#define TILES 2
+#endif
+#define VECTORS 3     // of A's ranks
+#define SLICE 256     // the most inputs in one
+#define RUN_TOKENS 64
+#define CHUNK 64      // outputs a thread takes at a time: CHUNK of packed_adapter.py
 #define APART 64      // columns whose outputs are first kept apart: few enough for the nearest cache
+#define AHEAD 2048    // bytes of A that are fetched before they are read
 
 static inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -85,132 +99,144 @@ static inline INLINE void transpose(f32x16 v[16]) {
 #endif
 }
 
-// Features [k, k + 16) of a token; what lies behind the last is zero.
-static inline f32x16 of_token(const LowRank *s, int64_t column, int64_t k) {
-    int64_t at = column * s->x_token + k * s->x_step;
-    if (s->x_step == 1 && k + 16 <= s->inputs) return load_any(s->x, at, s->x_narrow);
-    f32x16 v = splat(0);
-    for (int64_t i = 0; i < 16 && k + i < s->inputs; i++) v[i] = element(s->x, at + i * s->x_step, s->x_narrow);
-    return v;
+// Inputs [first, first + count) of a run's tokens as float32, [count, tokens].
+static void gather(const LowRank *s, const int32_t *order, int64_t tokens, int64_t first, int64_t count, float *to) {
+    for (int64_t f = 0; f < count; f++)
+        for (int64_t t = 0; t < tokens; t++)
+            to[f * tokens + t] = element(s->x, (first + f) * s->x_step + order[t] * s->x_token, s->x_narrow);
+    for (int64_t i = 0; s->x_round && i < count * tokens; i += 16)
+        *(f32x16 *)(to + i) = widened(rounded(load(to + i)));
 }
 
-// FEATURES features of 16 columns, for each that is in the order one after the other, float32 and filled up with zeros.
-static void turn(const LowRank *s, int64_t column, int64_t from) {
-    int64_t end = from + FEATURES < s->width ? from + FEATURES : s->width;
-    int64_t count = s->columns - column < 16 ? s->columns - column : 16;
-    for (int64_t k = from; k < end; k += 16) {
-        f32x16 v[16];
-        if (s->x_token == 1 && count == 16 && k + 16 <= s->inputs) {
-            for (int i = 0; i < 16; i++) v[i] = load_any(s->x, (k + i) * s->x_step + column, s->x_narrow);
-            transpose(v);
-        } else
-            for (int i = 0; i < count; i++)
-                if (s->places[column + i] >= 0) v[i] = of_token(s, column + i, k);
-        for (int i = 0; i < count; i++) {
-            int64_t place = s->places[column + i];
-            if (place < 0) continue;
-            *(f32x16 *)(s->turned + place * s->width + k) = s->x_round ? widened(rounded(v[i])) : v[i];
+// 16 * `vectors` ranks of `tokens` tokens, over `count` inputs: z = A x. Meanwhile what is read later is fetched.
+static inline INLINE void ranks_of(const char *a, int64_t row, int64_t count, const float *x, int64_t x_step,
+                                   const int64_t *at, float *z, int64_t z_token, const int vectors, const int tokens,
+                                   const int fetch, const int narrow) {
+    f32x16 sums[GROUP][VECTORS];
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) sums[t][v] = splat(0);
+    for (int64_t f = 0; f < count; f++, a += row, x += x_step) {
+        f32x16 ranks[VECTORS];
+        for (int v = 0; v < vectors; v++) {
+            if (fetch) __builtin_prefetch(a + AHEAD + v * (narrow ? 32 : 64));
+            ranks[v] = load_any(a, v * 16, narrow);
         }
+        for (int t = 0; t < tokens; t++) {
+            f32x16 there = splat(x[at[t]]);
+            for (int v = 0; v < vectors; v++) sums[t][v] = fused(ranks[v], there, sums[t][v]);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) *(f32x16 *)(z + t * z_token + v * 16) = sums[t][v];
+}
+
+// A number of tokens, and what to do with so many, as a constant.
+#if GROUP > 2
+#define FOR_GROUPS(left, done, call) \
+    while (left > 0) { \
+        if (left >= 4) { enum { N = 4 }; call; done += N, left -= N; } \
+        else if (left >= 2) { enum { N = 2 }; call; done += N, left -= N; } \
+        else { enum { N = 1 }; call; done += N, left -= N; } \
+    }
+#else
+#define FOR_GROUPS(left, done, call) \
+    while (left > 0) { \
+        if (left >= 2) { enum { N = 2 }; call; done += N, left -= N; } \
+        else { enum { N = 1 }; call; done += N, left -= N; } \
+    }
+#endif
+
+// One run, one slice of the inputs, VECTORS * 16 ranks from `rank` on.
+static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t slice, int64_t rank, const int narrow) {
+    const Factors *f = s->factors + run->adapter;
+    const int64_t width = ceiling(ceiling(s->inputs, s->slices), 16) * 16, from = slice * width;
+    const int64_t count = s->inputs - from < width ? s->inputs - from : width, size = narrow ? 2 : 4;
+    const int64_t vectors = ceiling(f->ranks - rank, 16), row = f->ranks * size;
+    const char *a = (const char *)f->a + (from * f->ranks + rank) * size;
+    const int32_t *order = s->step->order + run->first;
+    float space[SLICE * RUN_TOKENS], *z = s->step->between + (slice * s->step->tokens + run->first) * s->most + rank;
+    const float *x = (const float *)s->x + from * s->x_step;
+    int64_t x_step = s->x_step, at[RUN_TOKENS];
+    for (int64_t t = 0; t < run->count; t++) at[t] = order[t] * s->x_token;
+    if (s->x_narrow || s->x_round) {
+        if (count > 0) gather(s, order, run->count, from, count, space);
+        for (int64_t t = 0; t < run->count; t++) at[t] = t;
+        x = space, x_step = run->count;
+    }
+    int64_t done = 0, left = run->count;
+#define RANKS(v) \
+    FOR_GROUPS(left, done, \
+               if (done) ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 0, narrow); \
+               else ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 1, narrow))
+    switch (vectors) {
+        case 1: RANKS(1) break;
+        case 2: RANKS(2) break;
+        default: RANKS(3)
     }
 }
 
-// Elements [k, k + 16) of a row of A; what lies behind its end is zero.
-static inline f32x16 of_row(const Factors *f, const LowRank *s, int64_t row, int64_t k, const int narrow) {
-    if (k + 16 <= s->inputs) return load_any(f->a, row * f->a_row + k, narrow);
-    f32x16 v = splat(0);
-    for (int64_t i = k; i < s->inputs; i++) v[i - k] = element(f->a, row * f->a_row + i, narrow);
-    return v;
-}
-
-// ROWS rows of A with `count` tokens; the first tokens of a run bring the next rows nearer.
-static inline INLINE void dots(const LowRank *s, const Factors *f, int64_t row, const int rows, const float *x,
-                               float *z, int64_t z_token, const int count, const int first, const int narrow) {
-    f32x16 sums[ROWS][GROUP];
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < count; t++) sums[r][t] = splat(0);
-    for (int64_t k = 0; k < s->width; k += 16) {
-        f32x16 of_token[GROUP];
-        for (int t = 0; t < count; t++) of_token[t] = load(x + t * s->width + k);
-        for (int r = 0; r < rows; r++) {
-            if (first) __builtin_prefetch((const char *)f->a + ((row + rows + r) * f->a_row + k) * (narrow ? 2 : 4));
-            f32x16 a = of_row(f, s, row + r, k, narrow);
-            for (int t = 0; t < count; t++) sums[r][t] = fused(a, of_token[t], sums[r][t]);
+// A x of a run: the sums of all slices, one after the other, scaled.
+static void combine(const LowRank *s, const Run *run) {
+    const Factors *f = s->factors + run->adapter;
+    const int64_t next = s->step->tokens * s->most;
+    for (int64_t t = run->first; t < run->first + run->count; t++)
+        for (int64_t r = 0; r < f->ranks; r += 16) {
+            float *z = s->step->between + t * s->most + r;
+            f32x16 total = load(z);
+            for (int64_t slice = 1; slice < s->slices; slice++) total += load(z + slice * next);
+            *(f32x16 *)z = total * load(f->scales + r);
         }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < count; t++) z[t * z_token + r] = sum(sums[r][t]) * f->scale;
 }
 
-static inline INLINE void shrink_rows(const LowRank *s, const Run *run, const Factors *f, int64_t part, int64_t row,
-                                      const int rows, const int narrow) {
-    int64_t z_token = s->parts * s->most;
-    for (int64_t t = run->first; t < run->first + run->count; t += GROUP) {
-        const float *x = s->turned + t * s->width;
-        float *z = s->between + t * z_token + part * s->most + row;
-        int first = t == run->first;
-        switch (run->first + run->count - t) {
-            case 1: dots(s, f, row, rows, x, z, z_token, 1, first, narrow); break;
-            case 2: dots(s, f, row, rows, x, z, z_token, 2, first, narrow); break;
-            case 3: dots(s, f, row, rows, x, z, z_token, 3, first, narrow); break;
-            default: dots(s, f, row, rows, x, z, z_token, GROUP, first, narrow);
-        }
-    }
-}
-
-static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t part, int64_t row, int64_t count,
-                                 const int narrow) {
-    const Factors *f = s->factors + run->adapter * PARTS + part;
-    int64_t end = row + count < f->rank ? row + count : f->rank;
-    for (; row + ROWS <= end; row += ROWS) shrink_rows(s, run, f, part, row, ROWS, narrow);
-    for (; row < end; row++) shrink_rows(s, run, f, part, row, 1, narrow);
-}
-
-// Tiles of 16 outputs from the row `row` of a part on, for `count` tokens; into `apart`, or added where they belong.
-static inline INLINE void outputs(const LowRank *s, const Factors *f, const int32_t *order, const float *z,
-                                  int64_t tile, const int tiles, int64_t first, int64_t row, int64_t rows,
-                                  float (*apart)[CHUNK], const int count, const int narrow) {
-    f32x16 sums[2][GROUP];
-    for (int i = 0; i < tiles; i++)
-        for (int t = 0; t < count; t++) sums[i][t] = splat(0);
-    int64_t at = tile * f->rank * 16, step = f->rank * 16, z_token = s->parts * s->most;
-    for (int64_t r = 0; r < f->rank; r++)
+// 16 * `tiles` outputs for `tokens` tokens; into `apart`, or added where they belong. b: the first, of the first rank.
+static inline INLINE void outputs_of(const LowRank *s, const char *b, const char *ahead, int64_t rank, int64_t step,
+                                     const int32_t *order, const float *z, int64_t first, int64_t rows,
+                                     float (*apart)[CHUNK], int64_t in_chunk, const int tiles, const int tokens,
+                                     const int fetch, const int narrow) {
+    f32x16 sums[GROUP][TILES];
+    for (int t = 0; t < tokens; t++)
+        for (int i = 0; i < tiles; i++) sums[t][i] = splat(0);
+    for (int64_t r = 0; r < rank; r++, b += step, ahead += step) {
+        f32x16 there[TILES];
         for (int i = 0; i < tiles; i++) {
-            f32x16 b = load_any(f->b, at + i * step + r * 16, narrow);
-            for (int t = 0; t < count; t++) sums[i][t] = fused(b, splat(z[t * z_token + r]), sums[i][t]);
+            if (fetch) __builtin_prefetch(ahead + i * (narrow ? 32 : 64));
+            there[i] = load_any(b, i * 16, narrow);
         }
-    for (int t = 0; t < count; t++)
+        for (int t = 0; t < tokens; t++) {
+            f32x16 between = splat(z[t * s->most + r]);
+            for (int i = 0; i < tiles; i++) sums[t][i] = fused(there[i], between, sums[t][i]);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
         for (int i = 0; i < tiles; i++) {
-            int64_t at = (tile + i) * 16, left = rows - at < 16 ? rows - at : 16;
             if (apart) {
-                *(f32x16 *)(apart[order[t]] + at - row) = sums[i][t];
+                *(f32x16 *)(apart[order[t]] + in_chunk + i * 16) = sums[t][i];
                 continue;
             }
-            float *to = s->y + (first + at) * s->y_step + order[t] * s->y_token;
-            for (int64_t o = 0; o < left; o++) to[o * s->y_step] += sums[i][t][o];
+            float *to = s->y + (first + i * 16) * s->y_step + order[t] * s->y_token;
+            for (int64_t o = 0; o < 16 && i * 16 + o < rows; o++) to[o * s->y_step] += sums[t][i][o];
         }
 }
 
-static inline INLINE void expand_run(const LowRank *s, const Run *run, const Factors *f, int64_t part, int64_t first,
-                                     int64_t row, int64_t end, float (*apart)[CHUNK], const int narrow) {
-    int64_t rows = s->outputs[part];
-    for (int64_t tile = row / 16; tile * 16 < end; tile += 2) {
-        int tiles = tile * 16 + 16 < end ? 2 : 1;
-        for (int64_t t = run->first; t < run->first + run->count; t += GROUP) {
-            const float *z = s->between + t * s->parts * s->most + part * s->most;
-            const int32_t *order = s->order + t;
-            int64_t left = run->first + run->count - t;
-            if (tiles == 1) {
-                for (int i = 0; i < left && i < GROUP; i++)
-                    outputs(s, f, order + i, z + i * s->parts * s->most, tile, 1, first, row, rows, apart, 1, narrow);
-                continue;
-            }
-            switch (left) {
-                case 1: outputs(s, f, order, z, tile, 2, first, row, rows, apart, 1, narrow); break;
-                case 2: outputs(s, f, order, z, tile, 2, first, row, rows, apart, 2, narrow); break;
-                case 3: outputs(s, f, order, z, tile, 2, first, row, rows, apart, 3, narrow); break;
-                default: outputs(s, f, order, z, tile, 2, first, row, rows, apart, GROUP, narrow);
-            }
-        }
+// Outputs [row, end) of one part, for a run. first: where the part begins in y. ahead: what is read after it.
+static inline INLINE void expand_run(const LowRank *s, const Run *run, int64_t part, int64_t first, int64_t row,
+                                     int64_t end, float (*apart)[CHUNK], const char *ahead, const int narrow) {
+    const Factors *f = s->factors + run->adapter;
+    const int64_t rank = f->rank[part], size = narrow ? 2 : 4, step = ceiling(end - row, 16) * 16 * size;
+    const char *b = (const char *)f->b[part] + row * rank * size;
+    const int32_t *order = s->step->order + run->first;
+    const float *z = s->step->between + run->first * s->most;
+    for (int64_t p = 0; p < part; p++) z += f->rank[p];
+    for (int64_t at = row; at < end;) {
+        const int many = ceiling(end - at, 16) >= TILES;
+        int64_t done = 0, left = run->count;
+#define OUTPUTS(tiles, fetch) \
+    outputs_of(s, b, ahead, rank, step, order + done, z + done * s->most, first + at, end - at, apart, at - row, tiles, N, \
+               fetch, narrow)
+        if (many) FOR_GROUPS(left, done, if (done) OUTPUTS(TILES, 0); else OUTPUTS(TILES, 1))
+        else FOR_GROUPS(left, done, OUTPUTS(1, 0))
+        const int64_t outputs = many ? TILES * 16 : 16;
+        at += outputs, b += outputs * size, ahead += outputs * size;
     }
 }
 
@@ -234,27 +260,21 @@ static void add(const LowRank *s, float (*apart)[CHUNK], const char *changed, in
     }
 }
 
-// Bring nearer what an adapter adds to CHUNK outputs from `row` on.
-static void fetch(const Factors *f, int64_t row, int64_t end) {
-    int64_t size = f->b_narrow ? 2 : 4;
-    const char *from = (const char *)f->b + row * f->rank * size, *to = (const char *)f->b + end * f->rank * size;
-    for (; from < to; from += 64) __builtin_prefetch(from);
-}
-
 // Outputs [row, row + CHUNK) of one part, for all runs.
 static void expand(const LowRank *s, int64_t part, int64_t first, int64_t row) {
-    int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part];
+    int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part], runs = s->step->run_count;
     int few = s->y_token == 1 && s->columns > 1 && s->columns <= APART;
     float space[APART][CHUNK], (*apart)[CHUNK] = few ? space : 0;
     char changed[APART] = {0};
-    for (int64_t i = 0; i < s->run_count; i++) {
-        const Run *run = s->runs + i;
-        const Factors *f = s->factors + run->adapter * PARTS + part;
-        if (!f->rank) continue;
-        for (int64_t t = run->first; few && t < run->first + run->count; t++) changed[s->order[t]] = 1;
-        if (i + 1 < s->run_count) fetch(s->factors + run[1].adapter * PARTS + part, row, end);
-        if (f->b_narrow) expand_run(s, run, f, part, first, row, end, apart, 1);
-        else expand_run(s, run, f, part, first, row, end, apart, 0);
+    for (int64_t i = 0; i < runs; i++) {
+        const Run *run = s->step->runs + i, *next = i + 1 < runs ? run + 1 : s->step->runs;
+        const Factors *f = s->factors + run->adapter, *after = s->factors + next->adapter;
+        if (!f->rank[part]) continue;
+        for (int64_t t = run->first; few && t < run->first + run->count; t++) changed[s->step->order[t]] = 1;
+        int64_t ahead = (i + 1 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
+        const char *b = (const char *)after->b[part] + ahead;
+        if (f->narrow) expand_run(s, run, part, first, row, end, apart, b, 1);
+        else expand_run(s, run, part, first, row, end, apart, b, 0);
     }
     if (few) add(s, apart, changed, first + row, end - row);
 }
@@ -268,29 +288,28 @@ static void wait_for(const int64_t *done, int64_t count) {
 // Run on every thread of a team.
 void low_rank(void *data) {
     LowRank *s = data;
-    int64_t job, pieces = ceiling(s->width, FEATURES), jobs = ceiling(s->columns, 16) * pieces;
-    while ((job = __atomic_fetch_add(&s->next[0], 1, __ATOMIC_RELAXED)) < jobs) {
-        turn(s, job / pieces * 16, job % pieces * FEATURES);
-        __atomic_fetch_add(&s->done[0], 1, __ATOMIC_RELEASE);
+    const int64_t runs = s->step->run_count, of_slice = ceiling(s->most, VECTORS * 16), of_run = of_slice * s->slices;
+    int64_t job;
+    while ((job = __atomic_fetch_add(&s->next[0], 1, __ATOMIC_RELAXED)) < runs * of_run) {
+        const Run *run = s->step->runs + job / of_run;
+        const Factors *f = s->factors + run->adapter;
+        int64_t slice = job % of_run / of_slice, rank = job % of_slice * VECTORS * 16;
+        if (rank < f->ranks) {
+            if (f->narrow) shrink(s, run, slice, rank, 1);
+            else shrink(s, run, slice, rank, 0);
+        }
+        int64_t *ready = s->step->ready + job / of_run;
+        if (__atomic_add_fetch(ready, 1, __ATOMIC_ACQ_REL) == of_run) {
+            *ready = 0;
+            combine(s, run);
+            __atomic_fetch_add(&s->done, 1, __ATOMIC_RELEASE);
+        }
     }
-    wait_for(&s->done[0], jobs);
-
-    // Several rows at a time read better; one adapter alone has to be enough work for all threads.
-    int64_t rows = s->run_count * s->parts >= MANY ? 4 * ROWS : ROWS;
-    int64_t of_part = ceiling(s->most, rows), of_run = of_part * s->parts;
-    jobs = of_run * s->run_count;
-    while ((job = __atomic_fetch_add(&s->next[1], 1, __ATOMIC_RELAXED)) < jobs) {
-        const Run *run = s->runs + job / of_run;
-        int64_t part = job % of_run / of_part, row = job % of_part * rows;
-        if (s->factors[run->adapter * PARTS + part].a_narrow) shrink(s, run, part, row, rows, 1);
-        else shrink(s, run, part, row, rows, 0);
-        __atomic_fetch_add(&s->done[1], 1, __ATOMIC_RELEASE);
-    }
-    wait_for(&s->done[1], jobs);
+    wait_for(&s->done, runs);
 
     int64_t first = 0, before = 0;
     int part = 0;
-    while ((job = __atomic_fetch_add(&s->next[2], 1, __ATOMIC_RELAXED)) >= 0) {
+    while ((job = __atomic_fetch_add(&s->next[1], 1, __ATOMIC_RELAXED)) >= 0) {
         while (part < s->parts && job - before >= ceiling(s->outputs[part], CHUNK)) {
             before += ceiling(s->outputs[part], CHUNK);
             first += s->outputs[part++];
@@ -300,48 +319,61 @@ void low_rank(void *data) {
     }
 }
 
-// One B: where it lies in what is read and where its tiles go, in elements from the start of each.
+// A matrix [rows, columns] to be turned over: where it lies in what is read, and where element (row, column) goes in what
+// is made: to `to` + row / CHUNK * chunk + row % CHUNK + column * apart. In elements.
 typedef struct {
-    int64_t b, tiles;  // [outputs, rank] and [outputs / 16, rank, 16]; what fills up the last tile is left as it is
-    int64_t outputs, rank;
-} Tiling;
+    int64_t from, to, rows, columns, chunk, apart;
+} Turn;
 
 typedef struct {
-    const void *from;
-    void *to;
-    const Tiling *all;
-    int64_t count, narrow;
-} Tilings;
+    const void *from;  // bfloat16 when from_narrow
+    void *to;          // bfloat16 when to_narrow
+    const Turn *turns;
+    int64_t count, from_narrow, to_narrow;
+} Pack;
 
-// Rows [row, row + rows) of B, of the columns from `column` on.
-static void tile(const Tilings *s, const Tiling *t, int64_t row, int64_t rows, int64_t column) {
-    int64_t to = t->tiles + row * t->rank, from = t->b + row * t->rank;
-    for (int64_t r = column; r < t->rank; r++)
-        for (int64_t o = 0; o < rows; o++) {
-            if (s->narrow) ((uint16_t *)s->to)[to + r * 16 + o] = ((const uint16_t *)s->from)[from + o * t->rank + r];
-            else ((float *)s->to)[to + r * 16 + o] = ((const float *)s->from)[from + o * t->rank + r];
+static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narrow, const int to_narrow) {
+    const int64_t size = to_narrow ? 2 : 4;
+    for (int64_t row = 0; row < m->rows; row += 16) {
+        char *to = (char *)s->to + (m->to + row / CHUNK * m->chunk + row % CHUNK) * size;
+        const int64_t rows = m->rows - row < 16 ? m->rows - row : 16;
+        for (int64_t c = 0; c < m->columns; c += 16) {
+            const int64_t columns = m->columns - c < 16 ? m->columns - c : 16;
+            f32x16 v[16];
+            for (int r = 0; r < 16; r++) {
+                const int64_t at = m->from + (row + r) * m->columns + c;
+                v[r] = splat(0);
+                if (r < rows && columns == 16) v[r] = load_any(s->from, at, from_narrow);
+                else
+                    for (int i = 0; r < rows && i < columns; i++) v[r][i] = element(s->from, at + i, from_narrow);
+            }
+            transpose(v);
+            for (int i = 0; i < columns; i++) {
+                char *there = to + (c + i) * m->apart * size;
+                u32x16 bits = to_narrow ? rounded(v[i]) : (u32x16)v[i];
+                if (rows == 16) store_any(there, 0, v[i], to_narrow);
+                else
+                    for (int r = 0; r < rows; r++) {
+                        if (to_narrow) ((uint16_t *)there)[r] = bits[r];
+                        else ((uint32_t *)there)[r] = bits[r];
+                    }
+            }
         }
+    }
 }
 
-// Every B as `Factors` has it; on one thread.
-void tile_all(void *data) {
-    const Tilings *s = data;
-    for (const Tiling *t = s->all; t < s->all + s->count; t++)
-        for (int64_t row = 0; row < t->outputs; row += 16) {
-            int64_t rows = t->outputs - row < 16 ? t->outputs - row : 16, column = 0;
-            for (; !s->narrow && rows == 16 && column + 16 <= t->rank; column += 16) {
-                f32x16 v[16];
-                const float *from = (const float *)s->from + t->b + row * t->rank + column;
-                float *to = (float *)s->to + t->tiles + row * t->rank + column * 16;
-                for (int i = 0; i < 16; i++) v[i] = load(from + i * t->rank);
-                transpose(v);
-                memcpy(to, v, sizeof v);
-            }
-            tile(s, t, row, rows, column);
-        }
+// A and B as `Factors` has them; on one thread. What lies between them stays as it is.
+void pack(void *data) {
+    const Pack *s = data;
+    for (const Turn *m = s->turns; m < s->turns + s->count; m++)
+        if (s->from_narrow) turn(s, m, 1, 1);
+        else if (s->to_narrow) turn(s, m, 0, 1);
+        else turn(s, m, 0, 0);
 }
 
 // For the caller to see that it means the same structures.
 int64_t low_rank_bytes(void) { return sizeof(LowRank); }
+int64_t low_rank_step_bytes(void) { return sizeof(Step); }
 int64_t factors_bytes(void) { return sizeof(Factors); }
-int64_t tiling_bytes(void) { return sizeof(Tiling); }
+int64_t pack_bytes(void) { return sizeof(Pack); }
+int64_t turn_bytes(void) { return sizeof(Turn); }

@@ -19,8 +19,8 @@ from worker.engine.sizes import engine_spec, that_fit
 from worker.memory import memory_of_machine
 from worker.models import collectives
 from worker.models.decoder import Backend, is_norm
-from worker.models.low_rank import sites_of
 from worker.models.onednn_backend import OneDnnBackend, why_not
+from worker.models.packed_adapter import sites_of
 from worker.models.paddle_backend import PaddleBackend
 from worker.models.shard import shard_of
 

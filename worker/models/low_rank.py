@@ -1,79 +1,29 @@
-"""Low-rank updates of a decoder's linears (LoRA): where they may act, and adding them to the rows of a step.
+"""Low-rank updates of a decoder's linears (LoRA), added to the rows of a step.
 
-y += scale * B (A x) for the rows of each adapter, in float32, from A and B as they were pushed. Every row's sums are
+y += scale * B (A x) for the rows of each adapter, added up in float32. Every row's sums are
 made in one order whatever else is in the step: what is added to a sequence is the same alone and among others.
 """
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import Manifest, Span
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch, Int32
-from worker.models.shard import Shard
+from worker.models.packed_adapter import FACTORS, LANES, PARTS, Factors, Packed, Packing, Site
 
 Array = npt.NDArray[Any]
 Step = Callable[[], object]
 
-_PARTS = 3
-"""Linears that one product may hold (q, k and v): PARTS of low_rank.c."""
 _RUN_TOKENS = 64
 """Tokens of one adapter that are worked on together: their rows stay in a core's cache."""
-_LANES = 16
-_PADDED = 64
-"""No step has more columns than its tokens rounded up to this."""
+_SLICED = 1024
+"""Inputs whose sums are made in four slices: two threads have as much to do each, also with one adapter."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
-
-
-@dataclass(frozen=True)
-class Site:
-    """One product of the forward pass, and the linears (HF module names) whose rows lie one after the other in it.
-
-    inputs: of this rank. rows: of each linear, of this rank.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    inputs: int
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What an adapter adds to a linear, this rank's part, as it lies in the array of a version: a [rank, inputs],
-    b [rows, rank].
-    """
-
-    a: Span
-    b: Span
-    scale: float
-
-
-def sites_of(manifest: Manifest, shard: Shard) -> tuple[Site, ...]:
-    """The products that an adapter may change: attention's and dense MLPs', shared experts included.
-
-    Not among them: embedding and head, routers, routed experts, and the layer that drafts (what it proposes is judged
-    by the model with its adapter).
-    """
-    members: dict[str, list[str]] = {}
-    for p in manifest.parameters:
-        drafts = p.name.startswith("model.mtp_")
-        if p.name.endswith("_proj.weight") and p.split is not None and not drafts and ".experts." not in p.name:
-            members.setdefault(p.fused or p.name, []).append(p.name)
-    return tuple(
-        Site(
-            name,
-            tuple(weight.removesuffix(".weight") for weight in weights),
-            shard.shapes[name][1],
-            tuple(shard.shapes[weight][0] for weight in weights),
-        )
-        for name, weights in members.items()
-    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +36,9 @@ class Rows:
     epochs: tuple[int, ...]
     order: Int32
     runs: npt.NDArray[np.int64]
+
+
+NO_ROWS = Rows((), np.zeros(0, np.int32), np.zeros((0, 3), np.int64))
 
 
 def rows_of(batch: ForwardBatch) -> Rows:
@@ -131,7 +84,7 @@ class PlainLowRank:
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = {site.name: site for site in sites}
         self._held: dict[int, Mapping[str, tuple[Float32, Float32, float]]] = {}
-        self._rows = Rows((), np.zeros(0, np.int32), np.zeros((0, 3), np.int64))
+        self._rows = NO_ROWS
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
         """They themselves."""
@@ -174,167 +127,89 @@ class PlainLowRank:
         return work
 
 
+class _Step(ctypes.Structure):
+    """`Step` of low_rank.c."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("order", "runs", "ready", "between")),
+        *((name, _Int) for name in ("tokens", "run_count")),
+    ]
+
+
 class _Call(ctypes.Structure):
     """`LowRank` of low_rank.c."""
 
     _fields_ = [
-        ("x", _Pointer),
-        ("y", _Pointer),
+        *((name, _Pointer) for name in ("step", "factors", "x", "y")),
         *((name, _Int) for name in ("x_narrow", "x_round", "x_step", "x_token", "y_step", "y_token")),
-        *((name, _Int) for name in ("inputs", "width", "parts")),
-        *((name, _Pointer) for name in ("outputs", "factors", "order", "places")),
-        ("columns", _Int),
-        ("runs", _Pointer),
-        *((name, _Int) for name in ("tokens", "run_count", "most")),
-        ("turned", _Pointer),
-        ("between", _Pointer),
-        ("next", _Int * 3),
-        ("done", _Int * 2),
+        *((name, _Int) for name in ("columns", "inputs", "parts")),
+        ("outputs", _Int * PARTS),
+        *((name, _Int) for name in ("slices", "most")),
+        ("next", _Int * 2),
+        ("done", _Int),
     ]
-
-
-class _Tilings(ctypes.Structure):
-    """`Tilings` of low_rank.c."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("source", "target", "all")),
-        *((name, _Int) for name in ("count", "narrow")),
-    ]
-
-
-_FACTORS = np.dtype(
-    [
-        ("a", np.uint64),
-        ("b", np.uint64),
-        *((name, np.int64) for name in ("rank", "a_row", "a_narrow", "b_narrow")),
-        ("scale", np.float32),
-        ("pad", np.float32),
-    ]
-)
-"""`Factors` of low_rank.c; a zero rank adds nothing."""
-
-
-class _Addresses(NamedTuple):
-    """Of what a step's calls share: asking numpy for one costs a microsecond."""
-
-    factors: int
-    order: int
-    places: int
-    runs: int
-    turned: int
-    between: int
-
-
-@dataclass(eq=False)
-class _Plan:
-    """Of all versions that lie alike. factors: [sites, PARTS], addresses as elements from the start of the array and of
-    the tiles. places: where in it something is. tilings: [B's, (b, tiles, outputs, rank)]. size: elements of the tiles.
-    spare: memory of a version that was let go; new memory would be cleared page by page.
-    """
-
-    factors: npt.NDArray[Any]
-    places: tuple[Array, Array]
-    tilings: npt.NDArray[np.int64]
-    size: int
-    spare: list[Array] = field(default_factory=list)
-
-
-class _Held(NamedTuple):
-    """One version. factors: [sites, PARTS]. flat, tiles: the arrays that they point at."""
-
-    factors: npt.NDArray[Any]
-    flat: Array
-    tiles: Array
-    plan: _Plan
 
 
 class NativeLowRank:
-    """`LowRank` by the compiled kernel. A is read where it lies, of B there is a copy in tiles.
+    """`LowRank` by the compiled kernel, which reads a copy of each adapter.
 
-    narrow: the base's matrices are bfloat16, and so activations are read as bfloat16 wherever they come from.
+    narrow: the base's matrices are bfloat16. So are the copies then, and activations are read as bfloat16 wherever they
+    come from.
     """
 
     def __init__(self, native: Native, sites: Sequence[Site], *, narrow: bool) -> None:
         assert native.number("low_rank_bytes") == ctypes.sizeof(_Call)
-        assert native.number("factors_bytes") == _FACTORS.itemsize
-        assert native.number("tiling_bytes") == 4 * ctypes.sizeof(_Int)
-        self._native, self._narrow = native, narrow
-        self._sites = {site.name: (index, site) for index, site in enumerate(sites)}
-        self._places = {
-            module: (index, part) for index, site in enumerate(sites) for part, module in enumerate(site.modules)
-        }
-        self._held: dict[int, _Held] = {}
-        self._outputs = {site.name: np.array(site.rows, np.int64) for site in sites}
-        self._widest = max((-(-site.inputs // _LANES) * _LANES for site in sites), default=0)
-        self._turned, self._between = np.zeros(0, np.float32), np.zeros(0, np.float32)
-        self._rows = Rows((), np.zeros(0, np.int32), np.zeros((0, 3), np.int64))
-        self._factors = np.zeros((len(sites), 0, _PARTS), _FACTORS)  # of the step's adapters
-        self._of: tuple[int, ...] = ()  # whose they are
-        self._most = [0] * len(sites)  # the largest rank of each site's
-        self._by_column = np.zeros(0, np.int32)  # of every column in the order, padding included
-        self._addresses = _Addresses(0, 0, 0, 0, 0, 0)
+        assert native.number("low_rank_step_bytes") == ctypes.sizeof(_Step)
+        self._native, self._narrow, self._sites = native, narrow, sites
+        self._index = {site.name: index for index, site in enumerate(sites)}
+        self._held: dict[int, Packed] = {}
+        self._of: tuple[int, ...] = ()  # the step's adapters
+        self._factors = np.zeros((len(sites), 0), FACTORS)  # theirs
+        self._first = 0  # its address
+        self._most = [0] * len(sites)  # the most ranks of each site's, rounded up to whole vectors
+        self._widest = 0  # of what lies between A and B, elements of a token
+        self._between, self._ready = np.zeros(0, np.float32), np.zeros(0, np.int64)
+        self._rows = NO_ROWS
+        self._step = _Step()
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
         """Where everything lies, and is to lie."""
-        factors, tilings, size = np.zeros((len(self._sites), _PARTS), _FACTORS), [], 0
-        for module, change in changes.items():
-            (rank, inputs), (rows, _) = change.a.shape, change.b.shape
-            factors[self._places[module]] = (change.a.start, size, rank, inputs, 0, 0, change.scale, 0)
-            tilings.append((change.b.start, size, rows, rank))
-            size += -(-rows // _LANES) * _LANES * rank
-        sites, parts = np.nonzero(factors["rank"])
-        return _Plan(factors, (sites, parts), np.array(tilings, np.int64).reshape(-1, 4), size)
+        return Packing(self._native, self._sites, changes)
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
-        """Addresses of A, tiles of B."""
-        assert isinstance(plan, _Plan)
-        narrow, size = flat.dtype == np.uint16, flat.itemsize
-        spare = [tiles for tiles in plan.spare if tiles.dtype == flat.dtype]
-        plan.spare.clear()
-        tiles = spare[0] if spare else np.zeros(plan.size, flat.dtype)
-        places = flat.ctypes.data, tiles.ctypes.data
-        call = _Tilings(*places, plan.tilings.ctypes.data, len(plan.tilings), narrow)
-        self._native.run_here("tile_all", ctypes.addressof(call))
-        factors = plan.factors.copy()
-        for name, start in zip(("a", "b"), places, strict=True):
-            factors[name][plan.places] = factors[name][plan.places] * size + start
-            factors[f"{name}_narrow"][plan.places] = narrow
-        self._held[epoch] = _Held(factors, flat, tiles, plan)
+        """Copy it, as bfloat16 if it is or the base."""
+        assert isinstance(plan, Packing)
+        self._held[epoch] = plan.copy(flat, narrow=self._narrow or flat.dtype == np.uint16)
 
     def drop(self, epoch: int) -> None:
         """Let go of it."""
         held = self._held.pop(epoch, None)
         if held is not None:
-            held.plan.spare[:] = [held.tiles]
+            held.plan.let_go(held)
         if epoch in self._of:
             self._of, self._factors = (), self._factors[:, :0]
 
     def begin(self, batch: ForwardBatch) -> None:
         """The next step's rows, and its adapters side by side."""
         self._rows = rows_of(batch)
-        columns = -(-int(batch.query_lens.sum()) // _PADDED) * _PADDED
-        if len(self._by_column) < columns:
-            self._by_column = np.zeros(columns, np.int32)
         if self._rows.epochs != self._of:
-            self._factors = np.stack([self._held[epoch].factors for epoch in self._rows.epochs], axis=1)
-            self._most = self._factors["rank"].max(axis=(1, 2)).tolist()
-            self._of = self._rows.epochs
-        tokens = len(self._rows.order)
-        if self._turned.size < tokens * self._widest:
-            self._turned = np.empty(tokens * self._widest, np.float32)
-        between = tokens * _PARTS * max(self._most)
-        if self._between.size < between:
-            self._between = np.empty(between, np.float32)
-        self._by_column[:] = -1
-        self._by_column[self._rows.order] = np.arange(tokens)
-        arrays = self._factors, self._rows.order, self._by_column, self._rows.runs, self._turned, self._between
-        self._addresses = _Addresses(*(array.ctypes.data for array in arrays))
+            self._gather(self._rows.epochs)
+        tokens, runs = len(self._rows.order), len(self._rows.runs)
+        if self._between.size < tokens * self._widest:
+            self._between = np.empty(tokens * self._widest, np.float32)
+        if self._ready.size < runs:
+            self._ready = np.zeros(runs, np.int64)
+        arrays = self._rows.order, self._rows.runs, self._ready, self._between
+        self._step.order, self._step.runs, self._step.ready, self._step.between = (a.ctypes.data for a in arrays)
+        self._step.tokens, self._step.run_count = tokens, runs
 
     def step(self, site: str, x: Array, y: Float32) -> Step:
         """One call of the kernel."""
-        (index, found), outputs = self._sites[site], self._outputs[site]
+        index = self._index[site]
+        found = self._sites[index]
         (x_step, x_token), (y_step, y_token) = ([stride // rows.itemsize for stride in rows.strides] for rows in (x, y))
         call = _Call(
+            step=ctypes.addressof(self._step),
             x=x.ctypes.data,
             y=y.ctypes.data,
             x_narrow=x.dtype == np.uint16,
@@ -343,26 +218,35 @@ class NativeLowRank:
             x_token=x_token,
             y_step=y_step,
             y_token=y_token,
-            inputs=found.inputs,
-            width=-(-found.inputs // _LANES) * _LANES,
-            parts=len(found.modules),
-            outputs=outputs.ctypes.data,
             columns=x.shape[1],
+            inputs=found.inputs,
+            parts=len(found.modules),
+            outputs=(_Int * PARTS)(*found.rows),
+            slices=_slices(found.inputs),
         )
         counters, counter_bytes = ctypes.addressof(call) + _Call.next.offset, _Call.next.size + _Call.done.size
         run, kernel, address = self._native.run, self._native.address("low_rank"), ctypes.addressof(call)
 
-        def work(_: object = (x, y, outputs)) -> None:
+        def work(_: object = (x, y)) -> None:
             most = self._most[index]
             if not most:
                 return  # none of the step's adapters changes this
-            factors, call.order, call.places, call.runs, call.turned, call.between = self._addresses
-            call.factors = factors + index * self._factors.strides[0]
-            call.tokens, call.run_count, call.most = len(self._rows.order), len(self._rows.runs), most
+            call.factors, call.most = self._first + index * self._factors.strides[0], most
             ctypes.memset(counters, 0, counter_bytes)
             run(kernel, address)
 
         return work
+
+    def _gather(self, epochs: tuple[int, ...]) -> None:
+        self._factors = np.stack([self._held[epoch].factors for epoch in epochs], axis=1)
+        self._first, self._of = self._factors.ctypes.data, epochs
+        self._most = [-(-most // LANES) * LANES for most in self._factors["ranks"].max(axis=1).tolist()]
+        widths = (most * _slices(site.inputs) for most, site in zip(self._most, self._sites, strict=True))
+        self._widest = max(widths, default=0)
+
+
+def _slices(inputs: int) -> int:
+    return 4 * -(-inputs // _SLICED)
 
 
 def _float32(view: Array) -> Float32:

@@ -17,12 +17,13 @@ from worker.models.compiled_program import CompiledProgram
 from worker.models.decoder import draft_hidden, hidden
 from worker.models.few_product import MOST, part_of_onednn
 from worker.models.kv_memory import KvMemory, slots_before
-from worker.models.low_rank import LowRank, NativeLowRank, PlainLowRank, Site
+from worker.models.low_rank import LowRank, NativeLowRank, PlainLowRank
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
 from worker.models.onednn_program import Buffers, Parts, Program, Rows
 from worker.models.onednn_weights import BoundWeights, NamedSlot
+from worker.models.packed_adapter import Site
 from worker.models.plain_program import PlainProgram
 from worker.models.rope import rope_table
 from worker.models.shard import Shard

@@ -12,7 +12,8 @@ from worker.device import tensors_over
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import Weights, collect, draft_hidden, hidden, is_norm
 from worker.models.kv_memory import slots_before
-from worker.models.low_rank import PlainLowRank, Site
+from worker.models.low_rank import PlainLowRank
+from worker.models.packed_adapter import Site
 from worker.models.paddle_ops import PaddleOps, rms_norm
 from worker.models.shard import Shard
 

@@ -9,7 +9,7 @@ from tests import family_cases
 from tests.engine_cases import ADAPTERS, Adapter, AdapterModule, hold_adapter
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
-from worker.models.low_rank import sites_of
+from worker.models.packed_adapter import sites_of
 
 CASES = sorted(path.name for path in ADAPTERS.iterdir())
 every_backend = pytest.mark.parametrize("backend", ["native", "mkl", "paddle"], indirect=True)

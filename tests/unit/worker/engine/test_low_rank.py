@@ -9,7 +9,8 @@ from tests.engine_cases import to_bits
 from weight_manager.layout import Span
 from worker.cpu import native
 from worker.engine.base import ForwardBatch
-from worker.models.low_rank import Factors, NativeLowRank, PlainLowRank, Site, rows_of
+from worker.models.low_rank import NativeLowRank, PlainLowRank, rows_of
+from worker.models.packed_adapter import Factors, Site
 
 SITES = (
     Site("qkv.weight", ("q", "k", "v"), 37, (70, 16, 33)),

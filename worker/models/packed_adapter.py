@@ -1,0 +1,176 @@
+"""An adapter as low_rank.c reads it: of each product A by inputs and B in chunks of outputs, in one piece of memory.
+
+The memory is made for huge pages: an adapter of all linears is read once a step, some hundred KiB for each product.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_manager.layout import Manifest, Span
+from worker.cpu.native import Native
+from worker.models.shard import Shard
+
+Array = npt.NDArray[Any]
+
+PARTS = 3
+"""Linears that one product may hold (q, k and v): PARTS of low_rank.c."""
+LANES, CHUNK = 16, 64
+"""Numbers worked on together; outputs of B that lie side by side, as in low_rank.c."""
+_LINE = 64
+"""Bytes in a cache line, or more elements than in one."""
+_Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
+
+FACTORS = np.dtype(
+    [
+        ("a", np.uint64),
+        ("scales", np.uint64),
+        ("b", np.uint64, PARTS),
+        ("rank", np.int64, PARTS),
+        ("ranks", np.int64),
+        ("narrow", np.int64),
+    ]
+)
+"""`Factors` of low_rank.c; a part without rank adds nothing."""
+
+
+class _Pack(ctypes.Structure):
+    """`Pack` of low_rank.c."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("source", "target", "turns")),
+        *((name, _Int) for name in ("count", "source_narrow", "target_narrow")),
+    ]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One product of the forward pass, and the linears (HF module names) whose rows lie one after the other in it.
+
+    inputs: of this rank. rows: of each linear, of this rank.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    inputs: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to a linear, this rank's part, as it lies in the array of a version: a [rank, inputs],
+    b [rows, rank].
+    """
+
+    a: Span
+    b: Span
+    scale: float
+
+
+class Packed(NamedTuple):
+    """One version. factors: [sites] of FACTORS. memory: what they point into. plan: whose."""
+
+    factors: Array
+    memory: Array
+    plan: "Packing"
+
+
+class Packing:
+    """How versions are copied that lie alike.
+
+    factors: [sites], places as elements from the start of the copy. turns: [matrices, 6], `Turn`s of low_rank.c. size:
+    elements of the copy. spare: that of a version that was let go; new memory would be cleared page by page.
+    """
+
+    def __init__(self, native: Native, sites: Sequence[Site], changes: Mapping[str, Factors]) -> None:
+        assert native.number("factors_bytes") == FACTORS.itemsize
+        assert native.number("pack_bytes") == ctypes.sizeof(_Pack)
+        assert native.number("turn_bytes") == 6 * ctypes.sizeof(_Int)
+        self._native = native
+        ranks = [[changes[m].a.shape[0] if m in changes else 0 for m in site.modules] for site in sites]
+        most = _whole(max(map(sum, ranks), default=0), LANES)
+        self._factors, self._scales = np.zeros(len(sites), FACTORS), np.zeros((len(sites), most), np.float32)
+        self._size, self._spare, turns = 0, [], []
+        for index, (site, of_parts) in enumerate(zip(sites, ranks, strict=True)):
+            together, before = sum(of_parts), 0
+            if not together:
+                continue
+            a, b = self._room(site.inputs * together + LANES), [0] * PARTS
+            for part, module in enumerate(site.modules):
+                if module not in changes:
+                    continue
+                change, rank, rows = changes[module], of_parts[part], site.rows[part]
+                b[part], whole = self._room(_whole(rows, LANES) * rank), rows // CHUNK * CHUNK
+                turns.append((change.a.start, a + before, rank, site.inputs, CHUNK, together))
+                turns.append((change.b.start, b[part], whole, rank, rank * CHUNK, CHUNK))
+                rest = change.b.start + whole * rank, b[part] + whole * rank, rows - whole
+                turns.append((*rest, rank, 0, _whole(rows - whole, LANES)))
+                self._scales[index, before : before + rank] = change.scale
+                before += rank
+            scales = self._scales.ctypes.data + index * self._scales.strides[0]
+            self._factors[index] = (a, scales, b, of_parts + [0] * (PARTS - len(of_parts)), together, 0)
+        self._turns = np.array(turns, np.int64).reshape(-1, 6)
+
+    def copy(self, flat: Array, *, narrow: bool) -> Packed:
+        """Of a version, on the thread that calls. narrow: as bfloat16, rounded where `flat` is float32."""
+        dtype = np.dtype(np.uint16 if narrow else np.float32)
+        spare = [memory for memory in self._spare if memory.dtype == dtype]
+        self._spare.clear()
+        memory = spare[0] if spare else _memory(self._size, dtype)
+        call = _Pack(
+            *(flat.ctypes.data, memory.ctypes.data, self._turns.ctypes.data),
+            *(len(self._turns), flat.dtype == np.uint16, narrow),
+        )
+        self._native.run_here("pack", ctypes.addressof(call))
+        factors = self._factors.copy()
+        for name in ("a", "b"):
+            factors[name] = factors[name] * np.uint64(dtype.itemsize) + np.uint64(memory.ctypes.data)
+        factors["narrow"] = narrow
+        return Packed(factors, memory, self)
+
+    def let_go(self, version: Packed) -> None:
+        """Its memory is for the next."""
+        self._spare[:] = [version.memory]
+
+    def _room(self, elements: int) -> int:
+        """Where so many begin; every matrix at the beginning of a cache line."""
+        start = self._size
+        self._size += _whole(elements, _LINE)
+        return start
+
+
+def sites_of(manifest: Manifest, shard: Shard) -> tuple[Site, ...]:
+    """The products that an adapter may change: attention's and dense MLPs', shared experts included.
+
+    Not among them: embedding and head, routers, routed experts, and the layer that drafts (what it proposes is judged
+    by the model with its adapter).
+    """
+    members: dict[str, list[str]] = {}
+    for p in manifest.parameters:
+        drafts = p.name.startswith("model.mtp_")
+        if p.name.endswith("_proj.weight") and p.split is not None and not drafts and ".experts." not in p.name:
+            members.setdefault(p.fused or p.name, []).append(p.name)
+    return tuple(
+        Site(
+            name,
+            tuple(weight.removesuffix(".weight") for weight in weights),
+            shard.shapes[name][1],
+            tuple(shard.shapes[weight][0] for weight in weights),
+        )
+        for name, weights in members.items()
+    )
+
+
+def _memory(size: int, dtype: np.dtype[Any]) -> Array:
+    """Of so many elements, in huge pages where it is large: numpy asks for them."""
+    memory = np.empty((size + _LINE) * dtype.itemsize, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
+def _whole(size: int, of: int) -> int:
+    return -(-size // of) * of
