@@ -118,7 +118,7 @@ static inline INLINE void ranks_of(const char *a, int64_t row, int64_t count, co
     for (int64_t f = 0; f < count; f++, a += row, x += x_step) {
         f32x16 ranks[VECTORS];
         for (int v = 0; v < vectors; v++) {
-            if (fetch) __builtin_prefetch(a + AHEAD + v * (narrow ? 32 : 64));
+            if (fetch) __builtin_prefetch(a + AHEAD + v * (narrow ? 32 : 64), 0, 2);
             ranks[v] = load_any(a, v * 16, narrow);
         }
         for (int t = 0; t < tokens; t++) {
@@ -199,7 +199,7 @@ static inline INLINE void outputs_of(const LowRank *s, const char *b, const char
     for (int64_t r = 0; r < rank; r++, b += step, ahead += step) {
         f32x16 there[TILES];
         for (int i = 0; i < tiles; i++) {
-            if (fetch) __builtin_prefetch(ahead + i * (narrow ? 32 : 64));
+            if (fetch) __builtin_prefetch(ahead + i * (narrow ? 32 : 64), 0, 2);
             there[i] = load_any(b, i * 16, narrow);
         }
         for (int t = 0; t < tokens; t++) {

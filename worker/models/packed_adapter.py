@@ -94,7 +94,8 @@ class Packing:
         ranks = [[changes[m].a.shape[0] if m in changes else 0 for m in site.modules] for site in sites]
         most = _whole(max(map(sum, ranks), default=0), LANES)
         self._factors, self._scales = np.zeros(len(sites), FACTORS), np.zeros((len(sites), most), np.float32)
-        self._size, self._spare, turns = 0, [], []
+        self._spare: list[Array] = []
+        self._size, turns = 0, []
         for index, (site, of_parts) in enumerate(zip(sites, ranks, strict=True)):
             together, before = sum(of_parts), 0
             if not together:

@@ -217,3 +217,45 @@ def test_float32_activations_are_read_as_the_bases_bfloat16():
     few = added(low_rank, SITES[0], x, batch_of([1] * 4))
     many = added(low_rank, SITES[0], to_bits(x), batch_of([1] * 4))
     assert np.array_equal(few, many)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("base", [False, True])
+def test_a_copy_is_bfloat16_where_the_base_or_the_adapter_is(base, sent):
+    """Half the bytes to read in a step; a float32 adapter over a float32 base stays as exact as it came."""
+    rng = np.random.default_rng(6)
+    low_rank = made("native", narrow=base)
+    changes = {"o": random_change(rng, SITES[1], 0, 24, narrow=sent)}
+    hold(low_rank, 1, changes)
+    x = wide(to_bits(rng.standard_normal((160, 3)).astype(np.float32)))
+    if base and not sent:
+        changes = {"o": changes["o"]._replace(a=to_bits(changes["o"].a), b=to_bits(changes["o"].b))}
+    want = expected(SITES[1], x, [1, 1, 1], {1: changes})
+    np.testing.assert_allclose(added(low_rank, SITES[1], x, batch_of([1, 1, 1])), want, rtol=1e-5, atol=1e-4)
+    assert low_rank._held[1].memory.itemsize == (2 if base or sent else 4)
+
+
+@pytest.mark.parametrize("inputs", [16, 576, 1040, 3000])
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (8, 8, 8), (64, 0, 3), (0, 0, 17), (16, 16, 16), (255, 256, 2)])
+def test_parts_of_any_rank_side_by_side(inputs, ranks):
+    """Also where a part is not changed at all, and with as many slices of the inputs as it takes."""
+    rng = np.random.default_rng(7)
+    site = Site("qkv.weight", ("q", "k", "v"), inputs, (65, 64, 130))
+    low_rank = NativeLowRank(made("native")._native, (site,), narrow=False)
+    changes = {
+        epoch: {
+            module: random_change(rng, site, part, rank)
+            for part, (module, rank) in enumerate(zip(site.modules, order, strict=True))
+            if rank
+        }
+        for epoch, order in enumerate((ranks, ranks[::-1]), 1)
+    }
+    for epoch, of_it in changes.items():
+        hold(low_rank, epoch, of_it)
+    epochs = [1, 2, 0, 2, 1, 1, 2]
+    x = rng.standard_normal((inputs, len(epochs))).astype(np.float32)
+    got, want = added(low_rank, site, x, batch_of(epochs)), expected(site, x, epochs, changes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    for t, epoch in enumerate(epochs):
+        if epoch:
+            assert np.array_equal(added(low_rank, site, x[:, [t]], batch_of([epoch]))[:, 0], got[:, t])
