@@ -17,9 +17,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
 from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
@@ -30,7 +31,7 @@ from worker.scheduler import Scheduler
 from worker.sequence import Version
 
 if TYPE_CHECKING:
-    from worker.leader import Leader  # which makes its `Stepping`
+    from worker.leader import Leader  # which makes its `Deciding` and `Stepping`
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class EventLoop:
 
     def agree(self) -> Order | None:
         """This tick's order, the same on every rank, and the verdict on what went before it."""
-        order = self._leader.decide() if self._leader else None
+        order = self._leader.deciding.decide() if self._leader else None
         if self._leader and order is None:
             return None  # nothing to tell: the other ranks sleep on
         order = self._signals.agree(order)
@@ -193,7 +194,7 @@ class EventLoop:
             return
         self._actions.settle(verdict.ok)
         if self._leader:
-            self._leader.settled(work.order, verdict)
+            self._leader.deciding.settled(work.order, verdict)
 
     def _recover(self, verdict: Verdict) -> None:
         self._step_error = ""
@@ -213,6 +214,81 @@ def _leave() -> None:
     log.critical("this rank's step failed and the other ranks' did not: leaving so that the replica restarts")
     logging.shutdown()
     os._exit(70)
+
+
+class Asker(Protocol):
+    """Who has something for all ranks to do: the store's commits, those of adapters, and calls of the API."""
+
+    def next_order(self) -> Order | None:
+        """The next thing; called only when no order is under way."""
+        ...
+
+    def settled(self, order: Order, verdict: Verdict) -> None:
+        """All ranks are through with an order of its own."""
+        ...
+
+
+class Deciding:
+    """Rank 0: which order the ranks get at a tick. One is under way at a time; who asked for it hears how it went."""
+
+    def __init__(
+        self,
+        askers: Callable[[], Sequence[Asker]],
+        *,
+        advance: Callable[[], None],
+        ended: Callable[[], bool],
+        settled: Callable[[Order, Verdict], None],
+        stepping: "Stepping",
+        actions: Actions,
+        heartbeat_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """askers: in the order in which they are asked. advance: time has passed. ended: whether the ranks are to stop.
+        settled: told after the asker.
+        """
+        self.hurry = False  # an order may follow at once on what has just happened
+        self.next_heartbeat = clock() + heartbeat_s
+        self._askers = askers
+        self._advance = advance
+        self._ended = ended
+        self._settled = settled
+        self._stepping = stepping
+        self._actions = actions
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._asker: Asker | None = None
+
+    def decide(self) -> Order | None:
+        """This tick's order; None = there is nothing to tell the ranks."""
+        self._advance()
+        order = self._next_order() if self._actions.work is None else None
+        self.hurry = order is not None
+        vote = self._actions.work is not None or self._stepping.unjudged
+        step = self._stepping.possible
+        now = self._clock()
+        if order is None and not vote and not step and now < self.next_heartbeat:
+            return None
+        self.next_heartbeat = now + self._heartbeat_s
+        self._stepping.unjudged = False
+        order = order or Order(Signal.PAUSE if self._stepping.paused else Signal.RUN)
+        return msgspec.structs.replace(order, vote=vote, step=step)
+
+    def settled(self, order: Order, verdict: Verdict) -> None:
+        """All ranks are through with an order."""
+        assert self._asker is not None
+        self._asker.settled(order, verdict)
+        self.hurry = True
+        self._settled(order, verdict)
+
+    def _next_order(self) -> Order | None:
+        if self._ended():
+            return Order(Signal.STOP)
+        for asker in self._askers():
+            order = asker.next_order()
+            if order is not None:
+                self._asker = asker
+                return order
+        return None
 
 
 class Interrupting:
@@ -264,6 +340,11 @@ class Stepping:
         self._admits = admits
         self.interrupting = interrupting
         self._clock = clock
+
+    @property
+    def paused(self) -> bool:
+        """Nothing runs because somebody wants it so."""
+        return self._lifecycle.state is WorkerState.PAUSED
 
     @property
     def possible(self) -> bool:

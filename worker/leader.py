@@ -1,11 +1,11 @@
-"""Rank 0: reads the inbox in its one order, decides each tick's order, and owes everyone their answer."""
+"""Rank 0: reads the inbox in its one order, and owes everyone their answer. Which order the ranks get is decided by
+what is made here and lives in event_loop.py.
+"""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-
-import msgspec
 
 from worker import channel
 from worker.adapter_membership import AdapterMembership
@@ -14,7 +14,7 @@ from worker.calls import Calls
 from worker.channel import Channel
 from worker.config import WorkerConfig
 from worker.draining import Draining
-from worker.event_loop import Interrupting, Stepping
+from worker.event_loop import Asker, Deciding, Interrupting, Stepping
 from worker.grammar import Grammars
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -34,7 +34,7 @@ from worker.messages import (
     Stats,
     Verify,
 )
-from worker.orders import Actions, Order, Phase, Signal, Verdict
+from worker.orders import Actions, Order, Phase, Verdict
 from worker.pausing import Pausing
 from worker.scheduler import Scheduler
 from worker.sequence import Telling
@@ -116,10 +116,17 @@ class Leader:
             clock=clock,
         )
         self._draining = Draining(scheduler, self._admission, send, clock)
-        self._next_heartbeat = clock() + config.heartbeat_s
+        self.deciding = Deciding(
+            self._askers,
+            advance=self._advance,
+            ended=self._ended,
+            settled=self._settled,
+            stepping=self.stepping,
+            actions=actions,
+            heartbeat_s=config.heartbeat_s,
+            clock=clock,
+        )
         self._announced_version: int | None = None
-        self._asker: Membership | Calls | AdapterMembership | None = None
-        self._more = False  # an order may follow at once on what has just happened
 
     # receive
 
@@ -144,12 +151,12 @@ class Leader:
                     self._drain(None, Drain("", self._config.drain_s))
 
     def _timeout(self) -> float:
-        hurry, self._more = self._more, False
+        hurry, self.deciding.hurry = self.deciding.hurry, False
         now = self._clock()  # before what follows looks at it: a moment that comes in between is not overslept
         if hurry or self.stepping.possible:
             return 0.0
         owners = (self.membership, self.adapters, self.pausing, self._draining)
-        due = [self._next_heartbeat, self._subscribers.due, *(t for t in [self.stepping.not_before] if t > now)]
+        due = [self.deciding.next_heartbeat, self._subscribers.due, *(t for t in [self.stepping.not_before] if t > now)]
         due += [t for owner in owners if (t := owner.next_deadline) is not None]
         polled = self._actions.work or self.stepping.unjudged or self._admission.compiling
         due += [now + _POLL_WORK_S] if polled else []
@@ -188,23 +195,7 @@ class Leader:
         else:
             self._admission.offer(origin, message, self._version)
 
-    # agree
-
-    def decide(self) -> Order | None:
-        """This tick's order; None = there is nothing to tell the ranks."""
-        self._advance()
-        order = self._next_order() if self._actions.work is None else None
-        self._more = order is not None
-        vote = self._actions.work is not None or self.stepping.unjudged
-        step = self.stepping.possible
-        now = self._clock()
-        if order is None and not vote and not step and now < self._next_heartbeat:
-            return None
-        self._next_heartbeat = now + self._config.heartbeat_s
-        self.stepping.unjudged = False
-        if order is None:
-            order = Order(Signal.PAUSE if self.lifecycle.state is WorkerState.PAUSED else Signal.RUN)
-        return msgspec.structs.replace(order, vote=vote, step=step)
+    # agree: event_loop.Deciding, with this
 
     def _advance(self) -> None:
         self.membership.advance()
@@ -213,28 +204,23 @@ class Leader:
         self._admission.flush()
         self.counters["aborted_by_drain"] += self._draining.advance(self._version)
 
-    def _next_order(self) -> Order | None:
-        if self._draining.over:
-            self.reply()  # the last tokens leave before the last answer
-            self._draining.finish()
-            self.membership.leave()
-            self.lifecycle.apply(Event.STOP, "drained")
-            return Order(Signal.STOP)
-        askers: list[Membership | Calls | AdapterMembership] = [self.membership, self.adapters, self._calls]
+    def _askers(self) -> list[Asker]:
+        askers: list[Asker] = [self.membership, self.adapters, self._calls]
         if self._calls.under_way:  # a commit prepared between two phases of a reload would flip other weights
             askers.reverse()
-        for asker in askers:
-            order = asker.next_order()
-            if order is not None:
-                self._asker = asker
-                return order
-        return None
+        return askers
 
-    def settled(self, order: Order, verdict: Verdict) -> None:
-        """All ranks are through with an order."""
-        assert self._asker is not None
-        self._asker.settled(order, verdict)
-        self._more = True
+    def _ended(self) -> bool:
+        """Whether a drain is over: the ranks stop, and whoever is owed something has it."""
+        if not self._draining.over:
+            return False
+        self.reply()  # the last tokens leave before the last answer
+        self._draining.finish()
+        self.membership.leave()
+        self.lifecycle.apply(Event.STOP, "drained")
+        return True
+
+    def _settled(self, order: Order, verdict: Verdict) -> None:
         self.pausing.reapply()
         if verdict.ok and order.phase is Phase.MAP and order.live:
             self.membership.beat()

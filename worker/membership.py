@@ -330,7 +330,7 @@ class Membership:
         self.session = None
         self.known = session.live
         if "weights" not in self._actions.released:
-            self._scheduler.on_update(session.in_flight, session.live.version, session.live.epoch)
+            update_sequences(self._scheduler, session.in_flight, session.live.version, session.live.epoch)
             self.mapped(session.live)
 
     def _stall(self, session: Session) -> float:
@@ -340,3 +340,12 @@ class Membership:
         """Serve what was live before the session."""
         self._orders.append(Order(Signal.UPDATE, Phase.ROLLBACK, session=session.id))
         self.session = None
+
+
+def update_sequences(scheduler: Scheduler, policy: InFlight, version: int, epoch: int) -> None:
+    """New weights are final: what becomes of sequences that run. "keep" goes on with old KV, "recompute" computes it
+    again from the tokens, "abort" ends what has begun (the queue stays); "wait" has drained them, and does as "keep".
+    """
+    if policy == "abort":  # before the version moves: an empty output belongs to the weights it waited under
+        scheduler.abort_begun()
+    scheduler.enter(version, epoch, recompute=policy == "recompute")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from rollout_client.protocol import AdapterInFlight, InFlight
+from rollout_client.protocol import AdapterInFlight
 from worker.batcher import Batcher, Step, StepRow
 from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
@@ -278,17 +278,18 @@ class Scheduler:
         outputs, self._outputs = self._outputs, {}
         return outputs
 
-    def on_update(self, policy: InFlight, version: int, epoch: int) -> None:
-        """New weights are final. "keep" goes on with old KV, "recompute" computes it again from the tokens, "abort"
-        ends what has begun (the queue stays); "wait" has been drained by the caller and does what "keep" does.
-        """
+    def abort_begun(self) -> None:
+        """End what has begun under the weights that are served; what waits stays."""
         self.discard()
-        if policy == "abort":  # before the version moves: an empty output belongs to the weights it waited under
-            for request in [r for r in self._requests if any(s.begun for s in r.live)]:
-                self._end_request(request, "abort")
+        for request in [r for r in self._requests if any(s.begun for s in r.live)]:
+            self._end_request(request, "abort")
+
+    def enter(self, version: int, epoch: int, *, recompute: bool) -> None:
+        """New weights are final. recompute: what runs computes its KV again from the tokens, else it keeps it."""
+        self.discard()
         self._version = version
         self._batcher.enter(epoch)
-        if policy == "recompute":
+        if recompute:
             self._recompute()
 
     @property
@@ -297,7 +298,7 @@ class Scheduler:
         return self._adapters.by_name
 
     def adapter_live(self, name: str, version: int, epoch: int, policy: AdapterInFlight) -> None:
-        """A version of an adapter is final. What becomes of its sequences that have begun: as of all in `on_update`;
+        """A version of an adapter is final. What becomes of its sequences that have begun: as of all at an update;
         "finish": they stay with the version that they began with.
         """
         self.discard()

@@ -125,7 +125,10 @@ class Sequences:
         self.begun: list[tuple[str, int]] = []  # name and epoch of each
         self._closed: set[str] = set()
 
-    def on_update(self, *_: object) -> None:
+    def abort_begun(self) -> None:
+        pass
+
+    def enter(self, *_: object, recompute: bool) -> None:
         pass
 
     def turn(self, rng: random.Random) -> None:
@@ -272,7 +275,7 @@ class Replica:
         self._soon(lambda: self.membership.take(message))
 
     def _turn(self) -> None:
-        """advance -> next order, as worker/leader.py decides it."""
+        """advance -> next order, as worker/event_loop.py decides it."""
         self.membership.advance()
         self.adapters.advance()
         while self.work is None and (order := self.membership.next_order() or self.adapters.next_order()) is not None:

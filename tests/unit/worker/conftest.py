@@ -18,6 +18,7 @@ from worker.engine.base import EngineSpec, Float32, ForwardBatch
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
 from worker.logit_edits import LogitEdits
+from worker.membership import update_sequences
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
 from worker.row_sampler import RowSampler
 from worker.sampler import Draw, Pick, Sampler
@@ -122,7 +123,7 @@ class Rig:
 
     def update(self, policy: Any, version: int) -> None:
         self.bind(version)
-        self.scheduler.on_update(policy, version, self.epoch)
+        update_sequences(self.scheduler, policy, version, self.epoch)
         self.collect()
 
     def adapter(self, name: str, version: int, policy: Any = "keep") -> None:

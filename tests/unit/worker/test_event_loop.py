@@ -41,6 +41,7 @@ class ScriptedLeader:
     def __init__(self, orders):
         self.orders, self.settlements, self.failures = list(orders), [], []
         self.stepping = self
+        self.deciding = self
         self.lifecycle = self
 
     def receive(self): ...

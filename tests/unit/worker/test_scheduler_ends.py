@@ -45,7 +45,7 @@ def test_what_comes_between_schedule_and_apply_throws_the_step_away(rig: MakeRig
     for upset in (
         lambda scheduler: scheduler.abort(None),
         lambda scheduler: scheduler.fail_all("broken"),
-        lambda scheduler: scheduler.on_update("recompute", 1, 101),
+        lambda scheduler: scheduler.enter(1, 101, recompute=True),
         lambda scheduler: scheduler.clear_cache(keep_running=False),
     ):
         replica = rig()
