@@ -1,27 +1,307 @@
-"""What every data route does around its own names: wait for samples while the client is there, whole or as they come,
-and count tokens."""
+"""How a data route answers, around its own names: with whole samples, or as they come in server-sent events, framed as
+the OpenAI SDKs read them. Either way the client is watched: what it asked for is given up when it goes away.
+
+A token costs its stream an event, and most of what an event costs is the write to its socket. So nothing wakes up for
+it: what came in one message of a replica is written by one callback, for all streams one after the other.
+
+    replica's message -> Sample of each flight -> Arrivals of each stream -> Outlet, when all that came is taken in
+    -> TokenStream: events of what is new, written at once
+
+The task of a stream waits meanwhile, and does what takes waiting: the first event, which the status goes before; events
+that a slow client keeps from being written, which become fewer and larger as it lets us wait; and the end.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from starlette.requests import Request
+import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from api.flight import Sample
-from api.generation import Ask, Job
+from api.connections import WRITE_NOW
+from api.errors import ApiError, status_of
+from api.generation import Arrivals, Ask, Flight, Generations, Job, Sample
 from api.replies import Json
-from api.service import Service
-from api.sse import TokenStream, Writer, while_connected
+from worker.messages import Chunk
+
+if TYPE_CHECKING:
+    from api.service import Service  # which has the process's `Outlet`
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_S = 10.0
+"""Silence after which a comment is sent: proxies cut what says nothing for a minute, and pauses take longer."""
+to_json = msgspec.json.Encoder().encode
 
 
-async def whole(request: Request, service: Service, ask: Ask) -> tuple[Job, list[list[Sample]]]:
+def event(payload: Any) -> bytes:
+    """One data event."""
+    return b"data: " + to_json(payload) + b"\n\n"
+
+
+HOLE = secrets.token_hex(16)
+"""Stands in a payload for what differs between its events; no client can guess it."""
+
+
+class Frame:
+    """Data events of payloads that differ in one place: what is around it is written once."""
+
+    def __init__(self, payload: Any) -> None:
+        """payload: with HOLE in that place."""
+        self._before, self._after = event(payload).split(to_json(HOLE))
+
+    def event(self, filling: Any) -> bytes:
+        """The event with this in that place."""
+        return self._before + to_json(filling) + self._after
+
+
+class Stream(Response):
+    """A reply of server-sent events; what it says is its subclass's.
+
+    The status goes out with the first event, so a request that never ran is a plain HTTP error, unless it took
+    KEEP_ALIVE_S to find out: then a comment has gone ahead. Later errors become an `error` event, which has the
+    status. late_headers: asked for when the status goes out.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, late_headers: Callable[[], dict[str, str]] = dict) -> None:
+        self._late_headers = late_headers
+        self._lock = asyncio.Lock()  # the status goes out once, and before any event
+        self._begun = False
+        self._sent = 0.0  # loop time of the last bytes
+        self._write_now: Callable[[bytes], bool] | None = None
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        self._write_now = (scope.get("extensions") or {}).get(WRITE_NOW)
+        self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(ClientDisconnect):
+            await while_connected(receive, self._pump(send))
+
+    async def _say(self, send: Send) -> None:
+        """All events, with `_send`. Cancelled when the client goes away."""
+        raise NotImplementedError
+
+    async def _pump(self, send: Send) -> None:
+        self._sent = self._loop.time()
+        alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            await self._say(send)
+        except ApiError as error:
+            if not self._begun:
+                raise
+            body = {"message": error.message, "type": type(error).__name__, "code": error.code}
+            await self._send(send, event({"error": body | {"status": status_of(error)}}) + DONE)
+        finally:
+            alive.cancel()
+            (ended,) = await asyncio.gather(alive, return_exceptions=True)
+            if isinstance(ended, Exception) and not isinstance(ended, OSError):  # OSError: the client has gone
+                log.error("comments could not be sent on a stream", exc_info=ended)
+        await self._send(send, b"", last=True)
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            left = self._sent + KEEP_ALIVE_S - self._loop.time()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self._send(send, KEEP_ALIVE)
+
+    def _sent_now(self, data: bytes) -> bool:
+        """Whether these events could be written at once; if not they are for `_send`."""
+        if not self._begun or self._write_now is None or not self._write_now(data):
+            return False
+        self._sent = self._loop.time()
+        return True
+
+    async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
+        if not self._begun:
+            async with self._lock:
+                await self._begin(send)
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._sent = self._loop.time()
+
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            headers = [(k.encode(), v.encode()) for k, v in self._late_headers().items()]
+            headers += self.raw_headers
+            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+            self._begun = True
+
+
+class EventStream(Stream):
+    """Sends what a generator yields, closes the generator when the client goes away.
+
+    A generator starts its work when it is first asked, so one that is never asked leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        late_headers: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        super().__init__(late_headers)
+        self._events = events
+
+    async def _say(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await self._send(send, data)
+        finally:
+            await self._events.aclose()
+
+
+class Writer(Protocol):
+    """Says in a dialect's words what a stream is to say. Nothing in it waits."""
+
+    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+        """Events of what a sample has got. number: of its prompt among those of all jobs."""
+
+    def end(self, job: Job) -> bytes:
+        """What follows when all is said. job: the first."""
+
+
+class Outlet:
+    """Streams that have something to say: they say it once everything that has come is taken in.
+
+    What a link reads in a row is taken in before any callback runs, so a process that is behind says more at a time.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[Callable[[], None]] = []
+
+    def add(self, say: Callable[[], None]) -> None:
+        """Call it soon."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._go)
+        self._due.append(say)
+
+    def _go(self) -> None:
+        due, self._due = self._due, []
+        for say in due:
+            try:
+                say()
+            except Exception:  # the others have theirs to say
+                log.exception("a stream could not be written")
+
+
+class TokenStream(Stream):
+    """Starts what is asked for when it is sent itself, and says it with a writer."""
+
+    def __init__(
+        self,
+        asks: Sequence[Ask],
+        writer: Writer,
+        generations: Generations,
+        outlet: Outlet,
+        late_headers: Callable[[], dict[str, str]],
+    ) -> None:
+        super().__init__(late_headers)
+        self._asks = asks
+        self._writer = writer
+        self._generations = generations
+        self._outlet = outlet
+        self._arrivals = Arrivals(self._stirred)
+        self._prompts: dict[Flight, tuple[Job, int]] = {}
+        self._flying = 0
+        self._unsent: list[bytes] = []
+        self._failed: Exception | None = None
+        self._wake: asyncio.Future[None] | None = None
+        """The task waits for it; until it is done, what comes is written without the task."""
+
+    async def _say(self, send: Send) -> None:
+        with ExitStack() as stack:
+            jobs = [stack.enter_context(self._generations.submit(ask)) for ask in self._asks]
+            flights = [(flight, job) for job in jobs for flight in job.flights]
+            self._prompts = {flight: (job, number) for number, (flight, job) in enumerate(flights)}
+            self._flying = len(flights)
+            for job in jobs:
+                job.watch(self._arrivals)
+            while True:
+                self._write()
+                if self._unsent:
+                    data, self._unsent = b"".join(self._unsent), []
+                    await self._send(send, data)
+                elif self._failed is not None:
+                    raise self._failed
+                elif not self._flying:
+                    break
+                else:
+                    self._wake = self._loop.create_future()
+                    await self._wake
+            await self._send(send, self._writer.end(jobs[0]))
+
+    def _stirred(self) -> None:
+        self._outlet.add(self._say_now)
+
+    def _say_now(self) -> None:
+        """What has come, without an await where that can be; else the task goes on with it."""
+        if self._wake is None or self._wake.done():  # it is at work, and looks again before it waits
+            return
+        if self._begun:
+            self._write()
+            if self._flying and self._failed is None and (not self._unsent or self._sent_now(b"".join(self._unsent))):
+                self._unsent.clear()
+                return
+        self._wake.set_result(None)
+
+    def _write(self) -> None:
+        """Events of all that is new, after those that are there already. What fails ends the stream after them."""
+        if self._failed is not None:
+            return
+        try:
+            for update in self._arrivals.take():
+                job, number = self._prompts[update[0]]
+                if (chunk := job.check(update)) is None:
+                    self._flying -= 1
+                else:
+                    self._unsent.append(self._writer.event(job, number, chunk))
+        except Exception as error:  # an ApiError has been foreseen; anything else is for whoever answers for the reply
+            self._failed = error
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, unless the client goes away first: then it is cancelled, and ClientDisconnect raised."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(request: Request, service: "Service", ask: Ask) -> tuple[Job, list[list[Sample]]]:
     """Run a request to its end: the job, and its samples per prompt. Given up when the client goes away."""
     with service.generations.submit(ask) as job:
         return job, await while_connected(request.receive, job.samples())
 
 
-def streamed(service: Service, asks: Sequence[Ask], writer: Writer) -> Response:
+def streamed(service: "Service", asks: Sequence[Ask], writer: Writer) -> Response:
     """Run requests, and say what they get as they get it. Given up when the client goes away."""
     return TokenStream(asks, writer, service.generations, service.outlet, lambda: live_header(service))
 
@@ -55,7 +335,7 @@ def usage(
     }
 
 
-def live_header(service: Service) -> dict[str, str]:
+def live_header(service: "Service") -> dict[str, str]:
     """X-Weight-Version of a stream: what is live as it begins; its events say what made each token."""
     live = service.weights.live
     return {} if live is None else {"x-weight-version": str(live.version)}

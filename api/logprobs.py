@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from api.flight import Sample
+from api.generation import Sample
 from api.model import Model
 from worker.messages import Chunk
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from api.config import ApiConfig
 from api.errors import Conflict, EngineFailed, NotFound, Unavailable
-from api.flight import Flight
+from api.generation import Flight
 from api.intents import Intents
 from api.link import Link, LinkDown
 from api.members import Members

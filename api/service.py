@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import Depends, Request
 
 from api.adapter_names import AdapterNames
+from api.answering import Outlet
 from api.background import kept
 from api.config import ApiConfig
 from api.control import Control
@@ -22,7 +23,6 @@ from api.processes.peers import Peers
 from api.processes.rates import SharedRateLimit
 from api.rate_limit import RateLimit
 from api.replicas import Fleet
-from api.sse import Outlet
 from api.versions import VersionNames
 from api.weight_checks import WeightChecks
 from api.weights import Weights

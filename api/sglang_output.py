@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.errors import BadInput
-from api.flight import Sample
-from api.generation import Job
+from api.generation import Job, Sample
 from api.model import Model
 from api.schemas.sglang import SglangSampling
 from api.schemas.vllm_sampling import stops_of

@@ -10,10 +10,10 @@ import httpx
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from api.answering import while_connected
 from api.errors import ApiError, TimedOut, Unavailable
 from api.processes.forwarding import ABORT, CLIENT, AbortHere
 from api.processes.peers import Peers
-from api.sse import while_connected
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,12 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import replied, streamed, usage, whole
+from api.answering import DONE, event, replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import of_chat
 from api.errors import BadInput
-from api.flight import Sample
-from api.generation import Ask, Job
+from api.generation import Ask, Job, Sample
 from api.logprobs import TokenNames
 from api.model import Model
 from api.openapi import IF_ASKED
@@ -25,7 +24,6 @@ from api.reading.thinking import opened_by
 from api.schemas.base import ERRORS
 from api.schemas.openai import ChatRequest, ChatResponse, ChatTokensRequest, NamedTool
 from api.service import Service, Uses
-from api.sse import DONE, event
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 

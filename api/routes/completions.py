@@ -8,19 +8,17 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import replied, streamed, usage, whole
+from api.answering import DONE, event, replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
-from api.flight import Sample
-from api.generation import Ask, Job
+from api.generation import Ask, Job, Sample
 from api.logprobs import TextOffsets, TokenNames
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids, truncated
 from api.schemas.base import ERRORS
 from api.schemas.openai import COMPLETION_TOKENS, CompletionRequest, CompletionResponse
 from api.service import Service, Uses
-from api.sse import DONE, event
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 

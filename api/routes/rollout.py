@@ -7,20 +7,18 @@ import msgspec
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
-from api.answering import replied, streamed, usage, whole
+from api.answering import DONE, HOLE, Frame, replied, streamed, usage, whole
 from api.auth import require_admin, require_data
 from api.bad_words import banned
 from api.constrained import constrained
 from api.errors import BadInput, Conflict
-from api.flight import Sample
-from api.generation import Ask, Job
+from api.generation import Ask, Job, Sample
 from api.model import Model
 from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
 from api.schemas.base import ERRORS, Version
 from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
-from api.sse import DONE, HOLE, Frame
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk, Span
 

@@ -8,14 +8,13 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from api import sglang_output
-from api.answering import replied, streamed
+from api.answering import DONE, event, replied, streamed, while_connected
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
 from api.constraint import Constraint
 from api.errors import BadInput
-from api.flight import Sample
-from api.generation import Ask, Job
+from api.generation import Ask, Job, Sample
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import explain
@@ -25,7 +24,6 @@ from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, Sg
 from api.schemas.vllm_sampling import VllmSampling
 from api.service import Service, Uses
 from api.sglang_output import TextSoFar, Wanted
-from api.sse import DONE, event, while_connected
 from worker.messages import Chunk
 
 router = APIRouter(tags=["sglang"], responses=ERRORS, dependencies=[Depends(require_data)])

@@ -6,19 +6,17 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import replied, streamed, usage, whole
+from api.answering import DONE, event, replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
 from api.errors import BadInput
-from api.flight import Sample
-from api.generation import Ask, Job
+from api.generation import Ask, Job, Sample
 from api.openapi import IF_ASKED
 from api.schemas.base import ERRORS, MAX_TOP
 from api.schemas.openai import StreamOptions
 from api.schemas.tokens import TokenRequest, TokenResponse
 from api.service import Service, Uses
-from api.sse import DONE, event
 from worker.messages import Chunk
 
 router = APIRouter(tags=["vllm"], responses=ERRORS, dependencies=[Depends(require_data)])

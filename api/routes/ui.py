@@ -16,12 +16,12 @@ from fastapi import APIRouter, Depends
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api import snapshot
+from api.answering import EventStream, event
 from api.auth import require_data
 from api.openapi import ALWAYS
 from api.schemas.base import ERRORS
 from api.schemas.ui import Snapshot
 from api.service import Service, Uses
-from api.sse import EventStream, event
 
 root = APIRouter()
 router = APIRouter(prefix="/ui", tags=["status page"], responses=ERRORS)

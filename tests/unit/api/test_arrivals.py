@@ -1,7 +1,6 @@
 """What a reader of a stream gets: everything, in order, in as few chunks as it was slow."""
 
-from api.flight import LANDED, Flight
-from api.generation import Arrivals
+from api.generation import LANDED, Arrivals, Flight
 from worker.messages import Chunk, Generate, SamplingParams, Span
 
 

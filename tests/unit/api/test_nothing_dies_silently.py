@@ -7,7 +7,7 @@ import pytest
 
 from api import background, link
 from api.errors import EngineFailed
-from api.flight import Flight
+from api.generation import Flight
 from worker.messages import Generate, SamplingParams
 
 URL = "/v1/rollout/generate"

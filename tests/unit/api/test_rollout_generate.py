@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.app import create_app
-from api.flight import Flight
+from api.generation import Flight
 from api.schemas.rollout import GenerateResponse
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, Tokens
 

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from api.answering import DONE
 from api.app import create_app
 from api.connections import WRITE_NOW
-from api.sse import DONE
-from tests.unit.api.test_sse import Connection
+from tests.unit.api.test_answering import Connection
 from worker.messages import Chunk
 
 TOKENS = 6

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from api import sse
+from api import answering
+from api.answering import DONE, KEEP_ALIVE, EventStream, event
 from api.app import create_app
 from api.errors import Conflict
-from api.sse import DONE, KEEP_ALIVE, EventStream, event
 from worker.messages import Generate
 
 SILENCE_S = 0.05
@@ -16,7 +16,7 @@ SILENCE_S = 0.05
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", SILENCE_S)
+    monkeypatch.setattr(answering, "KEEP_ALIVE_S", SILENCE_S)
 
 
 class Connection:
@@ -96,7 +96,7 @@ async def test_one_that_is_frozen_in_the_middle_does_too(client, service, replic
 
 
 async def test_a_busy_one_has_no_need(client, service, replicas, until, monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 1.0)  # of 1.4 s in all; a busy machine may stand still for a while
+    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 1.0)  # of 1.4 s in all; a busy machine may stand still for a while
     for replica in replicas:
         replica.gate = asyncio.Semaphore(0)
     connection, task = opened(service, "/v1/rollout/generate", {"prompt": "A", "max_tokens": 12})
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_meanwhile_is_noticed(client, service, replic
 async def test_an_error_before_the_first_comment_is_a_plain_one(service):
     body = {"prompt": "A", "min_weight_version": 9, "version_timeout_s": 0.01}
     # The fleet looks at deadlines four times a second.
-    sse.KEEP_ALIVE_S = 5.0
+    answering.KEEP_ALIVE_S = 5.0
     connection, task = opened(service, "/v1/completions", body)
     await task
     assert connection.status == 409
