@@ -43,6 +43,7 @@ REPLICA_COUNTERS: Mapping[str, tuple[str, str]] = {
     "spec_accepted": ("spec_accepted_tokens", "proposed tokens that were kept; over the drafted ones, acceptance"),
     "steps": ("steps", "engine steps"),
     "discarded_steps": ("discarded_steps", "engine steps whose result was thrown away"),
+    "former_steps": ("former_steps", "engine steps of scores under the version before the live one"),
     "interrupted_steps": ("interrupted_steps", "engine steps given up for a weight update, and done again"),
     "fenced_steps": ("fenced_steps", "engine steps discarded because the weights below had been given away"),
     "engine_errors": ("engine_errors", "engine steps that failed"),

@@ -1,11 +1,13 @@
 """Whether tokens and logprobs have the same bits however requests are served, on a real model.
 
     python -m benchmarks.numerics.bits [--requests 200] [--tokens 12] [--dtype float32 bfloat16] [--only CONDITION ...]
+        [--kept FILE]
 
 Each request, with a prompt and a seed of its own, is served alone; then all are served 64 at a time, with so few KV
 blocks that sequences are preempted, from a warm prefix cache, in steps of few tokens so that prompts are cut, and by
 another process with another number of threads; and what was sampled is scored. Ids must be equal and logprobs to the
-last bit. Ends with status 1 when any differs, or when a condition did not come about.
+last bit. Ends with status 1 when any differs, or when a condition did not come about. All of it takes some ten minutes
+a dtype on two cores; --only takes some of the conditions, and --kept keeps what was answered alone for the next ones.
 """
 
 import argparse
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS))
+    parser.add_argument("--kept", type=Path, help="a file for answers alone, of runs of the same code")
     parser.add_argument("--replica", action="store_true", help="tell the answers 64 at a time, as JSON")
     args = parser.parse_args()
     from worker.cpu.tuning import tune
@@ -58,7 +61,7 @@ def main() -> None:
         if args.replica:
             print(json.dumps(replica.served(64)[0]))
             continue
-        alone, _ = replica.served(1, one_by_one=True)
+        alone = replica.alone(args.kept.with_suffix(f".{dtype}.json") if args.kept else None)
         for condition in args.only:
             found, came_about = replica.under(condition, args)
             differing = sum(one != other for one, other in zip(found, alone, strict=True))
@@ -82,6 +85,16 @@ class Replica:
             for i in range(requests)
         ]
         self._tokens, self._dtype = tokens, dtype
+
+    def alone(self, kept: Path | None) -> list[Answer]:
+        """Of each request, served with no other; those that are kept already are not served again."""
+        text = kept.read_text() if kept and kept.exists() else "[]"
+        found: list[Answer] = [(ids, hexes) for ids, hexes in json.loads(text)][: len(self._prompts)]
+        for i in range(len(found), len(self._prompts)):
+            found += self.served(1, only=[i])[0]
+            if kept:
+                kept.write_text(json.dumps(found))
+        return found
 
     def under(self, condition: str, args: argparse.Namespace) -> tuple[list[Answer], float]:
         """The answers, and how often what the condition is named for came about."""
@@ -113,7 +126,6 @@ class Replica:
         blocks: int | None = None,
         most: int = 1024,
         again: bool = False,
-        one_by_one: bool = False,
         only: Sequence[int] | None = None,
         counts: str = "",
     ) -> tuple[list[Answer], float]:
@@ -123,14 +135,13 @@ class Replica:
         chosen = list(range(len(self._prompts)) if only is None else only)
         scheduler = self._scheduler(batch, blocks, most, cache=again)
         for _ in range(1 + again):
-            found: dict[int, Answer] = {}
-            for group in [[i] for i in chosen] if one_by_one else [chosen]:
-                wanted = {
-                    i: (self._prompts[i], SamplingParams(max_tokens=self._tokens, seed=i, ignore_eos=True))
-                    for i in group
-                }
-                for i, chunk in self._run(scheduler, wanted).items():
-                    found[i] = list(chunk.token_ids), [p.hex() for p in chunk.logprobs]
+            wanted = {
+                i: (self._prompts[i], SamplingParams(max_tokens=self._tokens, seed=i, ignore_eos=True)) for i in chosen
+            }
+            found = {
+                i: (list(chunk.token_ids), [p.hex() for p in chunk.logprobs])
+                for i, chunk in self._run(scheduler, wanted).items()
+            }
         return [found[i] for i in chosen], scheduler.counters[counts] if counts else 1
 
     def _scored(self, answers: list[Answer]) -> list[Answer]:

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+
+from worker.messages import SamplingParams
+from worker.sampler import Sampler
 
 MakeRig = Callable[..., Any]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -270,3 +274,71 @@ def test_a_rollback_swaps_them(rig: MakeRig) -> None:
     replica.run()
     assert told(replica, "score") == (before, 0)
     assert told(replica, "other")[1] == 1
+
+
+def test_an_adapter_over_the_former_version_scores_what_it_sampled(rig: MakeRig) -> None:
+    replica = rig()
+    replica.adapter("a", 0)
+    tokens, before = sampled(replica, adapter="a")
+    replica.update("keep", 1)
+    for name, adapter in (("adapted", "a"), ("base", "")):
+        pinned(replica, name, tokens, 0, adapter=adapter)
+    replica.run()
+    assert told(replica, "adapted") == (before, 0)
+    assert told(replica, "base")[0] != before
+    assert replica.results["adapted", 0].spans[-1].adapter_version == 0
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"repetition_penalty": 1.5}])
+def test_what_drafts_had_a_part_in_has_the_scores_it_was_sampled_with(rig: MakeRig, how: dict[str, Any]) -> None:
+    replica = rig(speculative=True, max_tokens=16, max_batch=8)
+    tokens, logprobs = sampled(replica, **how)
+    assert score(replica, tokens, **how) == logprobs
+    replica.update("keep", 1)
+    pinned(replica, "former", tokens, 0, **how)
+    replica.run()
+    assert told(replica, "former") == (logprobs, 0)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_mixture_of_requests_updates_and_pushes_scores_the_version_it_names_or_none(
+    rig: MakeRig, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    replica = rig(num_blocks=int(rng.integers(16, 40)), max_tokens=int(rng.choice([6, 16])), max_batch=5)
+    wanted: dict[str, int] = {}
+    for number in range(60):
+        name = f"{number}"
+        tokens = rng.integers(0, 32, int(rng.integers(1, 20))).tolist()
+        match rng.choice(
+            ["score", "generate", "step", "update", "push", "abort"], p=[0.3, 0.15, 0.35, 0.1, 0.05, 0.05]
+        ):
+            case "score":
+                wanted[name] = max(0, replica.version - int(rng.integers(0, 3)))
+                pinned(replica, name, tokens, wanted[name], priority=int(rng.integers(2)))
+            case "generate":
+                replica.add(name, tokens, max_tokens=int(rng.integers(1, 20)), seed=number, stream=True)
+            case "step":
+                for _ in range(int(rng.integers(1, 8))):
+                    replica.step()
+            case "update":
+                replica.update(str(rng.choice(["keep", "recompute", "abort"])), replica.version + 1)
+            case "push":
+                replica.former = None
+            case "abort":
+                replica.scheduler.abort({str(int(rng.integers(number + 1)))})
+                replica.collect()
+    replica.run()
+    sampler, how = Sampler(32), SamplingParams(prompt_logprobs=0)
+    for name, version in wanted.items():
+        last = replica.results[name, 0].last
+        if last.finish == "length":
+            known, at = replica.sent[name].prompt_ids, len(PROMPT)
+            rows = np.stack([replica.logits(known[:i], [version] * i) for i in range(at, len(known))])
+            assert last.prompt_logprobs == sampler.score(rows, known[at:], how)
+            assert last.spans[-1].version == version
+        else:
+            assert (last.finish, last.fault) in (("error", "version"), ("abort", ""))
+    for name in replica.sent.keys() - wanted.keys():
+        if replica.results[name, 0].last.finish == "length":
+            replica.check_replay(name)

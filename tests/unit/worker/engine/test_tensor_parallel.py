@@ -62,6 +62,22 @@ def test_one_two_and_four_ranks_have_the_same_bits():
     assert _told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_scheduled():
+    """Chunks, the prefix cache, preemption, penalties, scores: other ones on each number of ranks."""
+    runs = [_told(tp, "tp_requests_rank.py", "4", str(seed), "llama") for tp, seed in ((1, 1), (1, 2), (2, 3), (4, 4))]
+    first, *others = ({case: answers for case, (answers, _) in run.items()} for run in runs)
+    assert len(first) == 2
+    assert all(other == first for other in others)
+    befell = [counters for run in runs for _, counters in run.values()]
+    assert all(counters["prefix_hits"] for counters in befell)
+    assert any(counters["preempted"] for counters in befell)
+    assert len({counters["most"] for counters in befell}) > 1
+    alone = _told(1, "tp_requests_rank.py", "1", "1", "llama")
+    assert {case: answers for case, (answers, _) in alone.items()} != first, "sums do not depend on their order"
+
+
 def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, tmp_path):
     """What they sum must be of one size. Of the MLP, 48 are a width for few tokens' products, the other 49 are not."""
     Checkpoint.random(tmp_path / "odd", 0, intermediate_size=97)
