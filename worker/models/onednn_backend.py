@@ -115,7 +115,7 @@ class OneDnnBackend:
         if self.deterministic.on and not self._same_few():
             self._few, self._alone = False, 16
         few = self._part_of if self._few else None
-        self._experts = RoutedExperts(self._dnn, self._weights, shard, self._columns, self._native, few)
+        self._experts = RoutedExperts(self._dnn, self._weights, self._columns, self._native, few)
         self._parts = Parts(
             self._dnn,
             spec,

@@ -9,16 +9,15 @@ import numpy.typing as npt
 
 from weight_manager.families.spec import MoeSpec
 from worker.cpu.native import Native
-from worker.cpu.onednn import ADD, MUL, SWISH, OneDnn, Slot, combine, eltwise
+from worker.cpu.onednn import MUL, SWISH, OneDnn, Slot, combine, eltwise
 from worker.engine.base import Float32
 from worker.models.compiled_program import gating
-from worker.models.decoder import Experts, Linear
+from worker.models.decoder import Experts
 from worker.models.few_product import GATED, MOST, SET, FewProduct
 from worker.models.onednn_weights import BoundWeights, NamedSlot
-from worker.models.shard import Shard
+from worker.models.single_program import PartOf
 
 Rows = npt.NDArray[Any]
-PartOf = Callable[[NamedSlot], int]
 
 
 class RoutedExperts:
@@ -32,12 +31,11 @@ class RoutedExperts:
         self,
         dnn: OneDnn,
         weights: BoundWeights,
-        shard: Shard,
         padded: Callable[[int], int],
         native: Native | None,
         part_of: PartOf | None,
     ) -> None:
-        self._dnn, self._weights, self._shard, self._padded = dnn, weights, shard, padded
+        self._dnn, self._weights, self._padded = dnn, weights, padded
         self._native, self._part_of = native, part_of
         self._forms: dict[Any, _Form] = {}
         self.tokens = 0
@@ -47,26 +45,27 @@ class RoutedExperts:
     ) -> Callable[[], None]:
         """into += the routed experts of h. h: [hidden, T] in the matrices' dtype; scores: router's [experts, T]."""
 
+        assert experts.gate_up.bias is None, "no family has biases of routed experts"
+        gate_up, down = experts.gate_up.weight, experts.down.weight
+
         @np.errstate(invalid="ignore")  # weights that are not finite are seen in the logits
         def run() -> None:
             correction = None if experts.correction is None else self._weights.array(experts.correction.name)
             ids, shares = choose(scores[:, : self.tokens].T, correction, moe)
             for expert in np.unique(ids):
                 tokens, place = np.nonzero(ids == expert)
-                form = self._form(len(tokens), experts, moe.experts)
+                form = self._form(len(tokens), gate_up, down)
                 form.src[:, : len(tokens)] = h[:, tokens]
-                form.run(len(tokens), _Place(self._weights, experts, int(expert), moe.experts))
+                form.run(len(tokens), *(_address(weight, int(expert), moe.experts) for weight in (gate_up, down)))
                 into[:, tokens] += form.dst[:, : len(tokens)] * shares[tokens, place]
 
         return run
 
-    def _form(self, tokens: int, experts: Experts[NamedSlot], count: int) -> "_Form":
+    def _form(self, tokens: int, gate_up: NamedSlot, down: NamedSlot) -> "_Form":
         """What computes so many tokens of one expert."""
-        gate_up, down = experts.gate_up.weight, experts.down.weight
-        hidden, inner = gate_up.shape[1], gate_up.shape[0] // (2 * count)
-        biased = experts.gate_up.bias is not None
+        hidden, inner = gate_up.shape[1], down.shape[1]
         few = self._part_of is not None and tokens <= MOST
-        key = (hidden, inner, 0 if few else self._padded(tokens), biased)
+        key = (hidden, inner, 0 if few else self._padded(tokens))
         if key not in self._forms:
             if few:
                 assert self._native is not None
@@ -74,33 +73,14 @@ class RoutedExperts:
                 parts = self._part_of(gate_up), self._part_of(down)
                 self._forms[key] = _Few(self._native, hidden, inner, gate_up.dtype, parts)
             else:
-                down_biased = biased and self._shard.rank == 0
-                self._forms[key] = _Many(self._dnn, self._native, *key, gate_up.dtype, down_biased=down_biased)
+                self._forms[key] = _Many(self._dnn, self._native, *key, gate_up.dtype)
         return self._forms[key]
 
 
-class _Place:
-    """Where the matrices and biases of one expert lie now."""
-
-    def __init__(self, weights: BoundWeights, experts: Experts[NamedSlot], expert: int, count: int) -> None:
-        self._weights, self._experts, self._expert, self._count = weights, experts, expert, count
-
-    @property
-    def gate_up(self) -> tuple[int, int]:
-        """Addresses of gate's and up's rows, one below the other, and of their biases, 0 = none."""
-        return self._of(self._experts.gate_up)
-
-    @property
-    def down(self) -> tuple[int, int]:
-        """Addresses of the rows of the down projection, and of its bias, 0 = none."""
-        return self._of(self._experts.down)
-
-    def _of(self, linear: Linear[NamedSlot]) -> tuple[int, int]:
-        weight, bias = linear.weight, linear.bias
-        rows, columns = weight.shape[0] // self._count, weight.shape[1]
-        first = self._expert * rows
-        at = weight.address + first * columns * weight.dtype.itemsize
-        return at, bias.address + first * bias.dtype.itemsize if bias else 0
+def _address(weight: NamedSlot, expert: int, count: int) -> int:
+    """Where the rows of one expert of `count` begin now."""
+    rows, columns = weight.shape[0] // count, weight.shape[1]
+    return weight.address + expert * rows * columns * weight.dtype.itemsize
 
 
 class _Form(ABC):
@@ -110,8 +90,8 @@ class _Form(ABC):
     dst: Float32
 
     @abstractmethod
-    def run(self, tokens: int, place: _Place) -> None:
-        """dst of the first so many tokens of src."""
+    def run(self, tokens: int, gate_up: int, down: int) -> None:
+        """dst of the first so many tokens of src. gate_up, down: addresses of the expert's matrices."""
 
 
 class _Few(_Form):
@@ -124,57 +104,34 @@ class _Few(_Form):
         self._gated = FewProduct(native, GATED, hidden, parts[0], self.src, made, narrow=narrow)
         self._down = FewProduct(native, SET, inner, parts[1], made, self.dst, narrow=narrow)
 
-    def run(self, tokens: int, place: _Place) -> None:
+    def run(self, tokens: int, gate_up: int, down: int) -> None:
         """Two products."""
-        self._gated.run(tokens, *place.gate_up)
-        self._down.run(tokens, *place.down)
+        self._gated.run(tokens, gate_up)
+        self._down.run(tokens, down)
 
 
 class _Many(_Form):
     """Up to `columns` tokens, by oneDNN's products; its matrices are pointed at the expert before each run."""
 
-    def __init__(
-        self,
-        dnn: OneDnn,
-        native: Native | None,
-        hidden: int,
-        inner: int,
-        columns: int,
-        biased: bool,
-        dtype: Any,
-        *,
-        down_biased: bool,
-    ) -> None:
+    def __init__(self, dnn: OneDnn, native: Native | None, hidden: int, inner: int, columns: int, dtype: Any) -> None:
         self.src, self.dst = np.zeros((hidden, columns), dtype), np.zeros((hidden, columns), np.float32)
         self._dnn = dnn
         self._gate_up, self._down = Slot((2 * inner, hidden), dtype), Slot((hidden, inner), dtype)
-        self._bias = Slot((2 * inner, 1), np.float32) if biased else None
-        self._down_bias = Slot((hidden, 1), np.float32) if down_biased else None
-        self._bias_at = 0
         both, made = np.zeros((2 * inner, columns), np.float32), np.zeros((inner, columns), dtype)
         self._calls: list[Callable[[], object]] = [dnn.matmul(self._gate_up, self.src, both)]
         if native is not None:
-            self._calls.append(gating(native, both, made, lambda: self._bias_at))
+            self._calls.append(gating(native, both, made, lambda: 0))
         else:
             gates, ups = both[:inner], both[inner:]
-            if self._bias is not None:
-                self._calls.append(dnn.binary(ADD, both, self._bias, both))
-            ones = np.ones((1, 1), np.float32)
-            self._calls.append(dnn.binary(MUL, gates, ones, gates, [eltwise(SWISH), combine(MUL, ups)]))
+            post = [eltwise(SWISH), combine(MUL, ups)]
+            self._calls.append(dnn.binary(MUL, gates, np.ones((1, 1), np.float32), gates, post))
             self._calls.append(dnn.copy(gates, made))
         self._calls.append(dnn.matmul(self._down, made, self.dst))
-        if self._down_bias is not None:
-            self._calls.append(dnn.binary(ADD, self.dst, self._down_bias, self.dst))
 
-    def run(self, tokens: int, place: _Place) -> None:
+    def run(self, tokens: int, gate_up: int, down: int) -> None:
         """All columns. Raises RuntimeError when oneDNN reports a failure."""
-        (gate_up, self._bias_at), (down, down_bias) = place.gate_up, place.down
         self._dnn.point(self._gate_up, gate_up)
         self._dnn.point(self._down, down)
-        if self._bias is not None:
-            self._dnn.point(self._bias, self._bias_at)
-        if self._down_bias is not None:
-            self._dnn.point(self._down_bias, down_bias)
         for call in self._calls:
             if call():
                 raise RuntimeError("a oneDNN primitive of an expert failed")

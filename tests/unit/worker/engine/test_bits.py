@@ -8,12 +8,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests import family_cases
-from tests.engine_cases import ADAPTERS, Adapter
+from tests.engine_cases import ADAPTERS, Adapter, AdapterModule, hold_adapter, to_bits
 from tests.random_tensors import random_tensors
 from weight_manager.families import decoder_spec, manifest_for
 from worker.cpu import native, onednn
 from worker.models import few_product
 from worker.models.few_product import MOST, part_of_onednn
+from worker.models.packed_adapter import sites_of
 
 FAMILIES = sorted(path.name for path in (Path(__file__).parents[3] / "fixtures" / "models").iterdir())
 CASES = 5
@@ -144,7 +145,8 @@ def mixture(checkpoint_class, tmp_path):
 @compiled
 @bitwise
 @pytest.mark.parametrize("family", MIXTURES)
-def test_mixtures_have_the_same_bits_without_padding(mixture, feeder, backend, dtype, family):
+@pytest.mark.parametrize("adapted", [False, True])
+def test_mixtures_have_the_same_bits_without_padding(mixture, feeder, backend, dtype, family, adapted):
     """Few tokens of an expert are ours to multiply, many oneDNN's; a step of many has experts of both kinds."""
     model, ids = mixture(family, dtype=dtype), [i % 60 for i in sequences(1)[0]]
     engine, padded = engine_of(model, deterministic="auto"), engine_of(model)
@@ -152,16 +154,38 @@ def test_mixtures_have_the_same_bits_without_padding(mixture, feeder, backend, d
     assert engine._backend.form(1) == (1, True)
     padded._backend._few, padded._backend._alone = False, 16
     padded._backend._experts._part_of = None
-    whole, rng = feeder(padded, [ids]), np.random.default_rng(7)
+    if adapted:
+        for one in (engine, padded):
+            hold_adapter(one, "all", 1, *adapter_of_all(model, one, dtype), dtype)
+
+    def run_of(engine, sequences, seed=0):
+        run = feeder(engine, sequences, seed)
+        run.adapters = [int(adapted)] * len(sequences)
+        return run
+
+    whole, rng = run_of(padded, [ids]), np.random.default_rng(7)
     whole.step({0: LENGTH})
-    np.testing.assert_array_equal(decoded_alone(feeder, engine, ids), bits(whole), "decoded alone")
+    np.testing.assert_array_equal(decoded_alone(run_of, engine, ids), bits(whole), "decoded alone")
     for _ in range(3):
-        np.testing.assert_array_equal(chunked(feeder, engine, ids, rng), bits(whole), "chunked")
+        np.testing.assert_array_equal(chunked(run_of, engine, ids, rng), bits(whole), "chunked")
     others = [[i % 60 for i in other] for other in sequences(64, 5)]
-    np.testing.assert_array_equal(among_others(feeder, engine, ids, others[:7], rng), bits(whole), "among few")
-    np.testing.assert_array_equal(among_others(feeder, engine, ids, others, rng), bits(whole), "among many")
+    np.testing.assert_array_equal(among_others(run_of, engine, ids, others[:7], rng), bits(whole), "among few")
+    np.testing.assert_array_equal(among_others(run_of, engine, ids, others, rng), bits(whole), "among many")
     kinds = [{type(form).__name__ for form in one._backend._experts._forms.values()} for one in (engine, padded)]
     assert kinds == [{"_Few", "_Many"}, {"_Many"}]
+
+
+def adapter_of_all(model, engine, dtype):
+    """Views and modules of a random adapter that acts wherever one may."""
+    rng, views, modules = np.random.default_rng(3), {}, []
+    for site in sites_of(model.manifest, engine._shard):
+        for module in site.modules:
+            rows, columns = next(p.shape for p in model.manifest.parameters if p.name == f"{module}.weight")
+            for half, shape in (("lora_A", (4, columns)), ("lora_B", (rows, 4))):
+                drawn = rng.standard_normal(shape, np.float32)
+                views[f"{module}.{half}"] = drawn if dtype == "float32" else to_bits(drawn)
+            modules.append(AdapterModule(module, 4, 0.05))
+    return views, modules
 
 
 @compiled
