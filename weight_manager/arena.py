@@ -192,6 +192,18 @@ class Arena(ArenaFile):
             raise OSError(ctypes.get_errno(), f"cannot release slot {slot} of {self.path}")
 
 
+def in_memory(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether what lies there is gone when the machine restarts; False where it cannot be known."""
+    try:
+        device = directory.stat().st_dev
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kinds = {line[line.index("-") + 1] for line in lines if len(line) > 2 and line[2] == number and "-" in line}
+    return bool(kinds) and kinds <= {"tmpfs", "ramfs"}
+
+
 def sweep(directory: Path, name: str) -> list[Path]:
     """Remove arenas of this service name that no store owns; returns them. Adopt first, then sweep."""
     swept = []

@@ -30,7 +30,7 @@ from weight_manager.staging import Check, Checker, Staging, Told
 
 log = logging.getLogger(__name__)
 
-LITTLE_BYTES = 16 << 20
+LITTLE_BYTES = 32 << 20
 """Versions of so few, as most adapters are, are looked through whole for what is no number: in a millisecond or two."""
 
 

@@ -44,6 +44,11 @@ def all_ends_finite(views: Sequence[Array]) -> bool:
     return _finite(np.concatenate([end for flat in views for end in (flat[:ENDS], flat[-ENDS:])]))
 
 
+def ready() -> bool:
+    """Whether `all_finite` needs no compiler any more."""
+    return _loop.cache_info().currsize > 0
+
+
 @lru_cache(maxsize=1)
 def _loop() -> Callable[[int, int, int], int] | None:
     """None where there is no C compiler: numpy does it, several times as slowly."""

@@ -110,6 +110,9 @@ class Intent:
 class History:
     """The log and what is live. Every change is in the file before the method returns; OSError changes nothing."""
 
+    synced = True
+    """A change is on the disk by then, and not only what every process reads."""
+
     def __init__(self, path: Path, keep: int) -> None:
         """Reads `path` if it exists. Raises StartError when it is there and cannot be understood."""
         self._path = path
@@ -210,13 +213,14 @@ class History:
 
     def _write(self, saved: Saved) -> None:
         saved = msgspec.structs.replace(saved, reserved=self._next + RESERVE)
-        write_atomically(self._path, msgspec.json.encode(saved))
+        write_atomically(self._path, msgspec.json.encode(saved), synced=self.synced)
         self.saved = saved
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None:
     """Replace a file as a whole: after a crash at any moment it holds the old bytes or the new ones.
 
+    synced: also after a crash of the machine.
     Raises OSError, then it holds the old ones. A directory that cannot be synced is logged only: the new bytes are what
     everybody reads from then on, and a machine that loses power may come back with the old ones.
     """
@@ -226,10 +230,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         with scratch.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         scratch.replace(path)
         try:
-            os.fsync(directory)
+            if synced:
+                os.fsync(directory)
         except OSError as error:
             log.error("%s is written, but may be lost with the machine's power: %s", path, error)
     except OSError:

@@ -20,9 +20,12 @@ PAUSES_S = (0.0, 1.0, 5.0, 30.0, 120.0)
 class HugePages:
     """A thread that goes over the slots, and again if some did not move. Without huge pages there is less speed."""
 
-    def __init__(self, arena: Arena, busy: Callable[[], bool]) -> None:
-        """busy: weights are being loaded or pushed; they have the machine's memory to themselves."""
+    def __init__(self, arena: Arena, busy: Callable[[], bool], expected: int = 0) -> None:
+        """busy: weights are being loaded or pushed; they have the machine's memory to themselves. expected: slots that
+        have memory soon, if not yet.
+        """
         self._arena = arena
+        self._expected = expected
         self._busy = busy
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="huge-pages")
@@ -48,7 +51,7 @@ class HugePages:
             if self._stop.wait(pause):
                 return
             slots = [slot for slot in range(arena.slots) if arena.backed(slot)]
-            whole = len(slots) * (int(arena.slot_bytes) // HUGE * HUGE)
+            whole = max(len(slots), self._expected) * (int(arena.slot_bytes) // HUGE * HUGE)
             before, moved = moved, sum(arena.use_huge_pages(slot, self._may_go) for slot in slots)
             if moved > before or not pause:
                 log.info("arena in huge pages", extra={"bytes": moved, "of": whole})

@@ -18,6 +18,7 @@ import numpy as np
 from rollout_client.digest import PIECE, digest_of, joined
 from rollout_client.page_sums import both_digests
 from rollout_client.protocol import Copy
+from weight_manager import finite
 from weight_manager.background import Background
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_ends_finite, all_finite, ends_finite
@@ -131,6 +132,10 @@ class Target:
         return np.ndarray(self._copy.shape, dtype, slot, self.start, strides)
 
 
+AT_ONCE_BYTES = 32 << 20
+"""Slots of so few are named in the loop, in a millisecond or two: a thread would have to be woken for it, and the loop
+after it.
+"""
 BATCH_BYTES = 4 << 20
 """Checks are handed to threads in pieces of about this size."""
 
@@ -363,7 +368,15 @@ class Checker:
         def work() -> tuple[list[int], list[str]]:
             return staging.region_digests(), staging.non_finite(every=every)
 
-        self._background.submit(work, lambda found: self._told.named(*found), self._broken)
+        if staging.layout.slot_bytes > AT_ONCE_BYTES or not finite.ready():
+            self._background.submit(work, lambda found: self._told.named(*found), self._broken)
+            return
+        try:
+            found = work()
+        except Exception as error:
+            self._broken(error)
+        else:
+            self._told.named(*found)
 
     def _read(self, runs: Sequence[tuple[Check, list[list[tuple[int, int]]]]]) -> None:
         """What only has to be hashed: all threads share it, and the loop hears of it once."""

@@ -18,6 +18,8 @@ from weight_manager.layout import Layout, rank_spans, region_digests, slot_array
 from weight_manager.messages import LiveAdapter
 from worker.engine.base import Adapters
 
+QUICK_BYTES = 64 << 20
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -38,7 +40,7 @@ class _Fit(NamedTuple):
 
 
 class AdapterViews:
-    """All adapter versions of one rank. `prepare` runs in a thread, one at a time, the rest in the loop's."""
+    """All adapter versions of one rank. `prepare` may run in a thread, one at a time; the rest runs in the loop's."""
 
     def __init__(self, base: Layout, rank: int, table: Adapters | None) -> None:
         """table: None = this engine takes no adapters."""
@@ -49,6 +51,11 @@ class AdapterViews:
         self._fits: dict[str, _Fit] = {}  # the last of each name
         if table is not None:
             copying.prepare()
+
+    def is_quick(self, adapter: LiveAdapter) -> bool:
+        """Whether one like it is held, and it is read in a few milliseconds."""
+        known = self._fits.get(adapter.name)
+        return known is not None and known.shape == adapter.shape and known.layout.slot_bytes <= QUICK_BYTES
 
     def prepare(self, adapter: LiveAdapter) -> None:
         """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong."""

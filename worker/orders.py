@@ -320,7 +320,10 @@ class Actions:
             case Signal.UPDATE, Phase.PREPARE:
                 work.run_in_background(lambda: None if skip else self._prepare(order), _PREPARE_S)
             case Signal.ADAPTER, Phase.PREPARE:
-                work.run_in_background(lambda: self._prepare_adapter(order), _PREPARE_S)
+                if order.adapter is not None and self.adapters.is_quick(order.adapter):
+                    work.run(lambda: self._prepare_adapter(order))
+                else:
+                    work.run_in_background(lambda: self._prepare_adapter(order), _PREPARE_S)
             case Signal.UPDATE, Phase.FLIP:
                 work.run(lambda: None if skip else self._flip(order))
             case Signal.CLEAR, Phase.RELEASE:

@@ -206,8 +206,13 @@ class Threads:
         self._store.world.after(self._store.world.rng.choice([0.0005, 0.002, 0.02, 0.1]), finish)
 
     def digests(
-        self, runs: Sequence[memoryview], done: Callable[[list[int]], None], failed: Callable[[BaseException], None]
+        self,
+        memory: memoryview,
+        spans: Sequence[tuple[int, int]],
+        done: Callable[[list[int]], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
+        runs = [memory[start : start + size] for start, size in spans]
         self.submit(lambda: [xxhash.xxh3_64_intdigest(run) for run in runs], done, failed)
 
     def deliver(self) -> None:
@@ -343,6 +348,7 @@ class Host:
         self.world, self.net, self.name, self.above = world, net, name, above
         part: dict[str, Any] = {"run_dir": Path("/simulated") / name, "model": Path("/simulated/model")}
         part |= {"arena_dir": Path("/simulated") / name, "load_weights": False, "push_endpoint": f"ipc://{name}/push"}
+        part["huge_pages"] = False  # there are no pages here
         part |= {"relay_endpoint": f"ipc://{name}/relay", "upstream": f"ipc://{above}/relay" if above else None}
         self.config = StoreConfig(**(part | config))
         self.disk = Disk(world, lambda saved: written(self, saved))
@@ -438,7 +444,8 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         "weight_manager.replicas": {"os": system},
         "weight_manager.store": {"os": system, "connect": connect},
         "weight_manager.background": {"os": system},
-        "weight_manager.history": {"write_atomically": lambda path, content: path.disk.write(path, content)},
+        "weight_manager.history": {"write_atomically": lambda path, content, synced: path.disk.write(path, content)},
+        "weight_manager.finite": {"ready": lambda: True},
         "weight_manager.adapters.lines": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},
         "weight_manager.first_weights": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},
         "weight_manager.relay.upstream": {"BEATS": 8},

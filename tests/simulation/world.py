@@ -72,7 +72,10 @@ class World:
     def inside(self, **swaps: dict[str, Any]) -> Iterator[None]:
         """The modules of the hub live in this world. swaps: further names, by module."""
         clock = SimpleNamespace(
-            monotonic=lambda: self.now, monotonic_ns=lambda: int(self.now * 1e9), time=lambda: 1.7e9 + self.now
+            monotonic=lambda: self.now,
+            monotonic_ns=lambda: int(self.now * 1e9),
+            time=lambda: 1.7e9 + self.now,
+            thread_time=lambda: 0.0,  # no work takes any
         )
         chance = SimpleNamespace(
             token_hex=lambda count=16: self.rng.randbytes(count).hex(),

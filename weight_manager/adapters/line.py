@@ -14,12 +14,13 @@ import msgspec
 
 from rollout_client.protocol import Begin, Copy, Placement
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout, in_trainers_terms
-from weight_manager.arena import Arena
+from weight_manager.arena import Arena, in_memory
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.history import History, Record
+from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, HeldAdapter, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
@@ -60,13 +61,19 @@ class Audience(Protocol):
 
 
 class LineHistory(History):
-    """The versions of one adapter. Epochs are the model's: each names one version for ever, over unloads and loads."""
+    """The versions of one adapter. Epochs are the model's: each names one version for ever, over unloads and loads.
+
+    A record says where in the arena a version lies. Where the arena is gone with the machine, so is all that it says,
+    and no push waits for it to reach the disk: any process that dies finds it without.
+    """
 
     def __init__(self, path: Path, keep: int, epochs: History) -> None:
         """Reads `path` if it exists. Raises StartError when it cannot be understood."""
         super().__init__(path, keep)
         self._path_of = path
         self._epochs = epochs
+        if self.saved.arena:
+            self._lies_in(Path(self.saved.arena))
 
     def next_epoch(self) -> int:
         """See History."""
@@ -76,11 +83,15 @@ class LineHistory(History):
         """A new line, with an arena in which nothing is live. records: of the line that it takes the place of."""
         described = msgspec.structs.replace(self.saved, adapter=name, shape=shape, records=records)
         self.saved = described
+        self._lies_in(arena)
         self.moved(arena, layout)
 
     def remove(self) -> None:
         """The line is over: a restart must not find it."""
         self._path_of.unlink(missing_ok=True)
+
+    def _lies_in(self, arena: Path) -> None:
+        self.synced = not in_memory(arena.parent)
 
 
 class Line:
@@ -126,6 +137,9 @@ class Line:
         )
         for slot in range(KEPT):
             slots.back(slot)
+        self._pages = HugePages(arena, lambda: self.coordinator.session is not None, KEPT)
+        if config.huge_pages:
+            self._pages.start()
 
     @property
     def live(self) -> LiveAdapter | None:
@@ -156,6 +170,11 @@ class Line:
     def close(self) -> None:
         """The line is over: nothing of it stays on disk or in shared memory."""
         self.history.remove()
+        self.release()
+
+    def release(self) -> None:
+        """Nothing of it stays in shared memory."""
+        self._pages.close()
         self.arena.close(unlink=True)
 
     def _read(self) -> set[int]:

@@ -9,6 +9,7 @@ from rollout_client.digest import PIECE, digest_of
 from rollout_client.protocol import Copy
 from weight_manager.arena import Arena
 from weight_manager.background import Background
+from weight_manager.finite import all_finite
 from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
 from weight_manager.metrics import Counters
 from weight_manager.slots import Slots
@@ -94,3 +95,26 @@ def test_one_byte_that_is_another_is_found_and_named(session, number):
     assert refusal.code == "checksum_mismatch"
     assert refusal.tensors == ["small", "large", "strided", "strided"][number : number + 1]
     assert session.counters.values()["checksum_mismatches"] == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_small_version_is_named_in_the_loop_and_a_large_one_in_a_thread(session, monkeypatch, at_once):
+    all_finite(np.zeros(1, np.float32))  # compiled by now
+    monkeypatch.setattr("weight_manager.staging.AT_ONCE_BYTES", LAYOUT.slot_bytes - (not at_once))
+    session.checker.written(enumerate(session.claims()))
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    np.frombuffer(session.slot, np.float32)[AT["large"] + 5000] = np.nan
+    session.checker.name(every=True)
+    assert bool(session.named) == at_once
+    session.settle(lambda: session.named)
+    assert [names for _, names in session.named] == [["large"]]
+
+
+def test_naming_that_fails_in_the_loop_ends_the_session_with_a_reason(session, monkeypatch):
+    all_finite(np.zeros(1, np.float32))
+    monkeypatch.setattr("weight_manager.staging.AT_ONCE_BYTES", LAYOUT.slot_bytes)
+    monkeypatch.setattr(session.staging, "region_digests", lambda: 1 / 0)
+    session.checker.name(every=True)
+    (refusal,) = session.refusals
+    assert refusal.code == "internal"
+    assert "ZeroDivisionError" in refusal.message

@@ -1,9 +1,13 @@
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from weight_manager import history as module
+from weight_manager.adapters.line import LineHistory
+from weight_manager.adapters.plan import AdapterModule, AdapterShape
+from weight_manager.arena import in_memory
 from weight_manager.errors import StartError
 from weight_manager.history import RESERVE, History, Record, write_atomically
 from weight_manager.messages import Live
@@ -152,3 +156,57 @@ def test_a_directory_that_cannot_be_opened_is_found_out_before_anything_is_repla
     monkeypatch.undo()
     assert history.live == before == History(tmp_path / "h.json", 10).live
     assert sorted(p.name for p in tmp_path.iterdir()) == ["h.json"]
+
+
+@pytest.fixture
+def syncs(monkeypatch):
+    """How often something was synced."""
+    seen = []
+    monkeypatch.setattr(os, "fsync", seen.append)
+    return seen
+
+
+def test_a_commit_of_the_model_is_on_the_disk_before_it_returns(tmp_path, syncs):
+    history = History(tmp_path / "weights.json", 10)
+    history.next_epoch()
+    syncs.clear()
+    commit(history, 1)
+    assert len(syncs) == 2  # the file, and its name
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_record_of_an_adapter_need_not_outlive_its_arena(tmp_path, syncs, monkeypatch, where):
+    """A machine that loses power loses an arena in memory: nobody waits for the disk then."""
+    monkeypatch.setattr("weight_manager.adapters.line.in_memory", lambda folder: folder == tmp_path / "memory")
+    path, shape = tmp_path / "a.json", AdapterShape("float32", (AdapterModule("q", 1, 1.0),))
+    history = LineHistory(path, 10, History(tmp_path / "weights.json", 10))
+    history.begin("a", shape, tmp_path / where / "a.arena", "layout", [])
+    first, second = live(1, 1), live(2, 2)
+    syncs.clear()
+    history.commit(first, record(first))
+    again = LineHistory(path, 10, history)
+    assert again.live == first  # any process finds it
+    again.commit(second, record(second))
+    assert len(syncs) == (0 if where == "memory" else 4)
+
+
+def test_what_lies_in_memory_is_told_by_the_mounts(tmp_path):
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mountinfo"
+
+    def said(*kinds):
+        mounts.write_text("".join(f"7 1 {number} / /x rw shared:1 - {kind} none rw\n" for kind in kinds))
+        return in_memory(tmp_path, mounts)
+
+    assert said("tmpfs")
+    assert said("tmpfs", "tmpfs")
+    assert not said("ext4")
+    assert not said("tmpfs", "overlay")
+    assert not said()
+    mounts.write_text("what is\nthis\n")
+    assert not in_memory(tmp_path, mounts)
+    mounts.unlink()
+    assert not in_memory(tmp_path, mounts)
+    assert not in_memory(tmp_path / "nothing")
+    assert in_memory(Path("/dev/shm"))

@@ -96,3 +96,23 @@ def test_the_store_does_not_wait_for_the_next_round(monkeypatch):
     began = time.monotonic()
     pages.close()
     assert time.monotonic() - began < 1
+
+
+def test_slots_that_are_still_to_come_are_waited_for(monkeypatch):
+    """An adapter's other slots get their memory while its first is moved."""
+    monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 0.01, 0.01))
+    arena = Arena()
+    later = iter([{0}, {0}, {0, 1}])
+    now = set()
+
+    def ask(slot):
+        nonlocal now
+        if slot == 0:
+            now = next(later)
+        return slot in now
+
+    arena.backed = ask
+    pages = HugePages(arena, lambda: False, expected=2)
+    pages.start()
+    pages._thread.join(5)
+    assert arena.rounds == [3, 1]

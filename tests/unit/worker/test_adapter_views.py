@@ -1,5 +1,6 @@
 """A rank's adapters: only what its slot proves to be is held, and what lies alike is planned once."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -112,3 +113,16 @@ def test_another_shape_of_the_name_is_planned_anew(store, tmp_path):
         assert table.held[11] == store.hash(0)
     finally:
         wider.arena.close()
+
+
+def test_only_what_is_planned_and_small_is_prepared_in_the_loop(store, monkeypatch):
+    views = AdapterViews(BASE, 0, FakeAdapters())
+    first, second = store.version(1, 0), store.version(2, 1)
+    assert not views.is_quick(first)
+    views.prepare(first)
+    assert views.is_quick(second)
+    assert not views.is_quick(msgspec.structs.replace(second, name="b"))
+    wider = msgspec.structs.replace(second.shape, modules=second.shape.modules[:1])
+    assert not views.is_quick(msgspec.structs.replace(second, shape=wider))
+    monkeypatch.setattr("worker.adapter_views.QUICK_BYTES", store.layout.slot_bytes - 1)
+    assert not views.is_quick(second)
