@@ -8,8 +8,9 @@ next step happens, what is on its way is taken in.
 
 A step that stands between a commit and its flip is given up: what was computed is thrown away and computed again.
 Weights change between two steps, and a step of a large model on a few cores takes longer than a push. So a step that
-runs alone (one rank: several would have to stop at the same place) ends early once the store says something. What that
-costs is bounded: the step after one that was given up runs to its end, and short steps are left alone.
+runs alone (one rank: several would have to stop at the same place) ends early once the store says something, unless it
+is nearly through. What that costs is bounded: at most one step is computed twice, the step after one that was given
+up runs to its end, and short steps are left alone.
 """
 
 import logging
@@ -44,6 +45,10 @@ _LONG_S = 0.2
 """Where steps are shorter than this a version soon has its turn, and what would be computed twice costs more."""
 _GRACE_S = 0.01
 """A step younger than this is not asked about."""
+_NEARLY_THROUGH, _OVERDUE = 0.8, 1.25
+"""A step with this part of it behind it, as the one before it went, is let go to its end: given up then it would be a
+gap of two steps for those who are served. Other replicas, which begin none for a quarter of a step, stand still then.
+One that is overdue is longer than the one before it (a prompt's), and is asked about again."""
 _RETRY_S = 0.01
 """Seconds until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
@@ -298,12 +303,14 @@ class Interrupting:
         """waiting: whether a message of the store lies unread."""
         self._waiting = waiting
         self._clock = clock
-        self._after = float("inf")
+        self._began = float("inf")  # of a step that may be given up
+        self._last_s = 0.0
         self._spared = False
 
     def begin(self, last_s: float) -> None:
         """A step begins. last_s: how long the one before it took."""
-        self._after = float("inf") if self._spared or last_s < _LONG_S else self._clock() + _GRACE_S
+        self._began = float("inf") if self._spared or last_s < _LONG_S else self._clock()
+        self._last_s = last_s
 
     def ended(self, *, given_up: bool) -> None:
         """The step is over; the next one is spared if it was given up."""
@@ -311,7 +318,9 @@ class Interrupting:
 
     def asked(self) -> bool:
         """Whether the step should be given up."""
-        return self._clock() >= self._after and self._waiting()
+        age = self._clock() - self._began
+        nearly_through = _NEARLY_THROUGH * self._last_s <= age < _OVERDUE * self._last_s
+        return age >= _GRACE_S and not nearly_through and self._waiting()
 
 
 class Stepping:

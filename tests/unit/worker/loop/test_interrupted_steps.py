@@ -4,6 +4,7 @@ import pytest
 
 from weight_manager import messages as store_messages
 from weight_manager.messages import Rollback, RolledBack
+from worker.event_loop import Interrupting
 
 STEP_S = 0.4
 
@@ -79,6 +80,18 @@ def test_short_steps_are_left_alone(make_rig, step_s, tokens):
         rig.store.push(f"s{number}", rig.store.write(number, number % 2))
     rig.api.finish("long")
     assert counter(rig, "interrupted_steps") == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "given_up"), [(0.01, False), (0.1, True), (0.79, True), (0.81, False), (1.2, False), (1.3, True)]
+)
+def test_a_step_that_is_nearly_through_is_let_go_to_its_end(part, given_up):
+    """Given up late, it would make a gap of two steps; what takes longer than the one before it is another step."""
+    now, last_s = 0.0, 0.25
+    interrupting = Interrupting(waiting=lambda: True, clock=lambda: now)
+    interrupting.begin(last_s)
+    now = part * last_s
+    assert interrupting.asked() is given_up
 
 
 def test_a_commit_that_drains_lets_steps_run(slow):
