@@ -74,13 +74,7 @@ async def score(
     """
     service.model.check_ids(body.stop_token_ids, "stop_token_ids")
     edits = body.edits(*await _written(body, service.model))
-    wanted, live = body.weight_version, service.weights.live
-    if wanted is not None and live is not None and live.version > wanted:
-        status = service.weights.status
-        before = status.previous if status else None
-        if before is None or before.version != wanted:
-            other = f"{before.version} was before it" if before else "the one before it is held no more"
-            raise Conflict(f"weight_version {wanted} is not here: {live.version} is live, and {other}")
+    wanted = body.weight_version
     ask = Ask(
         prompts=[prompt + tokens for prompt, tokens in zip(body.prompt_ids, body.token_ids, strict=True)],
         sampling=msgspec.structs.replace(edits, max_tokens=0, temperature=body.temperature, prompt_logprobs=0),
@@ -89,7 +83,7 @@ async def score(
         cache_salt=body.cache_salt,
         adapter=await _adapter(body, service),
         session=body.session or x_session_id,
-        min_version=max(filter(None, (body.min_weight_version, body.weight_version)), default=None),
+        min_version=max(filter(None, (body.min_weight_version, _to_come(wanted, service))), default=None),
         version_timeout_s=body.version_timeout_s,
         score_from=[len(prompt) for prompt in body.prompt_ids],
         weight_version=wanted,
@@ -105,6 +99,18 @@ async def score(
         outputs=outputs,
         usage=usage,
     )
+
+
+def _to_come(wanted: int | None, service: Service) -> int | None:
+    """The version, if it has to be waited for. Raises Conflict for one that was live and is held no more."""
+    live, status = service.weights.live, service.weights.status
+    before = status.previous if status else None
+    if wanted is None or (before is not None and before.version == wanted):  # which may be above, after a rollback
+        return None
+    if live is not None and live.version > wanted:
+        other = f"{before.version} was before it" if before else "the one before it is held no more"
+        raise Conflict(f"weight_version {wanted} is not here: {live.version} is live, and {other}")
+    return wanted
 
 
 def _score(index: int, scored: Sample) -> schema.Score:

@@ -211,3 +211,12 @@ def test_who_hangs_up_leaves_nothing_running(rollouts: RolloutClient, trainer: T
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert logprobs(scores(rollouts, made, trainer.version - 1)) == logprobs(made)
+
+
+def test_after_a_rollback_both_versions_score_under_their_numbers(rollouts: RolloutClient, trainer: Trainer) -> None:
+    made = {trainer.version: sampled(rollouts)}
+    version = trainer.push()
+    made[version] = sampled(rollouts)
+    rollouts.rollback()
+    for number in (version - 1, version):
+        assert logprobs(scores(rollouts, made[number], number)) == logprobs(made[number])

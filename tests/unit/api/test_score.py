@@ -103,6 +103,19 @@ async def test_the_version_before_scores_while_the_store_says_that_its_slot_is_t
     assert sum(len(replica.got(Generate)) for replica in replicas) == asked
 
 
+async def test_the_version_that_was_rolled_back_is_not_waited_for(client, replicas, store):
+    """It is above the live one."""
+    store.commit(2)
+    store.previous = store.live
+    store.commit(1)
+    for replica in replicas:
+        replica.former = 2
+        replica.move("serving", 1)
+    await until_live(client, 1)
+    reply = await client.post(URL, json=PAIR | {"weight_version": 2, "version_timeout_s": 2})
+    assert [output["weight_version"] for output in reply.json()["outputs"]] == [2, 2]
+
+
 async def weights_of(client):
     return (await client.get("/v1/rollout/weights")).json()
 
