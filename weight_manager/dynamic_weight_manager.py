@@ -95,9 +95,12 @@ class DynamicWeightManager:
         computed with it counts only if it is still this one afterwards.
         """
         held = self._former
-        if held is not None and (held.reader.write_epoch(held.live.slot) != held.write_epoch or held.reader.expired()):
-            held = self._former = None
-        return held.live if held else None
+        if held is None or held.reader.expired():
+            return None
+        if held.reader.write_epoch(held.live.slot) != held.write_epoch:
+            self._former = None
+            return None
+        return held.live
 
     @contextmanager
     def bound_to_former(self) -> Iterator[None]:
