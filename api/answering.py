@@ -4,7 +4,7 @@ the OpenAI SDKs read them. Either way the client is watched: what it asked for i
 A token costs its stream an event, and most of what an event costs is the write to its socket. So nothing wakes up for
 it: what came in one message of a replica is written by one callback, for all streams one after the other.
 
-    replica's message -> Sample of each flight -> Arrivals of each stream -> Outlet, when all that came is taken in
+    replica's message -> Sample of each flight -> its Reader in each stream -> Outlet, when all that came is taken in
     -> TokenStream: events of what is new, written at once
 
 The task of a stream waits meanwhile, and does what takes waiting: the first event, which the status goes before; events
@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.connections import WRITE_NOW
 from api.errors import ApiError, status_of
-from api.generation import Arrivals, Ask, Flight, Generations, Job, Sample
+from api.generation import LANDED, Ask, Generations, Job, Reader, Sample
 from api.replies import Json
 from worker.messages import Chunk
 
@@ -168,8 +168,8 @@ class EventStream(Stream):
 class Writer(Protocol):
     """Says in a dialect's words what a stream is to say. Nothing in it waits."""
 
-    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
-        """Events of what a sample has got. number: of its prompt among those of all jobs."""
+    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
+        """What makes events of what a sample gets. number: of its prompt among those of all jobs."""
 
     def end(self, job: Job) -> bytes:
         """What follows when all is said. job: the first."""
@@ -215,8 +215,7 @@ class TokenStream(Stream):
         self._writer = writer
         self._generations = generations
         self._outlet = outlet
-        self._arrivals = Arrivals(self._stirred)
-        self._prompts: dict[Flight, tuple[Job, int]] = {}
+        self._new: list[Reader] = []
         self._flying = 0
         self._unsent: list[bytes] = []
         self._failed: Exception | None = None
@@ -226,11 +225,12 @@ class TokenStream(Stream):
     async def _say(self, send: Send) -> None:
         with ExitStack() as stack:
             jobs = [stack.enter_context(self._generations.submit(ask)) for ask in self._asks]
-            flights = [(flight, job) for job in jobs for flight in job.flights]
-            self._prompts = {flight: (job, number) for number, (flight, job) in enumerate(flights)}
+            flights = [(job, flight) for job in jobs for flight in job.flights]
             self._flying = len(flights)
-            for job in jobs:
-                job.watch(self._arrivals)
+            for number, (job, flight) in enumerate(flights):
+                for index in range(flight.sequences):
+                    Reader(flight, index, self._stirred, self._writer.sample(job, number, index))
+                Reader(flight, LANDED, self._stirred, event)
             while True:
                 self._write()
                 if self._unsent:
@@ -245,31 +245,34 @@ class TokenStream(Stream):
                     await self._wake
             await self._send(send, self._writer.end(jobs[0]))
 
-    def _stirred(self) -> None:
-        self._outlet.add(self._say_now)
+    def _stirred(self, reader: Reader) -> None:
+        if not self._new:
+            self._outlet.add(self._say_now)
+        self._new.append(reader)
 
     def _say_now(self) -> None:
         """What has come, without an await where that can be; else the task goes on with it."""
-        if self._wake is None or self._wake.done():  # it is at work, and looks again before it waits
+        wake = self._wake
+        if wake is None or wake.done():  # it is at work, and looks again before it waits
             return
         if self._begun:
             self._write()
             if self._flying and self._failed is None and (not self._unsent or self._sent_now(b"".join(self._unsent))):
                 self._unsent.clear()
                 return
-        self._wake.set_result(None)
+        wake.set_result(None)
 
     def _write(self) -> None:
         """Events of all that is new, after those that are there already. What fails ends the stream after them."""
         if self._failed is not None:
             return
+        new, self._new = self._new, []
         try:
-            for update in self._arrivals.take():
-                job, number = self._prompts[update[0]]
-                if (chunk := job.check(update)) is None:
+            for reader in new:
+                if (chunk := reader.take()) is None:
                     self._flying -= 1
                 else:
-                    self._unsent.append(self._writer.event(job, number, chunk))
+                    self._unsent.append(reader.event(chunk))
         except Exception as error:  # an ApiError has been foreseen; anything else is for whoever answers for the reply
             self._failed = error
 

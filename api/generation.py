@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -102,10 +102,6 @@ class Sample:
         )
 
 
-Watcher = Callable[["Flight", int], None]
-"""Told the index of a sample that has something new, or LANDED."""
-
-
 class Flight:
     """One prompt on its way. `request.request_id` is ours and unique; what clients call it stays in `Job`."""
 
@@ -133,7 +129,7 @@ class Flight:
         self.overdue = False  # asked to end because it took too long
         self.error: ApiError | None = None
         self.done = asyncio.Event()
-        self._watchers: list[Watcher] = []
+        self._watchers: dict[int, list[Callable[[], None]]] = {i: [] for i in (*range(self.open), LANDED)}
         self._streamed = False
 
     @property
@@ -148,16 +144,17 @@ class Flight:
         self.open = self.sequences
         return msgspec.structs.replace(self.request, request_id=self.attempt_id)
 
-    def watch(self, watcher: Watcher) -> None:
-        """It hears of all that is there and will come, and last that the flight has landed."""
-        for sample in self.samples:
-            if sample.token_ids or sample.finish:
-                watcher(self, sample.index)
-                self._streamed = True
-        if self.done.is_set():
-            watcher(self, LANDED)
-        else:
-            self._watchers.append(watcher)
+    def watch(self, index: int, watcher: Callable[[], None]) -> None:
+        """It is called when there is something of that sample, and whenever more comes; LANDED: when the flight has."""
+        landed = self.done.is_set()
+        if index == LANDED:
+            if landed:
+                watcher()
+        elif self.samples[index].token_ids or self.samples[index].finish:
+            self._streamed = True
+            watcher()
+        if not landed:
+            self._watchers[index].append(watcher)
 
     def add(self, chunk: Chunk) -> None:
         """A chunk arrived from the replica."""
@@ -177,8 +174,8 @@ class Flight:
         if sample.finish is None:
             sample.token_ids.append(token)
             sample.logprobs.append(logprob)
-            for watcher in self._watchers:
-                watcher(self, index)
+            for watcher in self._watchers[index]:
+                watcher()
                 self._streamed = True
 
     def can_restart(self) -> bool:
@@ -198,19 +195,58 @@ class Flight:
         self._end()
 
     def _tell(self, index: int) -> None:
-        for watcher in self._watchers:
-            watcher(self, index)
+        for watcher in self._watchers[index]:
+            watcher()
             self._streamed = True
 
     def _end(self) -> None:
         self.done.set()
-        for watcher in self._watchers:
-            watcher(self, LANDED)
-        self._watchers.clear()
+        for watcher in self._watchers[LANDED]:
+            watcher()
+        for watchers in self._watchers.values():
+            watchers.clear()
 
 
-Update = tuple[Flight, Chunk | None]
-"""What is new of a sequence; None: the flight has ended (or failed: see its `error`)."""
+class Reader:
+    """What a stream has not taken yet of a sample: all of it comes as one chunk; or, with LANDED, that its flight has.
+
+    A token only says that there is something new; what it was is read out of the sample when the stream comes. So one
+    that cannot keep up with the model gets fewer and larger chunks, and costs less (vLLM merges its outputs in the same
+    way).
+    """
+
+    __slots__ = ("_flight", "_index", "_new", "_stir", "_told", "event")
+
+    def __init__(
+        self, flight: Flight, index: int, stir: Callable[["Reader"], None], event: Callable[[Chunk], bytes]
+    ) -> None:
+        """stir: called when there is something where there was nothing. event: what is said of a chunk."""
+        self._flight = flight
+        self._index = index
+        self._stir = stir
+        self._new = False
+        self._told = 0  # tokens
+        self.event = event
+        flight.watch(index, self._come)
+
+    def _come(self) -> None:
+        if not self._new:
+            self._new = True
+            self._stir(self)
+
+    def take(self) -> Chunk | None:
+        """What came since the last time; None: the flight has landed. Raises as `Job.samples`."""
+        self._new = False
+        if self._index == LANDED:
+            if self._flight.error is not None:
+                raise self._flight.error
+            return None
+        sample = self._flight.samples[self._index]
+        chunk = sample.since(self._told)
+        self._told = len(sample.token_ids)
+        if chunk.finish == "error":
+            raise _failure(chunk)
+        return chunk
 
 
 @dataclass(frozen=True)
@@ -277,55 +313,6 @@ class Job:
                 if sample.finish == "error":
                     raise _failure(sample)
         return [flight.samples for flight in self.flights]
-
-    def watch(self, arrivals: "Arrivals") -> None:
-        """Updates that came and will come go there; hand each to `check`."""
-        for flight in self.flights:
-            flight.watch(arrivals.put)
-
-    def check(self, update: Update) -> Chunk | None:
-        """The chunk of an update; None when its flight has landed. Raises as `samples`."""
-        flight, chunk = update
-        if chunk is None:
-            if flight.error is not None:
-                raise flight.error
-            return None
-        if chunk.finish == "error":
-            raise _failure(chunk)
-        return chunk
-
-
-class Arrivals:
-    """What one reader of flights has not taken yet: of each sample what came since it was last taken, as one chunk.
-
-    A token only says that its sample has something new; what it was is read out of the sample when the reader comes. So
-    a reader who cannot keep up with the model gets fewer and larger chunks, and costs less (vLLM merges its outputs in
-    the same way).
-    """
-
-    def __init__(self, stir: Callable[[], None]) -> None:
-        """stir: called when there is something where there was nothing."""
-        self._stir = stir
-        self._new: dict[tuple[Flight, int], None] = {}  # index, or LANDED
-        self._told: dict[tuple[Flight, int], int] = {}  # tokens
-
-    def put(self, flight: Flight, index: int) -> None:
-        """A `flight.Watcher`."""
-        if not self._new:
-            self._stir()
-        self._new[flight, index] = None
-
-    def take(self) -> Iterator[Update]:
-        """All that came, in the order in which their samples had something new."""
-        new, self._new = self._new, {}
-        for of in new:
-            flight, index = of
-            if index == LANDED:
-                yield flight, None
-            else:
-                sample, told = flight.samples[index], self._told.get(of, 0)
-                self._told[of] = len(sample.token_ids)
-                yield flight, sample.since(told)
 
 
 class Generations:

@@ -51,11 +51,12 @@ class StreamedText:
 
     def push(self, ids: Sequence[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> str:
         """The text that further tokens add; what may yet turn out to be a stop string waits."""
+        if finish is None and not self._options.stop:
+            return self._shown.push(ids[0]) if len(ids) == 1 else "".join(map(self._shown.push, ids))
         if finish == "stop" and not isinstance(stop_reason, str) and not self._options.include_stop:
             ids = ids[:-1]
         if not self._options.stop and not isinstance(stop_reason, str):
-            shown = self._shown.push(ids[0]) if len(ids) == 1 else "".join(map(self._shown.push, ids))
-            return shown if finish is None else shown + self._shown.finish()
+            return "".join(map(self._shown.push, ids)) + self._shown.finish()
         for token_id in ids:
             shown = self._shown.push(token_id)
             self._waiting.append((shown if self._full is None else self._full.push(token_id), shown))

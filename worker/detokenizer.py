@@ -56,7 +56,8 @@ class Detokenizer:
         self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._spelling = _spelling(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.whole: dict[int, str] = {}
+        """Texts of the tokens met so far that are whole characters, whatever stands around them."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token by itself stands for, special ones included: a part of a character, maybe."""
@@ -71,18 +72,6 @@ class Detokenizer:
                 known = self._spelling.of(token)
             self._bytes[token_id] = known
         return known
-
-    def token_text(self, token_id: int) -> str | None:
-        """The text of a token that stands for whole characters alone; None: parts of some, or nothing that is text."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            try:
-                text = self.token_bytes(token_id).decode()
-            except UnicodeDecodeError:
-                text = None
-            self._texts[token_id] = text
-            return text
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The whole text: what the pieces of a stream and its end join to."""
@@ -117,9 +106,13 @@ class _Bytes:
         """See TextStream."""
         if token_id in self._skipped:
             return ""
-        if self._within or (text := self._detokenizer.token_text(token_id)) is None:
+        text = None if self._within else self._detokenizer.whole.get(token_id)
+        if text is None:
+            alone = not self._within
             text = self._reader.decode(self._detokenizer.token_bytes(token_id))
             self._within = bool(self._reader.getstate()[0])
+            if alone and not self._within:
+                self._detokenizer.whole[token_id] = text
         return self._stripped(text) if self._strip else text
 
     def finish(self) -> str:

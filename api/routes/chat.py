@@ -1,6 +1,7 @@
 """POST /v1/chat/completions, OpenAI's with vLLM's extras. Conversations are written by the checkpoint's template."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -126,7 +127,6 @@ class _Writer:
         keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
         self.reading = _reading(self.body, self.service.model, self.ask.prompt_text)
         self.options = TextOptions(skip, keep, stops, frozenset(MARKS) if self.reading.anything else frozenset())
-        self.messages: dict[int, MessageStream] = {}
         self.made = 0  # tokens that were told
 
     def envelope(self, job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -161,19 +161,21 @@ class _Writer:
         message = whole_message(self.reading, StreamedText(tokenizer, self.options), *ended)
         return {"message": message} | self._part(sample, called=bool(message.get("tool_calls")))
 
-    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
         """See Writer: the role goes before what a sample says first."""
-        message, opening = self.messages.get(chunk.index), b""
-        if message is None:
-            text = StreamedText(self.service.model.text, self.options)
-            message = self.messages[chunk.index] = MessageStream(self.reading, text)
-            opening = self._opening(job, chunk)
-        self.made += len(chunk.token_ids)
-        delta = message.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
-        wanted = self.body.stream_options
-        counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
-        part = self._part(chunk, called=message.calls > 0)
-        return opening + event(self.envelope(job, CHUNK, [{"delta": delta} | part]) | counted)
+        message = MessageStream(self.reading, StreamedText(self.service.model.text, self.options))
+        wanted, begins = self.body.stream_options, True
+
+        def said(chunk: Chunk) -> bytes:
+            nonlocal begins
+            opening, begins = self._opening(job, chunk) if begins else b"", False
+            self.made += len(chunk.token_ids)
+            delta = message.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+            counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
+            part = self._part(chunk, called=message.calls > 0)
+            return opening + event(self.envelope(job, CHUNK, [{"delta": delta} | part]) | counted)
+
+        return said
 
     def _opening(self, job: Job, chunk: Chunk) -> bytes:
         version = self.service.versions.newest(chunk.spans)

@@ -1,6 +1,7 @@
 """POST /v1/completions, OpenAI's with vLLM's extras."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -101,8 +102,6 @@ class _Writer:
         stops = tuple(self.ask.sampling.stop)
         keep = bool(self.body.include_stop_str_in_output or self.body.no_stop_trim)
         self.options = TextOptions(skip, keep, stops)
-        self.texts: dict[tuple[int, int], StreamedText] = {}  # of a prompt's sample
-        self.offsets: dict[tuple[int, int], TextOffsets] = {}
         self.made = 0  # tokens that were told
 
     def envelope(self, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,22 +124,25 @@ class _Writer:
         prompt_text = self._echoed(prompt_index)
         return self._part(prompt_index, sample, prompt_text + text, self._offsets(prompt_text), first, begins=True)
 
-    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
         """See Writer."""
-        key, text = (number, chunk.index), ""
-        if begins := key not in self.offsets:
-            text = self._echoed(number)
-            self.offsets[key] = self._offsets(text)
-            if self.model.tokenizer is not None:
-                self.texts[key] = StreamedText(self.model.tokenizer, self.options)
-        if self.model.tokenizer is not None:
-            text += self.texts[key].push(chunk.token_ids, chunk.finish, chunk.stop_reason)
-        first = job.flights[number].samples[0]
-        part = self._part(number, chunk, text, self.offsets[key], first, begins=begins)
-        self.made += len(chunk.token_ids)
-        wanted = self.body.stream_options
-        counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
-        return event(self.envelope(job, [part]) | counted)
+        tokenizer, echoed, wanted = self.model.tokenizer, self._echoed(number), self.body.stream_options
+        offsets, begins = self._offsets(echoed), True
+        texts = None if tokenizer is None else StreamedText(tokenizer, self.options)
+
+        def said(chunk: Chunk) -> bytes:
+            nonlocal begins
+            text = echoed if begins else ""
+            if texts is not None:
+                text += texts.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+            first = job.flights[number].samples[0]
+            part = self._part(number, chunk, text, offsets, first, begins=begins)
+            begins = False
+            self.made += len(chunk.token_ids)
+            counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
+            return event(self.envelope(job, [part]) | counted)
+
+        return said
 
     def end(self, job: Job) -> bytes:
         """See Writer: usage if wanted, then [DONE]."""

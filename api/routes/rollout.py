@@ -1,10 +1,12 @@
 """The native routes, /v1/rollout/...: ids or text in; ids, text, logprobs and version spans out; and control."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Header, Query, Request
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from api.answering import DONE, HOLE, Frame, replied, streamed, usage, whole
@@ -20,7 +22,7 @@ from api.schemas.base import ERRORS, Version
 from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, Uses
 from api.text import StreamedText, TextOptions, final_text
-from worker.messages import Chunk, Span
+from worker.messages import Chunk
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
 SessionHeader = Annotated[str, Header(max_length=256)]
@@ -252,37 +254,34 @@ class _Events:
     def __init__(self, model: Model, options: TextOptions) -> None:
         self._model = model
         self._options = options
-        self._texts: dict[tuple[int, int], StreamedText] = {}
-        self._frame: Frame | None = None
 
-    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
         """See Writer."""
-        text = None
-        if self._model.tokenizer is not None:
-            stream = self._texts.get((number, chunk.index))
-            if stream is None:
-                stream = self._texts[number, chunk.index] = StreamedText(self._model.tokenizer, self._options)
-            text = stream.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
-        if self._frame is None:
-            self._frame = Frame(_envelope(job, self._model, [HOLE]))
-        return self._frame.event(_output(number, chunk, text))
+        tokenizer, frame = self._model.tokenizer, Frame(_envelope(job, self._model, [HOLE]))
+        texts = None if tokenizer is None else StreamedText(tokenizer, self._options)
+
+        def event(chunk: Chunk) -> bytes:
+            text = None if texts is None else texts.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
+            return frame.event(_output(number, chunk, text))
+
+        return event
 
     def end(self, job: Job) -> bytes:
         """See Writer."""
         return DONE
 
 
-class _Span(msgspec.Struct):
+class _Span(Struct):
     """schemas.rollout.Span, as it is written."""
 
     version: int
     start: int
     end: int
     recomputed: bool
-    adapter_version: int | msgspec.UnsetType = msgspec.UNSET
+    adapter_version: int | UnsetType = UNSET
 
 
-class _Output(msgspec.Struct):
+class _Output(Struct):
     """schemas.rollout.Output, as it is written."""
 
     prompt_index: int
@@ -294,11 +293,11 @@ class _Output(msgspec.Struct):
     stop_reason: int | str | None
     spans: list[_Span]
     cached_tokens: int
-    adapter_version: int | msgspec.UnsetType = msgspec.UNSET
-    top_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
-    ranks: list[int] | msgspec.UnsetType = msgspec.UNSET
-    sampling_masks: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    adapter_version: int | UnsetType = UNSET
+    top_logprobs: list[Any] | UnsetType = UNSET
+    ranks: list[int] | UnsetType = UNSET
+    sampling_masks: list[list[int]] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
 def _whole(prompt_index: int, sample: Sample, model: Model, options: TextOptions) -> _Output:
@@ -318,7 +317,10 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> _Outpu
         part.logprobs,
         part.finish,
         part.stop_reason,
-        [_span(span) for span in spans],
+        [
+            _Span(s.version, s.start, s.end, s.recomputed, UNSET if s.adapter_version is None else s.adapter_version)
+            for s in spans
+        ],
         part.cached_tokens,
     )
     if spans and (adapter_version := spans[-1].adapter_version) is not None:
@@ -333,11 +335,6 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> _Outpu
             [{"token_id": i, "logprob": p, "rank": r} for i, p, r in tops] for tops in part.prompt_logprobs
         ]
     return output
-
-
-def _span(span: Span) -> _Span:
-    adapter_version = msgspec.UNSET if span.adapter_version is None else span.adapter_version
-    return _Span(span.version, span.start, span.end, span.recomputed, adapter_version)
 
 
 async def _adapter(body: schema.GenerateRequest | schema.ScoreRequest, service: Service) -> str:

@@ -1,6 +1,7 @@
 """POST /generate: SGLang's by `text` or `input_ids`, older TRL's by `prompts`."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -118,18 +119,20 @@ class _Events:
         self._wanted = wanted
         self._service = service
         self._starts = [sum(ask.sampling.n for ask in asks[:i]) for i in range(len(asks))] if as_list else None
-        self._texts: dict[tuple[int, int], TextSoFar] = {}
 
-    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
         """See Writer: jobs have one prompt each."""
-        sample, wanted = job.flights[0].samples[chunk.index], self._wanted[number]
-        text = self._texts.get((number, chunk.index))
-        if text is None:
-            text = self._texts[number, chunk.index] = TextSoFar(wanted, self._service.model)
-        output = sglang_output.output(job, wanted, sample, text.of(sample), self._service)
-        if self._starts is not None:
-            output["index"] = self._starts[number] + chunk.index
-        return event(output)
+        wanted = self._wanted[number]
+        text = TextSoFar(wanted, self._service.model)
+
+        def said(chunk: Chunk) -> bytes:
+            sample = job.flights[0].samples[index]
+            output = sglang_output.output(job, wanted, sample, text.of(sample), self._service)
+            if self._starts is not None:
+                output["index"] = self._starts[number] + index
+            return event(output)
+
+        return said
 
     def end(self, job: Job) -> bytes:
         """See Writer."""

@@ -1,5 +1,6 @@
 """POST /inference/v1/generate: vLLM's token-in token-out route, which prime-rl, verifiers and TRL speak."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -112,14 +113,18 @@ class _Events:
         self._opened = False
         self._made = 0  # tokens that were told
 
-    def event(self, job: Job, number: int, chunk: Chunk) -> bytes:
+    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
         """See Writer."""
-        part = _envelope(job, [_choice(chunk, self._body, self._service, self._top_n)], self._service)
-        if not self._opened:
-            part |= _prompt(self._body, job.flights[0].samples[0], self._service)
-            self._opened = True
-        self._made += len(chunk.token_ids)
-        return event(part | _usage(job, self._made) if self._options.running else part)
+
+        def said(chunk: Chunk) -> bytes:
+            part = _envelope(job, [_choice(chunk, self._body, self._service, self._top_n)], self._service)
+            if not self._opened:
+                part |= _prompt(self._body, job.flights[0].samples[0], self._service)
+                self._opened = True
+            self._made += len(chunk.token_ids)
+            return event(part | _usage(job, self._made) if self._options.running else part)
+
+        return said
 
     def end(self, job: Job) -> bytes:
         """See Writer: usage if wanted, then [DONE]."""

@@ -162,7 +162,8 @@ async def test_columns_for_requests_that_are_gone_are_nobodys(client, replicas, 
 def test_a_token_alone_makes_the_last_span_longer():
     flight = Flight(Generate("r", [1], SamplingParams(n=2)))
     heard = []
-    flight.watch(lambda _, index: heard.append(index))
+    for index in (0, 1):
+        flight.watch(index, lambda index=index: heard.append(index))
     spans = [Span(3, 0, 1), Span(4, 1, 2, recomputed=True)]
     flight.add(Chunk("r", 1, [5, 6], [-1.0, -2.0], spans, cached_tokens=8))
     flight.go_on(1, 7, -3.0)
