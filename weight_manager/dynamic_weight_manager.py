@@ -54,6 +54,13 @@ class SupportsStage(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysWhetherItCopies(Protocol):
+    """An engine whose prepared weights may be copies of the views, as large as those. copies: they are."""
+
+    copies: bool
+
+
 class WeightsRefused(WeightManagerError):
     """This rank cannot take the version; the message says why and names the tensor if one is to blame."""
 
@@ -134,8 +141,8 @@ class DynamicWeightManager:
 
     def finalize(self) -> None:
         """The flip is for good: the old version is at hand as `former` at most; idempotent."""
-        if self._flipped and not isinstance(self._engine, SupportsStage):  # whose memory is lent to the next push
-            self._former = self._previous
+        if self._flipped:
+            self._former = self._previous if self._keeps_former else None
         self._previous, self._flipped = None, False
 
     def clear_parameters(self) -> int:
@@ -168,6 +175,12 @@ class DynamicWeightManager:
         if held is None:
             return False
         return held.reader.write_epoch(held.live.slot) != held.write_epoch or held.reader.expired()
+
+    @property
+    def _keeps_former(self) -> bool:
+        """It costs no memory: not with copies of weights, nor of a device, whose memory is lent to the next push."""
+        engine = self._engine
+        return not (isinstance(engine, SupportsStage) or (isinstance(engine, SaysWhetherItCopies) and engine.copies))
 
     def _parameters(self) -> dict[str, npt.NDArray[Any]]:
         views = self._live.views if self._live else {}

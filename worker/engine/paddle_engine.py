@@ -50,6 +50,7 @@ class PaddleEngine:
         self._dtype = manifest.dtype
         self.spec = engine_spec(config, hf_config, model.max_positions)
         self.asked: Callable[[], bool] = never
+        self.copies = False  # prepared weights are copies of the views
         self._bound, self._replicated = False, 0
         self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
         self._backend: Backend
@@ -75,7 +76,8 @@ class PaddleEngine:
                 model, self._shard, tp_group, self.spec.max_model_len, sites=sites, drafts=drafts
             )
             kernels, deterministic = Kernels("paddle", reason), Deterministic(False, "Paddle's own kernels compute")
-            if manifest.dtype != "float32":
+            self.copies = manifest.dtype != "float32"
+            if self.copies:
                 log.warning("weights are cast to float32: %s", reason)
         self.adapters: Adapters | None = AdapterTable(sites, self._backend.low_rank)
         log.log(logging.WARNING if kernels.why else logging.INFO, "kernels: %s", kernels)

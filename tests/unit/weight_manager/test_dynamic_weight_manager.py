@@ -319,8 +319,15 @@ class OwnMemory(Engine):
         return handle[name]
 
 
-def test_nothing_is_kept_of_an_engine_with_memory_of_its_own(arena, put):
-    manager = DynamicWeightManager(arena.path, LAYOUT, 1, OwnMemory())
+class Copying(Engine):
+    """What it prepares is as large as the views."""
+
+    copies = True
+
+
+@pytest.mark.parametrize("engine", [OwnMemory(), Copying()])
+def test_nothing_is_kept_where_it_would_cost_memory(arena, put, engine):
+    manager = DynamicWeightManager(arena.path, LAYOUT, 1, engine)
     take(manager, put(1, 0))
     take(manager, put(2, 1))
     assert manager.former is None

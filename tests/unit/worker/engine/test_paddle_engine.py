@@ -123,3 +123,21 @@ def test_kv_is_released_and_made_again(checkpoint, feeder):
 def test_sizes_come_from_the_checkpoint_unless_configured(checkpoint):
     spec = checkpoint("llama").engine(max_model_len=None, num_blocks=None, block_size=16, max_batch=2, bound=False).spec
     assert (spec.vocab_size, spec.max_model_len, spec.block_size, spec.num_blocks) == (96, 64, 16, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_says_whether_it_holds_copies(checkpoint, backend, dtype):
+    """As large as the views: Paddle's own kernels have a float32 of each bfloat16."""
+    model = checkpoint("llama", dtype=dtype)
+    engine = model.engine(bound=False)
+    views = model.views()
+    held = [a for a in _arrays(engine.prepare(views)) if a.ndim == 2]
+    assert engine.copies == (backend == "paddle" and dtype == "bfloat16")
+    assert held or backend == "paddle"
+    assert all(any(np.shares_memory(a, view) for view in views.values()) for a in held)
+
+
+def _arrays(handle):
+    """Of a handle of oneDNN's backend: arrays by name, with their addresses."""
+    weights, _ = handle
+    return [array for array, _ in weights.values()] if isinstance(weights, dict) else []
