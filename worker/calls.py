@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.admission import Send
+from worker.channel import Send
 from worker.lifecycle import Event, IllegalTransition, Lifecycle, step
 from worker.membership import Membership
 from worker.messages import CallFailed, Clear, Done, Reload, Verify

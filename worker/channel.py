@@ -31,6 +31,10 @@ _MAX_PER_RECEIVE = 256
 """Messages taken in one go, so that a flood cannot keep the loop from stepping."""
 
 
+Send = Callable[[bytes, messages.ToApi], object]
+"""How answers go to a connection of the API or the supervisor: `Channel.send_api`."""
+
+
 @dataclass(frozen=True)
 class FromApi:
     """A message of the API or the supervisor; origin names the connection to answer on."""

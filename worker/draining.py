@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from worker.admission import Admission, Send
+from worker.channel import Send
 from worker.messages import CallFailed, Done, Drain
 from worker.scheduler import Scheduler
 
@@ -13,10 +13,19 @@ log = logging.getLogger(__name__)
 class Draining:
     """Begun by `Drain` or SIGTERM; there is no way back."""
 
-    def __init__(self, scheduler: Scheduler, admission: Admission, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        refuse: Callable[[str], None],
+        abort: Callable[[], int],
+        send: Send,
+        clock: Callable[[], float],
+    ) -> None:
+        """refuse: what is held and what comes, for this reason. abort: all that runs; returns how many requests."""
         self.begun = False
         self._scheduler = scheduler
-        self._admission = admission
+        self._refuse = refuse
+        self._abort = abort
         self._send = send
         self._clock = clock
         self._deadline = 0.0
@@ -42,15 +51,14 @@ class Draining:
         self.begun = True
         self._deadline = self._clock() + message.deadline_s
         self._owed = None if origin is None else (origin, message)
-        self._admission.refusing = "this replica is draining"
-        self._admission.refuse_held(self._admission.refusing)
+        self._refuse("this replica is draining")
         return True
 
-    def advance(self, version: int) -> int:
+    def advance(self) -> int:
         """Past the deadline: abort what is left. Returns how many requests."""
         if not self.begun or self._scheduler.idle or self._clock() < self._deadline:
             return 0
-        return self._admission.abort(None, version)
+        return self._abort()
 
     def finish(self) -> None:
         """Answer whoever asked for it."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.admission import Admission, Send
+from worker.channel import Send
 from worker.lifecycle import Event, IllegalTransition, Lifecycle, WorkerState, step
 from worker.messages import CallFailed, Done, Pause, PauseMode, Resume
 from worker.scheduler import Scheduler
@@ -37,14 +37,14 @@ class Pausing:
         self,
         lifecycle: Lifecycle,
         scheduler: Scheduler,
-        admission: Admission,
+        held: Callable[[], int],
         send: Send,
         clock: Callable[[], float],
     ) -> None:
         self.leases_expired = 0
         self._lifecycle = lifecycle
         self._scheduler = scheduler
-        self._admission = admission
+        self._held = held
         self._send = send
         self._clock = clock
         self._waiting: _Waiting | None = None
@@ -123,7 +123,7 @@ class Pausing:
         until = self._clock() + message.lease_s if message.lease_s > 0 else None
         self._standing = _Standing(message.mode, message.lease_s, until)
         self._lifecycle.apply(Event.PAUSE, f"paused ({message.mode})")
-        self._send(origin, Done(message.call, {"aborted": aborted, "held": self._admission.held}))
+        self._send(origin, Done(message.call, {"aborted": aborted, "held": self._held()}))
 
     def _leave(self, reason: str) -> None:
         self._standing = None

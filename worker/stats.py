@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from worker.admission import Send
+from worker.channel import Send
 from worker.engine.base import EngineSpec
 from worker.messages import StateChanged, Stats
 from worker.scheduler import Scheduler

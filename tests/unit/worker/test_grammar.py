@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.unit.worker.letters import END, OTHER_END, VOCAB, ids, letters, text
-from worker.admission import Admission
 from worker.grammar import FILL, Compiled, Grammars, Refused
+from worker.leader import Admission
 from worker.logit_edits import LogitEdits
 from worker.messages import Generate, SamplingParams
 from worker.sampler import Pick, Sampler

@@ -1,7 +1,7 @@
 """Who may end what: connections of one name, and one without a name."""
 
-from worker.admission import Admission
 from worker.grammar import Grammars
+from worker.leader import Admission
 from worker.live_adapters import AdapterVersion
 from worker.messages import CallFailed, Generate, SamplingParams, Span
 
