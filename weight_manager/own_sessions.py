@@ -34,10 +34,12 @@ class OwnSession:
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
+        session.staging.forget()
         self._done(report)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """Owner: gone."""
+        session.staging.forget()
         self._done(refusal)
 
 

@@ -255,9 +255,12 @@ class Staging:
                 self._digests[target.span] = target.digest
 
     def forget(self) -> None:
-        """The session is over; only the sums are of interest still."""
+        """The session is over; only the sums are of interest still. Its memory may go: an adapter's arena is gone when
+        its last view is.
+        """
         self.targets.clear()
         self._digests.clear()
+        self.slot = memoryview(b"")
 
     def unwritten(self, first: int, count: int) -> list[str]:
         """Tensors of which a copy in this range has not been reported complete."""
@@ -423,5 +426,7 @@ class Checker:
         self._told.verified(check)
 
     def _broken(self, error: BaseException) -> None:
+        if not self._staging.slot:
+            return  # the session ended under it
         log.error("checking the weights failed", exc_info=error)
         self._told.refused(PushRefused("internal", f"checking the weights failed: {error!r}"))

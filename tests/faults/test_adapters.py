@@ -1,8 +1,10 @@
 """Adapters on a real store: staged, proved, voted on and recorded like the model's weights, each line by itself."""
 
 import json
+import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -508,3 +510,20 @@ def test_a_config_that_is_matched_for_ever_stops_nobody(replica, publisher, push
     with pytest.raises(errors.InvalidPush, match="matching its patterns"):
         publisher.push_adapter("policy-a", adapter(1), config, 1)
     assert push_adapter(1, 1).version == 1
+
+
+def test_memory_of_lines_that_are_gone_is_given_back(store, replica, publisher, push_adapter, until):
+    """Unloaded, or replaced by one of another rank: what the store still maps stays allocated, without a name."""
+    replica(0)
+
+    def removed_and_held():
+        links = (os.readlink(fd) for fd in Path(f"/proc/{store.process.pid}/fd").iterdir())
+        maps = Path(f"/proc/{store.process.pid}/maps").read_text().splitlines()
+        return [line for line in (*links, *maps) if "-adapters-" in line and line.endswith("(deleted)")]
+
+    for version in range(1, 6):
+        push_adapter(version, version)
+        rank = 4 * version
+        publisher.push_adapter("policy-b", adapter(version, rank), ADAPTER_CONFIG | {"r": rank}, version)
+        publisher.unload_adapter("policy-a")
+    until(lambda: not removed_and_held())
