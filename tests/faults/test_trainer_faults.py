@@ -38,6 +38,7 @@ TRAINER = """
         print("moving", flush=True)
         time.sleep(0.2)
         return move_all([run])[0]
+    shm.AT_ONCE_BYTES = 0  # as a model that is not as small
     shm.move_all = lambda runs: [slowly_moved(run) for run in runs]
     with WeightPublisher(endpoint, run_id="victim") as publisher:
         try:
