@@ -75,6 +75,19 @@ def _grammar(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]
     ]
 
 
+def _adapters(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
+    dtype, targets, *peer = what
+    lines = []
+    for case, said, bar in (("one", "one adapter", ">= 0.90"), ("eight", "8 adapters", ">= 0.85")):
+        name = f"16 sequences on {said}, {dtype}, {targets}"
+        share = median(taken[case][OURS] / taken["base"][OURS] for taken in rounds)
+        lines.append((f"{name}: throughput over the base's", f"{share:.3f}", bar))
+        if peer:
+            ratio = median(taken[case][OURS] / taken[case][peer[0]] for taken in rounds)
+            lines.append((f"{name}: over {peer[0]}'s", f"{ratio:.2f}x", ">= 1.5"))
+    return lines
+
+
 def _updates(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
     said = f"{_of(rounds, 'share'):.3f} with {_of(rounds, 'updates'):.0f} updates"
     return [(f"throughput with an update every 2 s over that without, {what[0]}", said, ">= 0.95")]
@@ -95,6 +108,7 @@ _ROWS: dict[str, Callable[[list[str], list[Round]], list[tuple[str, str, str]]]]
     "signals": _signals,
     "start": _start,
     "grammar": _grammar,
+    "adapters": _adapters,
     "updates": _updates,
     "gap": _gap,
 }

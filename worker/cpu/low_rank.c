@@ -49,13 +49,16 @@ typedef struct {
 #ifdef __AVX512F__
 #define GROUP 4  // tokens worked on together: their sums stay in the registers
 #define TILES 4  // of B
+#define WIDE 9   // tokens among 16 columns from which on a lane for each is faster than one for each output
 #else
 #define GROUP 2
 #define TILES 2
+#define WIDE 17  // never: the sums would not fit into the registers
 #endif
 #define VECTORS 3     // of A's ranks
 #define SLICE 256     // the most inputs in one
 #define RUN_TOKENS 64
+#define MOST_RANK 256
 #define CHUNK 64      // outputs a thread takes at a time: CHUNK of packed_adapter.py
 #define APART 64      // columns whose outputs are first kept apart: few enough for the nearest cache
 #define AHEAD 2048    // bytes of A that are fetched before they are read
@@ -101,9 +104,14 @@ static inline INLINE void transpose(f32x16 v[16]) {
 
 // Inputs [first, first + count) of a run's tokens as float32, [count, tokens].
 static void gather(const LowRank *s, const int32_t *order, int64_t tokens, int64_t first, int64_t count, float *to) {
-    for (int64_t f = 0; f < count; f++)
-        for (int64_t t = 0; t < tokens; t++)
-            to[f * tokens + t] = element(s->x, (first + f) * s->x_step + order[t] * s->x_token, s->x_narrow);
+    const int64_t together = s->x_token == 1 && order[tokens - 1] - order[0] == tokens - 1 ? tokens / 16 * 16 : 0;
+    for (int64_t f = 0; f < count; f++) {
+        const int64_t at = (first + f) * s->x_step;
+        for (int64_t t = 0; t < together; t += 16)
+            *(f32x16 *)(to + f * tokens + t) = load_any(s->x, at + order[t], s->x_narrow);
+        for (int64_t t = together; t < tokens; t++)
+            to[f * tokens + t] = element(s->x, at + order[t] * s->x_token, s->x_narrow);
+    }
     for (int64_t i = 0; s->x_round && i < count * tokens; i += 16)
         *(f32x16 *)(to + i) = widened(rounded(load(to + i)));
 }
@@ -218,18 +226,15 @@ static inline INLINE void outputs_of(const LowRank *s, const char *b, const char
         }
 }
 
-// Outputs [row, end) of one part, for a run. first: where the part begins in y. ahead: what is read after it.
-static inline INLINE void expand_run(const LowRank *s, const Run *run, int64_t part, int64_t first, int64_t row,
-                                     int64_t end, float (*apart)[CHUNK], const char *ahead, const int narrow) {
-    const Factors *f = s->factors + run->adapter;
+// Outputs [row, end) of one part for `count` tokens of a run. first: where the part begins in y. ahead: what is read next.
+static inline INLINE void expand_few(const LowRank *s, const Factors *f, int64_t part, int64_t first, int64_t row,
+                                     int64_t end, const int32_t *order, const float *z, int64_t count,
+                                     float (*apart)[CHUNK], const char *ahead, const int narrow) {
     const int64_t rank = f->rank[part], size = narrow ? 2 : 4, step = ceiling(end - row, 16) * 16 * size;
     const char *b = (const char *)f->b[part] + row * rank * size;
-    const int32_t *order = s->step->order + run->first;
-    const float *z = s->step->between + run->first * s->most;
-    for (int64_t p = 0; p < part; p++) z += f->rank[p];
     for (int64_t at = row; at < end;) {
         const int many = ceiling(end - at, 16) >= TILES;
-        int64_t done = 0, left = run->count;
+        int64_t done = 0, left = count;
 #define OUTPUTS(tiles, fetch) \
     outputs_of(s, b, ahead, rank, step, order + done, z + done * s->most, first + at, end - at, apart, at - row, tiles, N, \
                fetch, narrow)
@@ -260,6 +265,63 @@ static void add(const LowRank *s, float (*apart)[CHUNK], const char *changed, in
     }
 }
 
+// Outputs [row, end) of one part for `count` tokens of 16 columns, a token in each lane; added where they belong.
+static inline INLINE void expand_wide(const LowRank *s, const Factors *f, int64_t part, int64_t first, int64_t row,
+                                      int64_t end, const int32_t *order, const float *z, int64_t count,
+                                      const char *ahead, const int narrow) {
+    const int64_t rank = f->rank[part], size = narrow ? 2 : 4, step = ceiling(end - row, 16) * 16 * size;
+    f32x16 of_rank[MOST_RANK];
+    for (int64_t r = 0; r < rank; r += 16) {
+        f32x16 *v = of_rank + r;
+        for (int lane = 0; lane < 16; lane++) v[lane] = splat(0);
+        for (int64_t t = 0; t < count; t++) v[order[t] % 16] = load(z + t * s->most + r);
+        transpose(v);
+    }
+    for (int64_t at = row; at < end; at += 16) {
+        const char *b = (const char *)f->b[part] + row * rank * size + (at - row) * size, *next = ahead + (at - row) * size;
+        f32x16 sums[16];
+        for (int o = 0; o < 16; o++) sums[o] = splat(0);
+        for (int64_t r = 0; r < rank; r++, b += step, next += step) {
+            f32x16 there = load_any(b, 0, narrow);
+            const float *outputs = narrow ? (const float *)&there : (const float *)b;
+            __builtin_prefetch(next, 0, 2);
+            for (int o = 0; o < 16; o++) sums[o] = fused(splat(outputs[o]), of_rank[r], sums[o]);
+        }
+        for (int o = 0; o < 16 && at + o < end; o++) {
+            float *to = s->y + (first + at + o) * s->y_step + order[0] / 16 * 16;
+            if (count == 16) *(f32x16 *)to += sums[o];
+            else
+                for (int64_t t = 0; t < count; t++) to[order[t] % 16] += sums[o][order[t] % 16];
+        }
+    }
+}
+
+// The same for all tokens of a run: a lane for each token where enough of them are in the same 16 columns. Either way an
+// output adds up along the rank. changed: gets the columns that lie apart.
+static inline INLINE void expand_run(const LowRank *s, const Run *run, int64_t part, int64_t first, int64_t row,
+                                     int64_t end, float (*apart)[CHUNK], char *changed, const char *ahead,
+                                     const int narrow) {
+    const Factors *f = s->factors + run->adapter;
+    const int32_t *order = s->step->order + run->first;
+    const float *z = s->step->between + run->first * s->most;
+    for (int64_t p = 0; p < part; p++) z += f->rank[p];
+    for (int64_t t = 0, few = 0; t < run->count;) {  // tokens [few, t) are still to be done
+        int64_t count = 1;
+        while (t + count < run->count && order[t + count] / 16 == order[t] / 16) count++;
+        const int wide = apart && count >= WIDE;
+        if (wide) expand_wide(s, f, part, first, row, end, order + t, z + t * s->most, count, ahead, narrow);
+        else
+            for (int64_t i = t; apart && i < t + count; i++) changed[order[i]] = 1;
+        const int64_t until = wide ? t : t + count;
+        t += count;
+        if (wide || t == run->count) {
+            if (until > few)
+                expand_few(s, f, part, first, row, end, order + few, z + few * s->most, until - few, apart, ahead, narrow);
+            few = t;
+        }
+    }
+}
+
 // Outputs [row, row + CHUNK) of one part, for all runs.
 static void expand(const LowRank *s, int64_t part, int64_t first, int64_t row) {
     int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part], runs = s->step->run_count;
@@ -270,11 +332,10 @@ static void expand(const LowRank *s, int64_t part, int64_t first, int64_t row) {
         const Run *run = s->step->runs + i, *next = i + 1 < runs ? run + 1 : s->step->runs;
         const Factors *f = s->factors + run->adapter, *after = s->factors + next->adapter;
         if (!f->rank[part]) continue;
-        for (int64_t t = run->first; few && t < run->first + run->count; t++) changed[s->step->order[t]] = 1;
         int64_t ahead = (i + 1 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
         const char *b = (const char *)after->b[part] + ahead;
-        if (f->narrow) expand_run(s, run, part, first, row, end, apart, b, 1);
-        else expand_run(s, run, part, first, row, end, apart, b, 0);
+        if (f->narrow) expand_run(s, run, part, first, row, end, apart, changed, b, 1);
+        else expand_run(s, run, part, first, row, end, apart, changed, b, 0);
     }
     if (few) add(s, apart, changed, first + row, end - row);
 }

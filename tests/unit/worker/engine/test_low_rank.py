@@ -259,3 +259,29 @@ def test_parts_of_any_rank_side_by_side(inputs, ranks):
     for t, epoch in enumerate(epochs):
         if epoch:
             assert np.array_equal(added(low_rank, site, x[:, [t]], batch_of([epoch]))[:, 0], got[:, t])
+
+
+@pytest.mark.parametrize("rank", [1, 16, 21, 256])
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("sharing", [8, 9, 13, 16, 47, 64])
+def test_tokens_that_share_an_adapter_have_the_bits_of_each_alone(sharing, narrow, rank):
+    """Many of one adapter among 16 columns are computed a token in each lane, a few an output in each."""
+    rng = np.random.default_rng(8)
+    low_rank = made("native", narrow=narrow)
+    changes = {
+        epoch: {m: random_change(rng, site, part, rank) for site in SITES for part, m in enumerate(site.modules)}
+        for epoch in (1, 2)
+    }
+    for epoch, of_it in changes.items():
+        hold(low_rank, epoch, of_it)
+    epochs = [*rng.integers(0, 3, 3).tolist(), *[1] * (sharing - 3), *rng.integers(0, 3, 64 - sharing).tolist()]
+    for site in SITES:
+        x = rng.standard_normal((site.inputs, 64)).astype(np.float32)
+        x = to_bits(x) if narrow else x
+        among = added(low_rank, site, x, batch_of(epochs))
+        for t, epoch in enumerate(epochs):
+            if epoch:
+                alone = added(low_rank, site, x[:, [t]], batch_of([epoch]))
+                assert np.array_equal(alone[:, 0], among[:, t]), (site.name, t)
+            else:
+                assert not among[:, t].any()
