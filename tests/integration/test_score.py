@@ -22,6 +22,7 @@ from tests.reference.checkpoint import Checkpoint, random_weights
 PROMPTS = [[5, 9, 17, 33], [100, 2], [64, 64, 3, 8, 21], list(range(2, 60))]
 DOCS = Path(__file__).parents[2] / "docs" / "numerics.md"
 PATIENCE_S = 60.0
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module", params=[(1, "float32"), (2, "bfloat16")], ids=["tp1-float32", "tp2-bfloat16"])

@@ -1,15 +1,19 @@
 """Engines over tiny checkpoints on disk."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
-from tests import engine_cases
+from tests import engine_cases, family_cases
 from tests.engine_cases import ADAPTERS, MODELS, Adapter, Feeder
+from tests.random_tensors import random_tensors
+from weight_manager.families import manifest_for
 from worker.config import WorkerConfig
 from worker.cpu import native
 from worker.engine import paddle_engine
@@ -57,6 +61,33 @@ def _computing_with(kernels: str) -> Iterator[None]:
 @pytest.fixture
 def computing_with() -> Callable[[str], AbstractContextManager[None]]:
     return _computing_with
+
+
+_WIDTHS = {
+    "head_dim": 16,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 96,
+}
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Callable[..., Checkpoint]:
+    """A random model of a family with experts, all of whose widths are multiples of 16, also over two ranks."""
+
+    def made(family: str, **kw: Any) -> Checkpoint:
+        config = family_cases.family_cases(family)[0].config
+        config |= {name: width for name, width in _WIDTHS.items() if name in config} | {"hidden_size": 64}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shapes = {p.name: p.shape for p in manifest_for(config, "float32").parameters}
+        save_file(random_tensors(shapes, 3), tmp_path / "model.safetensors")
+        return Checkpoint(tmp_path, **kw)
+
+    return made
 
 
 @pytest.fixture
