@@ -104,6 +104,22 @@ class Asked(Lenient):
         return body
 
 
+class Scheduled(Asked):
+    """How a request is run, in the dialects of other servers."""
+
+    generates = True
+
+    stream: bool | None = False
+    session_id: Session | None = None
+    """Requests of one session prefer one replica; also the header X-Session-ID."""
+    priority: Priority | None = 0
+    min_weight_version: Version | None = None
+    """Ours: wait until this version is live; 409 after version_timeout_s."""
+    version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    max_staleness: Count | None = None
+    """Ours: end with `abort` once the live version is further ahead of the one it started under."""
+
+
 class ErrorDetail(BaseModel):
     """What went wrong."""
 

@@ -59,7 +59,25 @@ class _Edits(Strict):
         )
 
 
-class GenerateRequest(_Edits):
+class _Request(_Edits):
+    """How a request is run, of whatever it asks for."""
+
+    request_id: RequestId | None = None
+    """For /v1/rollout/abort. Repeating one that still runs joins it."""
+    session: str = Field(default="", max_length=256)
+    """Requests of one session prefer one replica, which has their prompts cached; also the header X-Session-ID."""
+    priority: Priority = 0
+    """Lower runs first."""
+    cache_salt: str = Field(default="", max_length=256)
+    """Prompts share cached prefixes only under equal salts."""
+    adapter: str = Field(default="", max_length=128)
+    """Name of the adapter to compute with, "" = the base alone; 404 when it is not loaded."""
+    min_weight_version: Version | None = None
+    """Wait until this version or a later one is live; 409 after version_timeout_s."""
+    version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+
+class GenerateRequest(_Request):
     """Prompts and how to continue them. Exactly one of prompt and prompt_ids."""
 
     prompt: str | Texts | None = None
@@ -90,19 +108,6 @@ class GenerateRequest(_Edits):
     include_stop: bool = False
     """Keep the stop string or token in the text; the ids always have it."""
     stream: bool = False
-    request_id: RequestId | None = None
-    """Repeating one that still runs joins it."""
-    session: str = Field(default="", max_length=256)
-    """Requests of one session prefer one replica; also the header X-Session-ID."""
-    priority: Priority = 0
-    """Lower runs first."""
-    cache_salt: str = Field(default="", max_length=256)
-    """Prompts share cached prefixes only under equal salts."""
-    adapter: str = Field(default="", max_length=128)
-    """Name of the adapter to compute with, "" = the base alone; 404 when it is not loaded."""
-    min_weight_version: Version | None = None
-    """Wait until this version or a later one is live; 409 after version_timeout_s."""
-    version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     max_staleness: Count | None = None
     """End with `abort` once the live version is further ahead of the one it started under."""
 
@@ -202,7 +207,7 @@ class GenerateResponse(Strict):
     usage: Usage | None = None
 
 
-class ScoreRequest(_Edits):
+class ScoreRequest(_Request):
     """Tokens to be scored, each list behind a prompt of its own, as what a request with this temperature and these
     edits sampled."""
 
@@ -215,19 +220,6 @@ class ScoreRequest(_Edits):
     weight_version: Version | None = None
     """Only under this version: that which is live, one that is to come, which is waited for, or the one before the live
     one while its memory has not been given to the next push. 409 when it is not there (any more)."""
-    request_id: RequestId | None = None
-    """For /v1/rollout/abort. Repeating one that still runs joins it."""
-    session: str = Field(default="", max_length=256)
-    """That of the requests which sampled the tokens: their replica has the prompts in its cache."""
-    priority: Priority = 0
-    """Lower runs first."""
-    cache_salt: str = Field(default="", max_length=256)
-    """Prompts share cached prefixes only under equal salts."""
-    adapter: str = Field(default="", max_length=128)
-    """Name of the adapter to compute with, "" = the base alone; 404 when it is not loaded."""
-    min_weight_version: Version | None = None
-    """Wait until this version or a later one is live; 409 after version_timeout_s."""
-    version_timeout_s: float = Field(default=60.0, gt=0, le=3600)
 
     @model_validator(mode="after")
     def _in_pairs(self) -> Self:

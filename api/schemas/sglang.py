@@ -17,14 +17,12 @@ from api.schemas.base import (
     LoraName,
     ManyIds,
     Names,
-    Priority,
     RepetitionPenalty,
     Rid,
+    Scheduled,
     Seed,
-    Session,
     Texts,
     TopN,
-    Version,
 )
 from api.schemas.openai import VersionSpan
 from api.schemas.structured import SglangStructured, Text
@@ -86,10 +84,8 @@ class SglangSampling(SglangStructured):
         )
 
 
-class SglangGenerate(Asked):
+class SglangGenerate(Scheduled):
     """/generate: text or input_ids, one or a batch (then a list is answered); or `prompts`, as older TRL sends."""
-
-    generates = True
 
     text: str | Texts | None = None
     input_ids: Ids | ManyIds | None = None
@@ -101,21 +97,11 @@ class SglangGenerate(Asked):
     token_ids_logprob: Annotated[Ids, Field(max_length=MAX_BIASED)] | None = None
     """Ids whose logprobs are reported for every output token; not with top_logprobs_num, nor of prompts."""
     return_text_in_logprobs: bool | None = False
-    stream: bool | None = False
     rid: Rid | Annotated[list[Rid], PerPrompt] | None = None
-    priority: Priority | None = 0
-    session_id: Session | None = None
-    """Requests of one session prefer one replica; also the header X-Session-ID."""
     cache_salt: Salt | Annotated[list[Salt], PerPrompt] | None = None
     """Prompts share cached prefixes only under equal salts."""
     lora_path: LoraName | Annotated[list[LoraName | None], PerPrompt] | None = None
     """Name of the adapter to compute with, one for all prompts or one each; null: the base alone."""
-    min_weight_version: Version | None = None
-    """Ours: wait until this version is live; 409 after version_timeout_s."""
-    version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    max_staleness: Count | None = None
-    """Ours: end with `abort` once the live version is further ahead of the one it started under."""
-
     prompts: Texts | ManyIds | None = None
     """Older TRL; then the fields below count, and ids and logprobs per sample are answered."""
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1

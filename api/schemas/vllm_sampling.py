@@ -6,19 +6,16 @@ from pydantic import Field
 
 from api.schemas.base import (
     MAX_BIASED,
-    Asked,
     Count,
     Finite,
     Ids,
     LogitBias,
-    Priority,
     RepetitionPenalty,
     RequestId,
+    Scheduled,
     Seed,
-    Session,
     Texts,
     TopN,
-    Version,
 )
 from api.schemas.structured import Structured
 from worker.messages import SamplingParams
@@ -111,21 +108,10 @@ class VllmSampling(Structured):
         )
 
 
-class Scheduling(Asked):
+class Scheduling(Scheduled):
     """How a request is run, on every data route of this dialect."""
-
-    generates = True
 
     model: str | None = None
     """May be left out: the service serves one model, and knows it by the names in /v1/models and api.model_aliases."""
-    stream: bool | None = False
     request_id: RequestId | None = None
-    session_id: Session | None = None
-    """Requests of one session prefer one replica; also the header X-Session-ID."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    priority: Priority | None = 0
-    min_weight_version: Version | None = None
-    """Ours: wait until this version is live; 409 after version_timeout_s."""
-    version_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    max_staleness: Count | None = None
-    """Ours: end with `abort` once the live version is further ahead of the one it started under."""
