@@ -58,7 +58,7 @@ def above(tmp_path):
     return Above(tmp_path)
 
 
-def full(*_):
+def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
