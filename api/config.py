@@ -184,7 +184,7 @@ class ServeConfig(BaseModel):
     worker: WorkerConfig
     api: ApiConfig
     fleet: FleetConfig | None = None
-    """Only there with --ray."""
+    """Settings of the fleet's process; only there with --ray."""
 
     def write(self) -> Path:
         """Write run_dir/config.json, readable by this user only (it holds tokens); returns its path."""
@@ -247,7 +247,7 @@ class ServeOptions(BaseSettings):
     push_token: str | None = Field(default=None, repr=False)
     """Shared secret of trainers that push."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of every process."""
+    """Least level of what every process logs."""
     ray: bool = False
     """Place the replicas on the nodes of a Ray cluster."""
     address: str = "auto"

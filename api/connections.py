@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
     # What the transport calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client came."""
+        """A client has connected; it may have to be turned away."""
         super().connection_made(transport)
         if not self._room.enter(self):
             transport.write(FULL)
@@ -170,7 +170,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A request."""
+        """The head of a request is complete."""
         self._in_head = False
         super().on_headers_complete()
 

@@ -58,7 +58,7 @@ class Writer:
         return text if self._special(text) else self.quoted(text)
 
     def rule(self, body: str, attribute: str = "") -> str:
-        """A rule's name."""
+        """Add a rule to the grammar; its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attribute}: {body}")
         return name
@@ -70,7 +70,7 @@ class Writer:
         return self.rule(f"TEXT {self.quoted(mark)}", "[lazy]")
 
     def json(self, schema: Any, options: tuple[tuple[str, Any], ...] = (), *, closed: bool = False) -> str:
-        """JSON of a schema."""
+        """Have the grammar take JSON of a schema; the name of its rule."""
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise BadInput("a JSON schema is an object")

@@ -91,7 +91,7 @@ class HttpPush:
             await self._versions.give(name)
 
     def close(self) -> None:
-        """Forget it."""
+        """Forget the update that is open."""
         self._touched = 0.0
 
     async def _follow(self, names: Sequence[str], *, timeout_s: float) -> bool:

@@ -19,7 +19,7 @@ class TokenNames:
         self._as_ids = as_ids or model.tokenizer is None
 
     def __call__(self, token_id: int) -> str:
-        """One token."""
+        """How a token is called in the reply."""
         return _by_number(token_id) if self._as_ids else self._model.token_text(token_id)
 
     def bytes_of(self, token_id: int) -> list[int] | None:

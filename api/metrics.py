@@ -43,7 +43,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """The page."""
+        """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def answered(self, route: str, status: int) -> None:

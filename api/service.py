@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """See module. `running` keeps its links and deadlines going."""
+    """Parts of one API process; `running` keeps its links and deadlines going."""
 
     def __init__(self, config: ApiConfig, model: Model, index: int = 0) -> None:
         """index: of this process among those of the API."""

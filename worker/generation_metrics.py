@@ -55,7 +55,7 @@ class GenerationMetrics:
         self._samples["queue_s"].append(now - request.arrived)
 
     def token(self, sequence: Sequence, now: float) -> None:
-        """A token came out."""
+        """A sequence has got a token at time `now`."""
         self.counters["generation_tokens"] += 1
         if sequence.last_token_at is None:
             self._samples["ttft_s"].append(now - sequence.request.arrived)

@@ -63,7 +63,7 @@ class BlockPool:
         self._counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less."""
+        """Take a holder from a block; without one it is retained where it is wanted again, else free."""
         assert self._counts[block] > 0, f"block {block} released twice"
         self._counts[block] -= 1
         if self._counts[block] == 0:

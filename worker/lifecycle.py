@@ -25,7 +25,7 @@ class WorkerState(Enum):
 
 
 class Event(Enum):
-    """What may happen to it."""
+    """What may happen to a worker."""
 
     MAPPED = "mapped"  # the live version is bound on every rank
     LOST = "lost"  # what is mapped may no longer be used (the slot was given away)

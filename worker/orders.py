@@ -126,20 +126,20 @@ class LocalSignals:
     size = 1
 
     def agree(self, order: Order | None) -> Order:
-        """The order itself."""
+        """The order as it is: there is no other rank."""
         assert order is not None
         return order
 
     def share(self, batch: Int32 | None) -> Int32 | None:
-        """The batch itself."""
+        """The batch as it is: there is no other rank."""
         return batch
 
     def vote(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
-        """One row."""
+        """What this rank says, alone."""
         return [tuple(mine)]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """One item."""
+        """What this rank reports, alone."""
         return [data]
 
 

@@ -21,7 +21,7 @@ def pause(mode: PauseMode, lease_s: float | None, url: str | None, name: str, to
 
 
 def resume(url: str | None, name: str, token: str | None) -> int:
-    """Go on."""
+    """End the pause; returns the exit status."""
     with explained(), connect(url, name, token) as client:
         _say(client.resume())
     return 0

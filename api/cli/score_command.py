@@ -9,7 +9,7 @@ import msgspec
 from api.cli.connect import connect, explained
 
 _AT_ONCE = 256
-"""Samples in a request."""
+"""Samples that are scored in one request."""
 
 
 class Given(msgspec.Struct, frozen=True):

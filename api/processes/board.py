@@ -37,7 +37,7 @@ class Board:
         self.beat()
 
     def beat(self) -> None:
-        """This process lives."""
+        """Say that this process lives."""
         self._cells[self._own + _BEAT] = time.monotonic_ns()
 
     def silent_s(self, index: int) -> float:

@@ -42,7 +42,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Peers:
-    """See module. Used from the event loop only."""
+    """One process's side of what several share. Used from the event loop only."""
 
     def __init__(self, run_dir: Path, index: int, count: int) -> None:
         directory = run_dir / "api"

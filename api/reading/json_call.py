@@ -48,7 +48,7 @@ class JsonCall:
         self._escaped = False
 
     def push(self, text: str) -> list[Part]:
-        """More of the text."""
+        """Take more of the text; what it adds to the call."""
         self._text += text
         parts: list[Part] = []
         head = None if self.is_call or self._seen > _LONGEST_HEAD else _HEAD.match(self._text)
@@ -70,7 +70,7 @@ class JsonCall:
         return parts
 
     def finish(self) -> None:
-        """There is no more."""
+        """The text has ended, whether the call has or not."""
         if not self.done:
             self.done = True
             self.rest = "" if self.is_call else self._text

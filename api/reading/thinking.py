@@ -54,7 +54,7 @@ class Thinking:
         return Split(reasoning, self._answer(begun).answer if begun else "")
 
     def finish(self) -> Split:
-        """What waited."""
+        """The text has ended: what waited to be told apart."""
         text, self._text = self._text, ""
         if self._state == "thinking":
             return Split(text.rstrip(), "")

@@ -63,33 +63,25 @@ LogitBias = Annotated[
 Digests = Annotated[dict[str, str], BeforeValidator(_digests), Field(max_length=1 << 20)]
 
 
-def _few_fields(body: Any) -> None:
-    if isinstance(body, dict) and len(body) > MAX_FIELDS:
-        raise ValueError(f"{len(body)} fields; no body has so many")
+class _Sized(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
+            raise ValueError(f"{len(body)} fields; no body has so many")
+        return body
 
 
-class Strict(BaseModel):
+class Strict(_Sized):
     """Native bodies: a misspelt field is an error, not a silent default."""
 
     model_config = ConfigDict(extra="forbid")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sized(cls, body: Any) -> Any:
-        _few_fields(body)
-        return body
 
-
-class Lenient(BaseModel):
+class Lenient(_Sized):
     """Bodies of other projects' clients: unknown fields are accepted, as those projects do."""
 
     model_config = ConfigDict(extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sized(cls, body: Any) -> Any:
-        _few_fields(body)
-        return body
 
 
 class Asked(Lenient):

@@ -56,5 +56,5 @@ class TensorBytes(Strict):
     shape: list[int]
     offset: int
     data: str
-    """Base64."""
+    """The bytes, in base64."""
     more: bool

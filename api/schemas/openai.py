@@ -132,7 +132,7 @@ class CompletionRequest(OpenAiStructured, Scheduling, VllmSampling, Truncation):
     lora_path: LoraName | None = None
     """SGLang's: the adapter, where `model` names the base."""
     max_tokens: Count | None = None
-    """None: 16."""
+    """None: 16 tokens, as OpenAI has it."""
     prompt: str | Texts | Ids | ManyIds
     """Text, texts, ids, or lists of ids; choices come prompt by prompt."""
     logprobs: TopN | None = None
@@ -150,7 +150,7 @@ class CompletionRequest(OpenAiStructured, Scheduling, VllmSampling, Truncation):
 
 
 class FunctionName(Lenient):
-    """Which one."""
+    """The function that is to be called."""
 
     name: str
 
@@ -244,7 +244,7 @@ class VersionSpan(Lenient):
 
 
 class Usage(Lenient):
-    """Tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -293,7 +293,7 @@ class CompletionResponse(Lenient):
 
 
 class TokenTop(Lenient):
-    """One alternative."""
+    """A token that might have been sampled in a place."""
 
     token: str
     logprob: float
@@ -335,7 +335,7 @@ class ChatMessage(Lenient):
     """Null where there are only calls or reasoning."""
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
-    """vLLM's name for it."""
+    """What was taken out of the content as reasoning; vLLM's name for it."""
     reasoning_content: str | None = None
     """SGLang's name for the same."""
 
@@ -413,7 +413,7 @@ class TokenizeResponse(Lenient):
 
 
 class DetokenizeRequest(Asked):
-    """Ids."""
+    """Token ids whose text is wanted."""
 
     model: str | None = None
     tokens: Ids

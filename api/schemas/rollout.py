@@ -145,7 +145,7 @@ class VersionSpan(Strict):
     """Before the first of them was sampled, the keys and values of all earlier positions, the prompt's too, were
     computed again under this version. False: each is still that of the version that computed it last."""
     adapter_version: int | None = None
-    """And under this version of the request's adapter; a span begins with another one too."""
+    """Version of the request's adapter that sampled it too; a span begins with another one."""
 
 
 class TokenLogprob(Strict):
@@ -189,7 +189,7 @@ class Output(Strict):
 
 
 class Usage(Strict):
-    """Tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -234,7 +234,7 @@ class ScoreRequest(_Request):
 
 
 class Score(Strict):
-    """One list of tokens."""
+    """Logprobs of one list of tokens."""
 
     index: int
     logprobs: list[float] | None
@@ -242,7 +242,7 @@ class Score(Strict):
     weight_version: int
     """What they were computed under, all of them and their prompt."""
     adapter_version: int | None = None
-    """And this version of the request's adapter."""
+    """Version of the request's adapter that computed them too."""
     finish_reason: FinishReason
     """length, or abort."""
     cached_tokens: int = 0
@@ -289,7 +289,7 @@ class AbortRequest(Strict):
 
 
 class AbortResponse(Strict):
-    """How many were open."""
+    """How many requests were open, and have been ended."""
 
     aborted: int
 

@@ -111,7 +111,7 @@ class SglangGenerate(Scheduled):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: RepetitionPenalty | None = 1.0
     max_tokens: Count | None = None
-    """Null: 16."""
+    """Null: 16 tokens."""
     guided_decoding_regex: Text | None = None
     structured_outputs_regex: Text | None = None
     """The same under its later name."""
@@ -214,7 +214,7 @@ class DiskUpdate(Asked):
 
 
 class DiskUpdated(Lenient):
-    """How it went."""
+    """Whether the directory went live."""
 
     success: bool
     message: str
@@ -229,7 +229,7 @@ class NewVersion(Asked):
 
 
 class NewVersionSet(Lenient):
-    """How it went."""
+    """Whether the version has got its name."""
 
     success: bool = True
     message: str = "weight version updated"
@@ -250,7 +250,7 @@ class AbortRid(Asked):
 
 
 class Aborted(Said):
-    """How many were open."""
+    """How many requests were open, and have been ended."""
 
     aborted: int
 

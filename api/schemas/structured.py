@@ -144,7 +144,7 @@ class ResponseFormat(Lenient):
 
 
 class Structured(Asked):
-    """Wherever vLLM samples."""
+    """What output is held to, as vLLM has it on all routes that sample."""
 
     structured_outputs: StructuredOutputs | None = None
 
@@ -222,7 +222,7 @@ class NativeConstraint(Strict):
 
     @property
     def constraint(self) -> Constraint:
-        """It."""
+        """The constraint that the fields say."""
         found = [] if self.json_schema is None else [Constraint("json", schema_of(self.json_schema))]
         found += [] if self.regex is None else [Constraint("regex", self.regex)]
         found += [] if self.choice is None else [Constraint("choice", tuple(self.choice))]

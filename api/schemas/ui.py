@@ -31,7 +31,7 @@ class ReplicaView(BaseModel):
     kv_blocks_used: int
     kv_blocks: int
     lost: int
-    """Times it went away."""
+    """How many times its connection was lost."""
     ranks: list[RankView]
 
 

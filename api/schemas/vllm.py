@@ -32,13 +32,13 @@ class AbortNamed(Lenient):
 
 
 class AbortedRequests(Status):
-    """How many were open."""
+    """How many requests were open, and have been ended."""
 
     aborted: int
 
 
 class Message(Lenient):
-    """What was done."""
+    """What was done, in words."""
 
     message: str
 
@@ -170,7 +170,7 @@ class CollectiveRpc(Lenient):
 
 
 class RpcResults(Lenient):
-    """One per rank."""
+    """Answers of the ranks, one each."""
 
     results: list[dict[str, str] | None]
 

@@ -133,7 +133,7 @@ class OneDnn:
         )
 
     def softmax(self, src: Operand, dst: Operand) -> Call:
-        """Over the last axis."""
+        """Softmax of src into dst, over the last axis."""
         axis = len(src.shape) - 1
         operands = {_SRC: src, _DST: dst}
         return self._call("softmax_forward", operands, (), lambda md: (_INFERENCE, _SOFTMAX, md[_SRC], md[_DST], axis))

@@ -177,7 +177,7 @@ class Driver:
         self.call("cuStreamWaitEvent", stream, event, UInt(0))
 
     def wait(self, event_or_stream: Handle, *, event: bool = False) -> None:
-        """The host waits."""
+        """Let the host wait for an event or a stream."""
         self.call("cuEventSynchronize" if event else "cuStreamSynchronize", event_or_stream)
 
     def milliseconds(self, start: Handle, end: Handle) -> float:

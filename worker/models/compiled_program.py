@@ -70,7 +70,7 @@ class CompiledProgram(Program):
         self._native, self._attend = native, attend
 
     def begin(self, batch: ForwardBatch, kv: KvMemory, angles: Sequence[Angles]) -> None:
-        """Angles and indices."""
+        """Set what differs from step to step: angles of the positions, indices into the cache."""
         padded = [(self._table(f"cos {i}", cos), self._table(f"sin {i}", sin)) for i, (cos, sin) in enumerate(angles)]
         queries = self._token_major("queries", self._shard.heads * self._spec.head_dim)
         out = self._attended()

@@ -87,7 +87,7 @@ class PlainLowRank:
         self._rows = NO_ROWS
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
-        """They themselves."""
+        """See LowRank: the changes as they are."""
         return changes
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
@@ -99,7 +99,7 @@ class PlainLowRank:
         }
 
     def drop(self, epoch: int) -> None:
-        """Let go of it."""
+        """Let go of a version."""
         self._held.pop(epoch, None)
 
     def begin(self, batch: ForwardBatch) -> None:
@@ -182,7 +182,7 @@ class NativeLowRank:
         self._held[epoch] = plan.copy(flat, narrow=self._narrow or flat.dtype == np.uint16)
 
     def drop(self, epoch: int) -> None:
-        """Let go of it."""
+        """Let go of a version."""
         held = self._held.pop(epoch, None)
         if held is not None:
             held.plan.let_go(held)

@@ -105,7 +105,7 @@ class _Few(_Form):
         self._down = FewProduct(native, SET, inner, parts[1], made, self.dst, narrow=narrow)
 
     def run(self, tokens: int, gate_up: int, down: int) -> None:
-        """Two products."""
+        """Compute one expert's two products for its tokens."""
         self._gated.run(tokens, gate_up)
         self._down.run(tokens, down)
 
