@@ -1,17 +1,18 @@
 """Pushes of a rank-16 LoRA adapter to a service that generates: how long until it is live, and what it holds up.
 
-``python -m benchmarks.push.adapters`` serves SmolLM2 on one replica, keeps `--clients` requests running on it, and
-pushes an adapter on all projections of all layers again and again through shared memory: from `push_adapter()` to
-committed, checksums on. A stall is the longest pause between two tokens of any running request that a push falls into,
-less the median pause: bar, one step.
+``python -m benchmarks.push.adapters`` serves SmolLM2 on one replica, keeps `--clients` requests running on it from
+processes of their own, and pushes an adapter on all projections of all layers again and again through shared memory:
+from `push_adapter()` to committed, checksums on. The first push of the name is said apart. A stall is the longest pause
+between two tokens of any running request that a push falls into, less the median pause: bar, one step. What the machine
+does by itself is said beside it: the same of as long a time in the middle between two pushes.
 """
 
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -51,7 +52,7 @@ def main() -> int:
                 began = time.monotonic()
                 report = publisher.push_adapter("bench", versions[number % 2], config, number + 1)
                 reports.append((began, time.monotonic(), report))
-        result = summary(reports[5:], times, args)
+        result = summary(reports, times, args)
     finally:
         service.stop()
     args.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -71,65 +72,85 @@ def adapter(model: Path, rank: int, seed: int) -> dict[str, Any]:
 
 
 class Tokens:
-    """Clients that stream one request after another, and when their tokens came."""
+    """Clients that stream one request after another, each a process of its own, and when their tokens came."""
 
     def __init__(self, service: LiveService, clients: int) -> None:
-        self.arrivals: list[list[float]] = [[] for _ in range(clients)]
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(service.client(), number)) for number in range(clients)
+        self.arrivals: list[list[float]] = []
+        spawning = multiprocessing.get_context("spawn")
+        self._stop, self._found = spawning.Event(), spawning.Queue()
+        self._clients = [
+            spawning.Process(target=_stream, args=(service.url, self._stop, self._found)) for _ in range(clients)
         ]
 
     def __enter__(self) -> "Tokens":
-        for thread in self._threads:
-            thread.start()
-        time.sleep(2.0 if self._threads else 0.0)
+        for client in self._clients:
+            client.start()
+        time.sleep(8.0 if self._clients else 0.0)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self.arrivals = [self._found.get(timeout=60.0) for _ in self._clients]
+        for client in self._clients:
+            client.join()
 
-    def pauses(self, began: float, ended: float) -> list[float]:
-        """Between two tokens of a client, of those that touch this time."""
-        found = []
-        for times in self.arrivals:
-            found += [b - a for a, b in itertools.pairwise(times) if a <= ended and b >= began]
-        return found
+    def longest(self, began: float, ended: float) -> float | None:
+        """Seconds between two tokens of a client, of those that touch this time."""
+        pauses = (pair for times in self.arrivals for pair in itertools.pairwise(times))
+        return max((b - a for a, b in pauses if a <= ended and b >= began), default=None)
 
-    def _run(self, client: RolloutClient, number: int) -> None:
-        with client:
-            while not self._stop.is_set():
-                times = self.arrivals[number]
-                for _ in client.stream("Tell me about the sea.", max_tokens=200, temperature=1.0, ignore_eos=True):
-                    times.append(time.monotonic())
-                    if self._stop.is_set():
-                        break
+
+def _stream(url: str, stop: Any, found: Any) -> None:
+    """One client: times of `time.monotonic`, which all processes share."""
+    times: list[float] = []
+    with RolloutClient(url) as client:
+        while not stop.is_set():
+            for _ in client.stream("Tell me about the sea.", max_tokens=200, temperature=1.0, ignore_eos=True):
                 times.append(time.monotonic())
+                if stop.is_set():
+                    break
+    found.put(times)
 
 
 def summary(reports: list[Any], times: Tokens, args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds."""
-    took = sorted(1e3 * (ended - began) for began, ended, _ in reports)
-    every = [p for list_ in times.arrivals for p in (b - a for a, b in itertools.pairwise(list_))]
+    """Milliseconds. reports: (began, ended, report) of each push, the first five to get warm."""
+    warm = reports[5:]
+    every = [b - a for list_ in times.arrivals for a, b in itertools.pairwise(list_)]
     step = median(every) if every else 0.0
-    stalls = sorted(1e3 * (max(pauses) - step) for b, e, _ in reports if (pauses := times.pauses(b, e)))
-    phases = {name: round(1e3 * median(r.seconds[name] for _, _, r in reports), 2) for name in reports[0][2].seconds}
+    between = []
+    for (_, before, _), (began, ended, _) in itertools.pairwise(warm):
+        middle = (before + began - (ended - began)) / 2
+        between.append((middle, middle + ended - began))
+    pushes = [(began, ended) for began, ended, _ in warm]
+    phases = {name: round(1e3 * median(r.seconds[name] for *_, r in warm), 2) for name in warm[0][2].seconds}
     return {
         "model": args.model.name,
         "dtype": args.dtype,
         "rank": args.rank,
         "clients": args.clients,
-        "pushes": len(reports),
-        "bytes": reports[0][2].nbytes,
+        "pushes": len(warm),
+        "bytes": warm[0][2].nbytes,
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
-        "push_ms": {"best": round(took[0], 2), "median": round(median(took), 2), "worst": round(took[-1], 2)},
+        "first_push_ms": round(1e3 * (reports[0][1] - reports[0][0]), 2),
+        "push_ms": spread([1e3 * (ended - began) for began, ended in pushes]),
         "phases_ms": phases,
         "step_ms": round(1e3 * step, 2),
-        "stall_ms": {"median": round(median(stalls), 2), "worst": round(stalls[-1], 2)} if stalls else {},
+        "stall_ms": spread(stalls(times, pushes, step)),
+        "without_a_push_ms": spread(stalls(times, between, step)),
     }
+
+
+def stalls(times: Tokens, spans: list[tuple[float, float]], step: float) -> list[float]:
+    """Of each time, milliseconds."""
+    return [1e3 * (longest - step) for span in spans if (longest := times.longest(*span)) is not None]
+
+
+def spread(found: list[float]) -> dict[str, float]:
+    """Empty of nothing."""
+    if not found:
+        return {}
+    return {"best": round(min(found), 2), "median": round(median(found), 2), "worst": round(max(found), 2)}
 
 
 if __name__ == "__main__":
