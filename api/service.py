@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 
 from api.adapter_names import AdapterNames
 from api.answering import Outlet
@@ -148,3 +148,5 @@ async def _service(request: Request) -> Service:
 
 Uses = Annotated[Service, Depends(_service)]
 """Annotate a route's parameter with it."""
+SessionHeader = Annotated[str, Header(max_length=256)]
+"""Annotate a data route's parameter `x_session_id` with it: requests of one session prefer one replica."""

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
@@ -24,7 +24,7 @@ from api.reading.message import MessageStream, Reading, whole_message
 from api.reading.thinking import opened_by
 from api.schemas.base import ERRORS
 from api.schemas.openai import ChatRequest, ChatResponse, ChatTokensRequest, NamedTool
-from api.service import Service, Uses
+from api.service import Service, SessionHeader, Uses
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 
@@ -33,7 +33,6 @@ router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(requ
 CHUNK = "chat.completion.chunk"
 _TAIL = 64
 """Tokens of a prompt that say whether its answer begins inside reasoning."""
-SessionHeader = Annotated[str, Header(max_length=256)]
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=IF_ASKED)

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
@@ -19,13 +19,11 @@ from api.openapi import IF_ASKED
 from api.prompts import prompt_ids, truncated
 from api.schemas.base import ERRORS
 from api.schemas.openai import COMPLETION_TOKENS, CompletionRequest, CompletionResponse
-from api.service import Service, Uses
+from api.service import Service, SessionHeader, Uses
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 
 router = APIRouter(tags=["openai"], responses=ERRORS, dependencies=[Depends(require_data)])
-
-SessionHeader = Annotated[str, Header(max_length=256)]
 
 
 @router.post("/v1/completions", response_model=CompletionResponse, openapi_extra=IF_ASKED)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
@@ -20,12 +20,11 @@ from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
 from api.schemas.base import ERRORS, Version
 from api.schemas.inspection import ChecksumsResponse
-from api.service import Service, Uses
+from api.service import Service, SessionHeader, Uses
 from api.text import StreamedText, TextOptions, final_text
 from worker.messages import Chunk
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
-SessionHeader = Annotated[str, Header(max_length=256)]
 data = [Depends(require_data)]
 admin = [Depends(require_admin)]
 

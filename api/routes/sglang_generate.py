@@ -2,9 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
@@ -23,13 +23,11 @@ from api.schemas.base import ERRORS
 from api.schemas.openai import COMPLETION_TOKENS
 from api.schemas.sglang import LegacyTrlOutput, SglangGenerate, SglangOutput, SglangSampling
 from api.schemas.vllm_sampling import VllmSampling
-from api.service import Service, Uses
+from api.service import Service, SessionHeader, Uses
 from api.sglang_output import TextSoFar, Wanted
 from worker.messages import Chunk
 
 router = APIRouter(tags=["sglang"], responses=ERRORS, dependencies=[Depends(require_data)])
-
-SessionHeader = Annotated[str, Header(max_length=256)]
 
 
 @router.post("/generate", response_model=SglangOutput | list[SglangOutput] | LegacyTrlOutput, openapi_extra=IF_ASKED)

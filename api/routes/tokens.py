@@ -1,9 +1,9 @@
 """POST /inference/v1/generate: vLLM's token-in token-out route, which prime-rl, verifiers and TRL speak."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
@@ -17,12 +17,10 @@ from api.openapi import IF_ASKED
 from api.schemas.base import ERRORS, MAX_TOP
 from api.schemas.openai import StreamOptions
 from api.schemas.tokens import TokenRequest, TokenResponse
-from api.service import Service, Uses
+from api.service import Service, SessionHeader, Uses
 from worker.messages import Chunk
 
 router = APIRouter(tags=["vllm"], responses=ERRORS, dependencies=[Depends(require_data)])
-
-SessionHeader = Annotated[str, Header(max_length=256)]
 
 
 @router.post("/inference/v1/generate", response_model=TokenResponse, openapi_extra=IF_ASKED)
