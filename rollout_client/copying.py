@@ -391,7 +391,7 @@ class _Loading:
             return self._thread
 
     def forked(self) -> None:
-        """In the child: a thread that was still compiling is not there."""
+        """A child process was forked: a thread that was still compiling is not there."""
         self._lock = threading.Lock()
         if self.kernels is None:
             self._thread = None

@@ -275,7 +275,7 @@ class _Batch:
         return all(event.query() for event in self._events)
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until it is done."""
         for event in self._events:
             event.synchronize()
 

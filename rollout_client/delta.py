@@ -142,7 +142,7 @@ class DeltaSender:
     def _compare(
         self, number: int, copy: Copy, dtype: str, source: Array, held: Array, start: int, *, known: bool, last: bool
     ) -> Compared:
-        """In a thread."""
+        """What differs in one span, cast to the served dtype first. Run in a thread."""
         after = source
         if dtype != copy.dst_dtype:
             after = np.empty(source.size, WIRE_DTYPE[copy.dst_dtype])

@@ -28,7 +28,7 @@ import msgspec
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
-"""For an answer of a rank, which may be copying another version."""
+"""Seconds that an answer of a rank is waited for, which may be copying another version."""
 LONGEST = 1 << 20
 """Bytes of a message."""
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -173,13 +173,13 @@ class LentSlots:
     """The slots of all ranks that lend theirs, for one push. One that fails is left out, and told of."""
 
     def __init__(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
-        """Of the placement."""
+        """Arguments as `Placement` has them: sockets of ranks, the slot and its write epoch."""
         self._paths, self._key = paths, (slot, write_epoch)
         self._slots: list[LentSlot] = []
         self._good: list[LentSlot] = []
 
     def open(self, cuda: Any) -> None:
-        """On the current CUDA device."""
+        """Map every slot that is lent, on the current CUDA device."""
         for path in self._paths:
             lent = LentSlot(path, cuda)
             self._slots.append(lent)
@@ -190,7 +190,7 @@ class LentSlots:
                 self._without(lent, error)
 
     def send(self, source: int, start: int, nbytes: int, stream: int) -> None:
-        """As LentSlot does, into each."""
+        """Copy into each, as `LentSlot.send` does."""
         for lent in list(self._good):
             try:
                 lent.send(source, start, nbytes, stream)

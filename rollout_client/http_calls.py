@@ -192,7 +192,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class Adapters(msgspec.Struct, frozen=True):
-    """By name."""
+    """Every adapter that is served, by name."""
 
     adapters: list[Adapter]
 

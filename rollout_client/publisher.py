@@ -1,4 +1,8 @@
-"""What a trainer is told of a push that went well."""
+"""What a trainer pushes with: `WeightPublisher`, and what it is told of a push that went well, `PushReport`.
+
+A push is begin, stage, seal, commit; the steps and who takes each are in protocol.py. Bytes are moved by a transport
+(transport.py), everything else is asked of the store over one channel (channel.py).
+"""
 
 import contextlib
 import logging
@@ -299,7 +303,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
-        """One thread at a time. Raises DeadlineExceeded while another one is still at it."""
+        """Have the publisher to oneself. Raises DeadlineExceeded while another one is still at it."""
         if not self._lock.acquire(timeout=_left(deadline)):
             raise DeadlineExceeded("deadline", "another thread's push through this publisher did not end in time")
         try:

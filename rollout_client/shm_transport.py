@@ -51,7 +51,7 @@ class TrainerArena(ArenaFile):
             raise
 
     def slot(self, slot: int) -> memoryview:
-        """See ArenaFile; read-only."""
+        """A slot's bytes, read-only; see ArenaFile."""
         known = slot in self._maps
         view = super().slot(slot)
         if not known:
@@ -274,7 +274,7 @@ class ShmTransport(Transport):
         return True
 
     def _move_apart(self, placement: Placement, sources: Sequence[Source], number: int, reporter: Reporter) -> None:
-        """By the GPU what lies there, the rest by threads."""
+        """Have the GPU move what lies there, and threads the rest."""
         jobs = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
         on_gpu: list[tuple[Source, list[tuple[int, Copy]]]] = []
         others: list[Job] = []
@@ -350,7 +350,7 @@ class ShmTransport(Transport):
 
 
 def _wait_for(threads: "Sequence[Future[None]]") -> None:
-    """Until none can write any more, whoever interrupts: what they write into is let go of after this."""
+    """Wait until no thread can write any more, whoever interrupts: what they write into is let go of after this."""
     interrupted: BaseException | None = None
     while True:
         try:

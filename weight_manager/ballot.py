@@ -165,7 +165,7 @@ class Ballot:
             self._settle(replica, now)
 
     def store_finalized(self, store: str, stall_ms: dict[str, float], now: float) -> None:
-        """All of a subtree goes on."""
+        """A store below says that all replicas of its subtree go on under the new version."""
         if self._answers(State.LIVE, store, self.session):
             self.stall_ms |= {f"{store}/{replica}": ms for replica, ms in stall_ms.items()}
             self._settle(store, now)
@@ -322,5 +322,5 @@ class Ballot:
 
 
 def label(voter: Voter) -> str:
-    """For people."""
+    """What a voter is called in messages and logs."""
     return f"replica {voter}" if isinstance(voter, int) else f"store {voter}"

@@ -37,7 +37,7 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Of the service; part of the arena's file name, so two services on a host need two names."""
+    """The service's name; part of the arena's file name, so two services on a host need two names."""
 
     run_dir: Path
     """Where the service's sockets live; the store binds run_dir/store.sock."""
@@ -173,7 +173,7 @@ class StoreConfig(BaseModel):
     """Commits remembered."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the JSON lines on stderr."""
+    """The level of the JSON lines on stderr."""
 
     @field_validator("push_endpoint", "relay_endpoint", "upstream")
     @classmethod

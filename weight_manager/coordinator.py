@@ -91,12 +91,12 @@ class PushSession:
         self.mark = now
 
     def extra(self) -> dict[str, Any]:
-        """For log lines and errors."""
+        """Fields that name the session in log lines and errors."""
         whose = {"adapter": self.intent.adapter} if self.intent.adapter else {}
         return {"session": self.id, "version": self.intent.version, "run_id": self.intent.run_id} | whose
 
     def described(self, now: float) -> dict[str, Any]:
-        """For the status."""
+        """What the status shows of the session."""
         staging = self.staging
         return self.extra() | {
             "state": self.life.state.value,
@@ -119,7 +119,7 @@ class Audience(Protocol):
         ...
 
     def send(self, number: int, message: ToReplica) -> None:
-        """To a replica by number; one that is not there simply does not answer."""
+        """Send to a replica by number; one that is not there simply does not answer."""
         ...
 
     def drop(self, number: int, why: str) -> None:
@@ -347,7 +347,7 @@ class Coordinator:
         log.warning("refused: %s", refusal.message, extra=extra | said)
 
     def _ballot(self, session: PushSession, live: Live, seconds: float) -> Ballot:
-        """All who vote, and their time. seconds: to prepare."""
+        """A ballot of everybody who votes now. seconds: time to prepare."""
         config, stores = self._config, self.below.voters()
         voters: set[Voter] = {*self.replicas.voters(), *stores}
         hops = 2 if stores else 1

@@ -59,7 +59,7 @@ class SocketReader:
             return count
 
     def exactly(self, size: int) -> memoryview:
-        """So many bytes."""
+        """Read exactly `size` bytes."""
         content, done = memoryview(bytearray(size)), 0
         while done < size:
             done += self.some(content[done:], size - done)
@@ -119,7 +119,7 @@ class Receiver(ABC):
         self._thread.start()
 
     def finished(self) -> None:
-        """In the loop: all that was told before `Finished` has been heard."""
+        """The loop has heard everything that was told before `Finished`."""
         return
 
     def stop(self) -> None:
@@ -171,7 +171,7 @@ class TrainerReceiver(Receiver):
         self._told = 0.0
 
     def finished(self) -> None:
-        """All that it told has been taken in: answer. A peer that does not take that has gone."""
+        """The loop has taken everything in: answer the trainer. A peer that does not take the answer has gone."""
         with contextlib.suppress(OSError):
             self._socket.send(DONE, socket.MSG_DONTWAIT)
 
@@ -231,7 +231,7 @@ class DataPlane:
 
     @property
     def port(self) -> int:
-        """For trainers; 0 = none."""
+        """The TCP port that trainers are told; 0 = none."""
         return self._port.port if self._port is not None else 0
 
     def expect(self, session: "PushSession", copies: tuple[int, int], hear: Hear) -> bytes:

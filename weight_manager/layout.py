@@ -28,7 +28,7 @@ ALIGN = 64
 """Bytes. Every group starts on a cache line, whatever came before it."""
 PAGE = 4096
 FORMAT = 2
-"""Of a slot and its digests: what another release left behind is not taken for the same."""
+"""The format of slots and their digests: what a release with another one left behind is not taken for the same."""
 EVERY_RANK = -1
 VIEW_DTYPE: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
 """numpy dtype of a view; bfloat16 is shown as its bits."""

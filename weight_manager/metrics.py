@@ -35,5 +35,5 @@ class Counters:
         self._values[name] += amount
 
     def values(self) -> dict[str, float]:
-        """All of them now."""
+        """The current value of every counter."""
         return dict(self._values)

@@ -78,7 +78,7 @@ class Operator:
         self._commits: list[tuple[bytes, str, PushSession]] = []  # who waits for which
 
     def request(self, peer: bytes, request: FromApi) -> None:
-        """One call of the API."""
+        """Take one call of the API."""
         try:
             match request:
                 case GetStatus():

@@ -84,7 +84,7 @@ class Replicas:
         self.lines: Lines | None = None  # of adapters, which are made after us
 
     def numbers(self) -> set[int]:
-        """All that are registered."""
+        """The numbers of all registered replicas."""
         return set(self._replicas)
 
     def voters(self) -> set[int]:
@@ -101,7 +101,7 @@ class Replicas:
         return {number for number, replica in self._replicas.items() if name in replica.adapters}
 
     def request(self, peer: bytes, message: FromReplica) -> None:
-        """One message of a replica."""
+        """Take one message of a replica."""
         now, coordinator = time.monotonic(), self._coordinator
         coordinator.changes += not isinstance(message, Beat)
         if isinstance(message, Register):
@@ -143,7 +143,7 @@ class Replicas:
             self._welcome(identity, request, now)
 
     def send(self, number: int, message: ToReplica) -> None:
-        """To a replica by number; one that is not there simply does not answer."""
+        """Send to a replica by number; one that is not there simply does not answer."""
         replica = self._replicas.get(number)
         if replica is not None:
             self._send(replica.identity, message)
@@ -165,7 +165,7 @@ class Replicas:
                 replica.epoch = live.epoch
 
     def drop_silent(self, now: float) -> None:
-        """Outside a commit: replicas that have not been heard of for too long."""
+        """Drop replicas that have not been heard of for too long; not during a commit."""
         for replica in list(self._replicas.values()):
             if now - replica.seen >= self._config.silent_s:
                 self.drop(replica.number, f"was silent for {self._config.silent_s:g} s")

@@ -51,7 +51,7 @@ class Target:
         self._held_view: Array | None = None  # a push has hundreds of copies, and most are only hashed
         plain = copy.dst_strides == (1,) and 0 <= self.start <= slot.nbytes - self.nbytes
         self.contiguous = plain or self._view.flags.c_contiguous
-        """One run of bytes in the slot."""
+        """Whether the copy is one run of bytes in the slot."""
         self._scratch: Array | None = None
         self.patched = None if base is None else Patched(self._in(base))
         self.received = Intervals()
@@ -83,7 +83,7 @@ class Target:
 
     @property
     def complete(self) -> bool:
-        """Nothing is missing."""
+        """Whether every byte of the copy is there."""
         return not self.arriving and (self.patched is not None or self.received.covers(self.nbytes))
 
     def parts(self) -> list[tuple[int, int]]:
@@ -183,7 +183,7 @@ class Staging:
             return place
 
     def arrived(self, number: int, size: int) -> None:
-        """All of them are there."""
+        """Bytes that were expected by a thread are in their place."""
         with self._receiving:
             if number < len(self.targets):  # else the session is over
                 self.targets[number].arriving -= size

@@ -238,7 +238,7 @@ class Store:
         os.eventfd_write(self._stopped, 1)
 
     def send(self, identity: bytes, message: ToReplica | ToApi) -> bool:
-        """To a replica or the API."""
+        """Send a message to a replica or an API process; False if it is not there."""
         return self._internal.send(identity, messages.encode(message))
 
     def _receive(self) -> None:

@@ -50,7 +50,7 @@ class TrainerRank:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """What a rank is called in messages."""
         return f"trainer rank {self.begin.rank} of {self.begin.world}"
 
     def number(self, copy: int) -> int:
@@ -61,7 +61,7 @@ class TrainerRank:
 
 
 def late_answer(outcome: Outcome, request: SessionRequest, intent: object) -> Reply:
-    """To a request that came after its session was over."""
+    """The answer to a request that came after its session was over."""
     if isinstance(outcome, PushRefused):
         return Aborted(request.session) if isinstance(request, Abort) else outcome.to_wire(request.session)
     if isinstance(request, Commit):
@@ -268,7 +268,7 @@ class TrainerGroup:
         self._coordinator.abort(session, refusal, now, Event.TRAINER_ABORTS)
 
     def _reply_all(self, kind: type | tuple[type, ...], reply: Reply) -> None:
-        """To every rank that waits for the answer to such a request."""
+        """Answer every rank that waits for the answer to such a request."""
         for peer, rank in self.ranks.items():
             answered = [r for r in rank.owed if isinstance(r, kind)]
             rank.owed = [r for r in rank.owed if not isinstance(r, kind)]
@@ -288,7 +288,7 @@ class TrainerGroup:
 
     @property
     def _complete(self) -> bool:
-        """All ranks of the push have joined."""
+        """Whether all ranks of the push have joined."""
         return len(self.ranks) == self._begins[0].world
 
     @property

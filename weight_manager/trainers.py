@@ -75,7 +75,7 @@ class Trainers:
         self._groups: OrderedDict[str, TrainerGroup] = OrderedDict()
 
     def request(self, peer: bytes, request: Request) -> None:
-        """Anything but a chunk."""
+        """Take any message but a chunk."""
         now = time.monotonic()
         if peer in self._peers:
             self._peers.move_to_end(peer)
@@ -123,7 +123,7 @@ class Trainers:
             group.refuse(PushRefused(code, message), time.monotonic())
 
     def expire(self, now: float) -> None:
-        """Leases that ran out."""
+        """End sessions whose lease ran out."""
         for group in self._running():
             group.expire(now)
 

@@ -30,7 +30,7 @@ class PushReceiver(Protocol):
     """What trainers send (trainers.py)."""
 
     def request(self, peer: bytes, request: Request) -> None:
-        """Anything but a `Chunk`."""
+        """Take any message but a `Chunk`."""
         ...
 
     def chunk(self, peer: bytes, chunk: Chunk) -> Sequence[memoryview] | None:
@@ -215,7 +215,7 @@ class StoreReceiver(Protocol):
     """What stores below send (relay/downstreams.py)."""
 
     def request(self, peer: bytes, message: FromBelow) -> None:
-        """One message."""
+        """Take one message of a store below."""
         ...
 
     def malformed(self, peer: bytes, why: str) -> None:

@@ -40,11 +40,11 @@ class Audience(Protocol):
     """The model's replicas, as an adapter's line sees them (replicas.py)."""
 
     def numbers(self) -> set[int]:
-        """All that are registered."""
+        """The numbers of all registered replicas."""
         ...
 
     def send(self, number: int, message: ToReplica) -> None:
-        """To one of them."""
+        """Send a message to a replica by number."""
         ...
 
     def drop(self, number: int, why: str) -> None:
@@ -76,7 +76,7 @@ class LineHistory(History):
             self._lies_in(Path(self.saved.arena))
 
     def next_epoch(self) -> int:
-        """See History."""
+        """An epoch of the model's row of numbers; see History."""
         return self._epochs.next_epoch()
 
     def begin(self, name: str, shape: AdapterShape, arena: Path, layout: str, records: list[Record]) -> None:
@@ -197,11 +197,11 @@ class LineReplicas:
         self._went_live = went_live
 
     def voters(self) -> set[int]:
-        """All: an adapter's first version is served by them from its commit on."""
+        """Every replica votes: an adapter's first version is served by them from its commit on."""
         return self._audience.numbers()
 
     def send(self, number: int, message: ToReplica) -> None:
-        """To a replica by number."""
+        """Send a message to a replica by number, with whose version it speaks of."""
         ballot = self._line.coordinator.ballot
         if ballot is not None and isinstance(message, Prepare):
             message = msgspec.structs.replace(message, adapter=self._line.described(message.live))

@@ -91,7 +91,7 @@ class Lines:
 
     @property
     def live(self) -> list[LiveAdapter]:
-        """All that are, by name."""
+        """Lines that are open, by name."""
         return [live for name in sorted(self._lines) if (live := self._lines[name].live) is not None]
 
     def all(self) -> Iterator[Line]:
@@ -200,7 +200,7 @@ class Lines:
             line.coordinator.replica_gone(number, why)
 
     def status(self, now: float) -> list[dict[str, Any]]:
-        """As the API shows it, by name."""
+        """What the API shows of each line, by name."""
         shown = [*self._lines.values(), *self._opened]
         return [self._describe(line, now) for line in sorted(shown, key=lambda line: line.name)]
 

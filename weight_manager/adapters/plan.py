@@ -156,7 +156,7 @@ class AdapterPlanner:
         return self._members.get(_bare(module), ())
 
     def _what(self, module: str) -> str:
-        """For people: why it has none."""
+        """Why a module can have no adapter, in words for a trainer."""
         if f"model.{_bare(module)}" in self._weights or module in self._weights:
             return f"{module}: only the projections of attention and MLP take one"
         return f"{module}, which this model does not have"

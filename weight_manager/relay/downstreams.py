@@ -187,7 +187,7 @@ class Downstreams:
     # what stores below say
 
     def request(self, peer: bytes, message: FromBelow) -> None:
-        """One message."""
+        """Take one message of a store below."""
         now = time.monotonic()
         if isinstance(message, wire.Join):
             self._join(peer, message, now)

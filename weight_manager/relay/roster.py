@@ -124,7 +124,7 @@ class Downstream:
     enrolment: Enrolment | None = None
 
     def status(self, live: Version | None, now: float) -> dict[str, Any]:
-        """As the API shows it."""
+        """What the API shows of this store."""
         enrolment = self.enrolment
         return {
             "version": self.holds.version if self.holds else None,
@@ -207,11 +207,13 @@ class Roster:
         return [*(store.name for store in self._by_id.values()), *self.absent]
 
     def answer(self, peer: bytes, message: wire.Message) -> bool:
-        """To somebody who need not have joined; whether it could be queued."""
+        """Send to somebody who need not have joined; returns whether it could be queued."""
         return self.router is not None and self.router.send(peer, wire.encode(message))
 
     def send(self, store: Downstream, message: wire.Message) -> None:
-        """One message. A store that misses one no longer knows what it is asked: it is `deaf`, and must join again."""
+        """Send one message. A store that misses one no longer knows what it is asked: it is `deaf`, and must join
+        again.
+        """
         if not self.answer(store.identity, message):
             store.deaf = True
 

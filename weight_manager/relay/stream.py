@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """All of a region has been logged; its digest."""
+    """The digest of a region, once all of it has been logged."""
 
     region: int
     digest: int

@@ -119,7 +119,7 @@ class Upstream:
         return self._coordinator.in_doubt
 
     def status(self, now: float) -> dict[str, Any]:
-        """As the API shows it."""
+        """What the API shows of the store above."""
         return {
             "endpoint": self._endpoint,
             "joined": self._joined,
@@ -130,7 +130,7 @@ class Upstream:
         }
 
     def receive(self) -> None:
-        """One turn on the socket."""
+        """Take what lies in the socket, and hand it on."""
         socket = self.socket
         for _ in range(TURN_MESSAGES):
             if socket is not self.socket:
@@ -215,7 +215,7 @@ class Upstream:
         self.socket.close(linger=500)
 
     def send(self, message: wire.FromBelow) -> None:
-        """To the store above. If it takes no message, one is missing from what it knows of us: we join again."""
+        """Send to the store above. If it takes no message, one is missing from what it knows of us: we join again."""
         try:
             self.socket.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:
