@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from rollout_client.protocol import Committed
-from weight_manager.adapters.calls import AdapterCalls, refused
+from weight_manager.adapters.calls import AdapterCalls, answer, named
 from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background
 from weight_manager.checkpoint import below_roots
@@ -17,7 +14,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.disk import read_checkpoint
 from weight_manager.errors import IllegalTransition, PushRefused
-from weight_manager.history import MAX_VERSION, Intent
+from weight_manager.history import Intent
 from weight_manager.inspect import checksums, read_tensor
 from weight_manager.life import Event, Refused
 from weight_manager.messages import (
@@ -39,7 +36,7 @@ from weight_manager.messages import (
     UnloadAdapter,
 )
 from weight_manager.metrics import Counters
-from weight_manager.own_sessions import DiskLoad, RollbackToPrevious
+from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
 from weight_manager.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -110,12 +107,12 @@ class Operator:
                 case RollbackAdapter():
                     self._adapters.rollback(request, functools.partial(self._send, peer))
         except PushRefused as refusal:
-            self._send(peer, refused(request.call, refusal))
+            self._send(peer, answer(request.call, refusal))
         except IllegalTransition:
             raise  # nobody knows what is live any more
         except Exception as error:  # a call that is not answered waits for its whole deadline
             log.exception("a %s could not be carried out", type(request).__name__)
-            self._send(peer, refused(request.call, PushRefused("internal", f"the store failed: {error!r}")))
+            self._send(peer, answer(request.call, PushRefused("internal", f"the store failed: {error!r}")))
 
     def publish(self) -> None:
         """Tell subscribers, if anything has changed since the last time, and those who wait for a commit."""
@@ -150,10 +147,7 @@ class Operator:
         self._coordinator.check_root()
         directory = below_roots(request.path, (*self._config.disk_roots, self._config.model))
         live = self._coordinator.history.live
-        run_id = request.run_id if request.run_id is not None else (live.run_id if live else "")
-        version = request.version if request.version is not None else (live.version + 1 if live else 0)
-        if not 0 <= version <= MAX_VERSION:
-            raise PushRefused("bad_message", f"version {version} is out of range")
+        run_id, version = named(request.run_id, request.version, live)
         intent = Intent(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force)
         deadline_s = self._config.patience(request.deadline_s)
 
@@ -162,11 +156,8 @@ class Operator:
         reader = functools.partial(read_checkpoint, directory, self._coordinator.layout)
         load.start(intent, reader, time.monotonic())
 
-    def _done(self, peer: bytes, call: str, outcome: Committed | PushRefused) -> None:
-        if isinstance(outcome, PushRefused):
-            self._send(peer, refused(call, outcome))
-        else:
-            self._send(peer, Result(call, ok=True, data=msgspec.to_builtins(outcome)))
+    def _done(self, peer: bytes, call: str, outcome: Outcome) -> None:
+        self._send(peer, answer(call, outcome))
 
     def _rollback(self, peer: bytes, request: RollbackWeights) -> None:
         self._coordinator.check_root()
@@ -182,7 +173,7 @@ class Operator:
 
         def failed(error: BaseException) -> None:
             refusal = error if isinstance(error, PushRefused) else PushRefused("internal", f"reading failed: {error!r}")
-            self._send(peer, refused(call, refusal))
+            self._send(peer, answer(call, refusal))
 
         def done(data: dict[str, Any]) -> None:
             self._send(peer, Result(call, ok=True, data=data))

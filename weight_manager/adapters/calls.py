@@ -26,7 +26,7 @@ from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
 from weight_manager.history import MAX_VERSION, Intent
 from weight_manager.layout import Layout
-from weight_manager.messages import LoadAdapter, MergeAdapter, Result, RollbackAdapter, UnloadAdapter
+from weight_manager.messages import Live, LoadAdapter, MergeAdapter, Result, RollbackAdapter, UnloadAdapter
 from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
 from weight_manager.plan import place, prove
 
@@ -53,14 +53,11 @@ class AdapterCalls:
         line = self._lines.for_push(AdapterPush(request.name, config), parts)
         known = next((one for one in self._lines.live if one.name == request.name), None)
         live = known.live if known is not None else None
-        run_id = request.run_id if request.run_id is not None else (live.run_id if live else "")
-        version = request.version if request.version is not None else (live.version + 1 if live else 0)
-        if not 0 <= version <= MAX_VERSION:
-            raise PushRefused("bad_message", f"version {version} is out of range")
+        run_id, version = named(request.run_id, request.version, live)
         intent = Intent(
             *(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force), adapter=line.name
         )
-        done = functools.partial(self._done, request.call, reply)
+        done = functools.partial(_done, request.call, reply)
         load = DiskLoad(line.coordinator, self._files, done, self._config.patience(request.deadline_s))
         load.start(
             intent, functools.partial(read_adapter, directory, self._lines.planner, line.layout), time.monotonic()
@@ -70,7 +67,7 @@ class AdapterCalls:
         """Raises PushRefused unknown_adapter, or busy while it is pushed."""
 
         def done(refusal: PushRefused | None) -> None:
-            reply(Result(request.call, ok=True) if refusal is None else refused(request.call, refusal))
+            reply(Result(request.call, ok=True) if refusal is None else answer(request.call, refusal))
 
         deadline = time.monotonic() + self._config.patience(request.deadline_s)
         self._lines.unload(request.name, deadline, done)
@@ -78,7 +75,7 @@ class AdapterCalls:
     def rollback(self, request: RollbackAdapter, reply: Reply) -> None:
         """The version that was live before, from the slot that still holds it. Raises PushRefused."""
         line: Line = self._lines.find(request.name)
-        done = functools.partial(self._done, request.call, reply)
+        done = functools.partial(_done, request.call, reply)
         owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))
         owner.start(request.in_flight, time.monotonic())
 
@@ -96,10 +93,7 @@ class AdapterCalls:
                 "model's own weights first"
             )
             raise PushRefused("base_mismatch" if live else "not_ready", message if live else "nothing is live yet")
-        run_id = request.run_id if request.run_id is not None else adapter.run_id
-        version = request.version if request.version is not None else live.version + 1
-        if not 0 <= version <= MAX_VERSION:
-            raise PushRefused("bad_message", f"version {version} is out of range")
+        run_id, version = named(adapter.run_id if request.run_id is None else request.run_id, request.version, live)
         client = f"adapter {line.name} version {adapter.version}"
         intent = Intent(run_id, version, "merge", client, request.in_flight, "disk")
         held = line.coordinator.slots
@@ -116,16 +110,28 @@ class AdapterCalls:
         for slot in range(arena.slots):
             model.slots.back(slot)  # the next merge finds both taken: what is live, and what it starts from
 
-    def _done(self, call: str, reply: Reply, outcome: Outcome) -> None:
-        if isinstance(outcome, Committed):
-            reply(Result(call, ok=True, data=msgspec.to_builtins(outcome)))
-        else:
-            reply(refused(call, outcome))
+
+def _done(call: str, reply: Reply, outcome: Outcome) -> None:
+    reply(answer(call, outcome))
 
 
-def refused(call: str, refusal: PushRefused) -> Result:
-    """The answer to a call that could not be honoured."""
-    return Result(call, ok=False, code=refusal.code, message=refusal.message, tensors=refusal.tensors)
+def answer(call: str, outcome: Outcome) -> Result:
+    """The answer to a call that has made a version live, or could not be honoured."""
+    if isinstance(outcome, Committed):
+        return Result(call, ok=True, data=msgspec.to_builtins(outcome))
+    return Result(call, ok=False, code=outcome.code, message=outcome.message, tensors=outcome.tensors)
+
+
+def named(run_id: str | None, version: int | None, live: Live | None) -> tuple[str, int]:
+    """What a version is called that the store makes itself: as asked for, else the next one of the run that is live.
+
+    Raises PushRefused if there is no such version.
+    """
+    run_id = (live.run_id if live else "") if run_id is None else run_id
+    version = (live.version + 1 if live else 0) if version is None else version
+    if not 0 <= version <= MAX_VERSION:
+        raise PushRefused("bad_message", f"version {version} is out of range")
+    return run_id, version
 
 
 def read_head(directory: Path) -> tuple[AdapterConfig, list[Part]]:
