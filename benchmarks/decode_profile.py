@@ -1,9 +1,13 @@
 """Where a decode step's time goes: milliseconds by part, at 1, 16 and 64 sequences, in both dtypes.
 
     python -m benchmarks.decode_profile [--model DIR] [--context 128] [--batch 1 16 64] [--dtype float32 bfloat16]
+                                        [--adapters 0 1 8] [--threads N]
 
 Sequences decode in lock step from `context` tokens on. A part's time is measured around every recorded call
 of one step in a second pass, so the parts sum to a little more than the step. Step times are medians.
+adapters: how many random ones of rank 16, of all linears, the sequences have in turn. Each number has its step in turn,
+and its time and processor time are also given over those of the step before without any: with one thread, the second is
+true on a machine that does other work as well.
 """
 
 import argparse
@@ -21,6 +25,8 @@ import numpy as np
 from worker.cpu.tuning import tune
 
 MODEL = Path("models/SmolLM2-135M-Instruct")
+RANK, BLOCK = 16, 16
+"""Of adapters; tokens of a KV block, at the least."""
 
 
 def main() -> None:
@@ -31,21 +37,35 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--adapters", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--without", nargs="*", default=[], choices=["onednn", "compiler"], help="do as if it were not there"
     )
     args = parser.parse_args()
     tune(args.threads, 1)
     for dtype in args.dtype:
-        engine = loaded(args.model, dtype, args.without)
+        blocks = max(args.batch) * (-(-(args.context + args.steps) // BLOCK) + 1)
+        engine = loaded(args.model, dtype, args.without, num_blocks=blocks)
+        hold_adapters(engine, max(args.adapters))
         for count in args.batch:
-            measure(engine, dtype, count, args.context, args.steps)
+            measure(engine, dtype, count, args.context, args.steps, args.adapters)
 
 
 def loaded(
-    path: Path, dtype: Any, without: list[str], *, rank: int = 0, tp: int = 1, group: Any = None, rounded: bool = False
+    path: Path,
+    dtype: Any,
+    without: list[str],
+    *,
+    rank: int = 0,
+    tp: int = 1,
+    group: Any = None,
+    rounded: bool = False,
+    num_blocks: int | None = None,
 ) -> Any:
-    """Weights in huge pages, as in a service. rounded: a float32 engine with weights that bfloat16 can hold."""
+    """Weights in huge pages, as in a service. rounded: a float32 engine with weights that bfloat16 can hold.
+
+    num_blocks: of the KV cache; None = what a service would make.
+    """
     from safetensors.numpy import load_file
 
     from rollout_client.aligned_map import collapse
@@ -76,7 +96,7 @@ def loaded(
             cast("bfloat16", "float32", narrow, view)
         else:
             view[:] = flat
-    config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024)
+    config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024, num_blocks=num_blocks)
     engine = paddle_engine.PaddleEngine(config, manifest, group, rank)
     engine.allocate_kv()
     wait_until_filled(120)
@@ -102,8 +122,24 @@ def refuse() -> Path:
     raise OSError("asked for")
 
 
-def step(engine: Any, count: int, context: int, tables: np.ndarray) -> Any:
-    from worker.engine.base import ForwardBatch
+def hold_adapters(engine: Any, count: int) -> None:
+    """Epochs 1, 2, ...: random float32 adapters of every linear that may have one. Reaches into the engine."""
+    from weight_manager.adapters.plan import AdapterModule
+    from weight_manager.layout import Span
+
+    modules, spans, end = [], {}, 0
+    for module, (inputs, rows) in engine.adapters._shapes.items():
+        modules.append(AdapterModule(module, RANK, 2.0))
+        for half, shape in (("lora_A", (RANK, inputs)), ("lora_B", (rows, RANK))):
+            spans[f"{module}.{half}"], end = Span(end, shape), end + shape[0] * shape[1]
+    for epoch in range(1, count + 1):
+        plan = engine.adapters.plan(f"adapter-{epoch}", spans, modules, "float32")
+        numbers = np.random.default_rng(epoch).standard_normal(end, np.float32)
+        engine.adapters.hold(epoch, plan, np.float32(0.01) * numbers)
+
+
+def step(engine: Any, count: int, context: int, tables: np.ndarray, adapters: int = 0) -> Any:
+    from worker.engine.base import NO_ADAPTERS, ForwardBatch
 
     size = engine.spec.block_size
     position = np.full(count, context - 1, np.int32)
@@ -116,27 +152,39 @@ def step(engine: Any, count: int, context: int, tables: np.ndarray) -> Any:
         block_tables=tables,
         logits_rows=np.arange(count, dtype=np.int32),
         block_copies=np.zeros((0, 2), np.int32),
+        adapters=np.arange(count, dtype=np.int32) % adapters + 1 if adapters else NO_ADAPTERS,
     )
 
 
-def measure(engine: Any, dtype: str, count: int, context: int, steps: int) -> None:
+def measure(engine: Any, dtype: str, count: int, context: int, steps: int, adapters: list[int]) -> None:
     size = engine.spec.block_size
     blocks = np.random.default_rng(0).permutation(count * (-(-(context + steps) // size) + 1))
     tables = blocks.reshape(count, -1).astype(np.int32)
-    times, cpu = [], []
+    seconds: dict[int, list[float]] = {number: [] for number in adapters}
+    cpu: dict[int, list[float]] = {number: [] for number in adapters}
     for i in range(steps):
-        batch = step(engine, count, context + i, tables)
-        start, used = time.perf_counter(), time.process_time()
-        engine.forward(batch)
-        times.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - used)
-    whole = statistics.median(times[2:])
-    print(
-        f"{dtype} x {count}: {whole * 1e3:.2f} ms a step (best {min(times) * 1e3:.2f}, cpu "
-        f"{statistics.median(cpu) * 1e3:.2f}), {count / whole:.0f} tokens/s"
-    )
-    for part, seconds in parts(engine, step(engine, count, context + steps, tables)).most_common():
-        print(f"    {seconds * 1e3:8.2f} ms  {part}")
+        for number in adapters:
+            batch = step(engine, count, context + i, tables, number)
+            start, used = time.perf_counter(), time.process_time()
+            engine.forward(batch)
+            seconds[number].append(time.perf_counter() - start)
+            cpu[number].append(time.process_time() - used)
+    for number in adapters:
+        times, used_of_all = seconds[number][2:], cpu[number][2:]
+        whole = statistics.median(times)
+        said = f"{dtype} x {count}" + (f", {number} adapters" if number else "")
+        print(
+            f"{said}: {whole * 1e3:.2f} ms a step (best {min(times) * 1e3:.2f}, cpu "
+            f"{statistics.median(used_of_all) * 1e3:.2f}), {count / whole:.0f} tokens/s"
+        )
+        if number and 0 in adapters:
+            over = [
+                statistics.median(base / taken for base, taken in zip(of[0][2:], of[number][2:], strict=True))
+                for of in (seconds, cpu)
+            ]
+            print(f"    {over[0]:.3f} of the base's speed, {over[1]:.3f} by processor time")
+        for part, took in parts(engine, step(engine, count, context + steps, tables, number)).most_common():
+            print(f"    {took * 1e3:8.2f} ms  {part}")
 
 
 def parts(engine: Any, batch: Any) -> Counter[str]:
@@ -146,7 +194,7 @@ def parts(engine: Any, batch: Any) -> Counter[str]:
         return Counter()
     spent: list[Counter[str]] = []
     body, head = (
-        backend._programs[backend.form(len(batch.token_ids))][0],
+        backend._programs[*backend.form(len(batch.token_ids)), bool(batch.adapters.any())][0],
         backend._heads[backend.form(len(batch.logits_rows))][0],
     )
     recorded = body._steps, head._steps

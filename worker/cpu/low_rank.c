@@ -329,10 +329,10 @@ static void expand(const LowRank *s, int64_t part, int64_t first, int64_t row) {
     float space[APART][CHUNK], (*apart)[CHUNK] = few ? space : 0;
     char changed[APART] = {0};
     for (int64_t i = 0; i < runs; i++) {
-        const Run *run = s->step->runs + i, *next = i + 1 < runs ? run + 1 : s->step->runs;
+        const Run *run = s->step->runs + i, *next = s->step->runs + (i + 2) % runs;
         const Factors *f = s->factors + run->adapter, *after = s->factors + next->adapter;
         if (!f->rank[part]) continue;
-        int64_t ahead = (i + 1 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
+        int64_t ahead = (i + 2 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
         const char *b = (const char *)after->b[part] + ahead;
         if (f->narrow) expand_run(s, run, part, first, row, end, apart, changed, b, 1);
         else expand_run(s, run, part, first, row, end, apart, changed, b, 0);
