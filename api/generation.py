@@ -129,7 +129,7 @@ class Flight:
         self.overdue = False  # asked to end because it took too long
         self.error: ApiError | None = None
         self.done = asyncio.Event()
-        self._watchers: dict[int, list[Callable[[], None]]] = {i: [] for i in (*range(self.open), LANDED)}
+        self._watchers: list[list[Callable[[], None]]] = [[] for _ in (*range(self.open), LANDED)]  # LANDED is the last
         self._streamed = False
 
     @property
@@ -203,7 +203,7 @@ class Flight:
         self.done.set()
         for watcher in self._watchers[LANDED]:
             watcher()
-        for watchers in self._watchers.values():
+        for watchers in self._watchers:
             watchers.clear()
 
 

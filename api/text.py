@@ -45,17 +45,18 @@ class StreamedText:
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
+        self._plain = not options.stop
         self._shown = tokenizer.stream(skip_special=options.skip_special_tokens, kept=options.kept)
         self._full = tokenizer.stream(skip_special=False) if options.stop and options.skip_special_tokens else None
         self._waiting: deque[tuple[str, str]] = deque()  # of each token: its text, and what the caller sees of that
 
     def push(self, ids: Sequence[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> str:
         """The text that further tokens add; what may yet turn out to be a stop string waits."""
-        if finish is None and not self._options.stop:
+        if finish is None and self._plain:
             return self._shown.push(ids[0]) if len(ids) == 1 else "".join(map(self._shown.push, ids))
         if finish == "stop" and not isinstance(stop_reason, str) and not self._options.include_stop:
             ids = ids[:-1]
-        if not self._options.stop and not isinstance(stop_reason, str):
+        if self._plain and not isinstance(stop_reason, str):
             return "".join(map(self._shown.push, ids)) + self._shown.finish()
         for token_id in ids:
             shown = self._shown.push(token_id)

@@ -61,17 +61,22 @@ async def clients(address):
 
 
 @pytest.fixture
-async def address(config, model, replicas, store, until):
-    """A whole server; its port."""
+async def server(config, model, replicas, store, until):
+    """A whole one."""
     service = Service(config, model)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(service)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started and all(r.serves(service.fleet.live) for r in service.fleet.replicas))
-    yield listener.getsockname()
+    yield server
     server.should_exit = True
     server._leave.set()
     await asyncio.wait_for(task, 20)
+
+
+@pytest.fixture
+def address(server):
+    return server.servers[0].sockets[0].getsockname()
 
 
 @pytest.fixture(autouse=True)
@@ -339,3 +344,48 @@ def test_nothing_is_left_of_connections_that_are_gone():
         room.leave(one)
     assert not room.taken | set(room.waiting) | set(room.kept)
     assert issubclass(Connection, asyncio.Protocol)
+
+
+async def test_a_stream_to_a_client_that_reads_slowly_is_whole_and_piles_up_no_further_than_its_buffer(
+    server, address, replicas, until
+):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    loop, samples, tokens = asyncio.get_running_loop(), 256, 40
+    await loop.sock_connect(raw, address)
+    body = json.dumps({"prompt": "A", "n": samples, "max_tokens": tokens, "stream": True}).encode()
+    head = b"POST /v1/rollout/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    await loop.sock_sendall(raw, head % len(body) + body)
+    await until(lambda: len(server.server_state.connections) == 1)
+    (connection,) = server.server_state.connections
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    most = 0
+    for _ in range(tokens):
+        for replica in replicas:
+            replica.gate.release()
+        await asyncio.sleep(0.002)
+        most = max(most, connection.transport.get_write_buffer_size())
+    step = 400 * samples  # bytes of a token of each
+    assert most < (64 << 10) + 2 * step, "the high-water mark, and what went over it"
+    got = b""
+    while part := await asyncio.wait_for(loop.sock_recv(raw, 64 << 10), 30):
+        got += part
+    raw.close()
+    said = b"".join(_chunks(got.partition(b"\r\n\r\n")[2])).split(b"\n\n")
+    assert said[-2:] == [b"data: [DONE]", b""]
+    outputs = [json.loads(one[6:])["outputs"][0] for one in said if one.startswith(b"data: {")]
+    for index in range(samples):
+        ids = [token for output in outputs if output["index"] == index for token in output["token_ids"]]
+        assert ids == [ord("A") + 1 + i for i in range(tokens)]
+    assert len(outputs) < samples * tokens / 2, "what was not taken came in larger events"
+
+
+def _chunks(body):
+    """Of the transfer coding."""
+    while body:
+        length, _, body = body.partition(b"\r\n")
+        yield body[: int(length, 16)]
+        body = body[int(length, 16) + 2 :]
