@@ -71,7 +71,7 @@ class Ballot:
     voters: set[Voter]
     limits: Limits
     may_miss: frozenset[str] = frozenset()
-    holds: bool = True  # replicas flip and hold their output before the record; else the record is what flips them
+    holds: bool = True  # replicas flip and hold their output before the record; else `Flip` asks stores alone
     needed: int = 1  # stores that must take part, this one included
     serves_until: Callable[[str], float] = lambda store: 0.0  # until when a silent store may go on serving
     outbox: list[tuple[Voter, ToReplica]] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Ballot:
     def flip(self, seconds: float, now: float) -> None:
         """The store above says: flip. Late or early it changes nothing."""
         if isinstance(self.life.cell(Event.FLIP), Go):
-            self._ask(Event.FLIP, now, min(seconds, self.limits.flip * 2), Flip(self.session))
+            self._ask(Event.FLIP, now, min(seconds, self.limits.flip * 2), Flip(self.session), self._flipping)
             self._count(now)
 
     def recorded(self, now: float) -> None:
@@ -294,11 +294,8 @@ class Ballot:
                 few = f"{self.stores} stores take part, {self.needed} must"
                 self.undo(Event.REFUSED, PushRefused("refused", few), now)
             case State.PREPARING:
-                if not self.holds:
-                    self.life.fire(Event.PREPARED, self.session)
-                    self._count(now)
-                elif self.life.cell(Event.PREPARED) == Go(State.FLIPPING):
-                    self._ask(Event.PREPARED, now, self.limits.flip, Flip(self.session))
+                if self.life.cell(Event.PREPARED) == Go(State.FLIPPING):
+                    self._ask(Event.PREPARED, now, self.limits.flip, Flip(self.session), self._flipping)
                     self._count(now)
                 else:
                     self.life.fire(Event.PREPARED, self.session)
@@ -313,12 +310,19 @@ class Ballot:
             case _:
                 pass
 
-    def _ask(self, event: Event, now: float, seconds: float, message: ToReplica) -> None:
-        """Move, and have everybody owe an answer."""
+    @property
+    def _flipping(self) -> set[Voter]:
+        """Who has something to do before the record: replicas flip, stores below note down that it may go live."""
+        return self.voters if self.holds else {voter for voter in self.voters if isinstance(voter, str)}
+
+    def _ask(
+        self, event: Event, now: float, seconds: float, message: ToReplica, whom: set[Voter] | None = None
+    ) -> None:
+        """Move, and have these owe an answer; None = all voters."""
         self.life.fire(event, self.refusal.message if self.refusal else self.session)
         self._hard, self._soft = now + seconds, now + min(seconds, self.limits.behind)
-        self._owing = set(self.voters)
-        self.outbox += [(voter, message) for voter in sorted(self.voters, key=str)]
+        self._owing = set(self.voters if whom is None else whom)
+        self.outbox += [(voter, message) for voter in sorted(self._owing, key=str)]
 
 
 def label(voter: Voter) -> str:

@@ -24,7 +24,7 @@ from weight_manager.life import Event, Go, Ignored, Life, Refused, Role, State
 from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.relay.downstreams import Downstreams
-from weight_manager.relay.lease import Lease
+from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
 from weight_manager.staging import Check, Checker, Staging, Told
 
@@ -153,11 +153,11 @@ class Coordinator:
         history: History,
         background: Background,
         counters: Counters,
-        lease: Lease | None,
+        members: Members,
         replicas: Callable[["Coordinator"], Audience],
         holds: bool = True,
     ) -> None:
-        """lease: from above; None at the root. replicas: makes those of this host. holds: see Ballot."""
+        """members: the stores below. replicas: makes those of this host. holds: see Ballot."""
         self._config = config
         self.layout = layout
         self.slots = slots
@@ -167,7 +167,7 @@ class Coordinator:
         self._holds = holds
         self.replicas = replicas(self)
         self.below = Downstreams(
-            config, layout, coordinator=self, slots=slots, history=history, background=background, lease=lease
+            config, layout, coordinator=self, members=members, slots=slots, history=history, background=background
         )
         self.session: PushSession | None = None
         self.ballot: Ballot | None = None
@@ -352,6 +352,8 @@ class Coordinator:
         voters: set[Voter] = {*self.replicas.voters(), *stores}
         hops = 2 if stores else 1
         times = (seconds, config.flip_s * hops, config.rollback_s * hops, config.finalize_s * hops)
+        if stores and not self._holds:  # one that does not say so serves the version before until its lease is over
+            times = (*times[:3], max(times[3], config.relay_lease_s))
         return Ballot(
             *(session.life, session.id, live, session.intent.in_flight, voters),
             Limits(*times, behind=config.relay_patience_s, word=config.max_deadline_s),

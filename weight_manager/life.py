@@ -71,7 +71,7 @@ class Bound(Enum):
     DEADLINE = "the deadline that came with the request, `max_deadline_s` at most"
     FLIP = "`flip_s`, twice that with stores below"
     LEASES_BELOW = "the leases of those left behind (`relay_lease_s`)"
-    FINALIZE = "`finalize_s`, twice that with stores below"
+    FINALIZE = "`finalize_s`, twice that with stores below; of an adapter their leases (`relay_lease_s`)"
     ROLLBACK = "`rollback_s`, twice that with stores below; who is silent must register again"
     ABOVE = "the store above: its silence, its next session, or `max_deadline_s` without a word"
     ASKING = "no time: the store above is asked every 2 s; replicas hold for their `hold_s` and `unknown_s`"

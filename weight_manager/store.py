@@ -41,6 +41,8 @@ from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToRepl
 from weight_manager.metrics import Counters
 from weight_manager.operator import Operator
 from weight_manager.relay.lease import Lease
+from weight_manager.relay.members import Members
+from weight_manager.relay.messages import Holdings, Version, version_of
 from weight_manager.relay.upstream import Upstream, connect
 from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
@@ -101,6 +103,7 @@ class Store:
         self._internal = self._bind(f"ipc://{config.run_dir / 'store.sock'}", MAX_HEADER_BYTES, INTERNAL_BACKLOG)
         slots = Slots(self._arena, self._background, in_use=self._history.kept_slots)
         lease = None if config.upstream is None else Lease(self._arena, config.relay_lease_s)
+        self._below = Members(config, self.layout, history=self._history, lease=lease)
         self._coordinator = Coordinator(
             config,
             self.layout,
@@ -108,28 +111,13 @@ class Store:
             history=self._history,
             background=self._background,
             counters=counters,
-            lease=lease,
+            members=self._below,
             replicas=lambda coordinator: self._make_replicas(coordinator, lease),
         )
-        self._below = self._coordinator.below
         if config.relay_endpoint is not None:
             router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
             self._below.roster.open(router, self._data_port(router, config.relay_data_port), self._watching)
         self._data = self._open_data(slots)
-        self._above: Upstream | None = None
-        own = relay_keys_of(config)
-        if lease is None:
-            self._arena.lease(0)
-        else:
-            self._above = Upstream(
-                config,
-                self._coordinator,
-                self._below,
-                lease=lease,
-                data=self._data,
-                connect=lambda: connect(self._context, config.upstream or "", own),
-                watching=self._watching,
-            )
         self._lines = self._replicas.lines = Lines(
             config,
             self.layout,
@@ -138,10 +126,25 @@ class Store:
             background=self._background,
             counters=counters,
             audience=self._replicas,
+            members=self._below,
             data=lambda slots: DataPlane(self._port, self._inbox, slots, progress=False),
             made=self._made,
         )
         self._lines.take_over()
+        self._below.live = self._holdings
+        self._below.lines = lambda: [self._coordinator, *(line.coordinator for line in self._lines.all())]
+        self._above: Upstream | None = None
+        own = relay_keys_of(config)
+        if lease is None:
+            self._arena.lease(0)
+        else:
+            self._above = Upstream(
+                *(config, self._coordinator, self._lines, self._below),
+                lease=lease,
+                data=self._data,
+                connect=lambda: connect(self._context, config.upstream or "", own),
+                watching=self._watching,
+            )
         adapters = AdapterCalls(config, self._coordinator, self._lines, self._files)
         self._trainers = Trainers(config, self._coordinator, self._push, counters, self._data, self._lines, adapters)
         self._operator = Operator(
@@ -278,6 +281,10 @@ class Store:
         if self._coordinator.settled:
             self._replicas.drop_silent(now)
         self._below.roster.pump()
+
+    def _holdings(self) -> Holdings:
+        adapters = {a.name: Version(a.live.run_id, a.live.version, a.live.digest) for a in self._lines.live}
+        return Holdings(version_of(self._history.live), adapters)
 
     def _relay_status(self, now: float) -> dict[str, Any] | None:
         if self._above is None and self._below.roster.router is None:

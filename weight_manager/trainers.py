@@ -168,8 +168,7 @@ class Trainers:
         hello = self._peers.get(peer)
         if hello is None:
             raise PushRefused("unauthorized", "say Hello first")
-        if begin.adapter is None:
-            self._coordinator.check_root()  # adapters are each store's own
+        self._coordinator.check_root()
         self._check(begin)
         line = self._lines.for_push(begin.adapter, begin.parts) if begin.adapter is not None else None
         coordinator = self._coordinator if line is None else line.coordinator
@@ -218,6 +217,8 @@ class Trainers:
     def _unload(self, peer: bytes, request: Unload, now: float) -> None:
         if peer not in self._peers:
             raise PushRefused("unauthorized", "say Hello first")
+
+        self._coordinator.check_root()
 
         def done(refusal: PushRefused | None) -> None:
             self._answer(peer, Unloaded(request.adapter) if refusal is None else refusal.to_wire())

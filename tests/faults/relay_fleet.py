@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout_client.publisher import WeightPublisher
 from tests.faults.replica import Replica
-from tests.faults.small_model import Weights, digest_of
+from tests.faults.small_model import ADAPTER_CONFIG, Weights, adapter, adapter_digest, digest_of
 from tests.faults.store_process import Store
 from tests.faults.waiting import until
 from weight_manager import messages
@@ -85,9 +85,19 @@ class Host:
 
     def may_serve(self) -> bool:
         """What a rank goes by, also when the store is stopped or dead."""
-        (path,) = self.store.arena_dir.glob("*.arena")
+        (path,) = (path for path in self.store.arena_dir.glob("*.arena") if "-adapters-" not in path.name)
         with ArenaReader(path) as reader:
             return not reader.expired()
+
+    def adapters(self) -> dict[str, tuple[int, str]]:
+        """Name -> (version, digest of the bytes), of the store and of what its replica computes with."""
+        said = {
+            a["name"]: (a["version"], a["digest"]) for a in self.store.status().adapters if a["version"] is not None
+        }
+        if self.replica is not None:
+            computed = {name: self.replica.adapter_served(name) for name in list(self.replica.adapters)}
+            assert computed == said, f"the store says {said}, its replica computes with {computed}"
+        return said
 
     def restart(self) -> None:
         """After `kill`, as the supervisor would, on the same ports."""
@@ -135,12 +145,39 @@ class RelayFleet:
             until(self.hosts[name].ready, seconds)
 
     def push(self, tensors: Weights, version: int, **fields: Any) -> Any:
-        head = next(iter(self.hosts.values()))
-        transport = fields.pop("transport", "zmq")
         timeout_s = fields.pop("timeout_s", 15)
-        options = {"token": TOKEN, "transport": transport, "progress": False}
-        with WeightPublisher(head.store.endpoint, run_id="run", **options) as publisher:
+        with self.publisher(transport=fields.pop("transport", "zmq")) as publisher:
             return publisher.push(tensors, version, timeout_s=timeout_s, **fields)
+
+    def publisher(self, **options: Any) -> WeightPublisher:
+        """A trainer's, of the host that takes the pushes."""
+        options = {"token": TOKEN, "transport": "zmq", "progress": False} | options
+        return WeightPublisher(next(iter(self.hosts.values())).store.endpoint, run_id="run", **options)
+
+    def push_adapter(self, seed: int, version: int, name: str = "policy-a", **fields: Any) -> Any:
+        """A version of an adapter."""
+        timeout_s = fields.pop("timeout_s", 15)
+        with self.publisher(transport=fields.pop("transport", "zmq")) as publisher:
+            return publisher.push_adapter(name, adapter(seed), ADAPTER_CONFIG, version, timeout_s=timeout_s, **fields)
+
+    def start_adapter(self, seed: int, version: int, name: str = "policy-a", **fields: Any) -> "Future[Any]":
+        """In a thread."""
+        return self._pool.submit(self.push_adapter, seed, version, name, **fields)
+
+    def serve_adapters(self, expected: dict[str, tuple[int, int]], *names: str, seconds: float = 5.0) -> None:
+        """These hosts (all) are ready and have just these adapters, within a time: name -> (seed, version)."""
+        wanted = {name: (version, adapter_digest(adapter(seed))) for name, (seed, version) in expected.items()}
+        for name in names or self.hosts:
+            host = self.hosts[name]
+            until(lambda host=host: host.ready() and host.replica.adapters.keys() == wanted.keys(), seconds)
+            until(
+                lambda host=host: (
+                    {a["name"]: a["version"] for a in host.store.status().adapters}
+                    == {name: version for name, (version, _) in wanted.items()}
+                ),
+                seconds,
+            )
+            assert host.adapters() == wanted, name
 
     def start_push(self, tensors: Weights, version: int, **fields: Any) -> "Future[Any]":
         """In a thread."""
@@ -161,16 +198,24 @@ class RelayFleet:
 
 
 class Gated(Replica):
-    """Answers to `Flip` only once `gate` is open."""
+    """Answers to `Flip`, or what `at` says, only once `gate` is open."""
+
+    at: type = messages.Flip
 
     def __init__(self, *args: Any, **plan: str) -> None:
         self.gate = threading.Event()
         super().__init__(*args, **plan)
 
     def _answer(self, message: Any, what: str) -> Any:
-        if isinstance(message, messages.Flip):
+        if isinstance(message, self.at):
             self.gate.wait(15)
         return super()._answer(message, what)
+
+
+class GatedVote(Gated):
+    """Votes only once `gate` is open."""
+
+    at = messages.Prepare
 
 
 class Proxy:

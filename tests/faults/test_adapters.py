@@ -483,13 +483,6 @@ def rounded(array):
     return (bits(array).astype(np.uint32) << 16).view(np.float32)
 
 
-def test_a_store_that_follows_another_takes_adapters_of_its_own(launch, until, run):
-    store = launch(upstream="ipc:///nobody/is/there", load_weights=False)
-    until((store.run_dir / "push_endpoint").exists)
-    with WeightPublisher(store.endpoint, run_id=run) as publisher:
-        assert publisher.push_adapter("policy-a", adapter(1), ADAPTER_CONFIG, 1).version == 1
-
-
 def test_after_a_restart_nothing_is_given_away_before_replicas_have_said_what_they_read(store, push_adapter, run):
     push_adapter(1, 1)
     store.end(signal.SIGKILL)

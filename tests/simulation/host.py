@@ -124,6 +124,7 @@ class Disk:
     def __init__(self, world: World, written: Callable[[Saved], None]) -> None:
         self.world = world
         self.files: dict[str, bytes] = {}
+        self.adapters: dict[str, tuple[str, int]] = {}  # by file: of what adapter which version is live
         self.failing = False
         self.crash_next = False
         self._written = written
@@ -138,7 +139,10 @@ class Disk:
             raise Killed
         self.files[path.name] = content
         if content != old:
-            self._written(msgspec.json.decode(content, type=Saved))
+            saved = msgspec.json.decode(content, type=Saved)
+            if saved.adapter and saved.live is not None:
+                self.adapters[path.name] = saved.adapter, saved.live.version
+            self._written(saved)
         if crash:
             raise Killed
 
@@ -158,6 +162,7 @@ class DiskPath:
     def unlink(self, *, missing_ok: bool) -> None:
         assert missing_ok
         self.disk.files.pop(self.name, None)
+        self.disk.adapters.pop(self.name, None)
 
     def __lt__(self, other: "DiskPath") -> bool:
         return self.name < other.name

@@ -6,7 +6,7 @@ faults end, everybody holds what the root holds, within the bounds of the waits,
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tests.simulation.host import Host, Memory, edges
@@ -50,6 +50,7 @@ REQUESTS: tuple[type, ...] = (
     messages.GetStatus,
 )
 ADAPTERS = ("x", "y")
+OF_ADAPTERS: tuple[type, ...] = (messages.UnloadAdapter, messages.RollbackAdapter, messages.MergeAdapter)
 
 
 class Run:
@@ -72,6 +73,8 @@ class Run:
         self.acknowledged: list[tuple[int, str]] = []
         self.adapters: dict[str, list[int]] = {name: [] for name in ADAPTERS}  # versions that trainers were told of
         self.adapter_names: dict[tuple[str, int], str] = {}  # recorded: name and version -> digest
+        self.unloading: list[str] = []  # names of which nobody knows yet whether they were
+        self.everywhere: dict[str, int] = {}  # names whose trainers were told that this version is live, as it still is
         self.adapter_trainers: list[Trainer] = []
         self.counts: dict[str, int] = {}
         self.hosts: dict[str, Host] = {}
@@ -135,7 +138,7 @@ class Run:
         if live is None:
             return
         if saved.adapter:
-            self._adapter_written(saved, live)
+            self._adapter_written(host, saved, live)
             return
         key = live.run_id, live.version
         if host is self.root and saved.records and saved.records[-1].source == "rollback":
@@ -164,6 +167,9 @@ class Run:
                 f"torn: {replica.who} serves version {live.version}, which the root never recorded"
             )
         self._must_not_serve_another(replica)
+        for adapter in self.everywhere.items():
+            if not replica.void and adapter not in replica.host.disk.adapters.values():
+                raise self.world.violated(f"torn: {replica.who} serves and {adapter}, which is live, is not there")
 
     def _must_not_serve_another(self, replica: Replica) -> None:
         """Once a version is recorded nobody serves the one before: all hold their output, or are fenced."""
@@ -175,21 +181,28 @@ class Run:
             version = self.recorded[-1][1]
             raise self.world.violated(f"torn: {replica.who} serves version {live.version} beside version {version}")
 
-    def _adapter_written(self, saved: Saved, live: Live) -> None:
-        """A history of an adapter has reached the root's disk."""
+    def _adapter_written(self, host: Host, saved: Saved, live: Live) -> None:
+        """A history of an adapter has reached a disk."""
         key = saved.adapter, live.version
+        if host is self.root and self.everywhere.get(saved.adapter) != live.version:
+            self.everywhere.pop(saved.adapter, None)
+        if host is not self.root and key not in self.adapter_names:
+            raise self.world.violated(f"torn: {host.name} records {key}, which the root has not")
         if self.adapter_names.setdefault(key, live.digest) != live.digest:
             raise self.world.violated(f"torn: {key} is recorded as {live.digest}, and was {self.adapter_names[key]}")
         known = [record.version for record in saved.records]
         lost = [version for version in self.adapters[saved.adapter] if version not in known]
-        if lost:
+        if host is self.root and lost:
             raise self.world.violated(f"lost: {saved.adapter} {lost} were committed and are not recorded any more")
 
     def _adapter_committed(self, name: str, version: int, digest: str) -> None:
         self.counts["adapter commits"] = self.counts.get("adapter commits", 0) + 1
         if self.adapter_names.get((name, version)) != digest:
             raise self.world.violated(f"lost: {name} {version} was answered committed and is not recorded")
-        self.adapters[name].append(version)
+        if name not in self.unloading:
+            self.adapters[name].append(version)
+            if (name, version) in self.root.disk.adapters.values():
+                self.everywhere[name] = version
 
     def _adapter_served(self, replica: Replica, adapter: LiveAdapter) -> None:
         """A sequence is computed with this."""
@@ -213,6 +226,8 @@ class Run:
             *(self._cut, self._full_disk, self._crash_in_write, self._operator, self._operator, self._stall_trainer),
             *(
                 self._abort_adapter,
+                self._change_adapter,
+                self._change_adapter,
                 self._another_trainer,
                 self._refuse,
                 self._slow,
@@ -315,6 +330,40 @@ class Run:
         name = self.world.rng.choice(ADAPTERS)
         Operator(self.world, self.root).ask(messages.AbortSession("call", adapter=name), lambda answer: None)
 
+    def _change_adapter(self) -> None:
+        """An operator unloads one, goes back to its version before, or merges it; somebody asks a store below to."""
+        host, kind, name = self._host(), self.world.rng.choice(OF_ADAPTERS), self.world.rng.choice(ADAPTERS)
+        self.world.say("operator", f"{kind.__name__} of {name} to {host.name}")
+        if kind is messages.UnloadAdapter:
+            self.unloading.append(name)
+            self.adapters[name].clear()
+            self.everywhere.pop(name, None)
+
+        def answered(answer: Any) -> None:
+            ok, text = getattr(answer, "ok", False), getattr(answer, "message", answer)
+            self.world.say("operator", f"{kind.__name__} of {name} to {host.name}: {text or 'done'!r:.80}")
+            if ok and host is not self.root:
+                raise self.world.violated(f"torn: {host.name} took a {kind.__name__}, which is the root's")
+            if ok:
+                self.counts[kind.__name__] = self.counts.get(kind.__name__, 0) + 1
+            if kind is messages.UnloadAdapter:
+                self.unloading.remove(name)
+                if ok:
+                    self._nobody_begins(name)
+
+        Operator(self.world, host).ask(kind("call", name, deadline_s=6.0), answered)
+
+    def _nobody_begins(self, name: str) -> None:
+        """An adapter was unloaded, as its store has said."""
+        store = self.root.store
+        if store is None or any(line.name == name and line.history.live for line in store._lines._lines.values()):
+            return  # it was pushed again since
+        for replica in self.replicas:
+            woke = self.world.now - max(replica.stopped_until, replica.host.stopped_until) < JUST_WOKEN_S
+            serves = replica.serves is not None and not replica.void and not woke and replica.registered
+            if serves and name in replica.sequences.adapters:
+                raise self.world.violated(f"torn: {replica.who} begins sequences of {name}, which is unloaded")
+
     def _refuse(self) -> None:
         replica = self.world.rng.choice(self.replicas)
         replica.refuses = 0.5
@@ -405,23 +454,32 @@ class Run:
                 raise self.world.violated(f"stuck {when}: {replica.who} serves {served}, the root holds {live}")
 
     def _agree_on_adapters(self, when: str) -> None:
-        """Of the root alone: adapters are not relayed."""
-        store = self.root.store
-        assert store is not None
-        busy = [line.name for line in store._lines.all() if not line.idle]
-        if busy:
-            raise self.world.violated(f"stuck {when}: pushes of {busy} are open")
-        live = {adapter.name: adapter.live.epoch for adapter in store._lines.live}
-        for name, versions in self.adapters.items():
-            if versions and name not in live:
-                raise self.world.violated(f"lost {when}: {name} {versions[-1]} was committed, and {name} is not live")
+        """Every host and replica has what the root has."""
+        assert self.root.store is not None
+        root = versions(self.root.store._lines.live)
+        for name, committed in self.adapters.items():
+            if committed and name not in root:
+                raise self.world.violated(f"lost {when}: {name} {committed[-1]} was committed, and {name} is not live")
+        for host in self.hosts.values():
+            assert host.store is not None
+            busy = [line.name for line in host.store._lines.all() if not line.idle]
+            if busy:
+                raise self.world.violated(f"stuck {when}: pushes of {busy} are open on {host.name}")
+            live = versions(host.store._lines.live)
+            if live != root:
+                raise self.world.violated(f"stuck {when}: {host.name} has {live}, the root {root}")
         for replica in self.replicas:
-            names = {name: adapter.live.epoch for name, adapter in replica.adapters.live.items()}
-            if names != (live if replica.host is self.root else {}):
-                raise self.world.violated(f"stuck {when}: {replica.who} serves {names}, live are {live}")
-            spare = replica.versions.held.keys() - set(names.values()) - replica.sequences.adapter_epochs()
+            held = replica.adapters.live.values()
+            if versions(held) != root:
+                raise self.world.violated(f"stuck {when}: {replica.who} serves {versions(held)}, live are {root}")
+            spare = replica.versions.held.keys() - {a.live.epoch for a in held} - replica.sequences.adapter_epochs()
             if spare:
                 raise self.world.violated(f"stuck {when}: {replica.who} holds {spare}, which nobody needs")
+
+
+def versions(adapters: Iterable[LiveAdapter]) -> dict[str, tuple[int, str]]:
+    """Name -> version and digest, which are the same on all hosts."""
+    return {adapter.name: (adapter.live.version, adapter.live.digest) for adapter in adapters}
 
 
 def play(seed: int, **limits: Any) -> Run:

@@ -40,7 +40,7 @@ class AdapterCalls:
     """Owned by the store's loop. `reply` is called once for each call."""
 
     def __init__(self, config: StoreConfig, model: Coordinator, lines: Lines, files: Background) -> None:
-        """model: of the model's own weights, for merges."""
+        """model: of the model's own weights."""
         self._config = config
         self._model = model
         self._lines = lines
@@ -48,6 +48,7 @@ class AdapterCalls:
 
     def load(self, request: LoadAdapter, reply: Reply) -> None:
         """A directory as the next version. Raises PushRefused; then `reply` is never called."""
+        self._model.check_root()
         directory = below_roots(request.path, (*self._config.disk_roots, self._config.model), (CONFIG, WEIGHTS))
         config, parts = read_head(directory)
         line = self._lines.for_push(AdapterPush(request.name, config), parts)
@@ -65,6 +66,7 @@ class AdapterCalls:
 
     def unload(self, request: UnloadAdapter, reply: Reply) -> None:
         """Raises PushRefused unknown_adapter, or busy while it is pushed."""
+        self._model.check_root()
 
         def done(refusal: PushRefused | None) -> None:
             reply(Result(request.call, ok=True) if refusal is None else answer(request.call, refusal))
@@ -74,6 +76,7 @@ class AdapterCalls:
 
     def rollback(self, request: RollbackAdapter, reply: Reply) -> None:
         """The version that was live before, from the slot that still holds it. Raises PushRefused."""
+        self._model.check_root()
         line: Line = self._lines.find(request.name)
         done = functools.partial(_done, request.call, reply)
         owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))

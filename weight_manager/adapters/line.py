@@ -25,6 +25,7 @@ from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, HeldAdapter, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
+from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
 from weight_manager.trainer_group import Answer, TrainerGroup
 
@@ -107,6 +108,7 @@ class Line:
         background: Background,
         counters: Counters,
         audience: Audience,
+        members: Members,
         data: Callable[[Slots], DataPlane],
         went_live: Callable[["Line", set[int]], None],
         taken_over: bool = False,
@@ -131,7 +133,7 @@ class Line:
             history=history,
             background=background,
             counters=counters,
-            lease=None,
+            members=members,
             replicas=lambda _: LineReplicas(self, audience, went_live),
             holds=False,
         )

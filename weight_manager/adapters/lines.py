@@ -8,7 +8,7 @@ trace. A line that another has taken the place of, or that was unloaded, keeps i
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from weight_manager.adapters.line import Audience, Line, LineHistory
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout
 from weight_manager.arena import Arena, sweep
 from weight_manager.background import Background
+from weight_manager.ballot import Voter, label
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
@@ -30,6 +31,7 @@ from weight_manager.layout import Layout
 from weight_manager.life import Event
 from weight_manager.messages import Adapters, LiveAdapter
 from weight_manager.metrics import Counters
+from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Lines:
         background: Background,
         counters: Counters,
         audience: Audience,
+        members: Members,
         data: Callable[[Slots], DataPlane],
         made: Callable[[Path], None],
     ) -> None:
@@ -71,6 +74,7 @@ class Lines:
         self._background = background
         self._counters = counters
         self._audience = audience
+        self._members = members
         self._data = data
         self._made = made
         self._lines: dict[str, Line] = {}
@@ -95,10 +99,8 @@ class Lines:
         return [live for name in sorted(self._lines) if (live := self._lines[name].live) is not None]
 
     def all(self) -> Iterator[Line]:
-        """Every line on which something may be under way."""
-        yield from self._lines.values()
-        yield from self._opened
-        yield from self._retired
+        """Every line on which something may be under way: first those of which nothing is live yet."""
+        yield from [*self._opened, *self._lines.values(), *self._retired]
 
     def find(self, name: str) -> Line:
         """The line that a name stands for. Raises PushRefused unknown_adapter."""
@@ -119,23 +121,32 @@ class Lines:
 
     def for_push(self, push: AdapterPush, parts: list[Part]) -> Line:
         """The line that takes this push. Raises PushRefused for a name, shape, number or size that cannot be."""
-        try:
-            check_name(push.name)
-        except ValueError as error:
-            raise PushRefused("bad_message", str(error)) from None
-        if push.name in (self._config.model.name, *self._config.model_names):
-            message = f"{push.name} is the model's own name: requests that give it mean the model without an adapter"
-            raise PushRefused("bad_message", message)
-        if not self._config.max_adapters:
-            raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
-        shape = self._shape(push, parts)
-        opened = next((line for line in self._opened if line.name == push.name), None)
-        known = opened or self._lines.get(push.name)
+        self._check(push.name)
+        return self.of_shape(push.name, self._shape(push, parts))
+
+    def of_shape(self, name: str, shape: AdapterShape) -> Line:
+        """The line that takes a version of this shape. Raises PushRefused for a name, number or size that cannot be,
+        and busy while one of another shape is pushed.
+        """
+        self._check(name)
+        opened = next((line for line in self._opened if line.name == name), None)
+        known = opened or self._lines.get(name)
         if known is not None and known.shape == shape:
             return known
         if known is not None and known.coordinator.session is not None:
             raise PushRefused("busy", f"a push of {known.coordinator.session.intent} is running", retryable=True)
-        return self._open(push.name, shape, known.history.saved.records if known is not None else [])
+        return self._open(name, shape, known.history.saved.records if known is not None else [])
+
+    def _check(self, name: str) -> None:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise PushRefused("bad_message", str(error)) from None
+        if name in (self._config.model.name, *self._config.model_names):
+            message = f"{name} is the model's own name: requests that give it mean the model without an adapter"
+            raise PushRefused("bad_message", message)
+        if not self._config.max_adapters:
+            raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
 
     def _shape(self, push: AdapterPush, parts: list[Part]) -> AdapterShape:
         """Of a push; that of the last one of this name, if nothing but its numbers has changed since."""
@@ -167,7 +178,21 @@ class Lines:
         log.info("adapter %s is unloaded", name, extra={"adapter": name})
         for number in self._audience.numbers():
             self._audience.send(number, Adapters(self.live))
+        self._members.unloaded(name)
         self._leaving.append(_Leaving(name, deadline, done))
+
+    def keep(self, names: Sequence[str], deadline: float) -> None:
+        """Unload what the store above has unloaded: all but these. What is pushed stays; it is said again then."""
+        for name in sorted(self._lines.keys() - set(names)):
+            try:
+                self.unload(name, deadline, lambda refusal: None)
+            except PushRefused as refusal:
+                log.info("adapter %s is not unloaded yet: %s", name, refusal.message, extra={"adapter": name})
+
+    @property
+    def leaving(self) -> list[str]:
+        """Adapters that are unloaded, and under whose names sequences may still begin, here or below."""
+        return sorted({leaving.name for leaving in self._leaving})
 
     def remind(self, number: int, adapters: dict[str, int]) -> None:
         """A replica that serves other versions than are live hears of them again. adapters: name -> epoch."""
@@ -191,7 +216,7 @@ class Lines:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
         times = [line.coordinator.next_deadline() for line in self.all()]
-        times += [leaving.deadline for leaving in self._leaving]
+        times += [min([leaving.deadline, *self._until(leaving)]) for leaving in self._leaving]
         return min((t for t in times if t is not None), default=None)
 
     def replica_gone(self, number: int, why: str) -> None:
@@ -223,12 +248,20 @@ class Lines:
         return f"{self._config.name}-adapters"
 
     def _has_left(self, leaving: "_Leaving", now: float) -> bool:
-        serving = set() if leaving.name in self._lines else self._audience.serving(leaving.name)
+        serving: list[Voter] = []
+        if leaving.name not in self._lines:
+            serving += sorted(self._audience.serving(leaving.name))
+            serving += sorted(self._members.beginning(leaving.name, now))
         if serving and now < leaving.deadline:
             return False
-        message = f"replicas {sorted(serving)} have not said in time that they serve {leaving.name} no more"
+        names = ", ".join(map(label, serving))
+        message = f"{names} did not say in time that {leaving.name} is served no more"
         leaving.done(PushRefused("deadline", message) if serving else None)
         return True
+
+    def _until(self, leaving: "_Leaving") -> Iterable[float]:
+        """When leases of stores end that may still serve it."""
+        return self._members.beginning(leaving.name, time.monotonic()).values()
 
     def _describe(self, line: Line, now: float) -> dict[str, Any]:
         live, previous, coordinator = line.history.live, line.history.previous, line.coordinator
@@ -313,6 +346,7 @@ class Lines:
             background=self._background,
             counters=self._counters,
             audience=self._audience,
+            members=self._members,
             data=self._data,
             went_live=self.went_live,
             taken_over=taken_over,
@@ -321,6 +355,7 @@ class Lines:
     def _retire(self, line: Line) -> None:
         """The line counts no more; a restart does not find it, its memory goes once nobody reads it."""
         line.history.remove()
+        line.coordinator.below.retired()
         self._retired.append(line)
         if line.name not in self._lines:
             self._shapes.pop(line.name, None)

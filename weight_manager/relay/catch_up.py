@@ -1,10 +1,8 @@
-"""Brings a store below that holds something else to what is live here, outside any session."""
+"""Brings a store below that holds something else of a line to what is live here, outside any session."""
 
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-
-import msgspec
 
 from weight_manager.background import Background
 from weight_manager.history import History
@@ -24,6 +22,7 @@ class CatchUp:
 
     def __init__(
         self,
+        adapter: wire.StagedAdapter | None,
         layout: Layout,
         roster: Roster,
         slots: Slots,
@@ -32,7 +31,9 @@ class CatchUp:
         *,
         busy: Callable[[], bool],
     ) -> None:
-        """busy: a session runs; it brings them there, too."""
+        """adapter: whose version is live; None = the model's. busy: a session runs; it brings them there, too."""
+        self._adapter = adapter
+        self._line = adapter.name if adapter is not None else ""
         self._layout = layout
         self._roster = roster
         self._slots = slots
@@ -53,7 +54,9 @@ class CatchUp:
     def offer(self, store: Downstream) -> None:
         """Begin, if it is needed and nothing runs for this store."""
         live = self._history.live
-        if live is None or self._busy() or store.enrolment is not None or store.holds == version_of(live):
+        if live is None or self._busy() or self._line in store.enrolments:
+            return
+        if store.holds.of(self._line) == version_of(live):
             return
         if self._digests[0] != live.epoch:
             self._read_digests(live)
@@ -62,9 +65,16 @@ class CatchUp:
         stream.finish(self._digests[1])
         slot = self._slots.arena.slot(live.slot)
         enrolment = Enrolment(secrets.token_hex(8), stream, slot, required=False, catch_up=True, digest=live.digest)
-        port, key = self._roster.give(store, enrolment)
-        stage = wire.Stage(enrolment.session, live.run_id, live.version, digest=live.digest, catch_up=True)
-        self._roster.send(store, msgspec.structs.replace(stage, data_port=port, data_key=key))
+        port, key = self._roster.give(store, self._line, enrolment)
+        stage = wire.Stage(
+            *(enrolment.session, live.run_id, live.version),
+            digest=live.digest,
+            catch_up=True,
+            data_port=port,
+            data_key=key,
+            adapter=self._adapter,
+        )
+        self._roster.send(store, stage)
 
     def _read_digests(self, live: Live) -> None:
         slot = self._slots.arena.slot(live.slot)

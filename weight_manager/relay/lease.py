@@ -3,7 +3,7 @@
 import time
 
 from weight_manager.arena import Arena
-from weight_manager.relay.messages import Version
+from weight_manager.relay.messages import Holdings
 
 
 class Lease:
@@ -13,7 +13,7 @@ class Lease:
         """seconds: of a full lease. What the last life of this store was given still counts, for its ranks."""
         self._arena = arena
         self._seconds = seconds
-        self._asked: dict[int, tuple[float, Version | None]] = {}  # beat -> when, and what was held then
+        self._asked: dict[int, tuple[float, Holdings]] = {}  # beat -> when, and what was held then
         self._seq = self._void_before = 0
         self.until = 0.0
         if not arena.needs_lease:
@@ -28,14 +28,14 @@ class Lease:
         """Seconds of the lease that may be handed on to stores below."""
         return max(0.0, self.until - now)
 
-    def ask(self, now: float, holds: Version | None) -> int:
+    def ask(self, now: float, holds: Holdings) -> int:
         """The number of the next beat, which says what is held here."""
         self._seq += 1
         self._asked = {seq: asked for seq, asked in self._asked.items() if asked[0] > now - self._seconds}
         self._asked[self._seq] = now, holds
         return self._seq
 
-    def given(self, seq: int, seconds: float, holds: Version | None) -> None:
+    def given(self, seq: int, seconds: float, holds: Holdings) -> None:
         """The answer to a beat; it counts from when that was sent, and for what was held then."""
         asked = self._asked.pop(seq, None)
         if asked is None or seq < self._void_before:

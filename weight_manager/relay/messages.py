@@ -5,11 +5,11 @@ frame. Stores form a tree (a chain is one) whose root takes the pushes. Any stor
 [ABOVE]; any store has any number [BELOW]. All serve the same layout.
 
 Membership:
- 1. [BELOW] `Join`: token, layout, what it holds. [ABOVE] waits until no commit is in flight, then `Joined` with
-    what is live there, and the session that [BELOW] takes part in, if any: it ends every other. A store that holds
-    the same version serves on; any other pulls that one first.
+ 1. [BELOW] `Join`: token, layout, what it holds. [ABOVE] waits until no commit of the model is in flight, then
+    `Joined` with what is live there, and the sessions that [BELOW] takes part in: it ends every other. A store that
+    holds the same serves on; any other is brought what it lacks first, the model and each adapter by itself.
  2. [BELOW] `Beat`, often. [ABOVE] `Lease`: for how long the sender of the beat may serve, counted from when it
-    sent it. Nothing for a store that holds another version, and never more than [ABOVE]'s own lease has left.
+    sent it. Nothing for a store that holds anything else, and never more than [ABOVE]'s own lease has left.
     A store without a lease is fenced: not ready, and its ranks throw their steps away (see lease.py).
  3. [ABOVE] answers whom it does not know with `NotJoined`; the sender starts again at 1. A store unheard of for
     a whole lease is dropped: by then it is fenced.
@@ -32,7 +32,14 @@ A push, beside the steps of rollout_client/protocol.py:
  9. [ABOVE] the root records the version (the commit point of the whole tree), then `Finalize` travels down: each
     store records, tells its replicas to go on, and passes it on. One no: `Rollback` travels down instead.
 10. [BELOW] between its vote for a flip and the word from above it cannot decide alone. It asks by `Join`: if what
-    is live above is the version in question it was committed, otherwise not. The same after a restart.
+    is live above is the version in question it was committed, otherwise not. The same after a restart. Sessions that
+    [ABOVE] has not decided either are named in `Joined`, and go on.
+
+Adapters: each is a line of versions with sessions of its own, which go the same way at the same time; `Stage` says
+whose and of which shape. Replicas have nothing to flip (weight_manager/messages.py), so `Flip` asks stores alone: it is
+noted down, and voted on, that the version may go live. What is unloaded above is not in its next `Adapters`: [BELOW]
+unloads it, too, and says with its beats which names it still leaves. [ABOVE] sends `Adapters` when it unloads one, and
+again to whom says that it holds one too many; nobody who holds one too many has a lease.
 
 Who is left behind: under policy ``all`` a store that held the live version when the push began must take part, and
 the push fails without it. Under ``quorum`` the push goes on while enough stores take part. A store that is left
@@ -47,9 +54,10 @@ import msgspec
 
 from rollout_client.protocol import AdapterInFlight, ErrorCode
 from weight_manager import messages as inner
+from weight_manager.adapters.plan import AdapterShape
 from weight_manager.messages import Live
 
-RELAY_PROTOCOL = 4
+RELAY_PROTOCOL = 5
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -64,13 +72,38 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
+class Holdings(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that is live at a store: of the model, and of each adapter by its name."""
+
+    model: Version | None = None
+    adapters: dict[str, Version] = {}
+
+    def of(self, line: str) -> Version | None:
+        """line: an adapter's name; "" = the model."""
+        return self.adapters.get(line) if line else self.model
+
+    def having(self, line: str, version: Version | None) -> "Holdings":
+        """The same but for one line, of which this is live; None: nothing."""
+        if not line:
+            return Holdings(version, self.adapters)
+        others = {name: held for name, held in self.adapters.items() if name != line}
+        return Holdings(self.model, others if version is None else others | {line: version})
+
+
+class StagedAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """Whose version a session is of, and where everything of it lies (adapters/plan.py)."""
+
+    name: str
+    shape: AdapterShape
+
+
 class Join(Message, tag="join", frozen=True):
     """[BELOW] first message, and again whenever it has lost track."""
 
     store: str  # stays the same over restarts of that store
     name: str  # for people
     layout_digest: str
-    holds: Version | None
+    holds: Holdings
     token: str = ""
     protocol: int = msgspec.field(default_factory=lambda: RELAY_PROTOCOL)
 
@@ -78,9 +111,10 @@ class Join(Message, tag="join", frozen=True):
 class Joined(Message, tag="joined", frozen=True):
     """[ABOVE] welcome."""
 
-    live: Version | None
+    live: Holdings
     lease_s: float  # of a full lease; beat several times within it
-    session: str = ""  # that the receiver has been told of and takes part in; any other is over
+    sessions: list[str] = []  # that the receiver has been told of and takes part in; any other is over
+    undecided: list[str] = []  # those of them of which nobody knows yet whether they are committed
 
 
 class NotJoined(Message, tag="not_joined", frozen=True):
@@ -91,10 +125,11 @@ class NotJoined(Message, tag="not_joined", frozen=True):
 
 
 class Beat(Message, tag="beat", frozen=True):
-    """[BELOW] the loop turns; seq names the beat. Not answered while [ABOVE] believes that another version is held."""
+    """[BELOW] the loop turns; seq names the beat. Not answered while [ABOVE] believes that something else is held."""
 
     seq: int
-    holds: Version | None
+    holds: Holdings
+    leaving: list[str] = []  # adapters that are unloaded, under whose names replicas may still begin sequences
 
 
 class Lease(Message, tag="lease", frozen=True):
@@ -108,10 +143,17 @@ class Holds(Message, tag="holds", frozen=True):
     """[BELOW] has caught up with this version."""
 
     version: Version
+    adapter: str = ""  # whose; "": the model's
+
+
+class Adapters(Message, tag="adapters", frozen=True):
+    """[ABOVE] the adapters that are live, all of them: unload every other."""
+
+    names: list[str]
 
 
 class Stage(Message, tag="stage", frozen=True):
-    """[ABOVE] a session begins; any earlier one of ours is over."""
+    """[ABOVE] a session begins; any earlier one of ours of the same line is over."""
 
     session: str
     run_id: str
@@ -123,6 +165,12 @@ class Stage(Message, tag="stage", frozen=True):
     quorum: bool = False  # the policy of the root
     data_port: int = 0  # where the bytes can be fetched (roster.py); 0 = chunks
     data_key: bytes = b""
+    adapter: StagedAdapter | None = None  # whose version it is; None: the model's
+
+    @property
+    def line(self) -> str:
+        """The adapter's name; "" = the model."""
+        return self.adapter.name if self.adapter is not None else ""
 
 
 class Credit(Message, tag="credit", frozen=True):
@@ -252,7 +300,7 @@ def no(asked: Prepare | Flip, error: str, rank: str = "", tensors: Sequence[str]
 
 
 FromBelow = Join | Beat | Holds | Credit | Staged | Failed | Vote | Over | Leave
-FromAbove = Joined | NotJoined | Lease | Stage | Chunk | Claims | Seal | Prepare | Flip | Finalize | Rollback
+FromAbove = Joined | NotJoined | Lease | Adapters | Stage | Chunk | Claims | Seal | Prepare | Flip | Finalize | Rollback
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_below = msgspec.msgpack.Decoder(FromBelow).decode

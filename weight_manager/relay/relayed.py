@@ -33,10 +33,9 @@ from weight_manager.data_plane import (
 from weight_manager.errors import PushRefused
 from weight_manager.history import MAX_VERSION, Intent
 from weight_manager.layout import ITEMSIZE, Layout
-from weight_manager.life import Event, Go, Refused, Role
+from weight_manager.life import Event, Go, Refused, Role, State
 from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
-from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.roster import CLAIM, END, RECORD
 from weight_manager.staging import Staging
 
@@ -175,25 +174,25 @@ class Voice(Protocol):
 
 
 class Relayed:
-    """Owner of the session. voted: the last question of the store above that was answered yes."""
+    """Owner of the session. voted: the last question of the store above that was answered yes. line: whose version it
+    is, an adapter's name; "" = the model's."""
 
     def __init__(
         self,
         stage: wire.Stage,
         coordinator: Coordinator,
-        below: Downstreams,
         voice: Voice,
         config: StoreConfig,
         data: DataPlane,
         route: DataRoute,
     ) -> None:
-        self.id = stage.session
+        """coordinator, data: of the line."""
+        self.id, self.line = stage.session, stage.line
         self.session: PushSession | None = None
         self.voted = ""
         self._asked: wire.Prepare | wire.Flip | None = None
         self._stage = stage
         self._coordinator = coordinator
-        self._below = below
         self._voice = voice
         self._config = config
         self._data = data
@@ -204,26 +203,44 @@ class Relayed:
         self._again = False  # all of it comes as chunks, after we gave the connection up
         self.lost_at = float("inf")  # the data connection closed before its end
 
-    def start(self, now: float) -> None:
-        """Take a slot, or the one that holds these bytes already, and say how much may come."""
+    @property
+    def running(self) -> bool:
+        """Whether the session is neither live nor over here."""
+        return self.session is not None and self.session is self._coordinator.session
+
+    @property
+    def in_doubt(self) -> bool:
+        """Only the store above knows whether the version was committed."""
+        return self.running and self._coordinator.in_doubt
+
+    def start(self, now: float) -> bool:
+        """Take a slot, or the one that holds these bytes already, and say how much may come. False: every slot is held
+        for now.
+        """
         stage = self._stage
         if not 0 <= stage.version <= MAX_VERSION:
-            self._failed(PushRefused("bad_message", f"version {stage.version} is out of range"))
-            return
-        intent = Intent(*(stage.run_id, stage.version, "relay", stage.client, stage.in_flight, "relay"), force=True)
+            self.refuse(PushRefused("bad_message", f"version {stage.version} is out of range"), now)
+            return True
+        intent = Intent(
+            *(stage.run_id, stage.version, "relay", stage.client, stage.in_flight, "relay"),
+            force=True,
+            adapter=self.line,
+        )
         held = self._held()
         role = Role.CATCH_UP if stage.catch_up else Role.RELAY
         try:
             session = self._coordinator.begin(intent, self, now, role=role, reuse=held)
         except PushRefused as refusal:
-            self._failed(refusal)
-            return
+            if refusal.code == "busy":
+                return False
+            self.refuse(refusal, now)
+            return True
         self.session = session
         session.quorum, session.expected = stage.quorum, stage.digest
         self._coordinator.announce(session, now)
         if held is not None:
             self._coordinator.seal(session, now + self._config.max_deadline_s, now)
-            return
+            return True
         layout = self._coordinator.layout
         session.staging.add(_regions(layout), [region.name for region in layout.regions])
         host = self._route.host()
@@ -231,6 +248,7 @@ class Relayed:
             self._fetch(session, (host, stage.data_port))
         else:
             self._credit()
+        return True
 
     def destinations(self, chunk: wire.Chunk, now: float) -> Sequence[memoryview] | None:
         """Where the payload goes; None if it is refused, which ends the session."""
@@ -284,10 +302,10 @@ class Relayed:
 
     def _arrived(self, region: int, offset: int, size: int) -> None:
         assert self.session is not None
-        self._below.arrived(self.session, self.session.staging.targets[region].start + offset, size)
+        self._coordinator.below.arrived(self.session, self.session.staging.targets[region].start + offset, size)
 
     def tick(self, now: float) -> None:
-        """Give up what does not come any more."""
+        """Give up what does not come any more; say what has become true."""
         if now >= self.lost_at:
             self.lost_at = float("inf")
             session = self._coordinator.session
@@ -295,6 +313,33 @@ class Relayed:
                 self._route.failed("broke")
                 refusal = PushRefused("aborted", "the data connection to the store above broke", retryable=True)
                 self._coordinator.abort(session, refusal, now)
+        ballot = self._coordinator.ballot
+        if ballot is None or self.session is None or not self.running:
+            return
+        state = self.session.life.state
+        if state is State.READY and self.voted == "":
+            self.voted = "prepare"
+            self._voice.send(wire.Vote(self.id, "prepare", stores=ballot.stores, replicas=ballot.replicas))
+        elif state is State.DOUBT and self.voted == "prepare":
+            self.voted = "flip"
+            self._voice.send(wire.Vote(self.id, "flip", stores=ballot.stores, replicas=ballot.replicas))
+
+    def end(self, why: str, now: float, event: Event) -> bool:
+        """The store above ends it, or is gone; whether there was something to end here."""
+        session = self.session
+        if session is None or not self.running:
+            return False
+        refusal = PushRefused("aborted", why, retryable=event is Event.ABOVE_LOST)
+        self._coordinator.abort(session, refusal, now, event)
+        return True
+
+    def recorded_above(self, live: wire.Version | None, now: float) -> bool:
+        """In doubt, this is live above: whether it was committed."""
+        session, ballot = self.session, self._coordinator.ballot
+        if session is None or ballot is None or live != wire.version_of(ballot.live):
+            return False
+        self._coordinator.recorded_above(session, now)
+        return True
 
     def take(self, order: Order, now: float) -> None:
         """What the store above says about this session."""
@@ -336,13 +381,14 @@ class Relayed:
         if session.role is Role.CATCH_UP:
             self._coordinator.commit(session, self._config.max_deadline_s, time.monotonic())
         else:
-            self._voice.send(wire.Staged(self.id, self._below.stores()))
+            self._voice.send(wire.Staged(self.id, self._coordinator.below.stores()))
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
         self._data.end(session)
         if session.role is Role.CATCH_UP:
-            self._voice.send(wire.Holds(wire.Version(session.intent.run_id, report.version, report.digest)))
+            version = wire.Version(session.intent.run_id, report.version, report.digest)
+            self._voice.send(wire.Holds(version, self.line))
         else:
             self._voice.over(self.id, report.stall_ms)
         self._voice.beat_soon()
@@ -355,13 +401,10 @@ class Relayed:
                 self._voice.over(self.id)
             case Event.ABOVE_LOST:
                 pass  # it has forgotten it, or will
-            case _ if session.role is Role.CATCH_UP:
-                self._failed(refusal)
-                self._voice.failed_to_catch_up(time.monotonic())
-            case _ if self._asked:
+            case _ if self._asked and session.role is Role.RELAY:
                 self._voice.send(wire.no(self._asked, refusal.message, refusal.rank, refusal.tensors))
             case _:
-                self._failed(refusal)
+                self.refuse(refusal, time.monotonic())
 
     def _held(self) -> Live | None:
         """A slot that holds these bytes. Its digest is checked again.
@@ -382,9 +425,12 @@ class Relayed:
         except PushRefused as refusal:
             self._coordinator.abort(session, refusal, now)
 
-    def _failed(self, refusal: PushRefused) -> None:
+    def refuse(self, refusal: PushRefused, now: float) -> None:
+        """It cannot be staged here."""
         failed = wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors, refusal.retryable)
         self._voice.send(failed)
+        if self._stage.catch_up:
+            self._voice.failed_to_catch_up(now)
 
     def _credit(self) -> None:
         self._credited = self._received + self._config.relay_window

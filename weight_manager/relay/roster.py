@@ -1,4 +1,4 @@
-"""The stores below: who has joined, what each takes of the running session, and how bytes go to them.
+"""The stores below: who has joined, what each takes of the running sessions, and how bytes go to them.
 
 Bytes go over a TCP socket of their own (`Feed`), written by the store's loop, as much at a time as the kernel takes
 (rollout_client/data_socket.py says why). After the key and `READY`, as for a trainer: `RECORD` (region, offset, bytes)
@@ -18,7 +18,7 @@ from typing import Any
 from rollout_client.data_socket import KEY_BYTES
 from weight_manager.data_port import DataPort
 from weight_manager.relay import messages as wire
-from weight_manager.relay.messages import Version
+from weight_manager.relay.messages import Holdings
 from weight_manager.relay.stream import Cursor, Span, Stream
 from weight_manager.watching import Watching
 from weight_manager.wire import Router
@@ -110,32 +110,34 @@ class Enrolment:
 
 @dataclass(eq=False)
 class Downstream:
-    """A store that has joined. Times are monotonic seconds."""
+    """A store that has joined. Times are monotonic seconds. Lines go by their adapter's name, the model's by ""."""
 
     id: str
     name: str
     identity: bytes
-    holds: Version | None
+    holds: Holdings  # once it has read everything that it was sent
     seen: float
     serves_until: float = 0.0  # the lease it was given last
-    fenced: bool = False  # left behind by the running commit: no lease until that is over
+    behind: set[str] = field(default_factory=set)  # lines whose running commit has left it: no lease until that is over
     deaf: bool = False  # a message to it could not be queued
     stores: int = 1  # of its subtree, itself included
-    enrolment: Enrolment | None = None
+    enrolments: dict[str, Enrolment] = field(default_factory=dict)  # by line
+    beginning: frozenset[str] = frozenset()  # adapters under whose names it may begin sequences, as it said last
 
-    def status(self, live: Version | None, now: float) -> dict[str, Any]:
-        """What the API shows of this store."""
-        enrolment = self.enrolment
+    def status(self, live: Holdings, now: float) -> dict[str, Any]:
+        """As the API shows it. What bytes are counted is of all running sessions."""
+        enrolments = self.enrolments.values()
         return {
-            "version": self.holds.version if self.holds else None,
-            "ready": self.holds is not None and self.holds == live and not self.fenced,
+            "version": self.holds.model.version if self.holds.model else None,
+            "adapters": {name: version.version for name, version in sorted(self.holds.adapters.items())},
+            "ready": self.holds.model is not None and self.holds == live and not self.behind,
             "seen_s": round(now - self.seen, 3),
-            "fenced": self.fenced,
-            "behind_bytes": enrolment.stream.logged - enrolment.cursor.sent if enrolment and not enrolment.out else 0,
-            "sent_bytes": enrolment.cursor.sent if enrolment else None,
-            "staged": enrolment.staged if enrolment else None,
-            "catching_up": enrolment.catch_up if enrolment else False,
-            "out": enrolment.out if enrolment else "",
+            "fenced": bool(self.behind),
+            "behind_bytes": sum(e.stream.logged - e.cursor.sent for e in enrolments if not e.out),
+            "sent_bytes": sum(e.cursor.sent for e in enrolments) if enrolments else None,
+            "staged": all(e.staged for e in enrolments) if enrolments else None,
+            "catching_up": any(e.catch_up for e in enrolments),
+            "out": next((e.out for e in enrolments if e.out), ""),
         }
 
 
@@ -165,15 +167,15 @@ class Roster:
     def close(self) -> None:
         """The store stops."""
         for store in self.all():
-            self.take(store)
+            self._end_all(store)
 
     def all(self) -> list[Downstream]:
         """All stores that have joined."""
         return list(self._by_id.values())
 
-    def taking_part(self) -> list[tuple[Downstream, Enrolment]]:
-        """The stores that a session goes to, each with its enrolment."""
-        return [(store, store.enrolment) for store in self._by_id.values() if store.enrolment is not None]
+    def taking_part(self, line: str) -> list[tuple[Downstream, Enrolment]]:
+        """The stores that a session of a line goes to, each with its enrolment."""
+        return [(store, store.enrolments[line]) for store in self._by_id.values() if line in store.enrolments]
 
     def of_id(self, store: str) -> Downstream | None:
         """The store of this id, which stays the same over restarts."""
@@ -190,7 +192,8 @@ class Roster:
     def add(self, store: Downstream) -> None:
         """A store has joined. A lease it had goes on."""
         known = self._by_id.get(store.id)
-        self._end(known.enrolment if known else None)
+        if known is not None:
+            self._end_all(known)
         store.serves_until = max(known.serves_until if known else 0.0, self.absent.pop(store.name, 0.0))
         self._by_id[store.id] = self._by_identity[store.identity] = store
 
@@ -198,7 +201,7 @@ class Roster:
         """A store has left, or is lost."""
         self._by_id.pop(store.id, None)
         self._by_identity.pop(store.identity, None)
-        self._end(store.enrolment)
+        self._end_all(store)
         if store.serves_until > time.monotonic():
             self.absent[store.name] = store.serves_until
 
@@ -217,20 +220,22 @@ class Roster:
         if not self.answer(store.identity, message):
             store.deaf = True
 
-    def give(self, store: Downstream, enrolment: Enrolment) -> tuple[int, bytes]:
-        """Enrol a store in a session, instead of any other. Returns port and key of a data connection; 0 = none."""
-        self.take(store)
-        store.enrolment = enrolment
+    def give(self, store: Downstream, line: str, enrolment: Enrolment) -> tuple[int, bytes]:
+        """Enrol a store in a session, instead of any other of the line. Returns port and key of a data connection;
+        0 = none."""
+        self.take(store, line)
+        store.enrolments[line] = enrolment
         if self._port is None:
             return 0, b""
         enrolment.key = secrets.token_bytes(KEY_BYTES)
-        self._port.expect(enrolment.key, lambda connection: self._connected(store, enrolment, connection))
+        self._port.expect(enrolment.key, lambda connection: self._connected(enrolment, connection))
         return self._port.port, enrolment.key
 
-    def take(self, store: Downstream) -> Enrolment | None:
-        """End a store's enrolment, and return it."""
-        enrolment, store.enrolment = store.enrolment, None
-        self._end(enrolment)
+    def take(self, store: Downstream, line: str) -> Enrolment | None:
+        """End a store's enrolment in the session of a line, and return it."""
+        enrolment = store.enrolments.pop(line, None)
+        if enrolment is not None:
+            self._end(enrolment)
         return enrolment
 
     def credit(self, enrolment: Enrolment, upto: int) -> None:
@@ -240,16 +245,18 @@ class Roster:
         self._end(enrolment)
         enrolment.allowed = max(enrolment.allowed, upto)
 
-    def _connected(self, store: Downstream, enrolment: Enrolment, connection: socket.socket) -> None:
+    def _connected(self, enrolment: Enrolment, connection: socket.socket) -> None:
         enrolment.key = b""
-        if store.enrolment is enrolment and self._watching is not None:
+        if self._watching is not None:
             enrolment.feed = Feed(connection, self._watching)
         else:
             connection.close()
 
-    def _end(self, enrolment: Enrolment | None) -> None:
-        if enrolment is None:
-            return
+    def _end_all(self, store: Downstream) -> None:
+        for enrolment in store.enrolments.values():
+            self._end(enrolment)
+
+    def _end(self, enrolment: Enrolment) -> None:
         if enrolment.key and self._port is not None:
             self._port.forget(enrolment.key)
         if enrolment.feed is not None:
@@ -258,23 +265,25 @@ class Roster:
 
     def pump(self) -> None:
         """Send what is good and wanted."""
-        for store, enrolment in self.taking_part():
-            if enrolment.out:
-                self._end(enrolment)
-                continue
-            if enrolment.feed is not None:
-                self._feed(store, enrolment, enrolment.feed)
-                continue
-            for entry in enrolment.cursor.read(
-                enrolment.stream, enrolment.allowed - enrolment.cursor.sent, CHUNK_BYTES
-            ):
-                if isinstance(entry, Span):
-                    self._send_span(store, enrolment, entry)
+        for store in self._by_id.values():
+            for enrolment in store.enrolments.values():
+                if enrolment.out:
+                    self._end(enrolment)
+                elif enrolment.feed is not None:
+                    self._feed(store, enrolment, enrolment.feed)
                 else:
-                    self.send(store, wire.Claims(enrolment.session, [(c.region, c.digest) for c in entry]))
-            if enrolment.complete:
-                enrolment.told = True
-                self.send(store, wire.Seal(enrolment.session, enrolment.digest))
+                    self._send_chunks(store, enrolment)
+
+    def _send_chunks(self, store: Downstream, enrolment: Enrolment) -> None:
+        room = enrolment.allowed - enrolment.cursor.sent
+        for entry in enrolment.cursor.read(enrolment.stream, room, CHUNK_BYTES):
+            if isinstance(entry, Span):
+                self._send_span(store, enrolment, entry)
+            else:
+                self.send(store, wire.Claims(enrolment.session, [(c.region, c.digest) for c in entry]))
+        if enrolment.complete:
+            enrolment.told = True
+            self.send(store, wire.Seal(enrolment.session, enrolment.digest))
 
     def _feed(self, store: Downstream, enrolment: Enrolment, feed: Feed) -> None:
         room = TURN_BYTES

@@ -1,4 +1,5 @@
-"""The store above: joining it, the lease it gives, and its sessions carried out here. Steps: relay/messages.py.
+"""The store above: joining it, the lease it gives, and its sessions carried out here, one at a time of each line.
+Steps: relay/messages.py.
 
 `tick` runs once per turn of the loop and says upward whatever has become true since.
 """
@@ -13,14 +14,15 @@ import zmq
 
 from rollout_client.curve import TrainerKeys
 from rollout_client.protocol import MAX_HEADER_BYTES
+from weight_manager.adapters.lines import Lines
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import IllegalTransition, PushRefused
-from weight_manager.life import Event, State
+from weight_manager.life import Event
 from weight_manager.relay import messages as wire
-from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.lease import Lease
+from weight_manager.relay.members import Members
 from weight_manager.relay.messages import Version, version_of
 from weight_manager.relay.relayed import DataRoute, Relayed
 from weight_manager.watching import Watching
@@ -65,6 +67,7 @@ JOIN_AGAIN_S = 1.0
 FAILED_AGAIN_S = 2.0
 REFUSED_AGAIN_S = 5.0
 DOUBT_S = 2.0
+TRY_AGAIN_S = 0.1
 BEATS = 30
 """Per lease. A store hands on what is left of its own lease, so each hop costs up to the time between two beats: with
 six a lease, stores seven hops below the root had none at times."""
@@ -76,25 +79,29 @@ def own_name(config: StoreConfig, store: str) -> str:
 
 
 class Upstream:
-    """One DEALER, and at most one session of the store above."""
+    """One DEALER. next, relayed: sessions of the store above that have to wait for the one before, and that were begun;
+    by line: an adapter's name, "" = the model.
+    """
 
     def __init__(
         self,
         config: StoreConfig,
         coordinator: Coordinator,
-        below: Downstreams,
+        lines: Lines,
+        members: Members,
         *,
         lease: Lease,
         data: DataPlane,
         connect: Callable[[], "zmq.Socket[bytes]"],
         watching: Watching,
     ) -> None:
-        """connect: a new connection."""
+        """coordinator, data: of the model. connect: a new connection."""
         assert config.upstream is not None
         self._config = config
         self._endpoint = config.upstream
         self._coordinator = coordinator
-        self._below = below
+        self._lines = lines
+        self._members = members
         self._data = data
         self._connect = connect
         self._watching = watching
@@ -102,12 +109,14 @@ class Upstream:
         self._name = own_name(config, self._store)
         self._joined = self._deaf = False
         self._next_join = self._next_beat = self._heard = 0.0
-        self._doubt_since = 0.0
+        self._ask_in_doubt = float("inf")
+        self._leaving: list[str] = []  # as it was said above
+        self._try_again = float("inf")  # what is next: every slot was held
         self._ask_again = float("inf")
         self.lease = lease
         self._was_closed = True
-        self._next: wire.Stage | None = None
-        self.relayed: Relayed | None = None
+        self.next: dict[str, wire.Stage] = {}
+        self.relayed: dict[str, Relayed] = {}
         self.refusal = ""
         self._route = DataRoute(config.upstream)
         self.socket = self._connect()
@@ -115,8 +124,8 @@ class Upstream:
 
     @property
     def in_doubt(self) -> bool:
-        """All replicas here have flipped, and only the store above knows whether the version was committed."""
-        return self._coordinator.in_doubt
+        """Only the store above knows whether a version that this store has voted for was committed."""
+        return any(relayed.in_doubt for relayed in self.relayed.values())
 
     def status(self, now: float) -> dict[str, Any]:
         """What the API shows of the store above."""
@@ -168,12 +177,8 @@ class Upstream:
             self._lost("is silent", now)
         if (not self._joined and now >= self._next_join) or now >= self._ask_again:
             self._join(now)
-        if self._joined and now >= self._next_beat:
-            self._beat(now)
-        live = coordinator.history.live
-        free = self._next is not None and coordinator.session is None and coordinator.settled
-        if self._next is not None and free and coordinator.slots.prepare(live.slot if live else None):
-            stage, self._next = self._next, None
+        self._try_again = float("inf")
+        for stage in list(self.next.values()):
             try:
                 self._begin(stage, now)
             except IllegalTransition:
@@ -181,14 +186,19 @@ class Upstream:
             except Exception:
                 log.exception("the session of the store above could not be begun")
                 self._lost("began what could not be begun", now, JOIN_AGAIN_S)
-        relayed = self.relayed
-        if relayed is not None:
+                break
+        for relayed in list(self.relayed.values()):
             relayed.tick(now)
-        if relayed is not None and relayed.session is not None and relayed.session is coordinator.session:
-            self._vote(relayed, relayed.session.life.state, now)
-        if self.in_doubt and now >= self._doubt_since + DOUBT_S:
-            self._doubt_since = now
+        self.relayed = {line: relayed for line, relayed in self.relayed.items() if relayed.running}
+        if not self.in_doubt:
+            self._ask_in_doubt = float("inf")
+        elif self._ask_in_doubt == float("inf"):
+            self._ask_in_doubt = now + DOUBT_S
+        elif now >= self._ask_in_doubt:
+            self._ask_in_doubt = now + DOUBT_S
             self._join(now)
+        if self._joined and (now >= self._next_beat or self._leaving != self._lines.leaving):
+            self._beat(now)
         closed, before = self.lease.closed, self._was_closed
         if closed != before:
             self._was_closed = closed
@@ -201,11 +211,8 @@ class Upstream:
         times = [self._next_beat, self._heard + self._config.relay_lease_s * 0.6] if self._joined else [self._next_join]
         if not self._was_closed:
             times.append(self.lease.until)
-        if self.in_doubt:
-            times.append(self._doubt_since + DOUBT_S)
-        times.append(self._ask_again)
-        times.append(self.relayed.lost_at if self.relayed is not None else times[0])
-        return min(times)
+        times += [self._ask_in_doubt, self._ask_again, *([self._try_again] if self.next else [])]
+        return min([*times, *(relayed.lost_at for relayed in self.relayed.values())])
 
     def close(self) -> None:
         """Nothing is served here from now on; tell the store above."""
@@ -234,74 +241,82 @@ class Upstream:
         log.warning("the store above %s; joining again", why)
         self._joined = self._deaf = False
         self._coordinator.changes += 1
-        self._forget(f"the store above {why}", now)
+        self._forget_all(f"the store above {why}", now)
         old, self.socket = self.socket, self._connect()
         self._watching.remove(old)
         old.close(linger=0)
         self._watching.add(self.socket)
         self._next_join = now + pause_s
 
-    def _forget(self, why: str, now: float) -> None:
+    def _forget_all(self, why: str, now: float) -> None:
+        for line in sorted({*self.next, *self.relayed}):
+            self._forget(line, why, now)
+
+    def _forget(self, line: str, why: str, now: float) -> None:
         """End what the store above began, unless it may be committed there."""
-        self._next = None
-        session = self.relayed.session if self.relayed is not None else None
-        if session is not None and session is self._coordinator.session:
-            refusal = PushRefused("aborted", why, retryable=True)
-            self._coordinator.abort(session, refusal, now, Event.ABOVE_LOST)
+        self.next.pop(line, None)
+        relayed = self.relayed.get(line)
+        if relayed is not None:
+            relayed.end(why, now, Event.ABOVE_LOST)
 
     def _join(self, now: float) -> None:
         self._next_join, self._ask_again = now + JOIN_AGAIN_S, float("inf")
-        live = self._coordinator.history.live
         layout = self._coordinator.layout.digest
-        self.send(wire.Join(self._store, self._name, layout, version_of(live), self._config.token or ""))
+        self.send(wire.Join(self._store, self._name, layout, self._members.live(), self._config.token or ""))
 
     def _beat(self, now: float) -> None:
         self._next_beat = now + self._config.relay_lease_s / BEATS
-        holds = version_of(self._coordinator.history.live)
-        self.send(wire.Beat(self.lease.ask(now, holds), holds))
+        self._leaving, holds = self._lines.leaving, self._members.live()
+        self.send(wire.Beat(self.lease.ask(now, holds), holds, self._leaving))
 
     def _handle(self, message: wire.FromAbove, now: float) -> None:
-        relayed = self.relayed
         match message:
             case wire.Joined():
                 self._welcomed(message, now)
             case wire.NotJoined():
                 self._turned_away(message, now)
             case wire.Lease():
-                self.lease.given(message.seq, message.lease_s, version_of(self._coordinator.history.live))
+                self.lease.given(message.seq, message.lease_s, self._members.live())
+            case wire.Adapters():
+                self._lines.keep(message.names, now + self._config.max_deadline_s)
+                self.beat_soon()
             case wire.Stage():
-                self._forget("the store above has begun another session", now)
-                self._next = message
+                self._forget(message.line, "the store above has begun another session", now)
+                self.next[message.line] = message
             case wire.Rollback():
                 self._rollback(message, now)
-            case wire.Prepare() | wire.Flip() if relayed is None or relayed.id != message.session:
-                self.send(wire.no(message, "the session is not known here"))
-            case wire.Claims() | wire.Seal() | wire.Prepare() | wire.Flip() | wire.Finalize() if relayed:
-                if relayed.id == message.session:
+            case wire.Claims() | wire.Seal() | wire.Prepare() | wire.Flip() | wire.Finalize():
+                relayed = self._relayed(message.session)
+                if relayed is not None:
                     relayed.take(message, now)
+                elif isinstance(message, wire.Prepare | wire.Flip):
+                    self.send(wire.no(message, "the session is not known here"))
             case _:
                 pass
+
+    def _relayed(self, session: str) -> Relayed | None:
+        return next((relayed for relayed in self.relayed.values() if relayed.id == session), None)
 
     def _welcomed(self, message: wire.Joined, now: float) -> None:
         self._joined, self.refusal, self._heard = True, "", now
         self._coordinator.changes += 1
-        session, ballot = self._coordinator.session, self._coordinator.ballot
-        if self.in_doubt and session is not None and ballot is not None:
-            if message.live == version_of(ballot.live):
-                self._coordinator.recorded_above(session, now)
-            else:
-                # It may have restarted and not yet know what is live; its next lease says that it does.
-                self.lease.fence()
-                refusal = PushRefused("aborted", "the store above did not commit it")
-                self._coordinator.abort(session, refusal, now, Event.WITHDRAWN)
-        elif message.session not in (self._next and self._next.session, self.relayed and self.relayed.id):
-            self._forget("the store above has taken us in anew", now)
+        for line in sorted({*self.next, *self.relayed}):
+            relayed, stage = self.relayed.get(line), self.next.get(line)
+            known = {relayed.id if relayed else "", stage.session if stage else ""}
+            if relayed is not None and relayed.in_doubt:
+                decided = relayed.id not in message.undecided
+                if decided and not relayed.recorded_above(message.live.of(line), now):
+                    # It may have restarted and not yet know what is live; its next lease says that it does.
+                    self.lease.fence()
+                    relayed.end("the store above did not commit it", now, Event.WITHDRAWN)
+            elif not known.intersection(message.sessions):
+                self._forget(line, "the store above has taken us in anew", now)
         self._beat(now)
 
     def _turned_away(self, message: wire.NotJoined, now: float) -> None:
         self._joined = False
         self._coordinator.changes += 1
-        self._forget(message.message, now)
+        self._forget_all(message.message, now)
         if message.refused:
             self.refusal = message.message
             log.error("the store above refuses us: %s", message.message)
@@ -310,45 +325,52 @@ class Upstream:
     def _rollback(self, message: wire.Rollback, now: float) -> None:
         if message.fence:
             self.lease.fence()
-        if self._next is not None and self._next.session == message.session:
-            self._next = None
-        relayed, session = self.relayed, self._coordinator.session
-        if relayed is not None and relayed.id == message.session and session is not None and session is relayed.session:
-            self._coordinator.abort(session, PushRefused("aborted", message.reason), now, Event.WITHDRAWN)
-        else:
+        self.next = {line: stage for line, stage in self.next.items() if stage.session != message.session}
+        relayed = self._relayed(message.session)
+        if relayed is None or not relayed.end(message.reason, now, Event.WITHDRAWN):
             self.over(message.session)
 
     def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
         """A finalize or rollback is carried out."""
-        fenced = self.lease.closed and not self._below.serving(time.monotonic())
+        fenced = self.lease.closed and not self._members.serving(time.monotonic())
         if fenced:
             self.lease.fence()  # one that is on its way would make it untrue
         self.send(wire.Over(session, fenced, stall_ms or {}))
 
     def _begin(self, stage: wire.Stage, now: float) -> None:
-        history = self._coordinator.history
+        """Once the session before is out of the way, and there is a slot."""
+        refused: PushRefused | None = None
+        coordinator, data = self._coordinator, self._data
+        if stage.adapter is not None:
+            try:
+                line = self._lines.of_shape(stage.adapter.name, stage.adapter.shape)
+            except PushRefused as refusal:
+                if refusal.code == "busy":
+                    return
+                refused = refusal
+            else:
+                coordinator, data = line.coordinator, line.data
+        live = coordinator.history.live
+        if refused is None and not (coordinator.session is None and coordinator.settled):
+            return
         named = Version(stage.run_id, stage.version, stage.digest)
-        if stage.catch_up and version_of(history.live) == named:
-            self.send(wire.Holds(named))
+        relayed = Relayed(stage, coordinator, self, self._config, data, self._route)
+        if refused is not None:
+            relayed.refuse(refused, now)
+        elif stage.catch_up and version_of(live) == named:
+            self.send(wire.Holds(named, stage.line))
             self.beat_soon()
+        elif not coordinator.slots.prepare(live.slot if live else None):
             return
-        self.relayed = Relayed(stage, self._coordinator, self._below, self, self._config, self._data, self._route)
-        self.relayed.start(now)
-
-    def _vote(self, relayed: Relayed, state: State, now: float) -> None:
-        ballot = self._coordinator.ballot
-        if ballot is None:
+        elif relayed.start(now):
+            self.relayed[stage.line] = relayed
+        else:
+            self._try_again = now + TRY_AGAIN_S
             return
-        if state is State.READY and relayed.voted == "":
-            relayed.voted = "prepare"
-            self.send(wire.Vote(relayed.id, "prepare", stores=ballot.stores, replicas=ballot.replicas))
-        elif state is State.DOUBT and relayed.voted == "prepare":
-            relayed.voted = "flip"
-            self._doubt_since = now
-            self.send(wire.Vote(relayed.id, "flip", stores=ballot.stores, replicas=ballot.replicas))
+        del self.next[stage.line]
 
     def _chunk(self, socket: "zmq.Socket[bytes]", chunk: wire.Chunk, now: float) -> None:
-        relayed = self.relayed
-        buffers = relayed.destinations(chunk, now) if relayed and relayed.id == chunk.session else None
+        relayed = self._relayed(chunk.session)
+        buffers = relayed.destinations(chunk, now) if relayed is not None else None
         if receive_payload(socket, buffers) and relayed is not None:
             relayed.received(chunk, now)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from tests.faults.small_model import LAYOUT
 from weight_manager.messages import Live
 from weight_manager.relay.catch_up import CatchUp
+from weight_manager.relay.messages import Holdings
 from weight_manager.relay.stream import Claim
 
 OLD, NEW = Live("run", 4, 132, 1, "a" * 16), Live("run", 5, 133, 0, "b" * 16)
@@ -17,18 +18,18 @@ class Scene:
     def __init__(self):
         self.given = []
         self.readings = []
-        self.store = SimpleNamespace(enrolment=None, holds=None)
+        self.store = SimpleNamespace(enrolments={}, holds=Holdings())
         self.history = SimpleNamespace(live=OLD)
         roster = SimpleNamespace(
             all=lambda: [self.store],
-            give=lambda store, enrolment: self.given.append(enrolment) or (0, b""),
+            give=lambda store, line, enrolment: self.given.append(enrolment) or (0, b""),
             send=lambda store, message: None,
         )
         arena = SimpleNamespace(slot=lambda slot: memoryview(b""))
         background = SimpleNamespace(submit=lambda work, done, failed: self.readings.append(done))
         self.busy = False
         self.late = CatchUp(
-            *(LAYOUT, roster, SimpleNamespace(arena=arena), self.history, background), busy=lambda: self.busy
+            *(None, LAYOUT, roster, SimpleNamespace(arena=arena), self.history, background), busy=lambda: self.busy
         )
 
     def claimed(self):

@@ -1,4 +1,4 @@
-"""The stores below as the one above sees them: who may join, and what a failure of either costs."""
+"""The stores below as the one above sees them: who may join and serve, and what a failure of either costs."""
 
 import errno
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from weight_manager.history import History, Record
 from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
-from weight_manager.relay.messages import version_of
+from weight_manager.relay.members import Members
+from weight_manager.relay.messages import Holdings, Version, version_of
 from weight_manager.relay.roster import Enrolment
 from weight_manager.relay.stream import Stream
 from weight_manager.relay.upstream import own_name
@@ -19,21 +20,25 @@ from weight_manager.watching import Watching
 
 
 class Above:
-    """Downstreams whose words are noted down instead of sent, and a coordinator that has nothing to do."""
+    """Members whose words are noted down instead of sent, and coordinators that have nothing to do."""
 
     def __init__(self, directory):
         config = StoreConfig(run_dir=directory, model=directory, relay_lease_s=2.0)
         self.history = History(directory / "weights.json", 10)
         self.said = []
-        self.below = Downstreams(
-            config,
-            LAYOUT,
-            coordinator=SimpleNamespace(settled=True, ballot=None, session=None, changes=0),
+        self.below = Members(config, LAYOUT, history=self.history, lease=None)
+        self.model = SimpleNamespace(settled=True, ballot=None, session=None, changes=0, history=self.history)
+        self.model.below = self.line = Downstreams(
+            *(config, LAYOUT),
+            coordinator=self.model,
+            members=self.below,
             slots=None,
             history=self.history,
             background=None,
-            lease=None,
         )
+        self.adapters = {}
+        self.below.live = lambda: Holdings(version_of(self.history.live), self.adapters)
+        self.below.lines = lambda: [self.model]
         self.taken = True
         router = SimpleNamespace(send=self._send)
         self.below.roster.open(router, None, Watching())
@@ -44,7 +49,7 @@ class Above:
 
     def join(self, peer, store, name):
         self.said.clear()
-        self.below.request(peer, wire.Join(store, name, LAYOUT.digest, None))
+        self.below.request(peer, wire.Join(store, name, LAYOUT.digest, Holdings()))
         (told,) = [message for to, message in self.said if to == peer]
         return told
 
@@ -103,12 +108,12 @@ def test_a_store_that_misses_a_message_must_join_again(above):
     """What it was not told it would wait for; the next thing that it says is answered with `NotJoined`."""
     above.join(b"1", "a" * 16, "first")
     above.taken = False
-    above.below.request(b"1", wire.Beat(1, None))
+    above.below.request(b"1", wire.Beat(1, Holdings()))
     assert above.below.next_deadline() == 0.0
     above.below.tick(0.0)
     assert above.names == []
     above.taken = True
-    above.below.request(b"1", wire.Beat(2, None))
+    above.below.request(b"1", wire.Beat(2, Holdings()))
     assert isinstance(above.said[-1][1], wire.NotJoined)
 
 
@@ -117,21 +122,21 @@ def test_whoever_may_be_serving_and_does_not_vote_is_waited_for(above):
     above.join(b"1", "a" * 16, "first")
     (store,) = above.below.roster.all()
     store.serves_until = 10.0
-    assert above.below.outsiders(9.0) == {"first": "is not staged"}
+    assert above.line.outsiders(9.0) == {"first": "is not staged"}
     assert above.below.serving(9.0)
-    assert above.below.outsiders(10.0) == {}
+    assert above.line.outsiders(10.0) == {}
     assert not above.below.serving(10.0)
     above.below.roster.remove(store)
     above.below.roster.absent["first"] = 20.0
-    assert above.below.outsiders(19.0) == {"first": "is away"}
+    assert above.line.outsiders(19.0) == {"first": "is away"}
     assert above.below.serving(19.0)
 
 
 def test_a_join_that_was_held_does_not_take_the_place_of_a_later_one(above):
     """Its connection is gone; the later one's would be known and its store would not."""
-    above.below._coordinator.settled = False
-    above.below.request(b"old", wire.Join("a" * 16, "first", LAYOUT.digest, None))
-    above.below._coordinator.settled = True
+    above.model.settled = False
+    above.below.request(b"old", wire.Join("a" * 16, "first", LAYOUT.digest, Holdings()))
+    above.model.settled = True
     above.join(b"new", "a" * 16, "first")
     above.below.tick(0.0)
     (store,) = above.below.roster.all()
@@ -143,13 +148,13 @@ def test_a_commit_gives_no_lease_to_a_store_that_does_not_vote_in_it(above):
     """The commit waits for the leases that there were when it began, and for no other."""
     live = Live("run", 1, 1, 0, "d" * 16)
     above.history.commit(live, Record("run", 1, 1, "d" * 16, 0.0, "push"))
-    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, version_of(live)))
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, Holdings(version_of(live))))
 
     def leased():
-        above.below.request(b"1", wire.Beat(1, version_of(live)))
+        above.below.request(b"1", wire.Beat(1, Holdings(version_of(live))))
         return above.said[-1][1].lease_s
 
-    coordinator = above.below._coordinator
+    coordinator = above.model
     assert leased() > 0
     coordinator.settled, coordinator.ballot = False, SimpleNamespace(voters={0, "second"})
     assert leased() == 0
@@ -163,17 +168,78 @@ def test_a_store_that_says_it_holds_another_version_than_is_believed_gets_no_lea
     """It has heard of a commit that was taken back since: it would serve what is not live."""
     old, new = Live("run", 1, 1, 0, "d" * 16), Live("run", 2, 2, 1, "e" * 16)
     above.history.commit(old, Record("run", 1, 1, "d" * 16, 0.0, "push"))
-    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, version_of(old)))
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, Holdings(version_of(old))))
     for held in (new, None):
         above.said.clear()
-        above.below.request(b"1", wire.Beat(1, held and version_of(held)))
+        above.below.request(b"1", wire.Beat(1, Holdings(held and version_of(held))))
         assert not above.said, "neither a lease nor its end"
-    above.below.request(b"1", wire.Beat(2, version_of(old)))
+    above.below.request(b"1", wire.Beat(2, Holdings(version_of(old))))
     assert above.said[-1][1].lease_s > 0
 
 
 def test_a_store_that_joins_twice_hears_which_session_goes_on(above):
     above.join(b"1", "a" * 16, "first")
     (store,) = above.below.roster.all()
-    store.enrolment = Enrolment("the session", Stream(LAYOUT), memoryview(b""), required=True)
-    assert above.join(b"1", "a" * 16, "first").session == "the session"
+    store.enrolments[""] = Enrolment("the session", Stream(LAYOUT), memoryview(b""), required=True)
+    assert above.join(b"1", "a" * 16, "first").sessions == ["the session"]
+
+
+def test_a_store_that_asks_during_a_commit_of_an_adapter_hears_that_it_is_not_decided(above):
+    above.join(b"1", "a" * 16, "first")
+    line = SimpleNamespace(settled=False, ballot=SimpleNamespace(session="s", voters={"first"}))
+    line.below = Downstreams(
+        *(above.below._config, LAYOUT),
+        coordinator=line,
+        members=above.below,
+        slots=None,
+        history=above.history,
+        background=None,
+    )
+    above.below.lines = lambda: [above.model, line]
+    assert above.join(b"1", "a" * 16, "first").undecided == ["s"]
+    line.settled = True
+    assert above.join(b"1", "a" * 16, "first").undecided == []
+
+
+X, Y = Version("run", 1, "a" * 16), Version("run", 2, "b" * 16)
+
+
+@pytest.mark.parametrize(
+    ("held", "leased"),
+    [({"x": X, "y": Y}, True), ({"y": Y, "x": X}, True), ({"x": X}, False), ({"x": X, "y": X}, False)],
+)
+def test_only_a_store_that_holds_every_adapter_that_is_live_may_serve(above, held, leased):
+    live = Live("run", 1, 1, 0, "d" * 16)
+    above.history.commit(live, Record("run", 1, 1, "d" * 16, 0.0, "push"))
+    above.adapters = {"x": X, "y": Y}
+    holds = Holdings(version_of(live), held)
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, holds))
+    above.below.request(b"1", wire.Beat(1, holds))
+    assert (above.said[-1][1].lease_s > 0) is leased
+
+
+def test_a_store_that_holds_an_adapter_too_many_is_told_and_has_no_lease_before_it_has_unloaded_it(above):
+    live = Live("run", 1, 1, 0, "d" * 16)
+    above.history.commit(live, Record("run", 1, 1, "d" * 16, 0.0, "push"))
+    above.adapters = {"y": Y}
+    many, right = (Holdings(version_of(live), held) for held in ({"x": X, "y": Y}, {"y": Y}))
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, many))
+    for beat in (1, 2):  # it is said again: it may not have been able to
+        above.below.request(b"1", wire.Beat(beat, many))
+        assert above.said[-1][1] == wire.Adapters(["y"])
+    (store,) = above.below.roster.all()
+    store.serves_until = 1e9
+    assert above.below.beginning("x", 0.0) == {"first": 1e9}
+    above.below.request(b"1", wire.Beat(3, right, ["x"]))
+    assert above.said[-1][1].lease_s > 0
+    assert "first" in above.below.beginning("x", 0.0), "replicas of it have not said so yet"
+    above.below.request(b"1", wire.Beat(4, right))
+    assert above.below.beginning("x", 0.0) == {}
+
+
+def test_who_does_not_know_what_is_live_has_nobody_unload_anything(above):
+    """A store in the middle that has restarted without its adapters: those below have them still."""
+    above.below._lease = SimpleNamespace(closed=True, left_s=lambda now: 0.0)
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, Holdings(None, {"x": X})))
+    above.below.request(b"1", wire.Beat(1, Holdings(None, {"x": X})))
+    assert not [message for _, message in above.said if isinstance(message, wire.Adapters)]

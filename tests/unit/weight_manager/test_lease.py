@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.relay.lease import Lease
-from weight_manager.relay.messages import Version
+from weight_manager.relay.messages import Holdings, Version
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def arena():
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("-inf")])
 def test_what_is_no_time_fences(arena, seconds):
     lease = Lease(arena, 2.0)
-    lease.given(lease.ask(time.monotonic(), None), 1.0, None)
+    lease.given(lease.ask(time.monotonic(), Holdings()), 1.0, Holdings())
     assert not lease.closed
-    lease.given(lease.ask(time.monotonic(), None), seconds, None)
+    lease.given(lease.ask(time.monotonic(), Holdings()), seconds, Holdings())
     assert lease.closed
     assert arena.leases[-1] == 1
 
@@ -30,12 +30,18 @@ def test_what_is_no_time_fences(arena, seconds):
 def test_no_lease_is_longer_than_a_full_one(arena, seconds):
     lease = Lease(arena, 2.0)
     now = time.monotonic()
-    lease.given(lease.ask(now, None), seconds, None)
+    lease.given(lease.ask(now, Holdings()), seconds, Holdings())
     assert lease.until == now + 2.0
 
 
-def test_a_lease_that_was_asked_for_with_another_version_gives_nothing(arena):
-    old, new = Version("run", 1, "d" * 16), Version("run", 2, "e" * 16)
+OLD, ADAPTER = Version("run", 1, "d" * 16), {"policy-a": Version("run", 1, "a" * 16)}
+
+
+@pytest.mark.parametrize(
+    "changed", [(Version("run", 2, "e" * 16), ADAPTER), (OLD, {"policy-a": Version("run", 2, "b" * 16)}), (OLD, {})]
+)
+def test_a_lease_that_was_asked_for_with_something_else_gives_nothing(arena, changed):
+    old, new = Holdings(OLD, ADAPTER), Holdings(*changed)
     lease = Lease(arena, 2.0)
     lease.given(lease.ask(time.monotonic(), old), 2.0, new)
     assert lease.closed

@@ -11,10 +11,13 @@ from tests.simulation.run import SHAPES, play
 from tests.simulation.world import Violation
 from weight_manager import life, messages
 from weight_manager.adapters.line import Line
+from weight_manager.adapters.lines import Lines
 from weight_manager.ballot import Ballot
 from weight_manager.coordinator import Coordinator
 from weight_manager.history import History
 from weight_manager.life import Event, Go, Role, State
+from weight_manager.relay.downstreams import Downstreams
+from weight_manager.relay.members import Members
 from worker.adapter_membership import AdapterMembership
 
 SEEDS, EACH = 200, 10
@@ -117,3 +120,24 @@ def test_it_finds_a_version_that_is_written_over_while_sequences_finish_on_it(mo
     monkeypatch.setattr(Line, "_read", lambda self: set())
     monkeypatch.setattr(Versions, "void", property(lambda self: False))  # the fence, which hides it
     found("torn", faults=["slow"])
+
+
+def test_it_finds_a_lease_for_a_store_that_lacks_an_adapter(monkeypatch):
+    monkeypatch.setattr(Members, "complete", lambda self, store: store.holds.model == self.live().model)
+    found("torn", faults=["reboot", "kill_store", "cut"], shapes=BELOW)
+
+
+def test_it_finds_an_unload_that_does_not_wait_for_stores_below(monkeypatch):
+    monkeypatch.setattr(Members, "beginning", lambda self, adapter, now: {})
+    found("torn", faults=["change_adapter", "slow"], shapes=BELOW)
+
+
+def test_it_finds_an_adapter_that_is_not_unloaded_below(monkeypatch):
+    monkeypatch.setattr(Lines, "keep", lambda self, names, deadline: None)
+    found("stuck", faults=["change_adapter"], shapes=BELOW)
+
+
+def test_it_finds_an_adapter_that_a_late_store_is_not_brought(monkeypatch):
+    admit = Downstreams.admit
+    monkeypatch.setattr(Downstreams, "admit", lambda self, store: self._line or admit(self, store))
+    found("stuck", faults=["reboot"], shapes=BELOW)

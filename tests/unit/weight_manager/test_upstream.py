@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from tests.faults.small_model import LAYOUT
+from weight_manager.adapters.plan import AdapterShape
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition
 from weight_manager.life import Event
@@ -14,24 +15,33 @@ from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay import upstream as module
 from weight_manager.relay.lease import Lease
-from weight_manager.relay.messages import version_of
+from weight_manager.relay.messages import Holdings, version_of
 from weight_manager.relay.relayed import Relayed
 from weight_manager.relay.upstream import Upstream
 from weight_manager.watching import Watching
 
 
 class Coordinator:
-    """Of a store without weights; `fails` is what happens to whoever asks for its session."""
+    """Of a store without weights; `fails` is what happens to whoever ends its session first."""
 
-    settled, ballot, in_doubt, layout, changes = True, None, False, LAYOUT, 0
-    fails: Exception | None = None
+    settled, ballot, in_doubt, layout, changes, session = True, None, False, LAYOUT, 0, None
     history = SimpleNamespace(saved=SimpleNamespace(id="a" * 16), live=None)
 
-    @property
-    def session(self):
-        if self.fails is not None:
-            raise self.fails
-        return None
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def abort(self, *_):
+        fails, self.fails = self.fails, None
+        if fails is not None:
+            raise fails
+
+
+def relayed(coordinator, stage):
+    """What a session of the store above came to here. stage: of it, or its name."""
+    stage = wire.Stage(stage, "run", 1) if isinstance(stage, str) else stage
+    made = Relayed(stage, coordinator, *[SimpleNamespace()] * 4)
+    made.session = coordinator.session = SimpleNamespace(life=SimpleNamespace(state=None))
+    return made
 
 
 @pytest.fixture
@@ -52,8 +62,9 @@ def pair(tmp_path, monkeypatch):
         config = StoreConfig(run_dir=tmp_path, model=tmp_path, upstream=endpoint)
         arena = SimpleNamespace(needs_lease=True, lease=lambda until: None)
         lease = Lease(arena, config.relay_lease_s)
+        members = SimpleNamespace(live=Holdings, serving=lambda now: False)
         below = Upstream(
-            *(config, Coordinator(), SimpleNamespace()),
+            *(config, Coordinator(), SimpleNamespace(leaving=[]), members),
             lease=lease,
             data=None,
             connect=connect,
@@ -81,7 +92,7 @@ def pair(tmp_path, monkeypatch):
 @pytest.mark.parametrize("message", [wire.Rollback("s", "why"), wire.Lease(1, float("nan")), b"\xc1"])
 def test_a_message_from_above_that_cannot_be_handled_does_not_end_the_store(pair, message):
     below, say = pair
-    below._coordinator.fails = ZeroDivisionError()
+    below.relayed[""] = relayed(Coordinator(ZeroDivisionError()), "s")
     peer, heard = say(message)
     if isinstance(message, wire.Rollback):
         below.tick(time.monotonic())
@@ -93,29 +104,28 @@ def test_a_message_from_above_that_cannot_be_handled_does_not_end_the_store(pair
 
 def test_when_nobody_knows_what_is_live_the_store_ends(pair):
     below, say = pair
-    below._coordinator.fails = IllegalTransition("twice")
+    below.relayed[""] = relayed(Coordinator(IllegalTransition("twice")), "s")
     with pytest.raises(IllegalTransition):
         say(wire.Rollback("s", "why"))
 
 
 def test_who_claims_to_be_fenced_takes_no_lease_that_was_on_its_way(pair):
     below, _ = pair
-    below._below = SimpleNamespace(serving=lambda now: False)
-    asked = below.lease.ask(time.monotonic(), None)
+    asked = below.lease.ask(time.monotonic(), Holdings())
     below.over("s")
-    below.lease.given(asked, 2.0, None)
+    below.lease.given(asked, 2.0, Holdings())
     assert below.lease.closed, "the commit above goes on without it"
-    below.lease.given(below.lease.ask(time.monotonic(), None), 2.0, None)
+    below.lease.given(below.lease.ask(time.monotonic(), Holdings()), 2.0, Holdings())
     assert not below.lease.closed
 
 
 def test_who_could_not_catch_up_asks_again_also_when_it_was_welcomed_meanwhile(pair):
     below, say = pair
-    _, heard = say(wire.Joined(None, 2.0))
+    _, heard = say(wire.Joined(Holdings(), 2.0))
     assert isinstance(heard()[1], wire.Beat)
     now = time.monotonic()
     below.failed_to_catch_up(now)
-    below._handle(wire.Joined(None, 2.0), now)
+    below._handle(wire.Joined(Holdings(), 2.0), now)
     assert below.next_deadline() <= now + module.FAILED_AGAIN_S
     below.tick(now + module.FAILED_AGAIN_S)
     assert any(isinstance(heard()[1], wire.Join) for _ in range(3))
@@ -125,46 +135,50 @@ def test_who_could_not_catch_up_asks_again_also_when_it_was_welcomed_meanwhile(p
 def test_a_welcome_ends_the_session_that_it_does_not_name(pair, told, ends):
     below, say = pair
     ended = []
-    session = SimpleNamespace(life=SimpleNamespace(state=None))
-    below.relayed = SimpleNamespace(id="mine", session=session, lost_at=float("inf"), tick=lambda now: None, voted="")
-    below._coordinator = SimpleNamespace(
-        settled=True,
-        ballot=None,
-        in_doubt=False,
-        layout=LAYOUT,
-        changes=0,
-        history=Coordinator.history,
-        session=session,
-    )
-    below._coordinator.abort = lambda session, refusal, now, event: ended.append(event)
-    say(wire.Joined(None, 2.0, told))
+    coordinator = SimpleNamespace(ballot=None, in_doubt=False)
+    coordinator.abort = lambda session, refusal, now, event: ended.append(event)
+    mine = wire.StagedAdapter("policy-a", AdapterShape("float32", ()))
+    below.relayed["policy-a"] = relayed(coordinator, wire.Stage("mine", "run", 1, adapter=mine))
+    say(wire.Joined(Holdings(), 2.0, ["of another line", *filter(None, [told])]))
     assert ended == [Event.ABOVE_LOST] * ends
 
 
 MINE, ANOTHER = Live("run", 2, 5, 1, "d" * 16), Live("run", 1, 4, 0, "e" * 16)
 
 
-@pytest.mark.parametrize("above", [MINE, ANOTHER, None])
-def test_whom_the_store_above_knows_nothing_of_serves_nothing_until_its_next_lease(pair, above):
-    """The store above may have restarted and not caught up yet, while the others serve what is undone here."""
-    below, say = pair
-    below.lease.given(below.lease.ask(time.monotonic(), None), 2.0, None)
-    asked = below.lease.ask(time.monotonic(), None)
+def in_doubt(below, line):
+    """A store with a lease, in doubt of MINE. Returns a beat that was sent before, and what becomes of it."""
+    below.lease.given(below.lease.ask(time.monotonic(), Holdings()), 2.0, Holdings())
+    asked = below.lease.ask(time.monotonic(), Holdings())
     did = []
-    below._coordinator = SimpleNamespace(
-        settled=True,
+    coordinator = SimpleNamespace(
         in_doubt=True,
-        layout=LAYOUT,
-        changes=0,
-        history=Coordinator.history,
-        session=SimpleNamespace(life=SimpleNamespace(state=None)),
         ballot=SimpleNamespace(live=MINE),
         recorded_above=lambda session, now: did.append(("recorded", below.lease.closed)),
         abort=lambda session, refusal, now, event: did.append((event, below.lease.closed)),
     )
-    say(wire.Joined(above and version_of(above), 2.0))
+    adapter = wire.StagedAdapter(line, AdapterShape("float32", ())) if line else None
+    below.relayed[line] = relayed(coordinator, wire.Stage("mine", "run", 2, adapter=adapter))
+    return asked, did
+
+
+def test_a_store_in_doubt_waits_while_the_one_above_has_not_decided_either(pair):
+    """What was live before is no answer: the vote may be counted yet."""
+    below, say = pair
+    _, did = in_doubt(below, "policy-a")
+    say(wire.Joined(Holdings(None, {"policy-a": version_of(ANOTHER)}), 2.0, ["mine"], ["mine"]))
+    assert not did
+
+
+@pytest.mark.parametrize("line", ["", "policy-a"])
+@pytest.mark.parametrize("above", [MINE, ANOTHER, None])
+def test_whom_the_store_above_knows_nothing_of_serves_nothing_until_its_next_lease(pair, above, line):
+    """The store above may have restarted and not caught up yet, while the others serve what is undone here."""
+    below, say = pair
+    asked, did = in_doubt(below, line)
+    say(wire.Joined(Holdings().having(line, above and version_of(above)), 2.0))
     assert did[0] == (("recorded", False) if above is MINE else (Event.WITHDRAWN, True))
-    below.lease.given(asked, 2.0, None)
+    below.lease.given(asked, 2.0, Holdings())
     assert below.lease.closed is (above is not MINE), "a lease that was on its way speaks of what was live before"
 
 
@@ -178,5 +192,4 @@ def test_a_slot_is_reused_by_a_note_of_it_only_while_it_was_not_given_away(given
         slots=SimpleNamespace(arena=arena),
     )
     stage = wire.Stage("s", "run", 1, digest="d" * 16)
-    relayed = Relayed(stage, coordinator, *[SimpleNamespace()] * 5)
-    assert relayed._held() == (None if given_away else noted)
+    assert relayed(coordinator, stage)._held() == (None if given_away else noted)

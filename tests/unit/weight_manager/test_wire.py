@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollout_client.protocol import Chunk, Hello, Renew, encode
 from weight_manager.errors import IllegalTransition
 from weight_manager.metrics import Counters
-from weight_manager.relay.messages import Beat
+from weight_manager.relay.messages import Beat, Holdings
 from weight_manager.relay.messages import encode as encode_to_above
 from weight_manager.wire import Router, receive_pushes, receive_stores
 
@@ -138,9 +138,9 @@ class StoreReceiver:
         self.requests, self.refused, self.failed = [], [], []
 
     def request(self, peer, message):
-        if message == Beat(13, None):
+        if message == Beat(13, Holdings()):
             raise ZeroDivisionError
-        if message == Beat(14, None):
+        if message == Beat(14, Holdings()):
             raise IllegalTransition("recorded twice")
         self.requests.append(message)
 
@@ -171,8 +171,8 @@ def stores():
 
 
 def test_a_message_from_below_that_cannot_be_handled_costs_its_sender_and_nobody_else(stores):
-    receiver = stores(Beat(1, None), Beat(13, None), b"\xc1", Beat(2, None))
-    assert receiver.requests == [Beat(1, None), Beat(2, None)]
+    receiver = stores(Beat(1, Holdings()), Beat(13, Holdings()), b"\xc1", Beat(2, Holdings()))
+    assert receiver.requests == [Beat(1, Holdings()), Beat(2, Holdings())]
     assert len(receiver.failed) == 1
     assert "ZeroDivisionError" in receiver.failed[0]
     assert len(receiver.refused) == 1
@@ -180,4 +180,4 @@ def test_a_message_from_below_that_cannot_be_handled_costs_its_sender_and_nobody
 
 def test_when_nobody_knows_what_is_live_the_store_ends(stores):
     with pytest.raises(IllegalTransition):
-        stores(Beat(14, None))
+        stores(Beat(14, Holdings()))
