@@ -1,8 +1,9 @@
 """The live version on disk, so that a container that comes back empty still serves what it served last.
 
-One file: a page of JSON (which version, which layout, which digest), then the slot as it is. Written in the
-background after a commit and renamed into place once synced; while one is written later versions wait, and
-then only the newest is. The slot is pinned meanwhile: the store stages into another one.
+One file for the model, and one for each adapter: a page of JSON (which version, which layout, which digest), then the
+slot as it is, then the adapter's shape. Written in the background after a commit and renamed into place once synced;
+while one is written later versions wait, and then only the newest is. The slot is pinned meanwhile: the store stages
+into another one.
 """
 
 import logging
@@ -12,10 +13,12 @@ from threading import Event
 
 import msgspec
 
+from weight_manager.adapters.plan import AdapterShape
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
+from weight_manager.history import Saved
 from weight_manager.layout import PAGE, Layout, region_digests, version_digest
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
@@ -32,16 +35,29 @@ class Head(msgspec.Struct, frozen=True):
 
     layout: str
     live: Live
+    adapter: str = ""  # whose version it is; "": the model's
+    shape: int = 0  # bytes of the adapter's shape, at the end of the file
 
 
 class Snapshots:
     """Follows what is live, one file at a time. Off unless configured."""
 
     def __init__(
-        self, config: StoreConfig, layout: Layout, *, slots: Slots, files: Background, counters: Counters
+        self,
+        config: StoreConfig,
+        layout: Layout,
+        path: Path,
+        *,
+        saved: Saved,
+        slots: Slots,
+        files: Background,
+        counters: Counters,
     ) -> None:
-        self._path = config.state / SNAPSHOT_FILE
+        """saved: says whose versions these are."""
+        self._path = path
         self._enabled = config.snapshot
+        self._adapter = saved.adapter
+        self._shape = b"" if saved.shape is None else msgspec.json.encode(saved.shape)
         self._layout = layout
         self._slots = slots
         self._files = files
@@ -69,14 +85,14 @@ class Snapshots:
             self._counters.add("snapshots_failed")
             log.error("version %d could not be saved: %s", live.version, error, extra={"version": live.version})
 
-        self._files.submit(lambda: write_snapshot(self._path, Head(self._layout.digest, live), slot), done, failed)
+        self._files.submit(lambda: self._write(live, slot), done, failed)
 
     def finish(self, live: Live | None) -> None:
         """The store stops and its threads have ended: write what is live now, unless the file holds it."""
         if not self._enabled or live is None or read_head(self._path, self._layout) == live:
             return
         try:
-            write_snapshot(self._path, Head(self._layout.digest, live), self._slots.arena.slot(live.slot))
+            self._write(live, self._slots.arena.slot(live.slot))
         except OSError as error:
             log.error("version %d could not be saved: %s", live.version, error, extra={"version": live.version})
 
@@ -84,8 +100,20 @@ class Snapshots:
         """This version came from the snapshot; it need not be written again."""
         self._written = live.epoch
 
+    def remove(self) -> None:
+        """Nothing is live any more: the next life of the store is to find nothing."""
+        if self._enabled:
+            self._files.submit(lambda: self._path.unlink(missing_ok=True), lambda _: None, self._not_removed)
 
-def write_snapshot(path: Path, head: Head, slot: memoryview) -> None:
+    def _not_removed(self, error: BaseException) -> None:
+        log.error("%s could not be removed: %s", self._path, error)
+
+    def _write(self, live: Live, slot: memoryview) -> None:
+        head = Head(self._layout.digest, live, self._adapter, len(self._shape))
+        write_snapshot(self._path, head, slot, self._shape)
+
+
+def write_snapshot(path: Path, head: Head, slot: memoryview, shape: bytes = b"") -> None:
     """Replace the snapshot as a whole. Raises OSError, then the old one is still there."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -93,6 +121,7 @@ def write_snapshot(path: Path, head: Head, slot: memoryview) -> None:
             _write(file.fileno(), msgspec.json.encode(head).ljust(PAGE), 0)
             for start in range(0, len(slot), _BLOCK):
                 _write(file.fileno(), slot[start : start + _BLOCK], PAGE + start)
+            _write(file.fileno(), shape, PAGE + len(slot))
             os.fsync(file.fileno())
         scratch.replace(path)
     except OSError:
@@ -114,6 +143,18 @@ def read_head(path: Path, layout: Layout) -> Live | None:
         log.warning("%s holds another layout (model config, dtype or tp have changed); it is not used", path)
         return None
     return head.live
+
+
+def read_adapter_head(path: Path) -> tuple[str, AdapterShape, Live] | None:
+    """Whose version an adapter's snapshot holds, and of which shape."""
+    try:
+        with path.open("rb") as file:
+            head = msgspec.json.decode(file.read(PAGE), type=Head)
+            file.seek(-head.shape, os.SEEK_END)
+            return head.adapter, msgspec.json.decode(file.read(), type=AdapterShape), head.live
+    except (OSError, msgspec.MsgspecError) as error:
+        log.error("%s cannot be read: %s", path, error)
+        return None
 
 
 def read_snapshot(path: Path, layout: Layout, slot: memoryview, cancelled: Event) -> Loaded:

@@ -46,7 +46,7 @@ from weight_manager.relay.messages import Holdings, Version, version_of
 from weight_manager.relay.upstream import Upstream, connect
 from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
-from weight_manager.snapshot import Snapshots
+from weight_manager.snapshot import SNAPSHOT_FILE, Snapshots
 from weight_manager.trainers import Trainers
 from weight_manager.watching import Watching
 from weight_manager.wire import Router, receive_internal, receive_pushes, receive_stores
@@ -124,6 +124,7 @@ class Store:
             self._history,
             self._adapters_at,
             background=self._background,
+            files=self._files,
             counters=counters,
             audience=self._replicas,
             members=self._below,
@@ -158,7 +159,13 @@ class Store:
             relay=self._relay_status,
             send=lambda peer, message: self._internal.send(peer, messages.encode(message)),
         )
-        self._snapshots = Snapshots(config, self.layout, slots=slots, files=self._files, counters=counters)
+        self._snapshots = Snapshots(
+            *(config, self.layout, config.state / SNAPSHOT_FILE),
+            saved=self._history.saved,
+            slots=slots,
+            files=self._files,
+            counters=counters,
+        )
         self._first = FirstWeights(config, self._coordinator, self._files, self._snapshots)
         for background in (self._background, self._files):
             self._watching.watch(background.fileno(), background.deliver)
@@ -225,6 +232,8 @@ class Store:
         copying.prepare()
         if self._config.huge_pages:
             self._pages.start()
+        if self._above is None:
+            self._lines.bring_back(time.monotonic())  # first: who is served by the model is served by them
         if not self._taken_over and self._above is None:
             self._first.start()
         while not self._stopping:
@@ -232,6 +241,7 @@ class Store:
             self._expire(time.monotonic())
             self._operator.publish()
             self._snapshots.follow(self._history.live)
+            self._lines.save()
             if self._first.failure is not None:
                 raise self._first.failure
 
@@ -310,7 +320,7 @@ class Store:
             if session is not None:
                 self._coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
             self._replicas.close()
-            self._lines.close()
+            self._lines.stop()
             self._below.roster.close()
             if self._above is not None:
                 self._above.close()
@@ -319,6 +329,7 @@ class Store:
         self._background.close()
         if self._opened:
             self._snapshots.finish(self._history.live)
+            self._lines.close()
         for port in self._data_ports:
             port.close()
         for router in self._routers:

@@ -196,6 +196,88 @@ def test_an_ordered_end_leaves_nothing_in_shared_memory(store, push_adapter):
     assert not list(store.arena_dir.iterdir())
 
 
+SAVED = pytest.mark.parametrize("store_config", [{"snapshot": True}])
+
+
+def empty(store):
+    """As after a reboot, or in a container of its own: nothing is left in memory."""
+    for arena in store.arena_dir.iterdir():
+        arena.unlink()
+
+
+@SAVED
+def test_adapters_come_back_after_an_ordered_end(
+    store, replica, publisher, push_adapter, loaded, until, run, store_config
+):
+    push_adapter(1, 1)
+    push_adapter(2, 7, name="policy-b")
+    push_adapter(3, 1, name="policy-c")
+    push_adapter(4, 9)
+    publisher.unload_adapter("policy-c")
+    before = loaded()
+    assert store.end() == 0
+    assert not list(store.arena_dir.iterdir())
+    store.start()
+    store.wait_live()
+    until(lambda: loaded() == before)
+    assert replica(0).adapter_served("policy-a") == before["policy-a"] == (9, adapter_digest(adapter(4)))
+    with WeightPublisher(store.endpoint, run_id=run) as again:
+        with pytest.raises(errors.StaleVersion):
+            again.push_adapter("policy-b", adapter(5), ADAPTER_CONFIG, 6)
+        again.push_adapter("policy-b", adapter(5), ADAPTER_CONFIG, 8)
+    assert loaded()["policy-b"] == (8, adapter_digest(adapter(5)))
+
+
+@SAVED
+def test_adapters_come_back_into_an_empty_container(store, publisher, push_adapter, loaded, until, store_config):
+    push_adapter(1, 1)
+    wide = ADAPTER_CONFIG | {"r": 8}
+    publisher.push_adapter("policy-a", adapter(2, 8), wide, 2)
+    publisher.push_adapter("policy-a", adapter(3, 8), wide, 3)
+    file = store.run_dir / "adapters" / "policy-a.weights"
+    until(lambda: file.exists() and json.loads(file.read_bytes()[:4096])["live"]["version"] == 3)
+    store.end(signal.SIGKILL)
+    empty(store)
+    store.start()
+    store.wait_live()
+    until(lambda: loaded() == {"policy-a": (3, adapter_digest(adapter(3, 8), wide))})
+
+
+@SAVED
+def test_a_damaged_snapshot_of_an_adapter_is_not_served(store, push_adapter, loaded, until, store_config):
+    push_adapter(1, 1)
+    push_adapter(2, 2, name="policy-b")
+    push_adapter(3, 3, name="policy-c")
+    store.end()
+    folder = store.run_dir / "adapters"
+    for name, at in (("policy-a", 4096 + 100), ("policy-c", 0)):
+        raw = bytearray((folder / f"{name}.weights").read_bytes())
+        raw[at] ^= 1
+        (folder / f"{name}.weights").write_bytes(raw)
+    store.start()
+    store.wait_live()
+    until(lambda: loaded() == {"policy-b": (2, adapter_digest(adapter(2)))})
+    until(lambda: {"of no use", "cannot be read"} <= said(store))
+    assert loaded().keys() == {"policy-b"}
+    with WeightPublisher(store.endpoint, run_id="again") as again:
+        again.push_adapter("policy-a", adapter(4), ADAPTER_CONFIG, 4)
+    assert loaded()["policy-a"] == (4, adapter_digest(adapter(4)))
+
+
+def said(store):
+    """Which of these words are in its log."""
+    text = (store.run_dir / "log").read_text()
+    return {words for words in ("of no use", "cannot be read") if words in text}
+
+
+def test_without_snapshots_adapters_are_gone_after_an_ordered_end(store, push_adapter, loaded):
+    push_adapter(1, 1)
+    store.end()
+    store.start()
+    store.wait_live()
+    assert loaded() == {}
+
+
 def test_what_a_sequence_finishes_on_is_never_overwritten(store, replica, push_adapter, until):
     one = replica(0)
     for version in range(1, 8):  # of eight slots one must stay free, or nothing can be pushed

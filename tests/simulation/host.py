@@ -153,6 +153,10 @@ class DiskPath:
     def __init__(self, disk: Disk, name: str) -> None:
         self.disk, self.name = disk, name
 
+    @property
+    def parent(self) -> "DiskFolder":
+        return DiskFolder(self.disk)
+
     def read_bytes(self) -> bytes:
         try:
             return self.disk.files[self.name]
@@ -333,6 +337,7 @@ class SimulatedStore(Store):
         self._expire(self.world.now)
         self._operator.publish()
         self._snapshots.follow(self._history.live)
+        self._lines.save()
 
     def end(self) -> None:
         """The process is gone, and what it held with it."""

@@ -27,12 +27,14 @@ from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
 from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
+from weight_manager.snapshot import Snapshots
 from weight_manager.trainer_group import Answer, TrainerGroup
 
 log = logging.getLogger(__name__)
 
 KEPT = 3
 """Slots that keep their memory: of the live version, the previous one, and the one that is pushed."""
+SNAPSHOT_SUFFIX = ".weights"
 UNKNOWN_S = 3.0
 """After a restart of the store no slot is given away so long: replicas register at once, and say what they read."""
 
@@ -87,6 +89,11 @@ class LineHistory(History):
         self._lies_in(arena)
         self.moved(arena, layout)
 
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._path_of.parent
+
     def remove(self) -> None:
         """The line is over: a restart must not find it."""
         self._path_of.unlink(missing_ok=True)
@@ -106,6 +113,7 @@ class Line:
         arena: Arena,
         *,
         background: Background,
+        files: Background,
         counters: Counters,
         audience: Audience,
         members: Members,
@@ -126,6 +134,10 @@ class Line:
         self._unknown_until = time.monotonic() + UNKNOWN_S if taken_over else 0.0
         slots = Slots(arena, background, kept=KEPT, in_use=self._read, spared=self._previous)
         self.data = data(slots)
+        path = history.folder / f"{self.name}{SNAPSHOT_SUFFIX}"
+        self.snapshots = Snapshots(
+            *(config, self.layout, path), saved=saved, slots=slots, files=files, counters=counters
+        )
         self.coordinator = Coordinator(
             config,
             self.layout,

@@ -5,6 +5,7 @@ is live: until then the name stands for what it stood for, and if nothing comes 
 trace. A line that another has taken the place of, or that was unloaded, keeps its memory as long as a replica reads it.
 """
 
+import functools
 import logging
 import secrets
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from rollout_client.errors import ArenaError
 from rollout_client.peft import AdapterConfig, check_name
 from rollout_client.protocol import AdapterPush, Part
-from weight_manager.adapters.line import Audience, Line, LineHistory
+from weight_manager.adapters.line import SNAPSHOT_SUFFIX, Audience, Line, LineHistory
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout
 from weight_manager.arena import Arena, sweep
 from weight_manager.background import Background
@@ -26,13 +27,15 @@ from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused, StartError
 from weight_manager.first_weights import take_over
-from weight_manager.history import History, Record
+from weight_manager.history import History, Intent, Record
 from weight_manager.layout import Layout
 from weight_manager.life import Event
 from weight_manager.messages import Adapters, LiveAdapter
 from weight_manager.metrics import Counters
+from weight_manager.own_sessions import DiskLoad, Outcome
 from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
+from weight_manager.snapshot import read_adapter_head, read_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Lines:
         folder: Path,
         *,
         background: Background,
+        files: Background,
         counters: Counters,
         audience: Audience,
         members: Members,
@@ -72,6 +76,7 @@ class Lines:
         self._epochs = epochs
         self._folder = folder
         self._background = background
+        self._files = files
         self._counters = counters
         self._audience = audience
         self._members = members
@@ -92,6 +97,38 @@ class Lines:
                 self._lines[line.name].close()
             self._lines[line.name] = line
         sweep(self._config.arena_dir, self._arena_name)
+
+    def bring_back(self, now: float) -> None:
+        """Load every adapter that was saved and did not outlive the last life of this store where it lay."""
+        paths = self._folder.glob(f"*{SNAPSHOT_SUFFIX}") if self._config.snapshot else ()
+        for path in sorted(paths):
+            found = read_adapter_head(path)
+            if found is None or found[0] in self._lines:
+                continue
+            name, shape, live = found
+            intent = Intent(
+                *(live.run_id, live.version, "snapshot", str(path), "keep", "disk"), force=True, adapter=name
+            )
+            try:
+                line = self.of_shape(name, shape)
+                reader = functools.partial(read_snapshot, path, line.layout)
+                done = functools.partial(self._brought_back, line)
+                load = DiskLoad(line.coordinator, self._files, done, self._config.max_deadline_s)
+                load.start(intent, reader, now)
+            except (PushRefused, ValueError, KeyError) as error:  # of other limits, or of another model
+                log.error("adapter %s cannot be loaded from %s: %s", name, path, error, extra={"adapter": name})
+
+    def _brought_back(self, line: Line, outcome: Outcome) -> None:
+        live = line.history.live
+        if isinstance(outcome, PushRefused):
+            log.error("the snapshot of adapter %s is of no use: %s", line.name, outcome.message)
+        elif live is not None:
+            line.snapshots.adopted(live)
+
+    def save(self) -> None:
+        """Start writing what is live of each, if snapshots are wanted."""
+        for line in self._lines.values():
+            line.snapshots.follow(line.history.live)
 
     @property
     def live(self) -> list[LiveAdapter]:
@@ -174,6 +211,7 @@ class Lines:
         if not line.idle or any(opened.name == name for opened in self._opened):
             raise PushRefused("busy", f"a push of adapter {name} is running: end it first", retryable=True)
         del self._lines[name]
+        line.snapshots.remove()
         self._retire(line)
         log.info("adapter %s is unloaded", name, extra={"adapter": name})
         for number in self._audience.numbers():
@@ -229,13 +267,20 @@ class Lines:
         shown = [*self._lines.values(), *self._opened]
         return [self._describe(line, now) for line in sorted(shown, key=lambda line: line.name)]
 
-    def close(self) -> None:
-        """The store stops, and nothing of it stays."""
-        for line in list(self.all()):
+    def stop(self) -> None:
+        """The store stops: nothing more is pushed, and nothing stays in shared memory."""
+        for line in self.all():
+            line.arena.unlink()
             session = line.coordinator.session
             if session is not None:
                 refusal = PushRefused("aborted", "the store is stopping")
                 line.coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
+
+    def close(self) -> None:
+        """After `stop`, once the threads have ended: what is live is saved, if snapshots are wanted."""
+        for line in self._lines.values():
+            line.snapshots.finish(line.history.live)
+        for line in self.all():
             line.close()
 
     @property
@@ -344,6 +389,7 @@ class Lines:
             history,
             arena,
             background=self._background,
+            files=self._files,
             counters=self._counters,
             audience=self._audience,
             members=self._members,
