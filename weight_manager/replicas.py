@@ -14,6 +14,7 @@ from weight_manager.messages import (
     Adopt,
     Adopted,
     Beat,
+    Finalize,
     Finalized,
     Flipped,
     FromReplica,
@@ -52,7 +53,8 @@ class Replica:
     untold: bool = False  # it was to adopt what is live, and its queue took no more
     error: str = ""
     leaving: bool = False  # it was told to stop, and said so
-    adapters: dict[str, int] = field(default_factory=dict)  # name -> epoch that it stands for
+    adapters: dict[str, int] = field(default_factory=dict)  # name -> epoch that it stands for, as it has said
+    told: set[str] = field(default_factory=set)  # names that it was told to serve, and has not said anything since
     held: list[HeldAdapter] = field(default_factory=list)  # versions that are read there
     adapter_error: str = ""
 
@@ -98,7 +100,7 @@ class Replicas:
 
     def serving(self, name: str) -> set[int]:
         """Replicas that begin sequences under an adapter's name."""
-        return {number for number, replica in self._replicas.items() if name in replica.adapters}
+        return {number for number, r in self._replicas.items() if name in r.adapters or name in r.told}
 
     def request(self, peer: bytes, message: FromReplica) -> None:
         """Take one message of a replica."""
@@ -124,6 +126,7 @@ class Replicas:
                 self._adopted(replica, message)
             case AdaptersHeld():
                 replica.adapters, replica.held, replica.adapter_error = message.live, message.held, message.error
+                replica.told.clear()
             case Prepared() if ballot:
                 ballot.prepared(number, message, now)
             case Flipped() if ballot:
@@ -146,6 +149,8 @@ class Replicas:
         """Send to a replica by number; one that is not there simply does not answer."""
         replica = self._replicas.get(number)
         if replica is not None:
+            if isinstance(message, Finalize) and message.adapter:
+                replica.told.add(message.adapter)
             self._send(replica.identity, message)
 
     def drop(self, number: int, why: str) -> None:
@@ -270,6 +275,7 @@ class Replicas:
         live, arena = self._coordinator.history.live, self._coordinator.slots.arena
         replica.adopting = live.epoch if live else 0
         adapters = self.lines.live if self.lines is not None else []
+        replica.told = {adapter.name for adapter in adapters}
         self._send(identity, Registered(str(arena.path), live, self._config.beat_s, adapters))
         log.info("replica %d registered", replica.number, extra={"replica": replica.number, "pids": request.pids})
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.config import StoreConfig
-from weight_manager.messages import Adopt, Adopted, Beat, Leaving, Live, Register, Registered
+from weight_manager.messages import AdaptersHeld, Adopt, Adopted, Beat, Finalize, Leaving, Live, Register, Registered
 from weight_manager.metrics import Counters
 from weight_manager.replicas import Replicas
 from weight_manager.watching import Watching
@@ -98,3 +98,17 @@ def test_a_replica_that_holds_nothing_is_told_at_its_beat_what_is_live_if_it_cou
     for _ in range(2):
         replicas.request(b"me", Beat(0))
     assert replicas.said == [(b"me", Adopt(NEW))] * full
+
+
+def test_a_replica_that_was_told_of_an_adapter_may_serve_it_until_it_says_what_it_serves(replicas):
+    """An unload waits for it: its word may be on its way."""
+    told = SimpleNamespace(name="policy-a")
+    replicas.lines = SimpleNamespace(live=[told], of_session=lambda session: None, replica_gone=lambda *_: None)
+    replicas.request(b"me", Register(0, [os.getpid()], "layout"))
+    assert replicas.serving("policy-a") == {0}
+    replicas.request(b"me", AdaptersHeld({}, []))
+    assert replicas.serving("policy-a") == set()
+    replicas.send(0, Finalize("s", "policy-b", 7))
+    assert replicas.serving("policy-b") == {0}
+    replicas.request(b"me", AdaptersHeld({"policy-b": 7}, []))
+    assert replicas.serving("policy-b") == {0}
