@@ -167,7 +167,8 @@ class StoreConfig(BaseModel):
     """Checkpoints may be loaded by request from below these directories only (and from `model`)."""
 
     snapshot: bool = False
-    """Write the live version to state_dir after each commit, in the background; the latest wins."""
+    """Write the live version, and that of each adapter, to state_dir after each commit, in the background; the latest
+    wins."""
 
     history: int = Field(256, ge=2, le=100_000)
     """Commits remembered."""
