@@ -83,6 +83,7 @@ class PushSession:
             bytes=self.staging.total_bytes,
             replicas=replicas,
             seconds=self.seconds,
+            merged=self.intent.merged,
         )
 
     def lap(self, stage: str, now: float) -> None:

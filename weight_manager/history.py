@@ -46,6 +46,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     replicas: int = 0
     seconds: dict[str, float] = {}  # stage, seal, prepare, commit
     stall_ms: dict[str, float] = {}  # replica -> ms, as far as reported
+    merged: bool = False  # an adapter was merged into it, by the store above
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -78,6 +79,7 @@ class Intent:
     transport: str = ""
     force: bool = False
     adapter: str = ""  # whose version it is; "": the model's
+    merged: bool = False  # of the store above, which says that an adapter is merged into it
 
     def __str__(self) -> str:
         by = f" by {self.client}" if self.client else ""
@@ -157,19 +159,20 @@ class History:
     def without_adapters(self) -> Live | None:
         """The live version, or what it was before an adapter was merged into it; None when that is not kept."""
         live = self.saved.live
-        return self.saved.unmerged if live is not None and self._is_merged(live) else live
+        return self.saved.unmerged if live is not None and self.is_merged(live.digest) else live
 
     def kept_slots(self) -> tuple[int, ...]:
         """Beside that of the live version: what the next merge starts from."""
         return (self.saved.unmerged.slot,) if self.saved.unmerged is not None else ()
 
-    def _is_merged(self, live: Live) -> bool:
-        return any(record.source == "merge" and record.digest == live.digest for record in self.saved.records)
+    def is_merged(self, digest: str) -> bool:
+        """Whether these weights have an adapter merged into them."""
+        return any((r.source == "merge" or r.merged) and r.digest == digest for r in self.saved.records)
 
     def _left_unmerged(self, live: Live, record: Record) -> Live | None:
         if record.source == "merge":
             return self.without_adapters
-        return self.saved.unmerged if record.source == "rollback" and self._is_merged(live) else None
+        return self.saved.unmerged if record.source == "rollback" and self.is_merged(live.digest) else None
 
     def may_go_live(self, live: Live) -> None:
         """Every rank here has flipped to `live`, but the store above has the word: a restart must find the bytes."""

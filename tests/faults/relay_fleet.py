@@ -99,10 +99,10 @@ class Host:
             assert computed == said, f"the store says {said}, its replica computes with {computed}"
         return said
 
-    def restart(self) -> None:
+    def restart(self, **changes: Any) -> None:
         """After `kill`, as the supervisor would, on the same ports."""
         config = json.loads(self.store.config_file.read_text())
-        config["store"] |= {"relay_endpoint": self.relay_endpoint, "push_endpoint": self.store.endpoint}
+        config["store"] |= {"relay_endpoint": self.relay_endpoint, "push_endpoint": self.store.endpoint} | changes
         self.store.config_file.write_text(json.dumps(config))
         self.store.start()
 

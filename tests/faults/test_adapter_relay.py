@@ -181,6 +181,24 @@ def test_a_merge_goes_everywhere(fleet, weights):
     fleet.serve_adapters({"policy-a": (2, 2)})
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_store_below_knows_of_a_merge_when_it_becomes_a_root(fleet, weights, late):
+    """It would merge another adapter on top of the first."""
+    names = [] if late else fleet.chain(2)
+    if late:
+        fleet.chain(1)
+    fleet.push(weights(1), 1)
+    with fleet.publisher() as publisher:
+        publisher.push_adapter("policy-a", adapter(2), ADAPTER_CONFIG, 2, merge=True)
+    b = fleet.add("b", "a") if late else names[1]
+    fleet.wait_ready("b", seconds=MARGIN)
+    fleet.serve_adapters({"policy-a": (2, 2)}, "b", seconds=MARGIN)
+    b.kill()
+    b.restart(upstream=None)
+    until(lambda: b.store.status().live is not None)
+    assert b.store.ask(messages.MergeAdapter("x", "policy-a")).code == "base_mismatch"
+
+
 @pytest.mark.parametrize("policy", ["all", "quorum"])
 def test_a_store_killed_before_its_vote(fleet, policy):
     *_, c = star(fleet, policy)

@@ -73,6 +73,7 @@ class CatchUp:
             data_port=port,
             data_key=key,
             adapter=self._adapter,
+            merged=self._history.is_merged(live.digest),
         )
         self._roster.send(store, stage)
 

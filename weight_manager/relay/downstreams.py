@@ -320,5 +320,6 @@ class Downstreams:
             data_port=port,
             data_key=key,
             adapter=self._adapter,
+            merged=intent.source == "merge" or intent.merged or self._history.is_merged(session.expected),
         )
         self._roster.send(store, stage)

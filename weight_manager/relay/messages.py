@@ -166,6 +166,7 @@ class Stage(Message, tag="stage", frozen=True):
     data_port: int = 0  # where the bytes can be fetched (roster.py); 0 = chunks
     data_key: bytes = b""
     adapter: StagedAdapter | None = None  # whose version it is; None: the model's
+    merged: bool = False  # an adapter is merged into these weights
 
     @property
     def line(self) -> str:

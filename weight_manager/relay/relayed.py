@@ -225,6 +225,7 @@ class Relayed:
             *(stage.run_id, stage.version, "relay", stage.client, stage.in_flight, "relay"),
             force=True,
             adapter=self.line,
+            merged=stage.merged,
         )
         held = self._held()
         role = Role.CATCH_UP if stage.catch_up else Role.RELAY

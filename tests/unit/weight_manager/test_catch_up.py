@@ -19,7 +19,7 @@ class Scene:
         self.given = []
         self.readings = []
         self.store = SimpleNamespace(enrolments={}, holds=Holdings())
-        self.history = SimpleNamespace(live=OLD)
+        self.history = SimpleNamespace(live=OLD, is_merged=lambda digest: False)
         roster = SimpleNamespace(
             all=lambda: [self.store],
             give=lambda store, line, enrolment: self.given.append(enrolment) or (0, b""),
