@@ -189,6 +189,7 @@ class RelayFleet:
         for name in names or self.hosts:
             host = self.hosts[name]
             until(lambda host=host: host.ready() and host.store.status().live.version == version, seconds)
+            until(lambda host=host: host.replica is None or host.replica.served()[0] == version, seconds)
             assert host.serving() == expected, name
 
     def close(self) -> None:
