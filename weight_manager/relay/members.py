@@ -88,7 +88,7 @@ class Members:
     # what stores below say
 
     def request(self, peer: bytes, message: FromBelow) -> None:
-        """One message."""
+        """Take one message of a store below."""
         now = time.monotonic()
         if isinstance(message, wire.Join):
             self._join(peer, message, now)
@@ -115,7 +115,7 @@ class Members:
                     line.take(store, message, now)
 
     def malformed(self, peer: bytes, why: str) -> None:
-        """Cannot be read, or from nobody we know."""
+        """Turn away who sent what cannot be read, or has not joined."""
         self.roster.answer(peer, wire.NotJoined(why))
 
     def broken(self, peer: bytes, why: str) -> None:
@@ -148,7 +148,7 @@ class Members:
         return min([*times, *(line.next_deadline for line in self._lines())], default=None) if times else None
 
     def status(self, now: float) -> dict[str, Any]:
-        """Per store, as the API shows it."""
+        """What the API shows of each store below."""
         live = self.live()
         return {store.name: store.status(live, now) for store in self.roster.all()}
 

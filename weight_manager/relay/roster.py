@@ -125,7 +125,7 @@ class Downstream:
     beginning: frozenset[str] = frozenset()  # adapters under whose names it may begin sequences, as it said last
 
     def status(self, live: Holdings, now: float) -> dict[str, Any]:
-        """As the API shows it. What bytes are counted is of all running sessions."""
+        """What the API shows of this store. Bytes are counted over all running sessions."""
         enrolments = self.enrolments.values()
         return {
             "version": self.holds.model.version if self.holds.model else None,
