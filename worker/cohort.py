@@ -274,18 +274,8 @@ class Cohort:
                 for origin, rows in by_origin.items()
             }
         newest = self._steps - 1
-        entries = self._rows
         return [
-            (
-                origin,
-                Line(
-                    roster,
-                    sequences,
-                    self._tokens[newest, rows],
-                    self._logprobs[newest, rows],
-                    entries["known"][rows] - entries["prompt"][rows],
-                ),
-            )
+            (origin, Line(roster, sequences, self._tokens[newest, rows], self._logprobs[newest, rows]))
             for origin, (roster, rows, sequences) in self._streams.items()
         ]
 

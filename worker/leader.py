@@ -147,7 +147,7 @@ class Admission:
 
     def take_outputs(self) -> dict[bytes, list[Chunk | Line]]:
         """Everything to be sent now, per connection that is still there."""
-        outputs = self._scheduler.take_lines()
+        outputs = self._scheduler.take_outputs()
         for origin, chunks in self._ended:
             outputs.setdefault(origin, []).extend(chunks)
         self._ended.clear()

@@ -266,15 +266,10 @@ class Scheduler:
             self._metrics.counters["wasted_tokens"] += self._step.tokens
             self._step = self._next = self._begun = None
 
-    def take_outputs(self) -> dict[bytes, list[Chunk]]:
-        """What happened since the last call, per origin: a chunk per step for streams, else one at the end."""
-        return {
-            origin: [chunk for item in items for chunk in (item.chunks() if isinstance(item, Line) else (item,))]
-            for origin, items in self.take_lines().items()
-        }
-
-    def take_lines(self) -> dict[bytes, list[Chunk | Line]]:
-        """What `take_outputs` gives, in its order, with what a step gave to many streams in columns."""
+    def take_outputs(self) -> dict[bytes, list[Chunk | Line]]:
+        """What happened since the last call, per origin and in its order: a chunk a step for streams, else one at the
+        end; and in columns what a step gave to many streams.
+        """
         outputs, self._outputs = self._outputs, {}
         return outputs
 

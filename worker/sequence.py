@@ -248,13 +248,6 @@ class Sequence:
         self._told, self._reported = self.length, True
         return reported
 
-    def chunk_of(self, token: int, logprob: float, length: int) -> Chunk:
-        """Output token number `length` (from 1) alone, of the weights that made the one before it."""
-        spans = [span for span in self._spans if span.start < length]
-        spans[-1] = msgspec.structs.replace(spans[-1], end=length)
-        request = self.request
-        return Chunk(request.request_id, self.index, [token], [logprob], spans, cached_tokens=request.cached_tokens)
-
     def _stamp(self, version: int, epoch: int) -> None:
         """Extend the last span, or begin one: with other weights, and where all KV has become that of these.
 
@@ -317,25 +310,15 @@ def refusal(g: Generate, spec: EngineSpec, context: int, *, has_text: bool) -> s
 
 @dataclass(frozen=True)
 class Line:
-    """One more token of each sequence, of the weights that made the one before it. tokens, logprobs, lengths: [R].
+    """One more token of each sequence, of the weights that made the one before it. tokens, logprobs: [R].
 
-    lengths: output tokens, this one among them. roster: a number that only lines of the same sequences share.
+    roster: a number that only lines of the same sequences share.
     """
 
     roster: int
     sequences: list[Sequence]
     tokens: Int32
     logprobs: Float64
-    lengths: Int32
-
-    def chunks(self) -> list[Chunk]:
-        """The line as one chunk a sequence."""
-        return [
-            sequence.chunk_of(token, logprob, length)
-            for sequence, token, logprob, length in zip(
-                self.sequences, self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), strict=True
-            )
-        ]
 
 
 class Telling:

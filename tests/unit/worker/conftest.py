@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encod
 from worker.row_sampler import RowSampler
 from worker.sampler import Draw, Pick, Sampler
 from worker.scheduler import Scheduler
-from worker.sequence import Version
+from worker.sequence import Line, Version
 from worker.tokenizer import Tokenizer
 
 
@@ -224,14 +224,27 @@ class Rig:
         assert self.scheduler.blocks_used == 0
 
     def collect(self) -> None:
-        for chunk in self.scheduler.take_outputs().get(b"api", []):
-            assert encode(Chunks([chunk])), "it can be sent"
-            result = self.results.setdefault((chunk.request_id, chunk.index), Result())
-            assert not result.chunks or result.finish is None, "a chunk after the last"
-            result.tokens += chunk.token_ids
-            result.logprobs += chunk.logprobs
-            result.spans = chunk.spans
-            result.chunks.append(chunk)
+        for item in self.scheduler.take_outputs().get(b"api", []):
+            for chunk in self._chunks(item) if isinstance(item, Line) else [item]:
+                self._take(chunk)
+
+    def _chunks(self, line: Line) -> Iterator[Chunk]:
+        """As the API takes a line: each sequence has one more token, of the weights that made the one before it."""
+        for sequence, token, logprob in zip(line.sequences, line.tokens, line.logprobs, strict=True):
+            name = sequence.request.request_id, sequence.index
+            before = self.results[name].last
+            *spans, last = before.spans
+            spans.append(msgspec.structs.replace(last, end=last.end + 1))
+            yield Chunk(*name, [int(token)], [float(logprob)], spans, cached_tokens=before.cached_tokens)
+
+    def _take(self, chunk: Chunk) -> None:
+        assert encode(Chunks([chunk])), "it can be sent"
+        result = self.results.setdefault((chunk.request_id, chunk.index), Result())
+        assert not result.chunks or result.finish is None, "a chunk after the last"
+        result.tokens += chunk.token_ids
+        result.logprobs += chunk.logprobs
+        result.spans = chunk.spans
+        result.chunks.append(chunk)
 
     def check_blocks(self) -> None:
         """Counts equal holders, and nothing is both held and available."""

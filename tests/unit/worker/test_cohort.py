@@ -122,11 +122,15 @@ def test_lines_tell_streams_what_chunks_would(rig: Callable[..., Any]) -> None:
     replica.step()
     batch = replica.schedule()
     replica.scheduler.apply(replica.engine.forward(batch))
-    (line,) = replica.scheduler.take_lines()[b"api"]
+    (line,) = replica.scheduler.take_outputs()[b"api"]
     assert [sequence.request.request_id for sequence in line.sequences] == ["0", "1", "3"]
-    assert line.lengths.tolist() == [3, 3, 3]
-    assert [chunk.token_ids for chunk in line.chunks()] == [[token] for token in line.tokens.tolist()]
-    assert all([(s.start, s.end) for s in chunk.spans] == [(0, 3)] for chunk in line.chunks())
+    whole = rig()
+    for number in range(4):
+        whole.add(str(number), [1 + number, 2], max_tokens=9, seed=number)
+    whole.run()
+    expected = [whole.results[name, 0] for name in ("0", "1", "3")]
+    assert line.tokens.tolist() == [result.tokens[2] for result in expected]
+    assert line.logprobs.tolist() == [result.logprobs[2] for result in expected]
 
 
 def _calls_of_a_step(replica: Any) -> int:
@@ -146,7 +150,7 @@ def _calls_of_a_step(replica: Any) -> int:
     sys.setprofile(count)
     try:
         replica.scheduler.apply(logits)
-        lines = replica.scheduler.take_lines()
+        lines = replica.scheduler.take_outputs()
     finally:
         sys.setprofile(None)
     assert sum(len(line.sequences) for line in lines[b"api"]) == len(replica.sent)

@@ -315,7 +315,7 @@ class Queue:
     def abort(self, ids) -> int:
         return 0
 
-    def take_lines(self) -> dict[bytes, list]:
+    def take_outputs(self) -> dict[bytes, list]:
         return {}
 
 

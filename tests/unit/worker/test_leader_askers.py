@@ -63,6 +63,6 @@ def test_a_held_request_that_is_ended_says_which_adapter_it_waited_for():
     admission = Admission(Scheduler(), lambda origin, message: None, lambda: False, 8, Grammars(None, 8, ()))
     admission.offer(b"api", Generate("x", [1], SamplingParams(), adapter="a"), 2)
     admission.abort(["x"], 2)
-    admission._scheduler.take_lines = dict
+    admission._scheduler.take_outputs = dict
     ((chunk,),) = admission.take_outputs().values()
     assert chunk.spans == [Span(2, 0, 0, adapter_version=3)]

@@ -19,7 +19,7 @@ def _decoding(rig: Callable[..., Any], many: int) -> Any:
 def _told(replica: Any, telling: Telling) -> tuple[list[Chunk | Line], list[Chunks | Tokens]]:
     batch = replica.schedule()
     replica.scheduler.apply(replica.engine.forward(batch))
-    items = replica.scheduler.take_lines()[b"api"]
+    items = replica.scheduler.take_outputs()[b"api"]
     sent = [messages.decode_to_api(messages.encode(message)) for message in telling.messages(b"api", items)]
     assert all(isinstance(message, Chunks | Tokens) for message in sent)
     return items, sent
@@ -64,5 +64,5 @@ def test_a_step_of_many_is_a_small_message(rig: Callable[..., Any]) -> None:
     _told(replica, telling)
     batch = replica.schedule()
     replica.scheduler.apply(replica.engine.forward(batch))
-    (message,) = telling.messages(b"api", replica.scheduler.take_lines()[b"api"])
+    (message,) = telling.messages(b"api", replica.scheduler.take_outputs()[b"api"])
     assert len(messages.encode(message)) < 256 * 12 + 64
