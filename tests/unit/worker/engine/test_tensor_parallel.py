@@ -78,6 +78,17 @@ def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_
     assert {case: answers for case, (answers, _) in alone.items()} != first, "sums do not depend on their order"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_requests_of_a_mixture_have_the_same_bits_on_two_ranks_however_they_are_scheduled(mixture, family):
+    model = mixture(family)
+    one, other = (_told(2, "tp_requests_rank.py", "1", str(seed), str(model.path)) for seed in (1, 3))
+    assert len(one) == 2
+    assert {case: answers for case, (answers, _) in one.items()} == {case: a for case, (a, _) in other.items()}
+    assert one != other, "they were scheduled in one way"
+
+
 def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, tmp_path):
     """What they sum must be of one size. Of the MLP, 48 are a width for few tokens' products, the other 49 are not."""
     Checkpoint.random(tmp_path / "odd", 0, intermediate_size=97)
