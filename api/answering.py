@@ -179,22 +179,25 @@ class Outlet:
     """Streams that have something to say: they say it once everything that has come is taken in.
 
     What a link reads in a row is taken in before any callback runs, so a process that is behind says more at a time.
+    Events of all are made first and sent then: in turns, Python and the kernel would put each other out of the caches.
     """
 
     def __init__(self) -> None:
-        self._due: list[Callable[[], None]] = []
+        self._due: list[TokenStream] = []
 
-    def add(self, say: Callable[[], None]) -> None:
-        """Call it soon."""
+    def add(self, stream: "TokenStream") -> None:
+        """Have it say soon what it has to say."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._go)
-        self._due.append(say)
+        self._due.append(stream)
 
     def _go(self) -> None:
         due, self._due = self._due, []
-        for say in due:
+        for stream in due:
+            stream.prepare()
+        for stream in due:
             try:
-                say()
+                stream.say_now()
             except Exception:  # the others have theirs to say
                 log.exception("a stream could not be written")
 
@@ -247,19 +250,23 @@ class TokenStream(Stream):
 
     def _stirred(self, reader: Reader) -> None:
         if not self._new:
-            self._outlet.add(self._say_now)
+            self._outlet.add(self)
         self._new.append(reader)
 
-    def _say_now(self) -> None:
+    def prepare(self) -> None:
+        """Make events of what has come, if they may be said without the task."""
+        if self._begun and self._wake is not None and not self._wake.done():
+            self._write()
+
+    def say_now(self) -> None:
         """What has come, without an await where that can be; else the task goes on with it."""
         wake = self._wake
         if wake is None or wake.done():  # it is at work, and looks again before it waits
             return
-        if self._begun:
-            self._write()
-            if self._flying and self._failed is None and (not self._unsent or self._sent_now(b"".join(self._unsent))):
-                self._unsent.clear()
-                return
+        goes_on = self._begun and self._flying and self._failed is None
+        if goes_on and (not self._unsent or self._sent_now(b"".join(self._unsent))):
+            self._unsent.clear()
+            return
         wake.set_result(None)
 
     def _write(self) -> None:
