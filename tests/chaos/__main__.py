@@ -2,8 +2,9 @@
 
     .venv/bin/python -m tests.chaos [--seconds 600] [--seed N] [--clients 32] [--replicas 2] [--tp 1]
 
-SIGKILL and SIGSTOP of any process, pauses, clears, and a push every second; what is broken when follows from the
-seed, which is printed. Ends with status 1 if anything was violated. The report is JSON.
+SIGKILL and SIGSTOP of any process, pauses, clears, and a push every second of the model and of two adapters, which are
+unloaded at times; some requests are held to a pattern. What is broken when follows from the seed, which is printed.
+Ends with status 1 if anything was violated. The report is JSON.
 """
 
 import argparse

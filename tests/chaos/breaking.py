@@ -8,16 +8,17 @@ from collections.abc import Callable
 
 import httpx
 
-from tests.chaos.plan import Fault
+from tests.chaos.plan import TRAINERS, Fault
 from tests.chaos.service import SPARE, Handle, by_name
 from tests.integration.live import LiveService
 
 
 class Breaker:
-    """Does the faults of a plan, each in a task of its own. trainer: the pid of the one that runs now, if any."""
+    """Does the faults of a plan, each in a task of its own. trainer: the pid of that of an adapter, or "" of the
+    model, if one runs now."""
 
     def __init__(
-        self, live: LiveService, violations: list[str], trainer: Callable[[], int | None], clock: Callable[[], float]
+        self, live: LiveService, violations: list[str], trainer: Callable[[str], int | None], clock: Callable[[], float]
     ) -> None:
         self.done: Counter[str] = Counter()
         self.away: list[tuple[float, float]] = []  # when the API was killed or stopped, and when it answered again
@@ -58,8 +59,8 @@ class Breaker:
                 await self._operate("memory/release", body, "memory/resume", body, fault.seconds)
 
     def _handle(self, target: str) -> Handle | None:
-        if target == "trainer":
-            pid = self._trainer()
+        if target in TRAINERS:
+            pid = self._trainer(TRAINERS[target])
             pids = [] if pid is None else [pid]
         else:
             pids = by_name(self._live).get(target, [])
@@ -74,7 +75,7 @@ class Breaker:
         began = self.clock()
         handle.send(signal.SIGKILL)
         handle.close()
-        if target in ("trainer", SPARE):
+        if target in (*TRAINERS, SPARE):
             return
         async with httpx.AsyncClient(base_url=self._live.url, timeout=2.0) as http:
             await asyncio.sleep(0.1)

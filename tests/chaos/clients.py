@@ -5,12 +5,21 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout_client.http import AsyncRolloutClient
 from rollout_client.http_calls import RequestFailed, Unreachable
 from rollout_client.spans import Span
+from tests.chaos.trainer import ADAPTERS
 from tests.reference.checkpoint import CONFIG
 
+GOOD = ("length", "stop", "abort")
+"""Ends of a request that nothing went wrong with."""
+PATTERNS = {
+    "([a-z]{2,7} ){3,12}[.]": "([a-z]{2,7} ){0,12}([a-z]{0,7}|[.])",
+    "[0-9]{1,3}([+*-][0-9]{1,3})*=[0-9]+": "([0-9]{1,3}([+*-][0-9]{1,3})*([+*-]|=[0-9]*)?)?",
+}
+"""What output is held to, and what its beginnings match."""
 HANG_S = 60.0
 """No request may take this long: everything that is broken is mended in a third of it."""
 
@@ -25,16 +34,20 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     finish: str = ""
+    adapter: str = ""
+    pattern: str = ""  # what its text is held to
+    masks: list[list[int]] = field(default_factory=list)  # per token: ids that were open, where it is held to something
 
 
 @dataclass
 class Ending:
-    """How a request ended: length, abort, or a refusal or loss by name. Seconds since the epoch of the run."""
+    """How a request ended: length, stop, abort, or a refusal or loss by name. Seconds since the epoch of the run."""
 
     began: float
     ended: float
     how: str
     detail: str = ""
+    adapter: str = ""
 
 
 class Clients:
@@ -67,25 +80,28 @@ class Clients:
         async with AsyncRolloutClient(self._url) as client:
             while not self._stop.is_set():
                 began = self.clock()
-                how, detail = await self._request(client, rng)
-                self.endings.append(Ending(began, self.clock(), how, detail))
-                await asyncio.sleep(rng.uniform(0, 2 * self._think_s) if how in ("length", "abort") else 0.2)
+                adapter = rng.choice(("", "", *ADAPTERS))
+                how, detail = await self._request(client, rng, adapter)
+                self.endings.append(Ending(began, self.clock(), how, detail, adapter))
+                await asyncio.sleep(rng.uniform(0, 2 * self._think_s) if how in GOOD else 0.2)
 
-    async def _request(self, client: AsyncRolloutClient, rng: random.Random) -> tuple[str, str]:
+    async def _request(self, client: AsyncRolloutClient, rng: random.Random, adapter: str) -> tuple[str, str]:
         # A few prompts are common, so that the prefix cache is hit, also right after a push.
         prompts = random.Random(rng.randrange(12))
         prompt = [prompts.randrange(1, CONFIG["vocab_size"]) for _ in range(prompts.randrange(1, 100))]
         count = rng.choice((1, 1, 2))
-        samples = [Sample(prompt, rng.random() < 0.5) for _ in range(count)]
-        temperature = 0.0 if samples[0].greedy else 1.0
-        for sample in samples:
-            sample.greedy = temperature == 0.0
-        options = {
+        pattern = rng.choice(("", "", *PATTERNS))
+        greedy = not pattern and rng.random() < 0.5  # a mask of greedy tokens says which one was left, not among which
+        samples = [Sample(prompt, greedy, adapter=adapter, pattern=pattern) for _ in range(count)]
+        options: dict[str, Any] = {
             "n": count,
-            "temperature": temperature,
+            "temperature": 0.0 if greedy else 1.0,
             "ignore_eos": True,
             "max_tokens": rng.choice((1, 16, 64, 100)),
+            "adapter": adapter,
         }
+        if pattern:
+            options |= {"constraint": {"regex": pattern}, "sampling_mask": True}
         stream = rng.random() < 0.5
         try:
             async with asyncio.timeout(HANG_S):
@@ -104,8 +120,8 @@ class Clients:
         finally:
             self.samples += [sample for sample in samples if sample.tokens]
         ends = {sample.finish for sample in samples}
-        if ends <= {"length", "abort"}:
-            return ("abort" if "abort" in ends else "length"), ""
+        if ends <= set(GOOD):
+            return next(how for how in ("abort", "stop", "length") if how in ends), ""
         return "error" if "error" in ends else "no finish", str(sorted(ends))
 
 
@@ -115,6 +131,7 @@ def take(samples: list[Sample], outputs: list) -> None:
         sample = samples[output.index]
         sample.tokens += output.token_ids
         sample.logprobs += output.logprobs
+        sample.masks += output.sampling_masks
         sample.spans = output.spans
         sample.finish = output.finish_reason or ""
 

@@ -5,12 +5,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from tests.chaos.trainer import ADAPTERS
+
 What = Literal["kill", "stop", "pause", "clear"]
 QUIET_S = 2.0
 """At the start and the end nothing new is broken."""
 KILLS_OF_A_UNIT = 4
 """In any minute: the supervisor gives a unit up that ends eight times in one."""
 PAUSE_MODES = ("keep", "recompute", "abort", "wait")
+TRAINERS = {"trainer": ""} | {f"trainer of {name}": name for name in ADAPTERS}
+"""Processes that push, and the adapter of each; "" = the model."""
 TAGS = (("weights", "kv_cache"), ("weights",), ("kv_cache",))
 
 
@@ -27,7 +31,7 @@ class Fault:
 def processes(replicas: int, tp: int, api_workers: int = 1) -> list[str]:
     """Everything that may be killed or stopped; the supervisor is only stopped, for nobody would start it again."""
     ranks = [f"replica-{replica}-rank-{rank}" for replica in range(replicas) for rank in range(tp)]
-    return [*ranks, "store", "api", *(f"api-{index}" for index in range(1, api_workers)), "trainer", "spare"]
+    return [*ranks, "store", "api", *(f"api-{index}" for index in range(1, api_workers)), *TRAINERS, "spare"]
 
 
 def unit_of(process: str) -> str:

@@ -13,14 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import service, witness
-from tests.chaos.clients import Sample
+from tests.chaos import service, text, witness
+from tests.chaos.clients import GOOD, Ending, Sample
 from tests.chaos.plan import draw
 from tests.chaos.run import Run
 from tests.reference.checkpoint import Checkpoint
 
 _SHOWN = 20
-_ALLOWED = ("length", "abort")
 _WAIT_S = 2.0
 """How long after the API is back a client may still notice that its socket was killed."""
 
@@ -37,6 +36,7 @@ def break_it(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[d
     say(f"seed {seed}: {len(faults)} faults in {options.seconds:g} s, {options.clients} clients")
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
     Checkpoint.random(directory / "model", seed * 1_000_003)
+    text.write_tokenizer(directory / "model")
     load = os.getloadavg()[0]
     live = service.serve(directory / "model", options.replicas, options.tp, options.api_workers)
     try:
@@ -86,7 +86,7 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
     if run.clients.hung:
         violations.append(f"{run.clients.hung} hung clients")
     back = {kind: {"median": sorted(s)[len(s) // 2], "max": max(s)} for kind, s in run.breaker.returns.items()}
-    errors = Counter(push.error or "committed" for push in run.pushes)
+    errors = Counter(f"{push.adapter} {push.error or 'committed'}".strip() for push in run.pushes)
     return {
         "seed": run.seed,
         "seconds": run.seconds,
@@ -98,10 +98,13 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
         "requests": dict(Counter(ending.how for ending in run.clients.endings).most_common()),
         "longest_request_s": round(max((e.ended - e.began for e in run.clients.endings), default=0), 1),
         "pushes": dict(errors.most_common()),
+        "unloads": dict(run.unloads.most_common()),
         "seconds_back": back,
         "mended_s": round(run.mended_s, 2),
         "final_push_s": round(run.final_s, 2),
         "samples": len(run.clients.samples),
+        "samples_of_adapters": sum(bool(sample.adapter) for sample in run.clients.samples),
+        "samples_held_to_a_pattern": sum(bool(sample.pattern) for sample in run.clients.samples),
         "samples_of_several_versions": sum(len(sample.spans) > 1 for sample in run.clients.samples),
         "samples_recomputed": sum(any(span.recomputed for span in sample.spans) for sample in run.clients.samples),
         "hung": run.clients.hung,
@@ -111,15 +114,23 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
     }
 
 
+def unknown(run: Run, ending: Ending) -> bool:
+    """Whether it was refused for an adapter that may not have been there: it was being unloaded, or loaded again."""
+    return ending.how == "404 adapter_not_found" and any(
+        ending.began <= absence.ended + _WAIT_S and ending.ended >= absence.began
+        for absence in run.absent.get(ending.adapter, ())
+    )
+
+
 def lost_requests(run: Run) -> list[str]:
     """Requests that ended otherwise than they may: refusals name a reason, and a socket breaks with the API alone."""
     wrong = []
     for ending in run.clients.endings:
-        if ending.how in _ALLOWED or ending.how == "hung" or ending.how.startswith("503"):
+        if ending.how in GOOD or ending.how == "hung" or ending.how.startswith("503"):
             continue
         broken = ending.how == "unreachable" and any(
             ending.began <= back + _WAIT_S and ending.ended >= gone for gone, back in run.breaker.away
         )
-        if not broken:
+        if not broken and not unknown(run, ending):
             wrong.append(f"at {ending.began:.1f} to {ending.ended:.1f} s a request ended {ending.how}: {ending.detail}")
     return wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import json
 import signal
 import sys
@@ -16,11 +17,12 @@ import httpx
 
 from rollout_client.errors import RolloutError
 from rollout_client.http import AsyncRolloutClient
+from rollout_client.publisher import WeightPublisher
 from tests.chaos.breaking import Breaker
 from tests.chaos.clients import Clients, now_since
 from tests.chaos.plan import Fault
 from tests.chaos.service import SPARE, by_name, held
-from tests.chaos.trainer import PUSH_S, RUN_ID, weights_of
+from tests.chaos.trainer import ADAPTERS, PUSH_S, RUN_ID, push
 from tests.integration.live import LiveService
 
 MENDED_S = 45.0
@@ -39,6 +41,15 @@ class Push:
     policy: str
     ended: float = 0.0
     error: str = "killed"
+    adapter: str = ""
+
+
+@dataclass
+class Absence:
+    """When an adapter may have been unknown: from the beginning of its unload to the end of the next good push."""
+
+    began: float
+    ended: float = float("inf")
 
 
 class Run:
@@ -59,6 +70,7 @@ class Run:
         self.faults = faults
         self.seconds = seconds
         self.pushes: list[Push] = []
+        self.unloads: Counter[str] = Counter()
         self.violations: list[str] = []
         self.mended_s = 0.0
         self.final_s = 0.0
@@ -66,8 +78,9 @@ class Run:
         self.clients = Clients(live.url, seed, clients, think_s, self.clock)
         self._say = say
         self.breaker = Breaker(live, self.violations, self._trainer_pid, self.clock)
-        self._trainer: asyncio.subprocess.Process | None = None
-        self._live_version = -1
+        self.absent: dict[str, list[Absence]] = {name: [] for name in ADAPTERS}
+        self._trainers: dict[str, asyncio.subprocess.Process] = {}
+        self._live_versions: dict[str, int] = {}
 
     async def go(self) -> None:
         """Load, break, mend, push once more."""
@@ -75,7 +88,8 @@ class Run:
         self.before = held(self.live)
         shm = self.live.shared_memory()
         asking = asyncio.create_task(self.clients.run())
-        background = [asyncio.create_task(job()) for job in (self._train, self._watch, self._report)]
+        watching, reporting = (asyncio.create_task(job()) for job in (self._watch, self._report))
+        training = [asyncio.create_task(self._train(name)) for name in ("", *ADAPTERS)]
         for fault in self.faults:
             await asyncio.sleep(max(0.0, fault.at - self.clock()))
             if self.live.process.poll() is not None:
@@ -84,52 +98,63 @@ class Run:
             self.breaker.begin(fault)
         await asyncio.sleep(max(0.0, self.seconds - self.clock()))
         await self.breaker.finish()
-        for task in (background[0], background[2]):
+        for task in (*training, reporting):
             await _end(task)
-        await self._stop_trainer()
+        await self._stop_trainers()
         await self._mend()
         await self._push_once_more()
         self.clients.stop()
         await asking
-        await _end(background[1])
+        await _end(watching)
         await self._nothing_grew(shm)
 
-    def _trainer_pid(self) -> int | None:
-        return self._trainer.pid if self._trainer and self._trainer.returncode is None else None
+    def _trainer_pid(self, name: str) -> int | None:
+        trainer = self._trainers.get(name)
+        return trainer.pid if trainer and trainer.returncode is None else None
 
-    async def _train(self) -> None:
-        """Start the trainer again whenever it was killed; note what it says."""
+    def _next_version(self, name: str) -> int:
+        return max((push.version for push in self.pushes if push.adapter == name), default=0) + 1
+
+    async def _train(self, name: str) -> None:
+        """Start the trainer again whenever it was killed; note what it says. name: of its adapter, "" = the model."""
         while True:
-            first = max((push.version for push in self.pushes), default=0) + 1
             words = (sys.executable, "-m", "tests.chaos.trainer", "--endpoint", self.live.push_endpoint)
-            self._trainer = trainer = await asyncio.create_subprocess_exec(
+            self._trainers[name] = trainer = await asyncio.create_subprocess_exec(
                 *words,
-                *("--seed", str(self.seed), "--first", str(first)),
+                *("--seed", str(self.seed), "--first", str(self._next_version(name)), "--adapter", name),
                 stdout=asyncio.subprocess.PIPE,
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
             )
             assert trainer.stdout is not None
             async for line in trainer.stdout:
-                self._note(json.loads(line))
+                self._note(name, json.loads(line))
             if await trainer.wait() != -signal.SIGKILL:
-                self.violations.append(f"the trainer ended with {trainer.returncode}")
+                self.violations.append(f"the trainer of {name or 'the model'} ended with {trainer.returncode}")
                 return
 
-    def _note(self, said: dict[str, Any]) -> None:
+    def _note(self, name: str, said: dict[str, Any]) -> None:
+        if said.get("seconds", 0) > PUSH_S + 10:
+            self.violations.append(f"a trainer of {name or 'the model'} hung for {said['seconds']:.1f} s: {said}")
+        if "unload" in said:
+            self.absent[name].append(Absence(self.clock()))
+        if "unloaded" in said:
+            self.unloads[said["error"] or "done"] += 1
         if "begin" in said:
-            self.pushes.append(Push(said["begin"], self.clock(), said["policy"]))
+            self.pushes.append(Push(said["begin"], self.clock(), said["policy"], adapter=name))
+        if "end" not in said:
             return
-        push = self.pushes[-1]
+        push = next(push for push in reversed(self.pushes) if push.adapter == name)
         push.ended, push.error = self.clock(), said["error"]
-        if said["seconds"] > PUSH_S + 10:
-            self.violations.append(f"the push of version {push.version} hung for {said['seconds']:.1f} s")
         if not push.error:
-            self._live(push.version, "a push")
+            self._live(name, push.version)
+            for absence in self.absent.get(name, ()):
+                absence.ended = min(absence.ended, push.ended)
 
-    def _live(self, version: int, who: str) -> None:
-        if version < self._live_version:
-            self.violations.append(f"{who} says version {version} after {self._live_version}")
-        self._live_version = max(version, self._live_version)
+    def _live(self, name: str, version: int) -> None:
+        before = self._live_versions.get(name, -1)
+        if version < before:
+            self.violations.append(f"a push of {name or 'the model'} says version {version} after {before}")
+        self._live_versions[name] = max(version, before)
 
     async def _watch(self) -> None:
         """The live version, as HTTP tells it, only rises."""
@@ -153,20 +178,24 @@ class Run:
             text = f"{self.clock():4.0f} s: {dict(ends)}, {good} of {len(self.pushes)} pushes"
             self._say(f"{text}, {sum(self.breaker.done.values())} things done, {len(self.violations)} violations")
 
-    async def _stop_trainer(self) -> None:
-        if self._trainer and self._trainer.returncode is None:
-            self._trainer.kill()
-            await self._trainer.wait()
+    async def _stop_trainers(self) -> None:
+        for trainer in self._trainers.values():
+            if trainer.returncode is None:
+                trainer.kill()
+                await trainer.wait()
 
     async def _warm_up(self) -> None:
         """Everything is open that a service has open: all replicas serve, and have held two versions."""
         await self._mend()
         with self.live.publisher(RUN_ID) as publisher:
-            for version in (1, 2):
-                self.pushes.append(Push(version, self.clock(), "keep"))
-                await asyncio.to_thread(publisher.push, weights_of(self.seed, version), version, timeout_s=PUSH_S)
-                self._note({"end": version, "seconds": self.clock() - self.pushes[-1].began, "error": ""})
+            for name, version in itertools.product(("", *ADAPTERS), (1, 2)):
+                await self._push(publisher, name, version)
         self.clock = self.clients.clock = self.breaker.clock = now_since(time.monotonic())
+
+    async def _push(self, publisher: WeightPublisher, name: str, version: int) -> None:
+        self.pushes.append(Push(version, self.clock(), "keep", adapter=name))
+        await asyncio.to_thread(push, publisher, self.seed, name, version, "keep")
+        self._note(name, {"end": version, "error": ""})
 
     async def _mend(self) -> None:
         """Everything is ready, by itself."""
@@ -183,20 +212,31 @@ class Run:
         self.violations.append(f"not ready after {MENDED_S:g} s: {state}")
 
     async def _push_once_more(self) -> None:
-        version = max((push.version for push in self.pushes), default=0) + 1
+        """The model and each adapter."""
+        last = {name: self._next_version(name) for name in ("", *ADAPTERS)}
         began = self.clock()
         try:
             with self.live.publisher(RUN_ID) as publisher:
-                await asyncio.to_thread(publisher.push, weights_of(self.seed, version), version, timeout_s=PUSH_S)
+                for name, version in last.items():
+                    await self._push(publisher, name, version)
         except RolloutError as error:
-            self.violations.append(f"the last push failed: {error}")
+            self.violations.append(f"the last push of {name or 'the model'} failed: {error}")
             return
         self.final_s = self.clock() - began
+        for name, version in last.items():
+            await self._asked_for(name, version)
+
+    async def _asked_for(self, name: str, version: int) -> None:
+        """Some client gets tokens of it."""
         asked = self.clock()
-        await asyncio.sleep(3.0)
-        made = [sample for sample in self.clients.samples if sample.spans and sample.spans[-1].version == version]
-        if not made:
-            self.violations.append(f"no token of the last version {version} within {self.clock() - asked:.1f} s")
+        while self.clock() < asked + MENDED_S:
+            for sample in self.clients.samples[-200:]:
+                if sample.adapter == name and sample.spans:
+                    span = sample.spans[-1]
+                    if (span.adapter_version if name else span.version) == version:
+                        return
+            await asyncio.sleep(0.1)
+        self.violations.append(f"no token of the last version {version} of {name or 'the model'} in {MENDED_S:g} s")
 
     async def _nothing_grew(self, shm: list[str]) -> None:
         """Open files, shared memory and processes are those of the start; connections take a moment to close."""

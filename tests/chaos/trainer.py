@@ -1,23 +1,32 @@
-"""The trainer of a chaos run, a process of its own so that it can be killed: a new version every second.
+"""A trainer of a chaos run, a process of its own so that it can be killed: a new version every second, of the model or
+of an adapter, which it also unloads at times.
 
-One JSON line on stdout when a push begins, one when it ended. The weights of a version follow from the seed.
+One JSON line on stdout when a push or an unload begins, one when it ended. The weights of a version follow from the
+seed.
 """
 
 import argparse
 import json
 import random
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_client.errors import PushError, RolloutError
 from rollout_client.publisher import WeightPublisher
+from tests.reference.adapters import adapter, adapter_config, merged
 from tests.reference.checkpoint import CONFIG, random_weights
 
 RUN_ID = "chaos"
 PUSH_S = 20.0
 POLICIES = ("keep", "recompute", "wait", "abort")
+ADAPTERS = ("policy-a", "policy-b")
+_UNLOADED = 0.2
+"""Share of an adapter's versions before which it is unloaded."""
 
 
 def weights_of(seed: int, version: int) -> dict[str, npt.NDArray[np.float32]]:
@@ -25,9 +34,46 @@ def weights_of(seed: int, version: int) -> dict[str, npt.NDArray[np.float32]]:
     return random_weights(CONFIG, seed * 1_000_003 + version)
 
 
+def rank_of(version: int) -> int:
+    """Of an adapter's version: one of another rank takes the place of the line before it."""
+    return 8 if version % 5 == 0 else 4
+
+
+def adapter_of(seed: int, name: str, version: int) -> dict[str, npt.NDArray[np.float32]]:
+    """What this version of an adapter consists of, as PEFT names it."""
+    number = ((seed * 1_000_003 + version) << 1) + ADAPTERS.index(name)
+    return adapter(weights_of(seed, 0), number, rank_of(version))
+
+
+def adapted_weights(seed: int, version: int, name: str, adapter_version: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights that compute what a version of the model with one of the adapter does."""
+    return merged(weights_of(seed, version), adapter_of(seed, name, adapter_version))
+
+
+def push(publisher: WeightPublisher, seed: int, name: str, version: int, policy: Any) -> None:
+    """Of the adapter of this name; "" = of the model. Raises RolloutError."""
+    if name:
+        config = adapter_config(rank_of(version))
+        publisher.push_adapter(
+            name, adapter_of(seed, name, version), config, version, in_flight=policy, timeout_s=PUSH_S
+        )
+    else:
+        publisher.push(weights_of(seed, version), version, in_flight=policy, timeout_s=PUSH_S)
+
+
 def tell(**what: object) -> None:
     """To whoever reads our stdout."""
     print(json.dumps(what), flush=True)
+
+
+def ended(work: Callable[[], object]) -> tuple[str, float]:
+    """What went wrong with it, by name, "" = nothing; and how long it took."""
+    began, error = time.monotonic(), ""
+    try:
+        work()
+    except RolloutError as failure:
+        error = failure.code if isinstance(failure, PushError) else type(failure).__name__
+    return error, time.monotonic() - began
 
 
 def main() -> None:
@@ -37,20 +83,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--every-s", type=float, default=1.0)
+    parser.add_argument("--adapter", choices=("", *ADAPTERS), default="")
     options = parser.parse_args()
-    version = options.first
+    version, name = options.first, options.adapter
     with WeightPublisher(options.endpoint, run_id=RUN_ID, progress=False) as publisher:
         while True:
-            policy = random.Random(f"{options.seed} {version}").choice(POLICIES)
-            weights = weights_of(options.seed, version)
+            rng = random.Random(f"{options.seed} {name} {version}")
+            policy = rng.choice((*POLICIES, "finish") if name else POLICIES)
+            if name and rng.random() < _UNLOADED:
+                tell(unload=version)
+                error, seconds = ended(lambda: publisher.unload_adapter(name, timeout_s=PUSH_S))
+                tell(unloaded=version, seconds=seconds, error=error)
             began = time.monotonic()
             tell(begin=version, policy=policy)
-            error = ""
-            try:
-                publisher.push(weights, version, in_flight=policy, timeout_s=PUSH_S)
-            except RolloutError as failure:
-                error = failure.code if isinstance(failure, PushError) else type(failure).__name__
-            tell(end=version, seconds=time.monotonic() - began, error=error)
+            error, seconds = ended(partial(push, publisher, options.seed, name, version, policy))
+            tell(end=version, seconds=seconds, error=error)
             version += 1
             time.sleep(max(0.0, began + options.every_s - time.monotonic()))
 

@@ -8,6 +8,7 @@ preemption, a pause or a clear that had positions computed again without a word 
 import functools
 import multiprocessing
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from rollout_client.spans import forward_passes
-from tests.chaos.clients import Sample
+from tests.chaos.clients import PATTERNS, Sample
 from tests.chaos.service import SUM_PARTS
-from tests.chaos.trainer import weights_of
+from tests.chaos.text import text_of
+from tests.chaos.trainer import adapted_weights, weights_of
 from tests.reference.checkpoint import CONFIG, Checkpoint
 from tests.reference.exact import ExactReplay, difference
 from tests.reference.llama import Replay
@@ -60,12 +62,14 @@ def _judge_some(seed: int, samples: Sequence[Sample]) -> Verdict:
     verdict = Verdict()
     exact = exact_replay(seed)
     for number, sample in enumerate(samples):
-        problem = replay(seed, sample) or differing_bits(exact, sample)
+        problem = replay(seed, sample)
+        if not problem and not sample.adapter and not sample.pattern:
+            problem = differing_bits(exact, sample)
         verdict.tokens += len(sample.tokens)
         if problem:
             verdict.torn.append(f"{problem}; prompt of {len(sample.prompt)}, spans {sample.spans}, {sample.finish}")
         elif number == 0:  # is the question hard enough?
-            likely = rows_of(seed, sample, shift=1)
+            likely = open_only(sample, rows_of(seed, sample, shift=1))
             own = likely[np.arange(len(sample.tokens)), sample.tokens]
             verdict.telling += int((np.abs(own - sample.logprobs) > 10 * TOLERANCE).sum())
             verdict.asked += len(sample.tokens)
@@ -81,16 +85,48 @@ def replay(seed: int, sample: Sample) -> str:
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != count:
         return "spans do not cover the tokens"
-    if any(after.version < before.version for before, after in pairwise(spans)):
+    if any((span.adapter_version is None) == bool(sample.adapter) for span in spans):
+        return f"a span of adapter {sample.adapter!r} has another's version"
+    made_by = [(span.version, span.adapter_version or 0) for span in spans]
+    if any(new < old for before, after in pairwise(made_by) for old, new in zip(before, after, strict=True)):
         return "versions go back"
-    if any(after.version == before.version and not after.recomputed for before, after in pairwise(spans)):
+    if any(made_by[i - 1] == made_by[i] and not spans[i].recomputed for i in range(1, len(spans))):
         return "a span begins for nothing"
-    for at, row in enumerate(rows_of(seed, sample)):
+    if problem := strays(sample):
+        return problem
+    for at, row in enumerate(open_only(sample, rows_of(seed, sample))):
         token, said = sample.tokens[at], sample.logprobs[at]
         if not _fits(row, token, said, sample.greedy):
-            version = next(span.version for span in spans if at < span.end)
-            return f"token {at} of {count} is not version {version}'s: its logprob is {abs(row[token] - said):.4f} off"
+            span = next(span for span in spans if at < span.end)
+            whose = f" with {sample.adapter} {span.adapter_version}" if sample.adapter else ""
+            off = f"its logprob is {abs(row[token] - said):.4f} off"
+            return f"token {at} of {count} is not version {span.version}'s{whose}: {off}"
     return ""
+
+
+def strays(sample: Sample) -> str:
+    """How its text leaves the pattern that it was held to; "" = it does not, as far as it goes."""
+    if not sample.pattern:
+        return ""
+    if len(sample.masks) != len(sample.tokens):
+        return f"{len(sample.tokens)} tokens with {len(sample.masks)} masks"
+    if any(mask and token not in mask for token, mask in zip(sample.tokens, sample.masks, strict=True)):
+        return "a token was not open"
+    text = text_of(sample.tokens)
+    if not re.fullmatch(sample.pattern if sample.finish == "stop" else PATTERNS[sample.pattern], text):
+        return f"{text!r} does not follow {sample.pattern} ({sample.finish})"
+    return ""
+
+
+def open_only(sample: Sample, rows: np.ndarray) -> np.ndarray:
+    """Log-probabilities among the ids that were open at each token."""
+    if not sample.pattern:
+        return rows
+    found = np.full_like(rows, -np.inf)
+    for at, mask in enumerate(sample.masks):
+        ids = mask or range(rows.shape[1])
+        found[at, ids] = rows[at, ids] - np.logaddexp.reduce(rows[at, ids])
+    return found
 
 
 def exact_replay(seed: int) -> ExactReplay:
@@ -108,13 +144,15 @@ def differing_bits(exact: ExactReplay, sample: Sample) -> str:
 
 
 def rows_of(seed: int, sample: Sample, shift: int = 0) -> np.ndarray:
-    """[tokens, vocab] log-probabilities, as the spans claim; shift: as if made by that many versions later."""
-    versions = sorted({span.version for span in sample.spans})
-    model = Replay(CONFIG, [_weights(seed, version + shift) for version in versions])
+    """[tokens, vocab] log-probabilities, as the spans claim; shift: as if made by that many versions later, of
+    the adapter where there is one."""
+    sets = list(dict.fromkeys((span.version, span.adapter_version) for span in sample.spans))
+    model = Replay(CONFIG, [_weights(seed, version, sample.adapter, adapter, shift) for version, adapter in sets])
     ids, first = np.array(sample.prompt + sample.tokens), len(sample.prompt) - 1
     rows = []
     for one in forward_passes(sample.spans, len(sample.prompt)):
-        owner = np.searchsorted(versions, one.versions)
+        adapters = one.adapter_versions or [None] * len(one.versions)
+        owner = np.array([sets.index(both) for both in zip(one.versions, adapters, strict=True)])
         rows.append(model.logprobs(ids[: len(owner)], owner)[first + one.start :])
     return np.concatenate(rows)
 
@@ -125,6 +163,9 @@ def _fits(row: np.ndarray, token: int, said: float, greedy: bool) -> bool:
     return abs(float(row[token]) - said) < TOLERANCE
 
 
-@functools.lru_cache(maxsize=64)
-def _weights(seed: int, version: int) -> dict[str, np.ndarray]:
-    return weights_of(seed, version)
+@functools.lru_cache(maxsize=256)
+def _weights(seed: int, version: int, adapter: str, adapter_version: int | None, shift: int) -> dict[str, np.ndarray]:
+    """shift: of the adapter's version, or of the model's where there is none."""
+    if adapter_version is None:
+        return weights_of(seed, version + shift)
+    return adapted_weights(seed, version, adapter, adapter_version + shift)

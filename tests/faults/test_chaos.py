@@ -28,6 +28,8 @@ def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path):
     assert report["violations"] == []
     assert report["torn_samples"] == report["hung"] == 0
     assert report["tokens_replayed"] > 1000
-    assert report["pushes"]["committed"] >= 3
+    for committed in ("committed", "policy-a committed", "policy-b committed"):
+        assert report["pushes"][committed] >= 3
+    assert min(report["samples_of_adapters"], report["samples_held_to_a_pattern"]) > 10
     kinds = {fault["what"] for fault in report["faults"]}
     assert kinds == {"kill", "stop", "pause", "clear"}

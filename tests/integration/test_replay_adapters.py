@@ -19,38 +19,13 @@ from rollout_client.publisher import WeightPublisher
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, small
+from tests.reference.adapters import adapter, adapter_config, merged
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.llama import Replay
 
 NAMES = ("policy-a", "policy-b")
-RANK, ALPHA = 4, 8
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CONFIG = {"r": RANK, "lora_alpha": ALPHA, "target_modules": MODULES}
+RANK = 4
 POLICIES = ("keep", "finish", "recompute", "keep", "finish", "abort", "wait")
-Tensors = dict[str, np.ndarray]
-
-
-def adapter(base: Tensors, seed: int) -> Tensors:
-    """On every projection, as PEFT names it, large enough to change every token."""
-    rng, tensors = np.random.default_rng(seed), {}
-    for name, weight in base.items():
-        if name.endswith("_proj.weight"):
-            module = "base_model.model." + name.removesuffix(".weight")
-            rows, columns = weight.shape
-            tensors[f"{module}.lora_A.weight"] = rng.standard_normal((RANK, columns)).astype(np.float32) * 0.2
-            tensors[f"{module}.lora_B.weight"] = rng.standard_normal((rows, RANK)).astype(np.float32) * 0.2
-    return tensors
-
-
-def merged(base: Tensors, changes: Tensors) -> Tensors:
-    """Weights that compute what the base with this adapter does."""
-    found = dict(base)
-    for name in base:
-        module = "base_model.model." + name.removesuffix(".weight")
-        if f"{module}.lora_A.weight" in changes:
-            product = changes[f"{module}.lora_B.weight"] @ changes[f"{module}.lora_A.weight"]
-            found[name] = base[name] + product * np.float32(ALPHA / RANK)
-    return found
 
 
 class AdapterLoad(Load):
@@ -76,7 +51,7 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
     service: LiveService, tiny: Checkpoint
 ) -> None:
     base = random_weights(tiny.config, 301)
-    changes = {name: [adapter(base, seed) for seed in (10 * n, 10 * n + 1)] for n, name in enumerate(NAMES)}
+    changes = {name: [adapter(base, seed, RANK) for seed in (10 * n, 10 * n + 1)] for n, name in enumerate(NAMES)}
     run = f"adapters-{uuid.uuid4().hex[:8]}"
     failures: list[BaseException] = []
 
@@ -86,14 +61,16 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
                 for version in range(1, PUSHES + 1):
                     wait_for(load, 3 * version)
                     policy: Any = POLICIES[version % len(POLICIES)]
-                    publisher.push_adapter(name, changes[name][version % 2], CONFIG, version, in_flight=policy)
+                    publisher.push_adapter(
+                        name, changes[name][version % 2], adapter_config(RANK), version, in_flight=policy
+                    )
         except BaseException as error:
             failures.append(error)
 
     with service.publisher(run) as publisher:
         publisher.push(base, 1)
         for name in NAMES:
-            publisher.push_adapter(name, changes[name][0], CONFIG, 0)
+            publisher.push_adapter(name, changes[name][0], adapter_config(RANK), 0)
     with AdapterLoad(service.url) as load:
         trainers = [threading.Thread(target=train, args=(name, load)) for name in NAMES]
         for trainer in trainers:

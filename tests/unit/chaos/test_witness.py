@@ -8,8 +8,9 @@ import pytest
 
 from rollout_client.spans import Span, forward_passes
 from tests.chaos import plan, witness
-from tests.chaos.clients import Sample
-from tests.chaos.trainer import weights_of
+from tests.chaos.clients import PATTERNS, Sample
+from tests.chaos.text import text_of
+from tests.chaos.trainer import adapted_weights, weights_of
 from tests.reference.checkpoint import CONFIG
 from tests.reference.llama import Replay
 
@@ -72,6 +73,57 @@ def test_tokens_under_the_wrong_version_are_found():
     assert "token 6 of 15 is not version 4's" in witness.replay(SEED, late)
     swapped = replace(true, spans=[Span(4, 0, 6), Span(6, 6, 15)])
     assert "token 6 of 15 is not version 6's" in witness.replay(SEED, swapped)
+
+
+def adapted(name: str, version: int) -> Sample:
+    """Greedy tokens of version 4 of the model, with a version of an adapter."""
+    model = Replay(CONFIG, [adapted_weights(SEED, 4, name, version)])
+    sample = Sample(list(PROMPT), True, finish="length", adapter=name)
+    for at in range(6):
+        row = model.logprobs(PROMPT + sample.tokens, [0] * (len(PROMPT) + at))[-1]
+        sample.tokens.append(int(row.argmax()))
+        sample.logprobs.append(float(row.max()))
+    sample.spans = [Span(4, 0, 6, adapter_version=version)]
+    return sample
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_tokens_of_another_version_of_the_adapter_are_found(version):
+    true = adapted("policy-a", version)
+    assert witness.replay(SEED, true) == ""
+    other = replace(true, spans=[Span(4, 0, 6, adapter_version=version + 1)])
+    assert f"not version 4's with policy-a {version + 1}" in witness.replay(SEED, other)
+    assert "is not version 4's with policy-b" in witness.replay(SEED, replace(true, adapter="policy-b"))
+    assert "has another's version" in witness.replay(SEED, replace(true, spans=[Span(4, 0, 6)]))
+    assert "has another's version" in witness.replay(SEED, replace(true, adapter=""))
+
+
+def held(text: str, finish: str = "length", mask: str = "abcdefghijklmnopqrstuvwxyz .") -> Sample:
+    """Tokens of version 4 that were drawn among what a mask leaves."""
+    ids = [TOKENS.index(character) for character in mask]
+    sample = Sample(list(PROMPT), False, finish=finish, pattern=next(iter(PATTERNS)))
+    model = Replay(CONFIG, [weights_of(SEED, 4)])
+    for character in text:
+        token = TOKENS.index(character)
+        row = model.logprobs(PROMPT + sample.tokens, [0] * (len(PROMPT) + len(sample.tokens)))[-1]
+        sample.tokens.append(token)
+        sample.logprobs.append(float(row[token] - np.logaddexp.reduce(row[ids])))
+        sample.masks.append(ids)
+    sample.spans = [Span(4, 0, len(text))]
+    return sample
+
+
+TOKENS = [text_of([token]) for token in range(CONFIG["vocab_size"])]
+
+
+def test_text_that_leaves_its_pattern_is_found():
+    assert witness.replay(SEED, held("ab cd ef .", "stop")) == witness.replay(SEED, held("ab c")) == ""
+    assert "does not follow" in witness.replay(SEED, held("ab cd .", "stop"))
+    assert "does not follow" in witness.replay(SEED, held("ab  c"))
+    assert "was not open" in witness.replay(SEED, replace(held("ab"), masks=[[1], [1]]))
+    assert "with 1 masks" in witness.replay(SEED, replace(held("ab"), masks=[[66]]))
+    other = held("ab c", mask="abcdefghijklmn .")
+    assert "token 0 of 4" in witness.replay(SEED, replace(other, masks=held("ab c").masks))
 
 
 def test_a_forward_pass_over_two_versions_is_found():
