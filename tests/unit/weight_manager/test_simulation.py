@@ -6,6 +6,7 @@ A failure names its seed: `python -m tests.simulation --seeds 1 --from SEED` pla
 import msgspec
 import pytest
 
+from tests.simulation import run
 from tests.simulation.parties import Versions
 from tests.simulation.run import SHAPES, play
 from tests.simulation.world import Violation
@@ -20,7 +21,9 @@ from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
 from worker.adapter_membership import AdapterMembership
 
-SEEDS, EACH = 200, 10
+pytestmark = pytest.mark.timeout(240)
+"""A seed is a second of the processor's time, which others may want, too."""
+SEEDS, EACH = 200, 5
 ENOUGH = 120
 """Seeds within which a fault that was put back must be found."""
 
@@ -129,11 +132,13 @@ def test_it_finds_a_lease_for_a_store_that_lacks_an_adapter(monkeypatch):
 
 def test_it_finds_an_unload_that_does_not_wait_for_stores_below(monkeypatch):
     monkeypatch.setattr(Members, "beginning", lambda self, adapter, now: {})
+    monkeypatch.setattr(run, "OF_ADAPTERS", (messages.UnloadAdapter,))
     found("torn", faults=["change_adapter", "slow"], shapes=BELOW)
 
 
 def test_it_finds_an_adapter_that_is_not_unloaded_below(monkeypatch):
     monkeypatch.setattr(Lines, "keep", lambda self, names, deadline: None)
+    monkeypatch.setattr(run, "OF_ADAPTERS", (messages.UnloadAdapter,))
     found("stuck", faults=["change_adapter"], shapes=BELOW)
 
 
