@@ -19,7 +19,7 @@ import functools
 import logging
 import resource
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -41,13 +41,6 @@ LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nco
 FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
-class Closing(Protocol):
-    """What a place is taken by."""
-
-    def give_way(self) -> None:
-        """Close at once: another needs the place."""
-
-
 @dataclass
 class Room:
     """The places of a server. waiting, kept: connections without a request, those that came first in front."""
@@ -55,12 +48,12 @@ class Room:
     places: int
     head_timeout_s: float
     stall_timeout_s: float
-    taken: set[Closing] = field(default_factory=set)
-    waiting: dict[Closing, None] = field(default_factory=dict)
-    kept: dict[Closing, None] = field(default_factory=dict)
+    taken: set["Connection"] = field(default_factory=set)
+    waiting: dict["Connection", None] = field(default_factory=dict)
+    kept: dict["Connection", None] = field(default_factory=dict)
     turned_away: int = 0
 
-    def enter(self, one: Closing) -> bool:
+    def enter(self, one: "Connection") -> bool:
         """Whether there is a place; somebody idle may have had to leave it."""
         if len(self.taken) >= self.places:
             idle = next(iter(self.waiting or self.kept), None)
@@ -75,17 +68,17 @@ class Room:
         self.waiting[one] = None
         return True
 
-    def works(self, one: Closing) -> None:
+    def works(self, one: "Connection") -> None:
         """A connection has a request."""
         self.waiting.pop(one, None)
         self.kept.pop(one, None)
 
-    def rests(self, one: Closing) -> None:
+    def rests(self, one: "Connection") -> None:
         """A connection is kept open for another request."""
         if one in self.taken:
             self.kept[one] = None
 
-    def leave(self, one: Closing) -> None:
+    def leave(self, one: "Connection") -> None:
         """A connection has ended: its place is free."""
         self.taken.discard(one)
         self.works(one)
