@@ -30,6 +30,8 @@ MENDED_S = 45.0
 _PROGRESS_S = 10.0
 _SLACK_FDS = 3
 """A connection that is just being made, or a file that is being read."""
+_SLOT_FDS = 6 * len(ADAPTERS)
+"""Slots of adapters that are mapped beside those of the start: for a next version, and for what sequences finish on."""
 
 
 @dataclass
@@ -244,6 +246,7 @@ class Run:
             after = held(self.live)
             spares = len(by_name(self.live).get(SPARE, []))  # for each the supervisor holds two pipes and a pidfd
             room = {"supervisor": _SLACK_FDS + 3 * spares}
+            room |= {name: _SLACK_FDS + _SLOT_FDS for name in self.before if name == "store" or "-rank-" in name}
             grown = [
                 name
                 for name, was in self.before.items()
