@@ -1,7 +1,7 @@
 """Low-rank updates of a decoder's linears (LoRA), added to the rows of a step.
 
-y += scale * B (A x) for the rows of each adapter, added up in float32. Every row's sums are
-made in one order whatever else is in the step: what is added to a sequence is the same alone and among others.
+y += scale * B (A x) for the rows of each adapter, added up in float32. Every row's sums are made in one order whatever
+else is in the step: what is added to a sequence is the same alone and among others.
 """
 
 import ctypes
