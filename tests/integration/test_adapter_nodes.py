@@ -14,11 +14,13 @@ from rollout_client.errors import RolloutError
 from rollout_client.http import RolloutClient
 from tests.integration.live import LiveService
 from tests.integration.test_replay import small
-from tests.integration.test_replay_adapters import CONFIG, adapter
+from tests.reference.adapters import adapter, adapter_config
 from tests.reference.checkpoint import Checkpoint, random_weights
 
 PROMPT = [5, 17, 42, 9]
 LONGEST_S = 180
+RANK = 4
+CONFIG = adapter_config(RANK)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_two_nodes_serve_one_version_of_an_adapter(node: Callable[..., LiveServi
     with root.publisher(run) as publisher:
         publisher.push(base, 1)
         for version, name in ((3, "policy-a"), (5, "policy-b")):
-            publisher.push_adapter(name, adapter(base, version), CONFIG, version)
+            publisher.push_adapter(name, adapter(base, version, RANK), CONFIG, version)
         late = node(f"store.upstream={(root.run_dir / 'relay_endpoint').read_text().strip()}")
         both = root, late
         for name, versions in (("policy-a", {3}), ("policy-b", {5}), ("", {None})):
@@ -73,7 +75,7 @@ def test_two_nodes_serve_one_version_of_an_adapter(node: Callable[..., LiveServi
             assert tokens == tokens_too
             np.testing.assert_allclose(logprobs, logprobs_too, atol=1e-4)
         before = sampled(late, "policy-a")[1]
-        assert publisher.push_adapter("policy-a", adapter(base, 9), CONFIG, 9).replicas == 2
+        assert publisher.push_adapter("policy-a", adapter(base, 9, RANK), CONFIG, 9).replicas == 2
         for service in both:
             assert listed(service) == ["policy-a", "policy-b"]
             said, tokens, _ = sampled(service, "policy-a")
@@ -85,7 +87,7 @@ def test_two_nodes_serve_one_version_of_an_adapter(node: Callable[..., LiveServi
             with pytest.raises(RolloutError, match="policy-b"):
                 sampled(service, "policy-b")
         with late.publisher(run) as other, pytest.raises(RolloutError, match="ask the root"):
-            other.push_adapter("policy-a", adapter(base, 10), CONFIG, 10)
+            other.push_adapter("policy-a", adapter(base, 10, RANK), CONFIG, 10)
         with root.client() as client:
             client.rollback_adapter("policy-a")
         for service in both:

@@ -151,10 +151,11 @@ def test_a_byte_flipped_on_the_wire_is_found(
 VICTIM = """
     import os, signal, sys
     import numpy as np
-    from rollout_client import {transport}_transport as transport
+    from rollout_client import shm_transport
     from rollout_client.publisher import WeightPublisher
     from rollout_client.transport import Reporter
 
+    shm_transport.AT_ONCE_BYTES = 0  # as a model that is not as small
     done = 0
     moved = Reporter.moved
     def die_halfway(self, *args):

@@ -45,20 +45,37 @@ typedef struct {
     int64_t next_job;  // zero before a run
 } Gate;
 
+// One column of fewer than 16 features: nothing before or after them is touched.
+static void gate_few(const Gate *s) {
+    const int64_t count = s->features, size = s->narrow ? 2 : 4;
+    float gate[16] = {0}, up[16] = {0}, made[16];
+    for (int64_t f = 0; f < count; f++) {
+        gate[f] = s->gate_up[f] + (s->bias ? s->bias[f] : 0);
+        up[f] = s->gate_up[count + f] + (s->bias ? s->bias[count + f] : 0);
+    }
+    store_any(made, 0, (s->gelu ? gelu(load(gate)) : silu(load(gate))) * load(up), s->narrow);
+    memcpy(s->out, made, count * size);
+}
+
 // Run on every thread of a team: silu(gate) * up (or gelu), of 16 columns or, when there is one column, of 16 features at once.
 void gate_columns(void *data) {
     Gate *s = data;
     const int64_t all = s->features * s->columns, job = 1024;
     int64_t begin;
-    while ((begin = __atomic_fetch_add(&s->next_job, job, __ATOMIC_RELAXED)) < all)
+    while ((begin = __atomic_fetch_add(&s->next_job, job, __ATOMIC_RELAXED)) < all) {
+        if (all < 16) {
+            gate_few(s);
+            continue;
+        }
         for (int64_t at = begin; at < begin + job && at < all; at += 16) {
             const int64_t f = at / s->columns, last = s->features - 16;
-            if (s->columns == 1 && at > last && last >= 0) at = last;  // the last run begins where it is whole
+            if (s->columns == 1 && at > last) at = last;  // the last run begins where it is whole
             f32x16 gate = load(s->gate_up + at), up = load(s->gate_up + all + at);
             if (s->bias && s->columns == 1) gate += load(s->bias + at), up += load(s->bias + s->features + at);
             else if (s->bias) gate += s->bias[f], up += s->bias[s->features + f];
             store_any(s->out, at, (s->gelu ? gelu(gate) : silu(gate)) * up, s->narrow);
         }
+    }
 }
 
 // 16 columns of one feature; all lanes the same when there is one column.
