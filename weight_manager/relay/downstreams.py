@@ -227,14 +227,15 @@ class Downstreams:
         ballot = self._coordinator.ballot
         return ballot is not None and not self._coordinator.settled and store.name not in ballot.voters
 
-    def caught_up(self, store: Downstream, version: wire.Version) -> None:
-        """A store holds this version of the line."""
+    def caught_up(self, store: Downstream, held: wire.Holds) -> None:
+        """A store holds a version of the line."""
         self._coordinator.changes += 1
-        store.holds = store.holds.having(self._line, version)
+        store.holds = store.holds.having(self._line, held.version)
         enrolment, ballot = store.enrolments.get(self._line), self._coordinator.ballot
         if enrolment is not None and enrolment.catch_up:
             self._roster.take(store, self._line)
-        if ballot is not None and version == version_of(ballot.live):  # it has missed the word that it was committed
+        if ballot is not None and held.version == version_of(ballot.live) and not held.moving:
+            # It has missed the word that it was committed.
             now = time.monotonic()
             ballot.store_finalized(store.name, {}, now)
             self._coordinator.drive(now)

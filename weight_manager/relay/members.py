@@ -104,7 +104,7 @@ class Members:
             case wire.Holds():
                 line = self._line(message.adapter)
                 if line is not None:
-                    line.caught_up(store, message.version)
+                    line.caught_up(store, message)
             case wire.Leave():
                 store.serves_until = 0.0
                 self._remove(store, "has stopped")

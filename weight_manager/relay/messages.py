@@ -144,6 +144,7 @@ class Holds(Message, tag="holds", frozen=True):
 
     version: Version
     adapter: str = ""  # whose; "": the model's
+    moving: bool = False  # replicas or stores below it have not all said that they moved to it; `Over` comes then
 
 
 class Adapters(Message, tag="adapters", frozen=True):

@@ -358,7 +358,7 @@ class Upstream:
         if refused is not None:
             relayed.refuse(refused, now)
         elif stage.catch_up and version_of(live) == named:
-            self.send(wire.Holds(named, stage.line))
+            self.send(wire.Holds(named, stage.line, moving=coordinator.ballot is not None))
             self.beat_soon()
         elif not coordinator.slots.prepare(live.slot if live else None):
             return

@@ -201,6 +201,21 @@ def test_a_store_that_asks_during_a_commit_of_an_adapter_hears_that_it_is_not_de
     assert above.join(b"1", "a" * 16, "first").undecided == []
 
 
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_commit_waits_for_whom_a_store_that_holds_its_version_has_still_to_move(above, moving):
+    """It missed the word that it was recorded, and learned it by joining again: those below it have not heard yet."""
+    live = Live("run", 1, 1, 0, "d" * 16)
+    above.join(b"1", "a" * 16, "first")
+    above.history.commit(live, Record("run", 1, 1, "d" * 16, 0.0, "push"))
+    moved = []
+    above.model.ballot = SimpleNamespace(live=live, store_finalized=lambda store, *_: moved.append(store))
+    above.model.drive = lambda now: None
+    above.below.request(b"1", wire.Holds(version_of(live), moving=moving))
+    (store,) = above.below.roster.all()
+    assert store.holds.model == version_of(live), "it may have a lease"
+    assert moved == ([] if moving else ["first"])
+
+
 X, Y = Version("run", 1, "a" * 16), Version("run", 2, "b" * 16)
 
 

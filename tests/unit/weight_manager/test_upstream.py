@@ -182,6 +182,17 @@ def test_whom_the_store_above_knows_nothing_of_serves_nothing_until_its_next_lea
     assert below.lease.closed is (above is not MINE), "a lease that was on its way speaks of what was live before"
 
 
+@pytest.mark.parametrize("ballot", [None, "open"])
+def test_a_store_that_is_to_catch_up_with_what_it_has_just_recorded_says_who_has_not_moved_yet(pair, ballot):
+    below, say = pair
+    coordinator = below._coordinator
+    coordinator.ballot, coordinator.history = ballot, SimpleNamespace(live=MINE, saved=coordinator.history.saved)
+    peer, heard = say(wire.Stage("s", "run", 2, digest=MINE.digest, catch_up=True))
+    below.tick(time.monotonic())
+    said = [heard()[1], heard()[1]]
+    assert wire.Holds(version_of(MINE), moving=ballot is not None) in said, said
+
+
 @pytest.mark.parametrize("given_away", [False, True])
 def test_a_slot_is_reused_by_a_note_of_it_only_while_it_was_not_given_away(given_away):
     """A crash leaves the note of a version that the slot held before another was staged there."""
