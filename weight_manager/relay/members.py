@@ -106,7 +106,8 @@ class Members:
                 if line is not None:
                     line.caught_up(store, message)
             case wire.Leave():
-                store.serves_until = 0.0
+                if not message.serving:
+                    store.serves_until = 0.0
                 self._remove(store, "has stopped")
             case _:
                 if isinstance(message, wire.Over) and message.fenced:

@@ -274,6 +274,8 @@ class Over(Message, tag="over", frozen=True):
 class Leave(Message, tag="leave", frozen=True):
     """[BELOW] stops; fenced from now on."""
 
+    serving: bool = False  # stores below it may be, until the leases that it gave them have run out
+
 
 def version_of(live: Live | None) -> Version | None:
     """What is called so on every store."""

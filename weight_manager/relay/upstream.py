@@ -218,7 +218,7 @@ class Upstream:
         """Nothing is served here from now on; tell the store above."""
         self.lease.fence()
         if self._joined:
-            self.send(wire.Leave())
+            self.send(wire.Leave(self._members.serving(time.monotonic())))
         self.socket.close(linger=500)
 
     def send(self, message: wire.FromBelow) -> None:

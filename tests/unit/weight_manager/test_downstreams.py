@@ -1,6 +1,7 @@
 """The stores below as the one above sees them: who may join and serve, and what a failure of either costs."""
 
 import errno
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +131,18 @@ def test_whoever_may_be_serving_and_does_not_vote_is_waited_for(above):
     above.below.roster.absent["first"] = 20.0
     assert above.line.outsiders(19.0) == {"first": "is away"}
     assert above.below.serving(19.0)
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_stores_below_one_that_stops_are_waited_for(above, serving):
+    """They serve on under leases that it gave them, none of which is longer than its own."""
+    above.join(b"1", "a" * 16, "first")
+    (store,) = above.below.roster.all()
+    now = time.monotonic()
+    store.serves_until = now + 60
+    above.below.request(b"1", wire.Leave(serving))
+    assert above.names == []
+    assert above.line.outsiders(now) == ({"first": "is away"} if serving else {})
 
 
 def test_a_join_that_was_held_does_not_take_the_place_of_a_later_one(above):

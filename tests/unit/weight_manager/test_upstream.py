@@ -119,6 +119,16 @@ def test_who_claims_to_be_fenced_takes_no_lease_that_was_on_its_way(pair):
     assert not below.lease.closed
 
 
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_store_that_stops_says_whether_stores_below_it_may_serve_on(pair, serving):
+    below, say = pair
+    _, heard = say(wire.Joined(Holdings(), 2.0))
+    below._members.serving = lambda now: serving
+    below.close()
+    assert isinstance(heard()[1], wire.Beat)
+    assert heard()[1] == wire.Leave(serving)
+
+
 def test_who_could_not_catch_up_asks_again_also_when_it_was_welcomed_meanwhile(pair):
     below, say = pair
     _, heard = say(wire.Joined(Holdings(), 2.0))
@@ -187,7 +197,7 @@ def test_a_store_that_is_to_catch_up_with_what_it_has_just_recorded_says_who_has
     below, say = pair
     coordinator = below._coordinator
     coordinator.ballot, coordinator.history = ballot, SimpleNamespace(live=MINE, saved=coordinator.history.saved)
-    peer, heard = say(wire.Stage("s", "run", 2, digest=MINE.digest, catch_up=True))
+    _, heard = say(wire.Stage("s", "run", 2, digest=MINE.digest, catch_up=True))
     below.tick(time.monotonic())
     said = [heard()[1], heard()[1]]
     assert wire.Holds(version_of(MINE), moving=ballot is not None) in said, said
