@@ -207,6 +207,10 @@ class Coordinator:
         intent.check_order(self.history)
         if self.session is not None:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
+        if self._committing is not None and role is Role.ROOT and not self._holds:
+            # Nobody holds its output, so that who pushed it is not answered before; the next commit would end the wait.
+            message = f"{self._committing.intent} is live, and not everybody has moved to it yet"
+            raise PushRefused("busy", message, retryable=True)
         live = self.history.live
         if reuse is not None:
             slot, write_epoch = reuse.slot, reuse.write_epoch

@@ -90,3 +90,16 @@ def test_the_next_push_may_be_ended_while_the_last_one_waits_for_figures(hub):
     assert (next_owner.outcome, owner.outcome) == ("aborted", None)
     hub.world.run(hub.world.now + 6.0)
     assert owner.outcome == 1
+
+
+def test_no_push_of_an_adapter_begins_before_everybody_has_moved_to_the_last_one(hub):
+    """Its commit would end the wait, and the trainer of the last one would hear that all had moved."""
+    recorded, owner = hub.push(1)
+    hub.seal(recorded)
+    hub.coordinator._holds = False  # as of an adapter: nobody holds its output meanwhile
+    with pytest.raises(PushRefused, match="not everybody has moved") as refused:
+        hub.push(2)
+    assert (refused.value.code, refused.value.retryable, owner.outcome) == ("busy", True, None)
+    hub.world.run(hub.world.now + 6.0)
+    assert owner.outcome == 1
+    hub.push(2)
