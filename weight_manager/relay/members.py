@@ -38,6 +38,7 @@ class Members:
         self._history = history
         self._lease = lease
         self._held: dict[str, tuple[bytes, wire.Join]] = {}
+        self._last_lives: dict[str, float] = {}  # stores that were lost, back or not -> until when they had a lease
         self.roster = Roster(history.saved.members, config.relay_lease_s)
         self.live: Callable[[], Holdings] = Holdings
         self.lines: Callable[[], Iterable[Coordinator]] = tuple
@@ -63,9 +64,14 @@ class Members:
         return store.serves_until if store else self.roster.absent.get(name, 0.0)
 
     def beginning(self, adapter: str, now: float) -> dict[str, float]:
-        """Stores that may begin sequences under an adapter's name -> until when. One that is away may."""
-        there = {k.name: k.serves_until for k in self.roster.all() if adapter in k.beginning}
-        return {name: until for name, until in (there | self.roster.absent).items() if until > now}
+        """Stores that may begin sequences under an adapter's name -> until when. One that is away may; and one that has
+        come back does not know what those below it do under the lease of its last life.
+        """
+        times = self.roster.absent | self._last_lives
+        for store in self.roster.all():
+            if adapter in store.beginning:
+                times[store.name] = max(store.serves_until, times.get(store.name, 0.0))
+        return {name: until for name, until in times.items() if until > now}
 
     def unloaded(self, adapter: str) -> None:
         """An adapter is live here no more."""
@@ -136,6 +142,7 @@ class Members:
             elif now >= store.seen + self._config.relay_lease_s:
                 self._remove(store, f"was silent for {self._config.relay_lease_s:g} s")
         self.roster.absent = {name: until for name, until in self.roster.absent.items() if until > now}
+        self._last_lives = {name: until for name, until in self._last_lives.items() if until > now}
         for line in self._lines():
             line.tick(now)
         if self._held and self._settled:
@@ -233,6 +240,7 @@ class Members:
     def _remove(self, store: Downstream, why: str, *, absent: bool = False) -> None:
         """absent: it may still be serving, until its lease runs out."""
         self.roster.remove(store)
+        self._last_lives[store.name] = store.serves_until
         try:
             self._history.remember(self.roster.names())
         except OSError as error:  # who is written down and gone is waited for once, should we crash

@@ -265,6 +265,27 @@ def test_a_store_that_holds_an_adapter_too_many_is_told_and_has_no_lease_before_
     assert above.below.beginning("x", 0.0) == {}
 
 
+def test_a_store_that_comes_back_without_an_adapter_is_not_taken_to_speak_for_those_below_it(above):
+    """It was killed after it had unloaded it, and before they had: they have leases of its last life."""
+    live = Live("run", 1, 1, 0, "d" * 16)
+    above.history.commit(live, Record("run", 1, 1, "d" * 16, 0.0, "push"))
+    above.adapters = {"x": X}
+    holds = Holdings(version_of(live), {"x": X})
+    above.below.request(b"1", wire.Join("a" * 16, "first", LAYOUT.digest, holds))
+    above.below.request(b"1", wire.Beat(1, holds))
+    above.adapters = {}
+    above.below.unloaded("x")
+    now = time.monotonic()
+    assert above.below.beginning("x", now).keys() == {"first"}
+    until = above.below.beginning("x", now)["first"]
+    rest = Holdings(version_of(live))
+    above.below.request(b"2", wire.Join("a" * 16, "first", LAYOUT.digest, rest))
+    above.below.request(b"2", wire.Beat(1, rest))
+    assert above.said[-1][1].lease_s > 0
+    assert above.below.beginning("x", now) == {"first": until}
+    assert above.below.beginning("x", until) == {}
+
+
 def test_who_does_not_know_what_is_live_has_nobody_unload_anything(above):
     """A store in the middle that has restarted without its adapters: those below have them still."""
     above.below._lease = SimpleNamespace(closed=True, left_s=lambda now: 0.0)
