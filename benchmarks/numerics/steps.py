@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-CONTEXT, BLOCKS = 128, 1024
+CONTEXT, BLOCKS = 128, 256
 
 
 def main() -> None:
