@@ -235,6 +235,8 @@ def doubtful(fleet, seed, version):
     a.replica.gate.clear()
     pushed = fleet.start_adapter(seed, version, timeout_s=40)
     until(lambda: state(b) == state(c) == "ready", MARGIN)
+    for host in (c, a, c, a):
+        host.relay()  # who answers has sent what it had to say before: c is not stopped with its vote in hand
     c.signal(signal.SIGSTOP)
     a.replica.gate.set()
     until(lambda: b.relay()["above"]["in_doubt"], MARGIN)
