@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -65,7 +66,7 @@ class Frame:
         return self._before + to_json(filling) + self._after
 
 
-class Stream(Response):
+class Stream(Response, ABC):
     """A reply of server-sent events; what it says is its subclass's.
 
     The status goes out with the first event, so a request that never ran is a plain HTTP error, unless it took
@@ -92,9 +93,9 @@ class Stream(Response):
         with contextlib.suppress(ClientDisconnect):
             await while_connected(receive, self._pump(send))
 
+    @abstractmethod
     async def _say(self, send: Send) -> None:
         """All events, with `_send`. Cancelled when the client goes away."""
-        raise NotImplementedError
 
     async def _pump(self, send: Send) -> None:
         self._sent = self._loop.time()

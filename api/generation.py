@@ -174,9 +174,7 @@ class Flight:
         if sample.finish is None:
             sample.token_ids.append(token)
             sample.logprobs.append(logprob)
-            for watcher in self._watchers[index]:
-                watcher()
-                self._streamed = True
+            self._tell(index)
 
     def can_restart(self) -> bool:
         """Whether losing its replica can go unnoticed: nobody has seen a token."""

@@ -22,7 +22,13 @@ def digest_of(content: Any) -> int:
 
 def pieces(raw: memoryview) -> list[memoryview]:
     """The pieces of a buffer that are hashed each by itself; at least one."""
-    return [raw[start : start + PIECE] for start in range(0, max(len(raw), 1), PIECE)]
+    return [raw[start : start + size] for start, size in piece_spans(0, len(raw))]
+
+
+def piece_spans(start: int, size: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the pieces of `size` bytes from `start` on; at least one."""
+    end = start + size
+    return [(at, min(PIECE, end - at)) for at in range(start, max(end, start + 1), PIECE)]
 
 
 def joined(digests: Sequence[int]) -> int:

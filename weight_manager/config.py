@@ -160,7 +160,7 @@ class StoreConfig(BaseModel):
     refuse_non_finite: bool = False
     """Refuse versions with weights that are NaN or infinite, and name the tensors. Every byte is then read once more
     before the seal is answered: on two busy cores pushes of 538 MB took 1.4 to 1.8 times as long (medians of
-    alternated pushes). False: a warning and a metric; of versions of over 16 MiB from the ends of each tensor only,
+    alternated pushes). False: a warning and a metric; of versions of over 32 MiB from the ends of each tensor only,
     where a training that has diverged shows. Adapters, too."""
 
     disk_roots: tuple[Path, ...] = ()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from rollout_client import copying
-from rollout_client.digest import PIECE, digest_of, joined
+from rollout_client.digest import digest_of, joined, piece_spans
 from rollout_client.protocol import Dtype
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -103,8 +103,7 @@ class Layout:
     def stretches(self) -> "Stretches":
         """What is hashed of a slot, one after the other."""
         size = ITEMSIZE[self.manifest.dtype]
-        spans = [(r.offset, r.offset + prod(r.shape) * size) for r in self.regions]
-        cut = [[(at, min(PIECE, end - at)) for at in range(start, max(end, start + 1), PIECE)] for start, end in spans]
+        cut = [piece_spans(region.offset, prod(region.shape) * size) for region in self.regions]
         starts, sizes = np.array([one for pieces in cut for one in pieces], np.int64).T.copy()
         return Stretches(starts, sizes, np.cumsum([0, *map(len, cut)], dtype=np.int64))
 

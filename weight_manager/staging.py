@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_client.digest import PIECE, digest_of, joined
+from rollout_client.digest import digest_of, joined, piece_spans
 from rollout_client.page_sums import both_digests
 from rollout_client.protocol import Copy
 from weight_manager import finite
@@ -92,9 +92,7 @@ class Target:
         """
         if self.scattered or self.by_sums or self.streamed is not None or not self.contiguous:
             return []
-        return [
-            (at, min(PIECE, end - at)) for end in [self.start + self.nbytes] for at in range(self.start, end, PIECE)
-        ]
+        return piece_spans(self.start, self.nbytes)
 
     def compute(self) -> tuple[int, int]:
         """Digest of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.

@@ -212,7 +212,7 @@ def receive_internal(
 
 
 class StoreReceiver(Protocol):
-    """What stores below send (relay/downstreams.py)."""
+    """What stores below send (relay/members.py)."""
 
     def request(self, peer: bytes, message: FromBelow) -> None:
         """Take one message of a store below."""

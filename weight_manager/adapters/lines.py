@@ -132,7 +132,7 @@ class Lines:
 
     @property
     def live(self) -> list[LiveAdapter]:
-        """Lines that are open, by name."""
+        """Every adapter that has a live version, by name."""
         return [live for name in sorted(self._lines) if (live := self._lines[name].live) is not None]
 
     def all(self) -> Iterator[Line]:

@@ -165,8 +165,9 @@ class Members:
 
     def _line(self, name: str) -> "Downstreams | None":
         """The line that a name stands for; "" = the model."""
-        live = self.live().of(name) is not None
-        return next((c.below for c in self.lines() if live and c.history.saved.adapter == name), None)
+        if self.live().of(name) is None:
+            return None
+        return next((c.below for c in self.lines() if c.history.saved.adapter == name), None)
 
     @property
     def _settled(self) -> bool:

@@ -83,13 +83,18 @@ async def test_another_version_than_the_wanted_one_is_a_conflict(client, replica
     assert late.status_code == 409
 
 
-async def test_the_version_before_scores_while_the_store_says_that_its_slot_is_there(client, replicas, store):
+async def one_is_live(client, replicas, store, *, former):
+    """Version 1 is, on every replica, and `former` was before it."""
     store.previous = store.live
     store.commit(1)
     for replica in replicas:
-        replica.former = 0
+        replica.former = former
         replica.move("serving", 1)
     await until_live(client, 1)
+
+
+async def test_the_version_before_scores_while_the_store_says_that_its_slot_is_there(client, replicas, store):
+    await one_is_live(client, replicas, store, former=0)
     reply = await client.post(URL, json=PAIR | {"weight_version": 0})
     assert [output["weight_version"] for output in reply.json()["outputs"]] == [0, 0]
     assert [output["weight_version"] for output in (await client.post(URL, json=PAIR)).json()["outputs"]] == [1, 1]
@@ -106,12 +111,7 @@ async def test_the_version_before_scores_while_the_store_says_that_its_slot_is_t
 async def test_the_version_that_was_rolled_back_is_not_waited_for(client, replicas, store):
     """It is above the live one."""
     store.commit(2)
-    store.previous = store.live
-    store.commit(1)
-    for replica in replicas:
-        replica.former = 2
-        replica.move("serving", 1)
-    await until_live(client, 1)
+    await one_is_live(client, replicas, store, former=2)
     reply = await client.post(URL, json=PAIR | {"weight_version": 2, "version_timeout_s": 2})
     assert [output["weight_version"] for output in reply.json()["outputs"]] == [2, 2]
 

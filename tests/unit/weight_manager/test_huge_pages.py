@@ -68,19 +68,23 @@ def test_what_did_not_move_is_tried_again_but_not_for_ever(monkeypatch):
         assert arena.rounds == [rounds, rounds]
 
 
-def test_slots_come_and_go_between_rounds(monkeypatch):
-    monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 0.01))
-    arena = Arena(99)
-    backed = iter([{0, 1}, {0}])
-    now = set()
+def backed_in_turn(arena, *rounds):
+    """Which slots have memory when it is asked round by round, beginning with slot 0."""
+    later, now = iter(rounds), set()
 
     def ask(slot):
         nonlocal now
         if slot == 0:
-            now = next(backed)
+            now = next(later)
         return slot in now
 
     arena.backed = ask
+
+
+def test_slots_come_and_go_between_rounds(monkeypatch):
+    monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 0.01))
+    arena = Arena(99)
+    backed_in_turn(arena, {0, 1}, {0})
     pages = HugePages(arena, lambda: False)
     pages.start()
     pages._thread.join(30)
@@ -102,16 +106,7 @@ def test_slots_that_are_still_to_come_are_waited_for(monkeypatch):
     """An adapter's other slots get their memory while its first is moved."""
     monkeypatch.setattr(huge_pages, "PAUSES_S", (0.0, 0.01, 0.01))
     arena = Arena()
-    later = iter([{0}, {0}, {0, 1}])
-    now = set()
-
-    def ask(slot):
-        nonlocal now
-        if slot == 0:
-            now = next(later)
-        return slot in now
-
-    arena.backed = ask
+    backed_in_turn(arena, {0}, {0}, {0, 1})
     pages = HugePages(arena, lambda: False, expected=2)
     pages.start()
     pages._thread.join(5)
