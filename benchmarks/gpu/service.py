@@ -23,17 +23,21 @@ SMALL_KV = ("--set", "worker.max_model_len=512", "--set", "worker.max_batch=2")
 class EmptyService:
     """A context manager; inside it the store takes pushes. `wait_ready` waits for the replicas."""
 
-    def __init__(self, config: dict[str, Any], replicas: int, log: Path, *options: str) -> None:
-        """config: of the model, as in config.json. options: more of `paddle-rollout serve`."""
+    def __init__(self, model: dict[str, Any] | Path, replicas: int, log: Path, *options: str) -> None:
+        """model: what its config.json says, or a directory that has one. options: more of `paddle-rollout serve`."""
         self._scratch = tempfile.TemporaryDirectory(prefix="bench-gpu-")
         root = Path(self._scratch.name)
-        (root / "model").mkdir()
-        (root / "model" / "config.json").write_text(json.dumps(config))
+        if isinstance(model, Path):
+            directory = model
+        else:
+            directory = root / "model"
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps(model))
         self.run_dir = root / "run"
         self._log = log
         self._replicas = replicas
         self._args = [
-            *(sys.executable, "-c", SERVE, "serve", str(root / "model"), "--replicas", str(replicas)),
+            *(sys.executable, "-c", SERVE, "serve", str(directory), "--replicas", str(replicas)),
             *("--dtype", "bfloat16", "--name", f"bench-gpu-{os.getpid()}", "--run-dir", str(self.run_dir)),
             *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*", "--set", "store.load_weights=false", *options),
         ]

@@ -23,6 +23,8 @@ class Load:
     streamed: bool
     prompt: int = 32
     openai: bool = False  # by OpenAI's route for completions, which other servers have too
+    first: int = 0  # number of the first sequence: others have other prompts, which no cache has yet
+    seeded: bool = True  # False where a server pays for a seed of each request's own
 
     @property
     def total(self) -> int:
@@ -61,7 +63,8 @@ def run_apart(url: str, load: Load, clients: int) -> float:
 def parts_of(load: Load, clients: int) -> list[Load]:
     """Each client's sequences, as equal as they can be; fewer parts than clients where there are fewer sequences."""
     counts = [(load.sequences + i) // clients for i in range(clients)]
-    return [replace(load, sequences=count) for count in counts if count]
+    firsts = [load.first + sum(counts[:i]) for i in range(clients)]
+    return [replace(load, sequences=count, first=first) for count, first in zip(counts, firsts, strict=True) if count]
 
 
 async def _run(url: str, load: Load) -> Run:
@@ -70,7 +73,7 @@ async def _run(url: str, load: Load) -> Run:
     assert where.port is not None
     links = [await asyncio.open_connection(where.hostname, where.port, limit=_READ) for _ in range(load.sequences)]
     began = time.perf_counter()
-    found = await asyncio.gather(*(_one(*link, load, seed) for seed, link in enumerate(links)))
+    found = await asyncio.gather(*(_one(*link, load, seed) for seed, link in enumerate(links, load.first)))
     seconds = time.perf_counter() - began
     for _, writer in links:
         writer.close()
@@ -83,7 +86,8 @@ async def _run(url: str, load: Load) -> Run:
 async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load: Load, seed: int) -> tuple[int, int]:
     """Tokens, and in how many pieces."""
     prompt = [(seed * 31 + at * 7) % 40000 + 1 for at in range(load.prompt)]
-    body: dict[str, Any] = {"max_tokens": load.tokens, "ignore_eos": True, "seed": seed, "stream": load.streamed}
+    body: dict[str, Any] = {"max_tokens": load.tokens, "ignore_eos": True, "stream": load.streamed}
+    body |= {"seed": seed} if load.seeded else {}
     body |= {"prompt": prompt, "return_token_ids": True, "logprobs": 0} if load.openai else {"prompt_ids": prompt}
     payload = json.dumps(body).encode()
     path = "/v1/completions" if load.openai else "/v1/rollout/generate"

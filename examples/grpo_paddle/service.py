@@ -24,15 +24,15 @@ class Service:
     It shares the trainer's terminal and so its Ctrl-C; all it needs besides is to be waited for.
     """
 
-    def __init__(self, model: Path, replicas: int, out: Path):
-        """model: checkpoint directory. out: where service.log goes."""
+    def __init__(self, model: Path, replicas: int, out: Path, *options: str):
+        """model: checkpoint directory. out: where service.log goes. options: more of `paddle-rollout serve`."""
         self._scratch = tempfile.TemporaryDirectory(prefix="grpo-demo-")  # sockets need a short path
         self._run_dir = Path(self._scratch.name) / "run"
         self._log = out / "service.log"
         self._args = [
             *(sys.executable, "-c", SERVE, "serve", str(model), "--replicas", str(replicas)),
             *("--name", f"grpo-demo-{os.getpid()}", "--run-dir", str(self._run_dir)),
-            *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*"),
+            *("--port", "0", "--push-endpoint", "tcp://127.0.0.1:*", *options),
         ]
 
     def __enter__(self) -> Access:

@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +22,13 @@ from rollout_client import WeightPublisher
 GROUP, KEEP = 16, 8
 
 
-def run(out: Path, steps: int, replicas: int, seed: int, device: str, console: Console) -> dict[str, float]:
-    """Train and leave summary.json, reward.png and service.log in `out`; returns the summary."""
+def run(
+    out: Path, steps: int, replicas: int, seed: int, device: str, workers: str, console: Console
+) -> dict[str, float]:
+    """Train and leave summary.json, reward.png and service.log in `out`; returns the summary.
+
+    device: the trainer's. workers: the service's --device.
+    """
     out.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     shape = Shape()
@@ -34,9 +39,10 @@ def run(out: Path, steps: int, replicas: int, seed: int, device: str, console: C
     learner = Learner(weights, shape, GROUP)
     versions: OrderedDict[int, dict[str, Any]] = OrderedDict({0: _copy(weights)})
     console.print(f"starting {replicas} replicas")
+    transport: Literal["auto", "cuda_ipc"] = "cuda_ipc" if workers == "gpu" else "auto"
     with (
-        Service(out / "model", replicas, out) as access,
-        WeightPublisher(access.push_endpoint, run_id="grpo-torch") as publisher,
+        Service(out / "model", replicas, out, "--device", workers) as access,
+        WeightPublisher(access.push_endpoint, run_id="grpo-torch", transport=transport) as publisher,
         RolloutStream(access.url, rng, group=GROUP) as stream,
         Progress(console, steps) as progress,
     ):

@@ -1,0 +1,173 @@
+"""What a push costs those who generate: a stream's token gaps while a torch trainer on the same GPU pushes.
+
+    python -m benchmarks.gpu.commits [--sequences 64] [--pushes 60] [--out OUT.json]
+
+64 sequences generate, one of them streamed to a process of its own, which notes when each token comes and which version
+made it. By way of transport (`shm`: the arena, copied and proved by the rank; `cuda_ipc`: from GPU to GPU):
+
+    step            median gap outside pushes: a step of the loop, as a client sees it
+    during          mean gap from a push's begin to its seal (moved and checked), over the mean outside
+    commit_p50 p99  the gap in which the version changes, in steps; p99 is of all commits
+    quiet_p99       the same percentile of gaps that no push touches: what the clocks and the client add
+
+Clocks of the processes are one (CLOCK_MONOTONIC).
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.direct import MODEL, PROMPT, SETTINGS, Trainer
+from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.shapes import SHAPES
+from rollout_client import AsyncRolloutClient, RolloutClient
+
+PAUSE_S = 0.12
+LONGEST = 1900
+"""New tokens of a request; the next one follows."""
+Window = tuple[float, float]
+
+
+def watch(url: str, stop: threading.Event) -> list[list[tuple[float, int, int]]]:
+    """(when, tokens, version of the last) of each event, by request."""
+    found = []
+    prompt = np.random.default_rng(1).integers(1000, 150_000, PROMPT).tolist()
+    with RolloutClient(url) as client:
+        while not stop.is_set():
+            events: list[tuple[float, int, int]] = []
+            for piece in client.stream(prompt_ids=prompt, max_tokens=LONGEST, ignore_eos=True):
+                output = piece.outputs[0]
+                if output.token_ids:
+                    events.append((time.monotonic(), len(output.token_ids), output.spans[-1].version))
+                if stop.is_set():
+                    break
+            found.append(events)
+    return found
+
+
+async def generate(url: str, sequences: int, stop: threading.Event) -> None:
+    """The others, whole answers without pause."""
+    client = AsyncRolloutClient(url)
+    rng = np.random.default_rng(0)
+
+    async def one() -> None:
+        while not stop.is_set():
+            prompt = rng.integers(1000, 150_000, PROMPT).tolist()
+            await client.generate(prompt_ids=prompt, max_tokens=LONGEST, ignore_eos=True)
+
+    await asyncio.gather(*(one() for _ in range(sequences)))
+    await client.aclose()
+
+
+def gaps(requests: list[list[tuple[float, int, int]]]) -> list[tuple[float, float, int, bool]]:
+    """(from, to, tokens at the end of it, whether the version changed in it)."""
+    found = []
+    for events in requests:
+        for before, after in pairwise(events[2:]):
+            found.append((before[0], after[0], after[1], before[2] != after[2]))
+    return found
+
+
+def judged(all_gaps: list[tuple[float, float, int, bool]], moves: list[Window], pushes: list[Window]) -> dict[str, Any]:
+    """Figures of one way; moves: from begin to sealed, pushes: to committed and 20 ms on."""
+
+    def touches(gap: tuple[float, float, int, bool], windows: list[Window]) -> bool:
+        return any(gap[0] < end and start < gap[1] for start, end in windows)
+
+    first, last = pushes[0][0] - 1.0, pushes[-1][1]
+    mine = [gap for gap in all_gaps if first <= gap[0] <= last]
+    each = [(end - start) / count for start, end, count, _ in mine]
+    quiet = [value for gap, value in zip(mine, each, strict=True) if not touches(gap, pushes)]
+    moving = [value for gap, value in zip(mine, each, strict=True) if touches(gap, moves) and not gap[3]]
+    changed = [gap[1] - gap[0] for gap in mine if gap[3]]
+    step = statistics.median(quiet)
+    return {
+        "step_ms": round(1e3 * step, 3),
+        "during": round(statistics.mean(moving) / statistics.mean(quiet), 3) if moving else None,
+        "during_median": round(statistics.median(moving) / step, 3) if moving else None,
+        "commits": len(changed),
+        "commit_p50": round(float(np.percentile(changed, 50)) / step, 2) if changed else None,
+        "commit_p99": round(float(np.percentile(changed, 99)) / step, 2) if changed else None,
+        "quiet_p99": round(float(np.percentile(quiet, 99)) / step, 2),
+        "tokens_an_event": round(statistics.mean(count for _, _, count, _ in mine), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.commits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--pushes", type=int, default=60, help="of each way")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
+    parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    stop = threading.Event()
+    if args.watch or args.load:
+        threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+        if args.watch:
+            print(json.dumps(watch(args.watch, stop)))
+        else:
+            asyncio.run(generate(args.load, args.sequences, stop))
+        return
+    import torch
+
+    log = Path(tempfile.mkdtemp(prefix="commits-")) / "service.log"
+    options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
+    with EmptyService(SHAPES[MODEL], 1, log, *options) as service:
+        trainer = Trainer(torch, service.push_endpoint)
+        trainer.push("shm")
+        while service.metric("rollout_replica_ready") != 1:
+            time.sleep(0.05)
+        for way in ("shm", "cuda_ipc") * 2:
+            trainer.push(way)
+        others = apart("--load", service.url, "--sequences", str(args.sequences - 1))
+        watcher = apart("--watch", service.url)
+        time.sleep(3.0)
+        windows: dict[str, tuple[list[Window], list[Window]]] = {}
+        totals: dict[str, list[float]] = {}
+        for way in trainer.ways:
+            moves, pushes, totals[way] = [], [], []
+            time.sleep(1.0)
+            for _ in range(args.pushes):
+                trainer.prepare()
+                began = time.monotonic()
+                seconds = trainer.send(way).seconds
+                moves.append((began + seconds["begin"], began + seconds["total"] - seconds["commit"]))
+                pushes.append((began, time.monotonic() + 0.02))
+                totals[way].append(1e3 * seconds["total"])
+                time.sleep(PAUSE_S)
+            windows[way] = moves, pushes
+        found, _ = watcher.communicate("")
+        others.communicate("")
+    seen = gaps(json.loads(found))
+    result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "sequences": args.sequences}
+    for way, (moves, pushes) in windows.items():
+        result[way] = {"push_ms": round(statistics.median(totals[way]), 1)} | judged(seen, moves, pushes)
+    print(json.dumps(result, indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def apart(*words: str) -> "subprocess.Popen[str]":
+    """This module in a process of its own, until its standard input is closed."""
+    command = [sys.executable, "-m", "benchmarks.gpu.commits", *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+if __name__ == "__main__":
+    main()
