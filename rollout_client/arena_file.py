@@ -93,6 +93,10 @@ class ArenaFile:
         """Whether the slot has memory; reading one without would silently allocate it."""
         return bool(self._words[_BACKED + _LINE * slot])
 
+    def mapped(self, slot: int) -> bool:
+        """Whether `slot` has its bytes at hand already."""
+        return slot in self._maps
+
     def slot(self, slot: int) -> memoryview:
         """The slot's bytes, prefaulted once and kept mapped; read-only unless the arena was opened to write."""
         if slot not in self._maps:

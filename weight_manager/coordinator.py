@@ -123,6 +123,10 @@ class Audience(Protocol):
         """Send to a replica by number; one that is not there simply does not answer."""
         ...
 
+    def intact(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
+        """Bytes of the slot that a session fills are proved: whoever copies versions may begin with these."""
+        ...
+
     def drop(self, number: int, why: str) -> None:
         """A replica did not answer: it must register again."""
         ...
@@ -444,6 +448,9 @@ class Coordinator:
 
     def _verified(self, session: PushSession, check: Check) -> None:
         self.below.verified(session, check)
+        spans = [target.span for target, _ in check if target.contiguous]
+        if spans and session is self.session:
+            self.replicas.intact(session.slot, session.write_epoch, spans)
         self._name_if_checked(session)
 
     def _name_if_checked(self, session: PushSession) -> None:

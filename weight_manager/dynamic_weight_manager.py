@@ -11,7 +11,7 @@ time is in `prepare`; `flip` and `rollback` swap pointers.
 The engine is anything with `prepare` and `bind` (worker/engine/base.py). One thread.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,22 @@ class SupportsStage(Protocol):
 
     def read(self, handle: object, name: str) -> npt.NDArray[Any]:
         """A parameter's bytes in its own memory, of a version that was staged. [bytes] uint8."""
+        ...
+
+
+Spans = Sequence[tuple[int, int]]
+"""(offset, bytes) in a slot."""
+
+
+@runtime_checkable
+class CopiesAhead(SupportsStage, Protocol):
+    """One that can copy a version into its memory while it still arrives."""
+
+    def copy_ahead(self, key: tuple[int, int], memory: memoryview, spans: Spans) -> None:
+        """Begin to copy these bytes of a slot, or leave them to `stage`; returns at once, and steps go on.
+
+        key: the slot and its write epoch, as `Live` has them. memory: the slot.
+        """
         ...
 
 
@@ -123,6 +139,16 @@ class DynamicWeightManager:
     def prepare(self, live: Live, *, verify: bool = False) -> None:
         """Views of a sealed slot, ready to bind; serving goes on. verify: against its digest. Raises WeightsRefused."""
         self._staged = self._hold(live, verify=verify)
+
+    def copy_ahead(self, slot: int, write_epoch: int, spans: Spans) -> None:
+        """Bytes of a version that still arrives, and is none before `prepare` has proved it: an engine with memory of
+        its own may copy them. Not while a version is held that a rollback would go back to, nor from a slot that is not
+        mapped here yet, which takes long: `prepare` does that.
+        """
+        engine, reader = self._engine, self._reader
+        idle = self._live is not None and self._staged is None and not self._flipped
+        if isinstance(engine, CopiesAhead) and idle and reader.mapped(slot) and reader.write_epoch(slot) == write_epoch:
+            engine.copy_ahead((slot, write_epoch), reader.slot(slot), spans)
 
     def flip(self) -> None:
         """Bind what was prepared; the old version stays at hand. Raises WeightsRefused if nothing is prepared."""

@@ -19,6 +19,7 @@ from weight_manager.messages import (
     Flipped,
     FromReplica,
     HeldAdapter,
+    Intact,
     Leaving,
     Live,
     Prepared,
@@ -57,6 +58,7 @@ class Replica:
     told: set[str] = field(default_factory=set)  # names that it was told to serve, and has not said anything since
     held: list[HeldAdapter] = field(default_factory=list)  # versions that are read there
     adapter_error: str = ""
+    copies_ahead: bool = False  # tell it of bytes that are intact
 
 
 class Replicas:
@@ -152,6 +154,14 @@ class Replicas:
             if isinstance(message, Finalize) and message.adapter:
                 replica.told.add(message.adapter)
             self._send(replica.identity, message)
+
+    def intact(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
+        """Tell those that serve a version and copy the next one while it arrives. A queue that takes no more is none
+        the worse for it: what is not heard of is copied later.
+        """
+        for replica in self._replicas.values():
+            if replica.copies_ahead and replica.epoch:
+                self._send(replica.identity, Intact(slot, write_epoch, spans))
 
     def drop(self, number: int, why: str) -> None:
         """A replica did not answer: it must register again."""
@@ -255,7 +265,9 @@ class Replicas:
         self._coordinator.note_error(PushRefused("refused", replica.error, rank=rank), extra)
 
     def _welcome(self, identity: bytes, request: Register, now: float) -> None:
-        replica = Replica(request.replica, identity, request.pids, now, held=request.adapters)
+        replica = Replica(
+            *(request.replica, identity, request.pids, now), held=request.adapters, copies_ahead=request.copies_ahead
+        )
         known = self._replicas.pop(request.replica, None)
         if known is not None:
             self._unwatch(known)

@@ -80,7 +80,7 @@ class Membership:
         self.session: Session | None = None
         self.stalls: list[float] = []  # seconds, since last taken
         self.registered = False
-        self._me = store.Register(replica, pids, layout_digest)
+        self._me = store.Register(replica, pids, layout_digest, copies_ahead=actions.copies_ahead)
         self._actions = actions
         self._lifecycle = lifecycle
         self._scheduler = scheduler
@@ -239,6 +239,8 @@ class Membership:
                 self._on_registered(message)
             case store.Adopt():
                 self._adopt(message.live)
+            case store.Intact():
+                self._actions.copy_ahead(message)
             case store.Prepare():
                 self._on_prepare(message)
             case store.Flip():

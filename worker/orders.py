@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.dynamic_weight_manager import DynamicWeightManager
-from weight_manager.messages import Live, LiveAdapter
+from weight_manager.dynamic_weight_manager import CopiesAhead, DynamicWeightManager
+from weight_manager.messages import Intact, Live, LiveAdapter
 from worker.adapter_views import AdapterViews
 from worker.engine.base import Engine, Float32, ForwardBatch, Logits, OnDevice
 from worker.messages import Tag
@@ -272,6 +272,16 @@ class Actions:
         assert self.weights is not None
         with self.weights.bound_to_former():
             return self.engine.forward(batch)
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether this rank's engine copies a version while it arrives."""
+        return isinstance(self.engine, CopiesAhead)
+
+    def copy_ahead(self, message: Intact) -> None:
+        """Part of the next version can be copied already. Between orders; returns at once."""
+        if self.weights is not None and "weights" not in self.released:
+            self.weights.copy_ahead(message.slot, message.write_epoch, message.spans)
 
     def start(self, order: Order) -> None:
         """Begin. FINALIZE, ROLLBACK and orders without work are over when this returns."""

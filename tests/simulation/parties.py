@@ -15,8 +15,10 @@ from tests.simulation.network import Connection, Frames
 from tests.simulation.world import World
 from weight_manager import messages
 from weight_manager.adapters.plan import adapter_layout
+from weight_manager.layout import region_digests, version_digest
 from weight_manager.messages import Live, LiveAdapter
 from worker.adapter_membership import AdapterMembership
+from worker.gpu.weights import Ahead
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.orders import Order, Phase, Signal, Verdict
@@ -27,16 +29,30 @@ STEP_S = 0.1
 
 @dataclass
 class Held:
-    """A version as ranks hold it: views of a slot of a mapped arena."""
+    """A version as ranks hold it: views of a slot of a mapped arena; on a device, a copy of its own."""
 
     live: Live
     memory: Memory
+    own: bytes | None = None
+
+    @property
+    def torn(self) -> bool:
+        """Whether what is computed with is something else."""
+        digest = self.live.digest
+        own = None if self.own is None else version_digest(LAYOUT, region_digests(LAYOUT, memoryview(self.own)))
+        return own not in (None, digest) or self.memory.holds(self.live.slot) != digest
 
 
 class Ranks:
-    """Stands for the ranks of a replica and their weights (worker/orders.py, dynamic_weight_manager.py)."""
+    """Stands for the ranks of a replica and their weights (worker/orders.py, dynamic_weight_manager.py).
 
-    def __init__(self) -> None:
+    On a device (worker/gpu/lending.py) they believe what they are told to be intact: what they copied then is not
+    compared with anything, as a real one is before its vote. So it had better be true.
+    """
+
+    def __init__(self, *, copies_ahead: bool) -> None:
+        self.copies_ahead = copies_ahead
+        self._ahead: tuple[Ahead, bytearray] | None = None
         self.released: frozenset[str] = frozenset()
         self.bound: Held | None = None
         self._staged: Held | None = None
@@ -57,7 +73,7 @@ class Ranks:
                     return Verdict(False, 0, "no arena is mapped yet")
                 if self.bound.memory.write_epoch(order.live.slot) != order.live.write_epoch:
                     return Verdict(False, 0, "the slot was given away")
-                self._staged = Held(order.live, self.bound.memory)
+                self._staged = Held(order.live, self.bound.memory, self._copied(order.live, self.bound.memory))
             case Phase.FLIP:
                 if self._staged is None:
                     return Verdict(False, 0, "nothing is prepared")
@@ -67,6 +83,30 @@ class Ranks:
             case Phase.ROLLBACK:
                 self.back()
         return Verdict(True)
+
+    def copy_ahead(self, message: messages.Intact) -> None:
+        key, held = (message.slot, message.write_epoch), self.bound
+        if not self.copies_ahead or held is None or self._staged is not None or self._flipped:
+            return
+        if held.memory.write_epoch(message.slot) != message.write_epoch:
+            return
+        if self._ahead is None or self._ahead[0].key != key:
+            self._ahead = Ahead(key, 0), bytearray(held.memory.slot_bytes)
+        there, copy = self._ahead
+        for start, size in message.spans:
+            if there.add(start, size):
+                copy[start : start + size] = held.memory.slot(message.slot)[start : start + size]
+
+    def _copied(self, live: Live, memory: Memory) -> bytes | None:
+        if not self.copies_ahead:
+            return None
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0].key != (live.slot, live.write_epoch):
+            return bytes(memory.slot(live.slot))
+        there, copy = ahead
+        for start, size in there.missing([(0, memory.slot_bytes)]):
+            copy[start : start + size] = memory.slot(live.slot)[start : start + size]
+        return bytes(copy)
 
     def back(self) -> None:
         self._staged = None
@@ -79,7 +119,9 @@ class Ranks:
             return Verdict(False, 0, "the slot does not hold the version")
         if live.write_epoch and memory.write_epoch(live.slot) != live.write_epoch:
             return Verdict(False, 0, "the slot was given away")
-        self.bound, self._staged, self._previous, self._flipped = Held(live, memory), None, None, False
+        self._ahead = None
+        held = Held(live, memory, self._copied(live, memory))
+        self.bound, self._staged, self._previous, self._flipped = held, None, None, False
         return Verdict(True)
 
 
@@ -186,7 +228,8 @@ class Replica:
         world = self.world
         self.pid, self.alive = world.number(), True
         world.pids.add(self.pid)
-        self.ranks, self.versions, self.sequences = Ranks(), Versions(), Sequences()
+        on_device = bool((ord(self.host.name[0]) + self.number) % 2)
+        self.ranks, self.versions, self.sequences = Ranks(copies_ahead=on_device), Versions(), Sequences()
         self.work: Order | None = None
         self.lifecycle = Lifecycle(lambda state, reason: None)
         self.adapters = AdapterMembership(
@@ -340,7 +383,7 @@ class Replica:
             self._adapter_served(self, self.versions.held[epoch][0])
         self.sequences.turn(self.world.rng)
         self._soon(lambda: None)
-        if held.memory.holds(live.slot) != live.digest:
+        if held.torn:
             raise self.world.violated(f"torn: {self.who} computes version {live.version} with other bytes")
         self._served(self, live)
 

@@ -3,12 +3,14 @@
 What the store has proved is the arena's slot. A rank votes on its own copy of it, so that is what is read here.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import xxhash
 
 from rollout_client.cuda_hash import SOURCE, THREADS, TINY
-from rollout_client.digest import PIECE, joined
-from weight_manager.layout import ITEMSIZE, Layout, version_digest
+from rollout_client.digest import joined
+from weight_manager.layout import Layout, version_digest
 from worker.gpu.compiler import compiled
 from worker.gpu.driver import Driver, Module, Pointer
 from worker.gpu.weights import Placement
@@ -25,38 +27,37 @@ class DeviceDigests:
         self._driver, self._layout = driver, layout
         self._stream = driver.stream()
         self._module = Module(driver, compiled(SOURCE, {}, driver.capability))
-        self._pieces: list[tuple[int, int]] = []  # offset in the slot and bytes
-        self._ends: list[int] = []  # of each region's pieces
-        for region in layout.regions:
-            nbytes = int(np.prod(region.shape)) * ITEMSIZE[layout.manifest.dtype]
-            run = next(run for run in reversed(where.runs) if run.source <= region.offset)
-            start = run.target + region.offset - run.source
-            self._pieces += [(start + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
-            self._ends.append(len(self._pieces))
-        count = len(self._pieces)
+        starts, self._sizes, first = layout.stretches
+        runs = np.array([(run.source, run.target) for run in where.runs], np.int64)
+        at = np.searchsorted(runs[:, 0], starts, "right") - 1
+        self._starts = starts + runs[at, 1] - runs[at, 0]  # in a device slot
+        bounds = first.tolist()
+        self._first = bounds[:-1]
+        self._several = [(region, *span) for region, span in enumerate(pairwise(bounds)) if span[1] > span[0] + 1]
+        self._odd = np.flatnonzero(self._starts % _WORD)  # not read by the kernel
+        self._small = np.flatnonzero((self._sizes <= TINY) & (self._starts % _WORD == 0))  # only fetched by it
+        count = len(starts)
         self._table = driver.pinned((count, 2), np.uint64)
+        self._table[:, 1] = np.where(self._starts % _WORD, 0, self._sizes)
         self._out = driver.pinned(count, np.uint64)
         self._tiny = driver.pinned((count, TINY), np.uint8)
 
     def version(self, address: int) -> str:
         """The digest of the slot that begins there; 16 hex digits, as `layout.version_digest`."""
         self._driver.enter()
-        for row, (start, nbytes) in enumerate(self._pieces):
-            self._table[row] = address + start, 0 if start % _WORD else nbytes
+        self._table[:, 0] = self._starts + address
         arguments = [Pointer(array.ctypes.data) for array in (self._table, self._out, self._tiny)]
-        self._module.launch("xxh3", (len(self._pieces),), THREADS, self._stream, arguments)
+        self._module.launch("xxh3", (len(self._starts),), THREADS, self._stream, arguments)
         self._driver.wait(self._stream)
-        found = [self._piece(row, address) for row in range(len(self._pieces))]
-        starts = [0, *self._ends[:-1]]
-        return version_digest(self._layout, [joined(found[a:b]) for a, b in zip(starts, self._ends, strict=True)])
-
-    def _piece(self, row: int, address: int) -> int:
-        start, nbytes = self._pieces[row]
-        if start % _WORD:
-            fetched = np.empty(nbytes, np.uint8)
-            self._driver.to_host(fetched, address + start, self._stream)
+        pieces: list[int] = self._out.tolist()
+        for row in self._small.tolist():
+            pieces[row] = xxhash.xxh3_64_intdigest(self._tiny[row, : self._sizes[row]].tobytes())
+        for row in self._odd.tolist():
+            fetched = np.empty(int(self._sizes[row]), np.uint8)
+            self._driver.to_host(fetched, address + int(self._starts[row]), self._stream)
             self._driver.wait(self._stream)
-            return int(xxhash.xxh3_64_intdigest(fetched.data))
-        if nbytes <= TINY:  # the kernel only fetches those
-            return int(xxhash.xxh3_64_intdigest(self._tiny[row, :nbytes].tobytes()))
-        return int(self._out[row])
+            pieces[row] = xxhash.xxh3_64_intdigest(fetched.data)
+        regions = [pieces[row] for row in self._first]
+        for region, start, stop in self._several:
+            regions[region] = joined(pieces[start:stop])
+        return version_digest(self._layout, regions)

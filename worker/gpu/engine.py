@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from weight_manager.dynamic_weight_manager import Spans
 from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
@@ -94,6 +95,10 @@ class GpuEngine:
         """As `prepare`, and sure to be this version in the device's own memory; a trainer may have put it there."""
         self._check(views)
         return self._lending.stage(live, views)
+
+    def copy_ahead(self, key: tuple[int, int], memory: memoryview, spans: Spans) -> None:
+        """Begin to copy a version that still arrives."""
+        self._lending.copy_ahead(key, memory, spans)
 
     def read(self, handle: object, name: str) -> npt.NDArray[Any]:
         """A parameter's bytes as they lie on the device, of a version that was staged."""

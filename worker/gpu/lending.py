@@ -1,27 +1,35 @@
-"""A rank's staged device slot, lent to trainers on this host, and proved before it is used.
+"""A rank's spare device slot: who fills it, and the proof before it is used.
 
-The rank's side of rollout_client/device_slots.py. One trainer at a time writes, into the slot that nothing is computed
-with. What it has filled is used for one thing: the `Prepare` of the very slot and write epoch that it named, and only
-if the digest of the device's memory is the version's. Memory that it has not said to be filled may still be written to,
-by a process that was stopped or is dying: it is let go of, and other memory comes behind the same addresses.
+It is filled in one of three ways, each for one thing: the `Prepare` of the very slot of the arena and write epoch that
+it was filled for.
+
+    lent      a trainer on this host writes into it (rollout_client/device_slots.py), one at a time
+    ahead     this rank copies from the arena's slot what the store has found to be intact, while the rest arrives
+    at last   it copies what is not there by then
+
+Whatever the way, what counts is the digest of the device's memory: it is the version's, or the rank votes no. Memory
+that a trainer has not said to be filled may still be written to, by a process that was stopped or is dying: it is let
+go of, and other memory comes behind the same addresses.
 """
 
 import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from rollout_client.device_slots import LONGEST, Ask, Grant, No, Taken, decode_request, encode
-from weight_manager.dynamic_weight_manager import Views
+from weight_manager.dynamic_weight_manager import Spans, Views
 from weight_manager.messages import Live
 from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import CudaError
-from worker.gpu.weights import DeviceSlots, Staged
+from worker.gpu.weights import Ahead, DeviceSlots, Staged
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +46,30 @@ class _Loan:
     connection: socket.socket
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Bytes that may be copied ahead. turn: of `Lending`, when they were told of."""
+
+    turn: int
+    key: Key
+    memory: memoryview
+    spans: Spans
+
+
 class Lending:
-    """Stages versions, lent slots among them. `stage` and `withdraw` are the rank's, trainers have a thread each."""
+    """Stages versions. `stage`, `copy_ahead` and `withdraw` are the rank's; trainers have a thread each, and so have
+    copies that are made ahead.
+    """
 
     def __init__(self, slots: DeviceSlots, digests: DeviceDigests) -> None:
         self._slots, self._digests = slots, digests
         self._lock = threading.Lock()
         self._loan: _Loan | None = None
         self._filled: _Loan | None = None
+        self._ahead: Ahead | None = None
+        self._turn = 0  # moves when parts told of before are of no use any more, and may not even be mapped
+        self._parts: queue.SimpleQueue[_Part] = queue.SimpleQueue()
+        self._copying: threading.Thread | None = None
 
     def listen(self, path: Path) -> None:
         """Serve trainers at `path`, in a thread, for as long as the process lives. A system that cannot is no error."""
@@ -67,7 +91,9 @@ class Lending:
         Raises ValueError when the device does not hold what was copied, DeviceMemoryError.
         """
         with self._lock:
+            self._turn += 1
             filled, self._filled = self._filled, None
+            ahead, self._ahead = self._ahead, None
             if filled is not None and self._is_for(filled, live):
                 staged = self._slots.hold(filled.slot)
                 if self._holds(staged, live):
@@ -78,20 +104,55 @@ class Lending:
                 )
                 del staged
             self._take_back()
-            staged = self._slots.stage(views)
+            if ahead is not None and (ahead.key != (live.slot, live.write_epoch) or ahead.slot != self._slots.spare):
+                ahead = None
+            staged = self._slots.stage(views, ahead)
             if self._holds(staged, live):
                 return staged
-            if self._slots.pinned.let_go():  # the driver may have held pages that the slot had before
+            if self._slots.pinned.let_go() or ahead is not None:  # the driver may have held pages of before
                 staged = self._slots.stage(views)
                 if self._holds(staged, live):
                     return staged
             raise ValueError(f"the device does not hold version {live.version}: its digest differs")
 
+    def copy_ahead(self, key: Key, memory: memoryview, spans: Spans) -> None:
+        """Begin to copy these bytes of the arena's slot, unless a trainer fills the device's; returns at once."""
+        if self._copying is None:
+            self._copying = threading.Thread(target=self._copy_parts, name="copying", daemon=True)
+            self._copying.start()
+        self._parts.put(_Part(self._turn, key, memory, spans))
+
     def withdraw(self) -> None:
-        """The rank gives its weights up: nothing that was lent counts."""
+        """The rank gives its weights up: nothing that was lent or copied counts, and nothing reads the arena."""
         with self._lock:
+            self._turn += 1
             self._filled = None
+            self._drop_ahead()
             self._take_back()
+
+    def _copy_parts(self) -> None:
+        while True:
+            part = self._parts.get()
+            with self._lock:
+                try:
+                    self._copy(part)
+                except CudaError as error:  # `stage` meets it again, and answers for it
+                    log.warning("could not copy ahead: %s", error)
+                    self._ahead = None
+
+    def _copy(self, part: _Part) -> None:
+        slot = self._slots.spare
+        if part.turn != self._turn or self._loan is not None or self._filled is not None or slot is None:
+            return
+        if self._ahead is None or (self._ahead.key, self._ahead.slot) != (part.key, slot):
+            self._ahead = Ahead(part.key, slot)
+        self._slots.copy_ahead(self._ahead, np.frombuffer(part.memory, np.uint8).ctypes.data, part.spans)
+
+    def _drop_ahead(self) -> None:
+        """What was copied ahead is of no use, and no copy of it is under way any more."""
+        if self._ahead is not None:
+            self._ahead = None
+            self._slots.settle()
 
     def _is_for(self, filled: _Loan, live: Live) -> bool:
         return filled.key == (live.slot, live.write_epoch) and self._slots.spare == filled.slot
@@ -122,6 +183,7 @@ class Lending:
     def _lend(self, connection: socket.socket, key: Key) -> None:
         with self._lock:
             self._take_back()  # of a session that is over, as the store has one at a time
+            self._drop_ahead()
             self._filled, slot = None, self._slots.spare
             if slot is None:
                 idle = (

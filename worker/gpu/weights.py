@@ -1,17 +1,20 @@
 """Two weight slots in device memory: one is computed with while the other is filled.
 
 A slot holds what this rank reads, at the distances it has in the store's arena, so that a version arrives in few large
-copies and stays in HF layout. Both slots keep their addresses for as long as the process lives (memory.py).
+copies and stays in HF layout. It is copied while it arrives (`Ahead`), as far as the store has proved it, and the rest
+once it is whole. Both slots keep their addresses for as long as the process lives (memory.py).
 """
 
 import weakref
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.intervals import Intervals
 from weight_manager.layout import ITEMSIZE, PAGE, Layout, rank_views
 from worker.gpu.driver import DeviceMemoryError, Driver
 from worker.gpu.memory import Region
@@ -42,10 +45,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank's tensors lie. places: byte offset in a device slot and shape, by name (fused groups too)."""
+    """Where a rank's tensors lie.
+
+    places: byte offset in a device slot and shape, by name (fused groups too). pieces: (offset in a slot of the arena,
+    bytes) of what the rank reads, each byte once, rising; between them is padding, or what others read.
+    """
 
     places: dict[str, tuple[int, tuple[int, ...]]]
     runs: tuple[Run, ...]
+    pieces: tuple[tuple[int, int], ...]
     nbytes: int
 
     def tensors(self, base: int) -> dict[str, Tensor]:
@@ -63,8 +71,11 @@ def placement(layout: Layout, rank: int) -> Placement:
         for name, view in rank_views(layout, rank, slot).items()
     }
     runs: list[Run] = []
+    pieces: list[tuple[int, int]] = []
     for start, nbytes, _ in sorted(spans.values(), key=lambda span: (span[0], -span[1])):
         end = start + nbytes
+        if not pieces or start >= sum(pieces[-1]):  # else it is of a group, which is there whole
+            pieces.append((start, nbytes))
         last = runs[-1] if runs else None
         if last is not None and start <= last.source + last.nbytes + _GAP:
             runs[-1] = Run(last.source, last.target, max(last.nbytes, end - last.source))
@@ -74,7 +85,32 @@ def placement(layout: Layout, rank: int) -> Placement:
     for name, (start, _, shape) in spans.items():
         run = next(run for run in reversed(runs) if run.source <= start)
         places[name] = (run.target + start - run.source, shape)
-    return Placement(places, tuple(runs), runs[-1].target + runs[-1].nbytes)
+    return Placement(places, tuple(runs), tuple(pieces), runs[-1].target + runs[-1].nbytes)
+
+
+class Ahead:
+    """What of a version was copied before it was whole: into which slot, and which bytes of the arena's slot.
+
+    key: the slot of the arena and its write epoch.
+    """
+
+    def __init__(self, key: tuple[int, int], slot: int) -> None:
+        self.key, self.slot = key, slot
+        self._there = Intervals()
+
+    def add(self, start: int, nbytes: int) -> bool:
+        """These bytes are on their way; False if some of them were."""
+        return self._there.add(start, start + nbytes)
+
+    def missing(self, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(offset, bytes) of what is not there of these, neighbours as one."""
+        found: list[tuple[int, int]] = []
+        for start, nbytes in pieces:
+            for low, high in self._there.gaps(start, start + nbytes):
+                joins = bool(found) and low <= sum(found[-1]) + _GAP
+                begin = found.pop()[0] if joins else low
+                found.append((begin, high - begin))
+        return found
 
 
 class Staged:
@@ -99,23 +135,46 @@ class DeviceSlots:
         """The tensors of this slot, by name."""
         return self._where.tensors(self.regions[slot].address)
 
-    def stage(self, views: Mapping[str, Array]) -> Staged:
+    def stage(self, views: Mapping[str, Array], ahead: Ahead | None = None) -> Staged:
         """Copy a version into the slot that is not bound, and wait until it is there.
 
-        views: of one slot of the arena, as `rank_views` makes them. Steps go on meanwhile.
+        views: of one slot of the arena, as `rank_views` makes them. ahead: what has been copied of it into this slot.
+        Steps go on meanwhile.
         """
         self._driver.enter()
         slot = 0 if self.bound is None else 1 - self.bound
-        region, staged = self.regions[slot], Staged(slot)
+        staged = Staged(slot)
         self._claim()
         base = min(view.ctypes.data for view in views.values()) - self._where.runs[0].source
-        last = self._where.runs[-1]
-        self.pinned.pin(base, -(-(last.source + last.nbytes) // PAGE) * PAGE)
-        for run in self._where.runs:
-            self._driver.from_address(region.address + run.target, base + run.source, run.nbytes, self._stream)
+        whole = [(run.source, run.nbytes) for run in self._where.runs]
+        self._copy(slot, base, whole if ahead is None else ahead.missing(self._where.pieces))
         self._driver.wait(self._stream)
         self._held[slot] = weakref.ref(staged)
         return staged
+
+    def copy_ahead(self, ahead: Ahead, base: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy a part of a version into the spare slot. base: address of the arena's slot. spans: of that."""
+        self._driver.enter()
+        self.regions[ahead.slot].fill()
+        self._copy(ahead.slot, base, [span for span in spans if ahead.add(*span)])
+
+    def settle(self) -> None:
+        """Wait until nothing copies here any more."""
+        self._driver.enter()
+        self._driver.wait(self._stream)
+
+    def _copy(self, slot: int, base: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Queue copies of what this rank reads of these bytes of the arena's slot that begins at `base`."""
+        runs, address = self._where.runs, self.regions[slot].address
+        self.pinned.pin(base, -(-(runs[-1].source + runs[-1].nbytes) // PAGE) * PAGE)
+        for start, nbytes in spans:
+            at = max(bisect_right(runs, start, key=lambda run: run.source) - 1, 0)
+            while at < len(runs) and runs[at].source < start + nbytes:
+                run, at = runs[at], at + 1
+                low, high = max(start, run.source), min(start + nbytes, run.source + run.nbytes)
+                if low < high:
+                    target = address + run.target + low - run.source
+                    self._driver.from_address(target, base + low, high - low, self._stream)
 
     def _claim(self) -> None:
         """Memory for both slots or for none that has none: a version is served only where the next one has room."""

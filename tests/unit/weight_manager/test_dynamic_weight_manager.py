@@ -331,3 +331,41 @@ def test_nothing_is_kept_where_it_would_cost_memory(arena, put, engine):
     take(manager, put(1, 0))
     take(manager, put(2, 1))
     assert manager.former is None
+
+
+class DeviceAhead(Device):
+    """It copies what it hears of."""
+
+    def __init__(self):
+        super().__init__()
+        self.ahead = []
+
+    def copy_ahead(self, key, memory, spans):
+        self.ahead.append((key, memory.nbytes, spans))
+
+
+def test_a_version_that_still_arrives_is_offered_to_an_engine_with_memory_of_its_own(arena, put):
+    engine = DeviceAhead()
+    manager = DynamicWeightManager(arena.path, LAYOUT, 1, engine)
+
+    def offered(slot, write_epoch):
+        engine.ahead.clear()
+        manager.copy_ahead(slot, write_epoch, [(0, 64)])
+        return engine.ahead
+
+    assert not offered(1, arena.write_epoch(1)), "nothing is served yet"
+    take(manager, put(1, 0))
+    assert offered(1, arena.write_epoch(1)) == [((1, arena.write_epoch(1)), LAYOUT.slot_bytes, [(0, 64)])]
+    assert not offered(1, arena.write_epoch(1) + 1), "the slot is another push's by now"
+    assert not offered(2, arena.write_epoch(2)), "the spare slot is not mapped here"
+    manager.prepare(put(2, 1))
+    assert not offered(1, arena.write_epoch(1)), "one is prepared"
+    manager.flip()
+    assert not offered(0, arena.write_epoch(0)), "a rollback would go back to what is in the other slot"
+    manager.finalize()
+    assert offered(0, arena.write_epoch(0))
+
+
+def test_an_engine_that_computes_from_the_arena_is_offered_nothing(manager, put):
+    take(manager, put(1, 0))
+    manager.copy_ahead(1, manager._reader.write_epoch(1), [(0, 64)])  # no more than that: nothing is raised

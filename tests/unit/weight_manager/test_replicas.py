@@ -7,7 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.config import StoreConfig
-from weight_manager.messages import AdaptersHeld, Adopt, Adopted, Beat, Finalize, Leaving, Live, Register, Registered
+from weight_manager.messages import (
+    AdaptersHeld,
+    Adopt,
+    Adopted,
+    Beat,
+    Finalize,
+    Intact,
+    Leaving,
+    Live,
+    Register,
+    Registered,
+)
 from weight_manager.metrics import Counters
 from weight_manager.replicas import Replicas
 from weight_manager.watching import Watching
@@ -112,3 +123,14 @@ def test_a_replica_that_was_told_of_an_adapter_may_serve_it_until_it_says_what_i
     assert replicas.serving("policy-b") == {0}
     replicas.request(b"me", AdaptersHeld({"policy-b": 7}, []))
     assert replicas.serving("policy-b") == {0}
+
+
+def test_only_who_copies_ahead_and_serves_hears_of_bytes_that_are_intact(replicas):
+    me = [os.getpid()]
+    for number, ahead in enumerate((True, False, True)):
+        replicas.request(b"%d" % number, Register(number, me, "layout", copies_ahead=ahead))
+    for number in (0, 1):
+        replicas.request(b"%d" % number, Adopted(OLD.epoch))
+    replicas.said.clear()
+    replicas.intact(1, 7, [(0, 64)])
+    assert replicas.said == [(b"0", Intact(1, 7, [(0, 64)]))]

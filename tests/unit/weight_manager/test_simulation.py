@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from tests.simulation import run
+from tests.simulation.host import LAYOUT
 from tests.simulation.parties import Versions
 from tests.simulation.run import SHAPES, play
 from tests.simulation.world import Violation
@@ -19,6 +20,7 @@ from weight_manager.history import History
 from weight_manager.life import Event, Go, Role, State
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
+from weight_manager.replicas import Replicas
 from worker.adapter_membership import AdapterMembership
 
 pytestmark = pytest.mark.timeout(240)
@@ -146,3 +148,13 @@ def test_it_finds_an_adapter_that_a_late_store_is_not_brought(monkeypatch):
     admit = Downstreams.admit
     monkeypatch.setattr(Downstreams, "admit", lambda self, store: self._line or admit(self, store))
     found("stuck", faults=["reboot"], shapes=BELOW)
+
+
+def test_it_finds_bytes_that_are_called_intact_before_they_are(monkeypatch):
+    intact = Replicas.intact
+
+    def early(self, slot, write_epoch, spans):
+        intact(self, slot, write_epoch, [(0, LAYOUT.slot_bytes)])
+
+    monkeypatch.setattr(Replicas, "intact", early)
+    found("torn", faults=["refuse"])

@@ -1,11 +1,13 @@
-"""Device slots lent to a trainer over a real socket. Device memory is memfds, mapped by both sides: what is lent, what
-is taken back and whose writes arrive where is the kernel's doing, as it is the driver's on a GPU."""
+"""Device slots lent to a trainer over a real socket, or filled while a version still arrives. Device memory is memfds,
+mapped by both sides: what is lent, what is taken back and whose writes arrive where is the kernel's doing, as it is the
+driver's on a GPU."""
 
 import ctypes
 import logging
 import mmap
 import os
 import socket
+import threading
 import time
 
 import numpy as np
@@ -383,3 +385,123 @@ def test_nonsense_ends_the_connection_and_no_other(rank, lent, raw):
     two.copy_to(slot)
     slot.filled()
     assert rank.holds(rank.lending.stage(two.live, two.views), two)
+
+
+def _spans(regions=LAYOUT.regions):
+    return [(region.offset, 2 * int(np.prod(region.shape))) for region in regions]
+
+
+def _arrive(rank, version, regions=LAYOUT.regions):
+    """The store says that these are intact; once what can be copied of them is copied."""
+    before, lending = rank.driver.copied, rank.lending
+    spans = _spans(regions)
+    key = version.live.slot, version.live.write_epoch
+    lending.copy_ahead(key, memoryview(version.bytes), spans)
+    done = threading.Event()
+    lending._parts.put(_Last(done))
+    assert done.wait(30)
+    return rank.driver.copied - before, sum(size for _, size in spans)
+
+
+class _Last:
+    """A part that is no part: the copying thread has come to it."""
+
+    def __init__(self, done):
+        self._done = done
+
+    @property
+    def turn(self):
+        self._done.set()
+        return -1
+
+
+def test_what_has_arrived_is_copied_while_the_rest_is_awaited(rank):
+    two = Version(2)
+    copied, told = _arrive(rank, two, LAYOUT.regions[3:])
+    assert copied == told
+    before = rank.driver.copied
+    staged = rank.lending.stage(two.live, two.views)
+    assert rank.holds(staged, two)
+    rest = sum(size for _, size in _spans(LAYOUT.regions[:3]))
+    assert rest <= rank.driver.copied - before <= rest + 64 * 3, "the rest, and padding between its regions"
+
+
+def test_a_version_that_has_all_been_copied_is_only_proved(rank):
+    two = Version(2)
+    for at in range(0, len(LAYOUT.regions), 2):
+        _arrive(rank, two, LAYOUT.regions[at : at + 2])
+    before, proved = rank.driver.copied, rank.digests.computed
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+    assert rank.driver.copied == before
+    assert rank.digests.computed == proved + 1
+
+
+def test_what_was_copied_for_a_push_that_ended_is_not_taken_for_the_next(rank):
+    two, three = Version(2), Version(3)  # in the same slot of the arena: another write epoch
+    _arrive(rank, two)
+    before = rank.driver.copied
+    assert rank.holds(rank.lending.stage(three.live, three.views), three)
+    assert rank.driver.copied - before >= sum(size for _, size in _spans())
+    assert rank.digests.computed == 2, "of what was copied now: no proof of the other was even tried"
+
+
+@pytest.mark.parametrize("pins", [True, False], ids=["pinned", "nothing can be pinned"])
+def test_bytes_that_change_after_they_were_copied_are_copied_again(rank, pins):
+    two, late = Version(2), Version(3)
+    rank.slots.pinned.let_go()
+    rank.slots.pinned._refused = not pins
+    good = two.bytes.copy()
+    two.bytes[:] = late.bytes
+    _arrive(rank, two)
+    two.bytes[:] = good
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+
+
+def test_nothing_is_copied_over_a_version_that_a_rollback_may_go_back_to(rank):
+    one, two, three = rank.slots.bound, Version(2), Version(3, slot=1)
+    held = rank.lending.stage(two.live, two.views)
+    before = bytes(rank.content(1 - one))
+    assert _arrive(rank, three)[0] == 0, "prepared, not flipped"
+    first = rank.slots.hold(one)  # as the weight manager keeps what was live until the commit is final
+    rank.slots.bind(held)
+    assert _arrive(rank, three)[0] == 0, "flipped, not final"
+    rank.slots.bind(first)
+    assert bytes(rank.content(1 - one)) == before
+    assert rank.holds(held, two)
+    del held, first
+    assert _arrive(rank, three)[0] > 0
+
+
+def test_a_slot_that_a_trainer_writes_into_is_left_to_it(rank, lent):
+    two = Version(2)
+    slot = lent(two)
+    assert _arrive(rank, two)[0] == 0
+    two.copy_to(slot)
+    slot.filled()
+    assert _arrive(rank, two)[0] == 0
+    before = rank.driver.copied
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+    assert rank.driver.copied == before
+
+
+def test_a_trainer_may_have_the_slot_that_copying_ahead_has_begun_to_fill(rank, lent):
+    two = Version(2)
+    _arrive(rank, two, LAYOUT.regions[:2])
+    slot = lent(two)
+    two.copy_to(slot)
+    slot.filled()
+    before = rank.driver.copied
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+    assert rank.driver.copied == before
+
+
+def test_a_rank_that_gives_its_weights_up_does_not_copy_what_it_was_told_of_before(rank):
+    two, lending = Version(2), rank.lending
+    before = rank.driver.copied
+    lending._copying = threading.current_thread()  # one that does not come to it
+    lending.copy_ahead((two.live.slot, two.live.write_epoch), memoryview(two.bytes), _spans())
+    lending.withdraw()
+    lending._copying = None
+    copied, told = _arrive(rank, two, LAYOUT.regions[:1])
+    assert copied == told
+    assert rank.driver.copied - before == told

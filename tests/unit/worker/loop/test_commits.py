@@ -8,12 +8,14 @@ from weight_manager.messages import (
     Finalize,
     Flip,
     Flipped,
+    Intact,
     Prepared,
     Register,
     Registered,
     Rollback,
     RolledBack,
 )
+from worker.engine.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -217,3 +219,26 @@ def test_a_slot_given_away_while_we_slept_voids_the_step(busy):
     assert busy.versions("long") == [0, 1]
     busy.check(busy.api, "long")
     assert busy.api.stats().counters["fenced_steps"] == 1
+
+
+def test_a_rank_with_memory_of_its_own_is_told_what_is_intact_and_another_is_not(make_rig, monkeypatch):
+    rig = make_rig()
+    rig.serve()
+    assert not next(m for m in rig.store.seen if isinstance(m, Register)).copies_ahead
+    ahead = []
+    monkeypatch.setattr(FakeEngine, "stage", lambda self, live, views: self.prepare(views), raising=False)
+    monkeypatch.setattr(FakeEngine, "read", lambda self, handle, name: None, raising=False)
+    monkeypatch.setattr(
+        FakeEngine, "copy_ahead", lambda self, key, memory, spans: ahead.append((key, spans)), raising=False
+    )
+    rig = make_rig()
+    rig.serve()
+    assert next(m for m in rig.store.seen if isinstance(m, Register)).copies_ahead
+    one = rig.store.write(1, 1)
+    rig.store.send(Intact(1, one.write_epoch, [(0, 64), (128, 64)]))
+    rig.store.send(Intact(1, one.write_epoch - 1, [(0, 64)]))  # of a push that is over
+    assert rig.store.prepare("s1", one).ok
+    assert ahead == [((1, one.write_epoch), [(0, 64), (128, 64)])]
+    rig.store.send(Intact(0, rig.arena.write_epoch(0), [(0, 64)]))  # none is spare between a vote and its end
+    assert rig.store.flip("s1").ok
+    assert len(ahead) == 1
