@@ -51,7 +51,7 @@ def sampled(model: Path, dtype: str, log: Path) -> list[tuple[list[int], list[in
     )
     with EmptyService(model, 1, log, *options) as service:
         service.wait_ready()
-        with RolloutClient(service.url, timeout=120.0) as client:
+        with RolloutClient(service.url) as client:
             reply: Generation = client.generate(prompt_ids=prompts, n=EACH, max_tokens=TOKENS, temperature=1.0, seed=7)
     return [(prompts[o.prompt_index], list(o.token_ids), list(o.logprobs)) for o in reply.outputs]
 

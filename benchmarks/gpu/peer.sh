@@ -4,7 +4,7 @@
 set -euo pipefail
 port=$1; shift
 cd "$(dirname "$0")/../.."
-model=$(mktemp -d)/model
+model=${MODEL_DIR:-$(mktemp -d)/model}
 PYTHONPATH=$PWD "${PYTHON:-python3}" -m benchmarks.gpu.made_up "$model"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name made-up \
