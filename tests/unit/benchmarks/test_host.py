@@ -11,3 +11,5 @@ def test_several_clients_ask_for_all_of_a_load(sequences, clients, counts):
     parts = parts_of(load, clients)
     assert [part.sequences for part in parts] == counts
     assert sum(part.total for part in parts) == load.total
+    numbers = [part.first + at for part in parts for at in range(part.sequences)]
+    assert numbers == list(range(sequences)), "every sequence has a prompt of its own"
