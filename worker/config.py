@@ -39,9 +39,9 @@ class WorkerConfig(BaseModel):
     """Settings of the fake engine."""
 
     give_up_steps: bool = True
-    """A step of 0.2 s and more is given up for a weight update and done again, of tp=1 on a CPU, unless it is nearly
-    through: the update waits for a fifth of a step at most, at the cost of less than one. False: it waits for two
-    steps, and no work is lost."""
+    """A step of 0.2 s and more is given up for a weight update and done again, of tp=1 on a CPU, in the first 40 % of
+    it: the update waits for 60 % of a step at most, and those who are served for 1.4 steps. False: no work is lost, the
+    update waits for a step."""
 
     threads: int | None = Field(default=None, ge=1, le=512)
     """Compute threads of one rank; None = usable cores (affinity, CPU limit) by the ranks on this host."""

@@ -6,24 +6,26 @@ A device that samples for itself computes the next step while the host takes in 
 then a tick takes the tokens of the step that the tick before launched, and launches the next. Before anything but the
 next step happens, what is on its way is taken in.
 
-A step that stands between a commit and its flip is given up: what was computed is thrown away and computed again.
-Weights change between two steps, and a step of a large model on a few cores takes longer than a push. So a step that
-runs alone (one rank: several would have to stop at the same place) ends early once the store says something, unless it
-is nearly through. What that costs is bounded: at most one step is computed twice, the step after one that was given
-up runs to its end, and short steps are left alone.
+A step that stands between a commit and its flip is given up while little is lost: what was computed is thrown away
+and computed again. Weights change between two steps, and a step of a large model on a few cores takes longer than a
+push. So a step that runs alone (one rank: several would have to stop at the same place) ends early once the store says
+something, but only in its first part; later the commit waits for its end, or those who are served would wait for nearly
+two steps. The step after one that was given up runs to its end, and short steps are left alone.
 """
 
 import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
+from weight_manager.life import State
 from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -45,10 +47,14 @@ _LONG_S = 0.2
 """Where steps are shorter than this a version soon has its turn, and what would be computed twice costs more."""
 _GRACE_S = 0.01
 """A step younger than this is not asked about."""
-_NEARLY_THROUGH, _OVERDUE = 0.8, 1.25
-"""A step with this part of it behind it, as the one before it went, is let go to its end: given up then it would be a
-gap of two steps for those who are served. Other replicas, which begin none for a quarter of a step, stand still then.
-One that is overdue is longer than the one before it (a prompt's), and is asked about again."""
+_LITTLE = 0.4
+"""The part of a usual step that is thrown away at most: those who are served then wait for 1.4 steps, and what the
+commit itself takes. In a steady run it waits for a step's end 0.18 steps long on average."""
+_RECENT = 8
+"""Steps whose median is the usual one. A trainer that copies slows those before a commit down: by what they took, a
+quick step that is nearly through, or a slow one that has lasted longer than most, would seem to have just begun."""
+_PREPARING, _PROMPT = 1 / 4, 1 / 8
+"""Usual steps for which none begins while a version is prepared, and then until its flip if flips come at once."""
 _RETRY_S = 0.01
 """Seconds until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
@@ -303,24 +309,33 @@ class Interrupting:
         """waiting: whether a message of the store lies unread."""
         self._waiting = waiting
         self._clock = clock
-        self._began = float("inf")  # of a step that may be given up
-        self._last_s = 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._began = self._most_s = 0.0  # of a step that may be given up, until it has lasted so long
         self._spared = False
 
-    def begin(self, last_s: float) -> None:
-        """A step begins. last_s: how long the one before it took."""
-        self._began = float("inf") if self._spared or last_s < _LONG_S else self._clock()
-        self._last_s = last_s
+    @property
+    def usual_s(self) -> float:
+        """Seconds of a step, as the last ones went; 0 where they are too short for a commit to mind."""
+        usual = median(self._recent) if self._recent else 0.0
+        return usual if usual >= _LONG_S else 0.0
 
-    def ended(self, *, given_up: bool) -> None:
-        """The step is over; the next one is spared if it was given up."""
-        self._spared = given_up
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._clock()
+        self._most_s = 0.0 if self._spared else _LITTLE * self.usual_s
+
+    def ended(self, seconds: float) -> None:
+        """The step is through, and took so long."""
+        self._recent.append(seconds)
+        self._spared = False
+
+    def given_up(self) -> None:
+        """The step was given up; the next one is spared."""
+        self._spared = True
 
     def asked(self) -> bool:
         """Whether the step should be given up."""
-        age = self._clock() - self._began
-        nearly_through = _NEARLY_THROUGH * self._last_s <= age < _OVERDUE * self._last_s
-        return age >= _GRACE_S and not nearly_through and self._waiting()
+        return _GRACE_S <= self._clock() - self._began < self._most_s and self._waiting()
 
 
 class Stepping:
@@ -341,7 +356,6 @@ class Stepping:
         self.retry_at = 0.0
         self.counters: Counter[str] = Counter()
         self.seconds: list[float] = []  # of each step, since last taken
-        self._last_s = 0.0  # of the last step
         self._scheduler = scheduler
         self._actions = actions
         self._membership = membership
@@ -371,11 +385,20 @@ class Stepping:
 
     @property
     def _expects_flip_until(self) -> float:
-        """A long step begun now would keep a flip waiting that may come at once: none is, for a quarter of a step."""
-        session = self._membership.session
-        if session is None or session.in_flight == "wait" or self._last_s < _LONG_S:
+        """A long step begun now would keep a flip waiting that may come at once, and with it all other replicas.
+
+        How long a vote has to wait for its flip is what it took lately. Replicas that do not give their steps up take
+        the rest of one. Where it takes longer than that (a fleet of many hosts) nothing is gained by standing still.
+        """
+        session, usual = self._membership.session, self.interrupting.usual_s
+        if session is None or session.in_flight == "wait" or not usual:
             return 0.0
-        return session.began + self._last_s / 4
+        if session.state is not State.READY:
+            return session.began + _PREPARING * usual
+        longest, took = (1 - _LITTLE) * usual, self._membership.until_flips
+        expected = median(took) if took else longest
+        patience = min(longest, max(_PROMPT * usual, 2 * expected)) if expected <= longest else _PROMPT * usual
+        return session.voted + patience
 
     def schedule(self) -> ForwardBatch | None:
         """The next batch, under what every rank is bound to."""
@@ -410,8 +433,7 @@ class Stepping:
             logits.wait()
         seconds = time.monotonic() - began
         self.unjudged = True
-        self._last_s = seconds
-        self.interrupting.ended(given_up=False)
+        self.interrupting.ended(seconds)
         if self._actions.fenced:
             self.counters["fenced_steps"] += 1
             self._scheduler.discard()
@@ -431,7 +453,7 @@ class Stepping:
     def given_up(self) -> None:
         """The step was interrupted; it is done again, under the weights that are served then."""
         self._scheduler.discard()
-        self.interrupting.ended(given_up=True)
+        self.interrupting.given_up()
         self.counters["interrupted_steps"] += 1
 
     def raised(self) -> None:
@@ -448,6 +470,6 @@ class Stepping:
         log.error("%s; %d requests ended", text, ended)
 
     def _begun(self) -> None:
-        self.interrupting.begin(self._last_s)
+        self.interrupting.begin()
         if self._membership.session is not None:
             self._membership.session.still_since = float("inf")

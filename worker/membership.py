@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _REGISTER_AGAIN_S = 2.0
 """Seconds between two tries of a registration that nobody answered."""
+_FLIPS = 8
+"""Commits whose waits for a flip tell how long the next may take."""
 _FORGOTTEN_S = 0.1
 """Before we register again with a store that does not know us any more."""
 
@@ -43,6 +45,7 @@ class Session:
     state: State = State.SEALED  # of SEALED to DOUBT, as far as this replica has come
     held_since: float = 0.0
     began: float = 0.0
+    voted: float = 0.0  # when it was READY
     still_since: float = float("inf")  # since when no step has run because of it, though there is something to run
 
     @property
@@ -79,6 +82,7 @@ class Membership:
         self.arena_path = ""
         self.session: Session | None = None
         self.stalls: list[float] = []  # seconds, since last taken
+        self.until_flips: deque[float] = deque(maxlen=_FLIPS)  # seconds from a vote to its flip, newest last
         self.registered = False
         self._me = store.Register(replica, pids, layout_digest, copies_ahead=actions.copies_ahead)
         self._actions = actions
@@ -210,7 +214,7 @@ class Membership:
                     self._next_register = self._clock() + _REGISTER_AGAIN_S
                 self._send(store.Adopted(live.epoch, verdict.ok, verdict.rank, verdict.error))
             case Signal.UPDATE, Phase.PREPARE if session and session.id == order.session:
-                session.state = State.READY
+                session.state, session.voted = State.READY, self._clock()
                 if not verdict.ok:
                     self.session = None
                 answer = store.Prepared(session.id, verdict.ok, verdict.rank, verdict.error, verdict.tensors)
@@ -312,8 +316,8 @@ class Membership:
         if session is None or session.id != message.session or session.state is not State.READY:
             self._send(store.Flipped(message.session, False, 0, "nothing is prepared for this session"))
             return
-        session.state = State.FLIPPING
-        session.held_since = self._clock()
+        session.state, session.held_since = State.FLIPPING, self._clock()
+        self.until_flips.append(session.held_since - session.voted)
         self._orders.append(Order(Signal.UPDATE, Phase.FLIP, session=session.id, live=session.live))
 
     def _on_finalize(self, message: store.Finalize) -> None:
