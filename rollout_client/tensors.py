@@ -85,6 +85,10 @@ def _source(name: str, value: Any) -> Source:
     if type(value) is np.ndarray:  # as most are: in a third of the time
         part = Part(name, _name_of(value.dtype), value.shape)
         return Source(part, lambda: _flat(value), value, value.nbytes)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+        part = Part(name, _torch_name_of(value.dtype), tuple(value.shape))
+        return Source(part, lambda: _flat(value), value, value.nbytes, value if value.is_cuda else None)
     piece = value if isinstance(value, Slice) else None
     data = value if piece is None else piece.data
     dtype, shape = _describe(name, data)
@@ -123,6 +127,11 @@ def _describe(name: str, data: Any) -> tuple[str, tuple[int, ...]]:
             f"{name}: a DTensor holds one shard; wrap the state dict in rollout_client.slices.local_slices()"
         )
     return str(data.dtype).rsplit(".", 1)[-1], tuple(map(int, data.shape))
+
+
+@cache
+def _torch_name_of(dtype: Any) -> str:
+    return str(dtype).rsplit(".", 1)[-1]
 
 
 @cache

@@ -23,6 +23,7 @@ from weight_manager.layout import Layout, version_digest
 from weight_manager.life import Event, Go, Ignored, Life, Refused, Role, State
 from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
+from weight_manager.plan import Planned
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
@@ -169,6 +170,7 @@ class Coordinator:
         self._background = background
         self._counters = counters
         self.history = history
+        self.planned = Planned()
         self._holds = holds
         self.replicas = replicas(self)
         self.below = Downstreams(

@@ -10,7 +10,7 @@ copies. Widening is exact; narrowing (fp32 masters to bf16 serving is the usual 
 ties to even, as the trainer's own cast would. Anything else is refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -60,6 +60,26 @@ def prove(ranks: Sequence[Sequence[Part]], layout: Layout, *, partial: bool = Fa
     Raises PlanError with every unknown, missing, duplicate, overlapping or misshapen tensor.
     """
     return _Planner(layout).prove(ranks, partial=partial)
+
+
+class Planned:
+    """The last plan: a trainer pushes the same tensors again and again, and planning hundreds takes a millisecond."""
+
+    def __init__(self) -> None:
+        self._of: object = None
+        self._copies: list[Copy] = []
+        self._kept: tuple[str, ...] = ()
+
+    def plan(
+        self, of: object, make: Callable[[], tuple[list[Copy], tuple[str, ...]]]
+    ) -> tuple[list[Copy], tuple[str, ...]]:
+        """The last trainer rank's copies, and the tensors that are kept. of: all that they depend on. Raises what
+        `make` raises; nothing is remembered of that.
+        """
+        if self._of != of:
+            self._copies, self._kept = make()
+            self._of = of
+        return self._copies, self._kept
 
 
 class _Planner:

@@ -14,6 +14,7 @@ from rollout_client.protocol import (
     Commit,
     Committed,
     Copy,
+    Part,
     Placement,
     Renew,
     Renewed,
@@ -297,11 +298,14 @@ class TrainerGroup:
 
     def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
         """Copies of the last one; with the whole world there, the proof that everything is covered."""
+        of = ([b.parts for b in begins], begins[-1].world, begins[-1].base_version is not None)
+        copies, self._kept = self._coordinator.planned.plan(of, lambda: self._make_plan(*of))
+        return copies
+
+    def _make_plan(self, ranks: list[list[Part]], world: int, partial: bool) -> tuple[list[Copy], tuple[str, ...]]:
         layout = self._coordinator.layout
-        begin = begins[-1]
-        if len(begins) == begin.world:
-            self._kept = prove([b.parts for b in begins], layout, partial=begin.base_version is not None)
-        return place(begin.parts, layout)
+        kept = prove(ranks, layout, partial=partial) if len(ranks) == world else ()
+        return place(ranks[-1], layout), kept
 
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         session, arena = self._running, self._coordinator.slots.arena

@@ -6,7 +6,10 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+
+from worker.starting import born
 
 
 def main() -> int:
@@ -19,12 +22,14 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help="which rank of the replica, from 0")
     parser.add_argument("--spare", action="store_true", help="load everything, then learn from stdin which rank to be")
     arguments = parser.parse_args()
+    began = born()
     if arguments.spare:
         from worker.spare import wait  # noqa: PLC0415
 
         told = wait(arguments.config)
         if told is None:
             return 0
+        began = time.monotonic()
         arguments = parser.parse_args(told)
     if arguments.replica is None:
         parser.error("--replica is needed")
@@ -32,7 +37,7 @@ def main() -> int:
         Path("/proc/self/comm").write_text(f"replica-{arguments.replica}.{arguments.rank}")
     from worker.boot import run_rank  # noqa: PLC0415  --help does not wait for it
 
-    return run_rank(arguments.config, arguments.replica, arguments.rank)
+    return run_rank(arguments.config, arguments.replica, arguments.rank, began)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from worker.orders import Actions, GroupDead, Groups, LocalSignals, Signals
 from worker.rendezvous import LISTEN
 from worker.sampler import Sampler
 from worker.scheduler import Scheduler
+from worker.starting import Starting
 from worker.tokenizer import Tokenizer
 from worker.watchdog import Watchdog
 
@@ -48,8 +50,9 @@ EXIT_GROUP_DEAD = 71
 """The other ranks are gone, so this one cannot go on: the supervisor restarts the replica whole."""
 
 
-def run_rank(config_path: Path, replica: int, rank: int) -> int:
-    """Serve until told to stop; returns the exit status."""
+def run_rank(config_path: Path, replica: int, rank: int, began: float | None = None) -> int:
+    """Serve until told to stop; returns the exit status. began: by `time.monotonic`, what came before; None = now."""
+    starting = Starting(time.monotonic() if began is None else began)
     try:
         config = read_worker_config(config_path)
         if config.engine == "paddle":
@@ -58,6 +61,7 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
         print(f"worker: {error}", file=sys.stderr)
         return EXIT_USAGE
     logs.setup(f"replica {replica} rank {rank}", config.log_level)
+    starting.lap("imports")
     channel = None
     if rank == 0:
         keys = StoreKeys.read(config.curve_keys) if config.curve_keys else None
@@ -66,7 +70,8 @@ def run_rank(config_path: Path, replica: int, rank: int) -> int:
     _claim_signals(channel)
     try:
         watchdog = Watchdog(config.hang_s)
-        loop = build_loop(config, channel, replica, rank, watchdog.moved)
+        loop = build_loop(config, channel, replica, rank, watchdog.moved, starting.lap)
+        starting.done()
         _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process,
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # so __main__ held that back
         collect_rarely()
@@ -97,9 +102,16 @@ def _claim_signals(channel: Channel | None) -> None:
 
 
 def build_loop(
-    config: WorkerConfig, channel: Channel | None, replica: int, rank: int, moved: Callable[[], None]
+    config: WorkerConfig,
+    channel: Channel | None,
+    replica: int,
+    rank: int,
+    moved: Callable[[], None],
+    lap: Callable[[str], None] = lambda stage: None,
 ) -> EventLoop:
-    """The loop of one rank with everything it needs. moved: told of every turn and operation (see watchdog.py)."""
+    """The loop of one rank with everything it needs. moved: told of every turn and operation (see watchdog.py). lap:
+    told of every stage that is over.
+    """
     if config.engine == "paddle" and config.device == "cpu" and "paddle" not in sys.modules:  # a spare has done so
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
     hf_config = read_config(config.model_dir)
@@ -107,11 +119,14 @@ def build_loop(
     if config.engine == "paddle" and config.device == "cpu":
         select_cpu()
     world = _join(config, replica, rank)
+    lap("layout and ranks")
     try:
-        engine = _engine(config, hf_config, layout, world, socket_of(channel.run_dir, replica) if channel else None)
+        lends_at = socket_of(channel.run_dir, replica) if channel else None
+        engine = _engine(config, hf_config, layout, world, lends_at, lap)
     except ValueError as error:  # what it does not serve, as its engine says it
         raise StartError(str(error)) from error
     engine.allocate_kv()
+    lap("engine")
     actions = Actions(
         engine,
         lambda path: DynamicWeightManager(path, layout, rank, engine),
@@ -135,6 +150,7 @@ def build_loop(
             speculative=config.speculative != "off",
             sampler=_sampler(config, engine.spec),
         )
+        lap("tokenizer")
         leader = Leader(
             channel,
             scheduler,
@@ -187,9 +203,16 @@ def _join(config: WorkerConfig, replica: int, rank: int) -> _World:
 
 
 def _engine(
-    config: WorkerConfig, hf_config: dict[str, Any], layout: Layout, world: _World, lends_at: Path | None
+    config: WorkerConfig,
+    hf_config: dict[str, Any],
+    layout: Layout,
+    world: _World,
+    lends_at: Path | None,
+    lap: Callable[[str], None],
 ) -> Engine:
-    """lends_at: the socket of a rank that lends device memory. Raises ValueError for what the engine does not serve."""
+    """lends_at: the socket of a rank that lends device memory. lap: told of the engine's own stages. Raises ValueError
+    for what the engine does not serve.
+    """
     if config.engine == "fake":
         from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
 
@@ -203,7 +226,8 @@ def _engine(
     if config.device == "gpu":
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 
-        gpu = GpuEngine(config, layout, world.replica, world.rank)
+        lap("device engine's imports")
+        gpu = GpuEngine(config, layout, world.replica, world.rank, lap)
         if lends_at is not None:
             gpu.lend_at(lends_at)
         return gpu

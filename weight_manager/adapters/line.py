@@ -6,13 +6,13 @@ whom it asks, which slots are still read, and where epochs come from.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from rollout_client.protocol import Begin, Copy, Placement
+from rollout_client.protocol import Begin, Copy, Part, Placement
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout, in_trainers_terms
 from weight_manager.arena import Arena, in_memory
 from weight_manager.background import Background
@@ -24,7 +24,6 @@ from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, HeldAdapter, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
-from weight_manager.plan import place, prove
 from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
@@ -127,9 +126,6 @@ class Line:
         self.name, self.shape = saved.adapter, saved.shape
         self.layout = adapter_layout(self.shape, base)
         self.history, self.arena = history, arena
-        self.planned: tuple[Any, tuple[str, ...], list[Copy]] | None = (
-            None  # of the last push: the next is as a rule its like
-        )
         self._audience = audience
         self._unknown_until = time.monotonic() + UNKNOWN_S if taken_over else 0.0
         slots = Slots(arena, background, kept=KEPT, in_use=self._read, spared=self._previous)
@@ -254,16 +250,10 @@ class AdapterGroup(TrainerGroup):
         self.line = line
         self._planner = planner
 
-    def _plan(self, begins: Sequence[Begin]) -> list[Copy]:
-        begin, layout = begins[-1], self.line.layout
-        key = ([b.parts for b in begins], begin.world, begin.base_version is not None)
-        if self.line.planned is None or self.line.planned[0] != key:
-            pieces = [self._planner.pieces(b.parts) for b in begins]
-            parts = [[piece.part for piece in mine] for mine in pieces]
-            kept = prove(parts, layout, partial=key[2]) if len(begins) == begin.world else ()
-            self.line.planned = key, kept, in_trainers_terms(place(parts[-1], layout), pieces[-1])
-        _, self._kept, copies = self.line.planned
-        return copies
+    def _make_plan(self, ranks: list[list[Part]], world: int, partial: bool) -> tuple[list[Copy], tuple[str, ...]]:
+        pieces = [self._planner.pieces(parts) for parts in ranks]
+        copies, kept = super()._make_plan([[piece.part for piece in mine] for mine in pieces], world, partial)
+        return in_trainers_terms(copies, pieces[-1]), kept
 
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         placement = super()._enrol(peer, begin, copies, now)

@@ -75,11 +75,14 @@ class GpuDecoder:
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
 
-    def prepare_graphs(self) -> None:
-        """Find the fastest ways and capture every graph of both slots. Slot 0 has memory, with anything in it."""
+    def choose_products(self) -> None:
+        """Find the fastest way of every product, or read what was found before. Slot 0 has memory."""
         for size in self._sizes:
             self._choose(size)
         self._machine.choices.save()
+
+    def capture_graphs(self) -> None:
+        """A graph of both slots for every size of decode step."""
         for slot in (0, 1):
             for size in self._sizes:
                 self._graph(slot, size)

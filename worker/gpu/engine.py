@@ -39,7 +39,15 @@ class GpuEngine:
     when the device cannot.
     """
 
-    def __init__(self, config: WorkerConfig, layout: Layout, replica: int, rank: int) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        layout: Layout,
+        replica: int,
+        rank: int,
+        lap: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """lap: told of every stage of this that is over."""
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
         require_served(model)
@@ -54,6 +62,7 @@ class GpuEngine:
         self.asked: Callable[[], bool] = never
         self.adapters: Adapters | None = None  # not served here yet: a push of one is refused
         self._driver = Driver(replica * config.tp + rank)
+        lap("driver")
         where = placement(layout, rank)
         self._slots = DeviceSlots(self._driver, where)
         self._lending = Lending(self._slots, DeviceDigests(self._driver, layout, where))
@@ -61,6 +70,7 @@ class GpuEngine:
         spec = engine_spec(config, hf_config, model.max_positions)
         self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need
         self._slots.regions[1].fill()
+        lap("weight slots")
         if config.num_blocks is None:
             block = 2 * model.layers * heads.kv * heads.dim * config.block_size * ITEMSIZE[self._dtype]
             spec = replace(spec, num_blocks=self._that_fit(spec, block))
@@ -77,9 +87,14 @@ class GpuEngine:
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
         )
+        lap("kernels and buffers")
         self._decoder.allocate_kv()
-        self._decoder.prepare_graphs()
+        self._decoder.choose_products()
+        lap("product timings")
+        self._decoder.capture_graphs()
+        lap("graphs")
         require_right(self._decoder)
+        lap("self-test")
         log.info("computing on %s in %s", self._driver.name, self._dtype)
 
     def lend_at(self, socket: Path) -> None:

@@ -11,7 +11,7 @@ from rollout_client.copying import move, slot_view, source_view
 from rollout_client.protocol import Part
 from weight_manager.families import manifest_for
 from weight_manager.layout import Manifest, Parameter, make_layout, rank_views
-from weight_manager.plan import PlanError, place, prove
+from weight_manager.plan import PlanError, Planned, Problem, place, prove
 
 MANIFEST = Manifest(
     "M",
@@ -274,3 +274,27 @@ def test_planning_is_fast_enough_to_be_forgotten():
     began = time.process_time()
     prove([[Part(p.name, "float32", p.shape) for p in parameters]], layout)
     assert time.process_time() - began < 0.5
+
+
+def test_a_plan_is_made_once_for_pushes_of_the_same_tensors():
+    planned, made, layout = Planned(), [], make_layout(MANIFEST, 2)
+
+    def plan(parts, *, fails=False):
+        def make():
+            made.append(parts)
+            if fails:
+                raise PlanError([Problem("unknown_tensor", "x", "is not served")])
+            return place(parts, layout), ()
+
+        return planned.plan(([parts], 1, False), make)[0]
+
+    parts = [Part(p.name, "float32", p.shape) for p in layout.manifest.parameters]
+    first = plan(parts)
+    assert plan([Part(p.name, "float32", p.shape) for p in layout.manifest.parameters]) == first
+    assert len(made) == 1
+    others = [Part(p.name, "bfloat16", p.shape) for p in layout.manifest.parameters]
+    with pytest.raises(PlanError):
+        plan(others, fails=True)
+    assert plan(others) == place(others, layout)
+    assert plan(parts) == first
+    assert len(made) == 4
