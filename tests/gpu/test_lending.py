@@ -1,6 +1,7 @@
 """Device memory lent by a rank and filled by a torch trainer; its digest, computed where it lies."""
 
 import mmap
+import time
 
 import numpy as np
 import pytest
@@ -118,3 +119,22 @@ def test_late_writes_go_nowhere(rank, layout, trainer):
     assert rank._digests.version(rank._slots.regions[staged.slot].address) == three.live.digest
     with pytest.raises(NotLent, match="taken back"):
         lent.filled()
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["as it was", "changed after it was copied"])
+def test_a_version_is_copied_while_it_arrives(driver, rank, layout, changes):
+    version, size = Version(layout, 2), 4 if layout.manifest.dtype == "float32" else 2
+    spans = [(region.offset, int(np.prod(region.shape)) * size) for region in layout.regions]
+    key = version.live.slot, version.live.write_epoch
+    for at in range(1, len(spans), 3):
+        rank.copy_ahead(key, memoryview(version.bytes), spans[at : at + 3])
+    end = time.monotonic() + 30
+    while not (rank._ahead and rank._ahead.missing(spans[1:]) == []):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    if changes:
+        rank._slots.settle()
+        version.bytes[:] = Version(layout, 3).bytes
+        version.live = Live("r", 2, 2, 0, Version(layout, 3).live.digest, 2)
+    staged = rank.stage(version.live, version.views)
+    assert rank._digests.version(rank._slots.regions[staged.slot].address) == version.live.digest
