@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rollout_client.protocol import AdapterInFlight
 from weight_manager import messages as store
+from weight_manager.ballot import NEVER
 from weight_manager.life import State
 from weight_manager.messages import HeldAdapter, LiveAdapter
 from worker.lifecycle import Lifecycle, WorkerState
@@ -33,6 +34,8 @@ class AdapterSession:
     in_flight: AdapterInFlight
     deadline: float
     state: State = State.SEALED  # of SEALED, PREPARING and READY
+    quick: bool = False  # the ranks prepare it between two steps, in milliseconds
+    voted_at: float = 0.0
 
 
 class AdapterMembership:
@@ -45,15 +48,17 @@ class AdapterMembership:
         *,
         send: Callable[[store.FromReplica], bool],
         ask: Callable[[], None],
+        is_quick: Callable[[LiveAdapter], bool],
         hold_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """ask: have the store say again what is live."""
+        """ask: have the store say again what is live. is_quick: whether the ranks prepare it in milliseconds."""
         self.live: dict[str, LiveAdapter] = {}
         self._scheduler = scheduler
         self._lifecycle = lifecycle
         self._send = send
         self._ask = ask
+        self._is_quick = is_quick
         self._hold_s = hold_s
         self._clock = clock
         self._held: dict[int, LiveAdapter] = {}  # on every rank
@@ -82,6 +87,15 @@ class AdapterMembership:
         if self._ask_at is not None:
             times.append(self._ask_at)
         return min(times, default=None)
+
+    def settles_by(self, patience_s: float) -> float:
+        """A step begun before then would keep a commit waiting that is nearly through: one that the ranks prepare, or
+        have voted on no longer than patience_s ago. 0 without one.
+        """
+        sessions = self._sessions.values()
+        times = [NEVER for s in sessions if s.state is State.PREPARING and s.quick]
+        times += [s.voted_at + patience_s for s in sessions if s.state is State.READY]
+        return max(times, default=0.0)
 
     def take(self, message: store.ToReplica) -> bool:
         """A message of the store, in order; False if it is not about an adapter."""
@@ -155,7 +169,7 @@ class AdapterMembership:
         for session in self._sessions.values():
             waits = session.in_flight == "wait" and self._scheduler.adapter_running(session.adapter.name)
             if session.state is State.SEALED and not waits:
-                session.state = State.PREPARING
+                session.state, session.quick = State.PREPARING, self._is_quick(session.adapter)
                 return Order(Signal.ADAPTER, Phase.PREPARE, session=session.id, adapter=session.adapter)
         if self._ask_at is None:
             for adapter in self._wanted.values():
@@ -170,7 +184,7 @@ class AdapterMembership:
             self._held[adapter.live.epoch] = adapter
             self._untold = True
         if session is not None:
-            session.state = State.READY
+            session.state, session.voted_at = State.READY, self._clock()
             if not verdict.ok:
                 self._undo(session, verdict.error)
             self._send(store.Prepared(session.id, verdict.ok, verdict.rank, verdict.error, verdict.tensors))

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from weight_manager.life import State
+from worker.adapter_membership import AdapterMembership
 from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -347,6 +348,7 @@ class Stepping:
         actions: Actions,
         membership: Membership,
         lifecycle: Lifecycle,
+        adapters: AdapterMembership,
         *,
         admits: Callable[[], bool],
         interrupting: Interrupting,
@@ -356,10 +358,13 @@ class Stepping:
         self.retry_at = 0.0
         self.counters: Counter[str] = Counter()
         self.seconds: list[float] = []  # of each step, since last taken
+        self._last_s = 0.0  # of the last step
+        self._step_ended = 0.0  # when it did
         self._scheduler = scheduler
         self._actions = actions
         self._membership = membership
         self._lifecycle = lifecycle
+        self._adapters = adapters
         self._admits = admits
         self.interrupting = interrupting
         self._clock = clock
@@ -381,7 +386,7 @@ class Stepping:
     @property
     def not_before(self) -> float:
         """No step begins before that: nothing was found to run, or a flip is near."""
-        return max(self.retry_at, self._expects_flip_until)
+        return max(self.retry_at, self._expects_flip_until, self._adapters_settle_by)
 
     @property
     def _expects_flip_until(self) -> float:
@@ -399,6 +404,13 @@ class Stepping:
         expected = median(took) if took else longest
         patience = min(longest, max(_PROMPT * usual, 2 * expected)) if expected <= longest else _PROMPT * usual
         return session.voted + patience
+
+    @property
+    def _adapters_settle_by(self) -> float:
+        """The commit of an adapter waits for the step under way when it comes, and not for the next two as well, one
+        before its vote and one before the store's word. All such commits together put a step off by half of one.
+        """
+        return min(self._adapters.settles_by(self._last_s / 4), self._step_ended + self._last_s / 2)
 
     def schedule(self) -> ForwardBatch | None:
         """The next batch, under what every rank is bound to."""
@@ -434,6 +446,7 @@ class Stepping:
         seconds = time.monotonic() - began
         self.unjudged = True
         self.interrupting.ended(seconds)
+        self._last_s, self._step_ended = seconds, self._clock()
         if self._actions.fenced:
             self.counters["fenced_steps"] += 1
             self._scheduler.discard()

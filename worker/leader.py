@@ -207,6 +207,7 @@ class Leader:
             self.lifecycle,
             send=channel_.send_store,
             ask=self._ask_what_is_live,
+            is_quick=actions.adapters.is_quick,
             hold_s=config.hold_s,
             clock=clock,
         )
@@ -241,6 +242,7 @@ class Leader:
             actions,
             self.membership,
             self.lifecycle,
+            self.adapters,
             admits=self._admits,
             interrupting=Interrupting(lambda: config.give_up_steps and channel_.store_waits, clock),
             clock=clock,

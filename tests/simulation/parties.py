@@ -237,6 +237,7 @@ class Replica:
             self.lifecycle,
             send=self._send,
             ask=self._ask_what_is_live,
+            is_quick=lambda adapter: False,
             hold_s=HOLD_S,
             clock=lambda: world.now,
         )

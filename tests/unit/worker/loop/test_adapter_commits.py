@@ -1,0 +1,97 @@
+"""An adapter's commit while steps run: it waits for the step under way, and not for those after it as well."""
+
+import time
+
+import numpy as np
+import pytest
+
+from rollout_client.peft import AdapterConfig
+from rollout_client.protocol import Part
+from weight_manager import messages as store_messages
+from weight_manager.adapters.plan import AdapterPlanner, adapter_layout
+from weight_manager.arena import Arena
+from weight_manager.layout import region_digests, version_digest
+from weight_manager.messages import Finalize, Finalized, Live, LiveAdapter, Prepare, Prepared, Rollback, RolledBack
+
+STEP_S = 2.0  # what a commit takes without steps is milliseconds, and half a second where the processor is not free
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+class Adapter:
+    """Versions of an adapter as the store has them, in an arena of their own."""
+
+    def __init__(self, rig):
+        self._rig = rig
+        parts = [Part(f"{MODULE}.lora_A", "float32", (2, 8)), Part(f"{MODULE}.lora_B", "float32", (8, 2))]
+        self._shape = AdapterPlanner(rig.layout).shape(AdapterConfig(2, 2.0), parts, 256)
+        self._layout = adapter_layout(self._shape, rig.layout)
+        self._arena = Arena.create(rig.run_dir, "adapters", self._layout.slot_bytes, slots=3)
+
+    def written(self, number):
+        slot = number % 3
+        epoch = self._arena.bump(slot)
+        np.frombuffer(self._arena.slot(slot), np.float32)[:] = number
+        digest = version_digest(self._layout, region_digests(self._layout, self._arena.slot(slot)))
+        live = Live("run", number, 100 + number, slot, digest, epoch)
+        return LiveAdapter("a", live, str(self._arena.path), self._shape)
+
+    def prepare(self, number):
+        adapter = self.written(number)
+        self._rig.store.send(Prepare(f"s{number}", adapter.live, "keep", 30.0, adapter))
+
+    def push(self, number):
+        """A whole commit."""
+        self.prepare(number)
+        assert self.expect(Prepared).ok
+        self.finalize(number)
+        return self.expect(Finalized)
+
+    def finalize(self, number):
+        self._rig.store.send(Finalize(f"s{number}", "a", 100 + number))
+
+    def expect(self, kind):
+        """The next message but those that say what is held."""
+        while isinstance(message := self._rig.store.poll(30.0), store_messages.AdaptersHeld):
+            pass
+        assert isinstance(message, kind), f"wanted {kind.__name__}, got {message}"
+        return message
+
+
+@pytest.fixture
+def busy(make_rig):
+    """Version 1 of an adapter is live, and a stream of the model itself is in the middle of a long step."""
+    rig = make_rig(fake={"step_s": STEP_S})
+    rig.serve()
+    rig.adapter = Adapter(rig)
+    rig.adapter.push(1)
+    rig.api.generate("long", max_tokens=6)
+    rig.api.until(lambda: rig.api.tokens("long") > 0)
+    return rig
+
+
+def test_a_commit_waits_for_the_step_under_way_alone(busy):
+    time.sleep(STEP_S / 4)  # into the step
+    before = busy.loop._actions.engine.steps
+    busy.adapter.push(2)
+    assert busy.loop._actions.engine.steps <= before + 1, "the next step begins when it is through"
+    assert busy.api.finish("long")[2] == "length"
+
+
+def test_a_word_that_does_not_come_puts_off_one_step_for_a_while(busy):
+    busy.adapter.prepare(2)
+    assert busy.adapter.expect(Prepared).ok
+    before, began = busy.loop._actions.engine.steps, time.monotonic()
+    busy.api.until(lambda: busy.loop._actions.engine.steps > before + 1)
+    assert time.monotonic() - began < 2 * STEP_S, "the second is not put off"
+    busy.store.send(Rollback("s2", "another replica is slow"))
+    busy.adapter.expect(RolledBack)
+
+
+def test_commits_one_after_the_other_leave_room_for_steps(busy):
+    before, number = busy.api.tokens("long"), 1
+    began = time.monotonic()
+    while busy.api.tokens("long") < before + 2:
+        number += 1
+        busy.adapter.push(number)
+        busy.api.pump(0.0)
+        assert time.monotonic() - began < 30.0
