@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The peer of throughput.py: vLLM's server on the same card, with made-up weights of the same shape.
+# The peer of throughput.py: vLLM's server on the same card, with made-up weights of the same shape and as much KV cache.
 #   benchmarks/gpu/peer.sh PORT [options of vllm serve]      with vLLM in PYTHON (python3), at its defaults otherwise
 set -euo pipefail
 port=$1; shift
@@ -9,4 +9,5 @@ PYTHONPATH=$PWD "${PYTHON:-python3}" -m benchmarks.gpu.made_up "$model"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name made-up \
   --load-format dummy --dtype bfloat16 --host 127.0.0.1 --port "$port" --max-model-len 2048 --max-num-seqs 256 \
-  --gpu-memory-utilization 0.3 --disable-uvicorn-access-log --disable-log-stats "$@"
+  --gpu-memory-utilization 0.3 --kv-cache-memory-bytes 21500000000 \
+  --disable-uvicorn-access-log --disable-log-stats "$@"
