@@ -153,7 +153,10 @@ def still_for(until_flips=(), *, state=State.READY, in_flight="keep"):
     interrupting, clock = policy()
     session = Session("s1", Live("run", 1, 1, 0, ""), in_flight, 100.0, state, began=10.0, voted=10.0)
     membership = SimpleNamespace(session=session, until_flips=until_flips)
-    stepping = Stepping(None, None, membership, None, admits=lambda: True, interrupting=interrupting, clock=clock)
+    adapters = SimpleNamespace(settles_by=lambda patience_s: 0.0)
+    stepping = Stepping(
+        *(None, None, membership, None, adapters), admits=lambda: True, interrupting=interrupting, clock=clock
+    )
     return round(max(0.0, stepping.not_before - 10.0) / USUAL_S, 3)
 
 
