@@ -29,6 +29,7 @@ from api.connections import WRITE_NOW
 from api.errors import ApiError, status_of
 from api.generation import LANDED, Ask, Generations, Job, Reader, Sample
 from api.replies import Json
+from api.schemas.openai import StreamOptions
 from worker.messages import Chunk
 
 if TYPE_CHECKING:
@@ -344,6 +345,11 @@ def usage(
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def end_of(stream: StreamOptions | None, counted: Callable[[], dict[str, Any]]) -> bytes:
+    """The last events of an OpenAI stream. counted: makes the one with token counts, for where it is wanted."""
+    return event(counted()) + DONE if stream is not None and stream.include_usage else DONE
 
 
 def live_header(service: "Service") -> dict[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from weight_manager.families import manifest_for
-from weight_manager.layout import Span, make_layout, piece, rank_views, region_views
+from weight_manager.layout import Extent, make_layout, piece, rank_views, region_views
 from worker.engine.base import ForwardBatch
 
 MODELS = Path(__file__).parent / "fixtures" / "models"
@@ -53,16 +53,16 @@ class AdapterModule:
     scale: float
 
 
-def in_one_array(views: dict[str, np.ndarray]) -> tuple[dict[str, Span], np.ndarray]:
+def in_one_array(views: dict[str, np.ndarray]) -> tuple[dict[str, Extent], np.ndarray]:
     """The views one after the other, and where each is."""
     starts = np.cumsum([0, *(view.size for view in views.values())]).tolist()
-    spans = {name: Span(start, view.shape) for (name, view), start in zip(views.items(), starts, strict=False)}
-    return spans, np.concatenate([view.reshape(-1) for view in views.values()] or [np.zeros(0, np.float32)])
+    extents = {name: Extent(start, view.shape) for (name, view), start in zip(views.items(), starts, strict=False)}
+    return extents, np.concatenate([view.reshape(-1) for view in views.values()] or [np.zeros(0, np.float32)])
 
 
 def hold_adapter(engine: Any, name: str, epoch: int, views: dict[str, np.ndarray], modules: Any, dtype: Any) -> None:
-    spans, flat = in_one_array(views)
-    engine.adapters.hold(epoch, engine.adapters.plan(name, spans, modules, dtype), flat)
+    extents, flat = in_one_array(views)
+    engine.adapters.hold(epoch, engine.adapters.plan(name, extents, modules, dtype), flat)
 
 
 class Adapter:

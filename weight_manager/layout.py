@@ -119,7 +119,7 @@ class Stretches(NamedTuple):
     first: Array
 
 
-class Span(NamedTuple):
+class Extent(NamedTuple):
     """A tensor in a flat array: from element `start` on, in C order."""
 
     start: int
@@ -230,23 +230,23 @@ def rank_views(layout: Layout, rank: int, slot: Slot) -> dict[str, Array]:
     """
     flat = slot_array(layout, slot)
     flat.flags.writeable = False
-    return {name: span.of(flat) for name, span in rank_spans(layout, rank).items()}
+    return {name: extent.of(flat) for name, extent in rank_extents(layout, rank).items()}
 
 
-def rank_spans(layout: Layout, rank: int) -> dict[str, Span]:
+def rank_extents(layout: Layout, rank: int) -> dict[str, Extent]:
     """Where in `slot_array` everything lies that `rank_views` shows."""
     size = _itemsize(layout)
     parameters = {p.name: p for p in layout.manifest.parameters}
-    spans: dict[str, Span] = {}
+    extents: dict[str, Extent] = {}
     for r in layout.regions:
         if r.rank not in (rank, EVERY_RANK):
             continue
-        spans[r.name] = Span(r.offset // size, r.shape)
+        extents[r.name] = Extent(r.offset // size, r.shape)
         group = parameters[r.name].fused
         if group is not None:
-            start, (rows, *_) = spans.get(group, Span(r.offset // size, (0,)))
-            spans[group] = Span(start, (rows + r.shape[0], *r.shape[1:]))
-    return spans
+            start, (rows, *_) = extents.get(group, Extent(r.offset // size, (0,)))
+            extents[group] = Extent(start, (rows + r.shape[0], *r.shape[1:]))
+    return extents
 
 
 def region_digests(layout: Layout, slot: Slot) -> list[int]:

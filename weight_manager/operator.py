@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weight_manager.adapters.calls import AdapterCalls, answer, named
+import msgspec
+
+from weight_manager.adapters.calls import AdapterCalls
 from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background
 from weight_manager.checkpoint import below_roots
@@ -36,7 +38,7 @@ from weight_manager.messages import (
     UnloadAdapter,
 )
 from weight_manager.metrics import Counters
-from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
+from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious, named
 from weight_manager.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -99,13 +101,13 @@ class Operator:
                 case CommitSession():
                     self._commit(peer, request)
                 case LoadAdapter():
-                    self._adapters.load(request, functools.partial(self._send, peer))
+                    self._adapters.load(request, self._done(peer, request))
                 case UnloadAdapter():
-                    self._adapters.unload(request, functools.partial(self._send, peer))
+                    self._adapters.unload(request, self._done(peer, request))
                 case MergeAdapter():
-                    self._adapters.merge(request, functools.partial(self._done, peer, request.call))
+                    self._adapters.merge(request, self._done(peer, request))
                 case RollbackAdapter():
-                    self._adapters.rollback(request, functools.partial(self._send, peer))
+                    self._adapters.rollback(request, self._done(peer, request))
         except PushRefused as refusal:
             self._send(peer, answer(request.call, refusal))
         except IllegalTransition:
@@ -150,19 +152,22 @@ class Operator:
         run_id, version = named(request.run_id, request.version, live)
         intent = Intent(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force)
         deadline_s = self._config.patience(request.deadline_s)
-
-        done = functools.partial(self._done, peer, request.call)
-        load = DiskLoad(self._coordinator, self._files, done, deadline_s)
+        load = DiskLoad(self._coordinator, self._files, self._done(peer, request), deadline_s)
         reader = functools.partial(read_checkpoint, directory, self._coordinator.layout)
         load.start(intent, reader, time.monotonic())
 
-    def _done(self, peer: bytes, call: str, outcome: Outcome) -> None:
-        self._send(peer, answer(call, outcome))
+    def _done(self, peer: bytes, request: FromApi) -> Callable[[Outcome | None], None]:
+        """What answers a call once it is known how it went."""
+
+        def done(outcome: Outcome | None) -> None:
+            self._send(peer, answer(request.call, outcome))
+
+        return done
 
     def _rollback(self, peer: bytes, request: RollbackWeights) -> None:
         self._coordinator.check_root()
-        done = functools.partial(self._done, peer, request.call)
-        owner = RollbackToPrevious(self._coordinator, done, self._config.patience(request.deadline_s))
+        patience = self._config.patience(request.deadline_s)
+        owner = RollbackToPrevious(self._coordinator, self._done(peer, request), patience)
         owner.start(request.in_flight, time.monotonic())
 
     def _inspect(self, peer: bytes, call: str, read: Callable[..., dict[str, Any]]) -> None:
@@ -226,3 +231,10 @@ class Operator:
         refusal = PushRefused("aborted", request.reason)
         coordinator.abort(session, refusal, time.monotonic(), Event.OPERATOR_ABORTS)
         self._send(peer, Result(request.call, ok=True, data=session.extra()))
+
+
+def answer(call: str, outcome: Outcome | None) -> Result:
+    """What a call is told that was done (None), has made a version live, or could not be honoured."""
+    if isinstance(outcome, PushRefused):
+        return Result(call, ok=False, code=outcome.code, message=outcome.message, tensors=outcome.tensors)
+    return Result(call, ok=True, data=msgspec.to_builtins(outcome) if outcome is not None else {})

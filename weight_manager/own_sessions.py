@@ -10,11 +10,24 @@ from weight_manager.background import Background
 from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.disk import Loaded, Reader
 from weight_manager.errors import PushRefused
-from weight_manager.history import Intent
+from weight_manager.history import MAX_VERSION, Intent
+from weight_manager.messages import Live
 
 log = logging.getLogger(__name__)
 
 Outcome = Committed | PushRefused
+
+
+def named(run_id: str | None, version: int | None, live: Live | None) -> tuple[str, int]:
+    """What a version is called that the store makes itself: as asked for, else the next one of the run that is live.
+
+    Raises PushRefused if there is no such version.
+    """
+    run_id = (live.run_id if live else "") if run_id is None else run_id
+    version = (live.version + 1 if live else 0) if version is None else version
+    if not 0 <= version <= MAX_VERSION:
+        raise PushRefused("bad_message", f"version {version} is out of range")
+    return run_id, version
 
 
 class OwnSession:

@@ -42,7 +42,7 @@ from weight_manager.metrics import Counters
 from weight_manager.operator import Operator
 from weight_manager.relay.lease import Lease
 from weight_manager.relay.members import Members
-from weight_manager.relay.messages import Holdings, Version, version_of
+from weight_manager.relay.messages import Holdings, VersionName, version_of
 from weight_manager.relay.upstream import Upstream, connect
 from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
@@ -293,7 +293,7 @@ class Store:
         self._below.roster.pump()
 
     def _holdings(self) -> Holdings:
-        adapters = {a.name: Version(a.live.run_id, a.live.version, a.live.digest) for a in self._lines.live}
+        adapters = {a.name: VersionName(a.live.run_id, a.live.version, a.live.digest) for a in self._lines.live}
         return Holdings(version_of(self._history.live), adapters)
 
     def _relay_status(self, now: float) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from rollout_client.errors import ArenaError
 from weight_manager.adapters.plan import AdapterShape, adapter_layout
 from weight_manager.arena import ArenaReader
 from weight_manager.dynamic_weight_manager import WeightsRefused
-from weight_manager.layout import Layout, rank_spans, region_digests, slot_array, version_digest
+from weight_manager.layout import Layout, rank_extents, region_digests, slot_array, version_digest
 from weight_manager.messages import LiveAdapter
 from worker.engine.base import Adapters
 
@@ -107,7 +107,7 @@ class AdapterViews:
         if known is None or known.shape != adapter.shape:
             assert self._table is not None
             layout, shape = adapter_layout(adapter.shape, self._base), adapter.shape
-            spans = rank_spans(layout, self._rank)
-            known = _Fit(shape, layout, self._table.plan(adapter.name, spans, shape.modules, shape.dtype))
+            extents = rank_extents(layout, self._rank)
+            known = _Fit(shape, layout, self._table.plan(adapter.name, extents, shape.modules, shape.dtype))
             self._fits[adapter.name] = known
         return known

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import VIEW_DTYPE, Span
+from weight_manager.layout import VIEW_DTYPE, Extent
 from worker.engine.base import AdapterModule
 from worker.models.low_rank import LowRank
 from worker.models.packed_adapter import Factors, Site
@@ -35,7 +35,7 @@ class AdapterTable:
         }
         self._held: set[int] = set()
 
-    def plan(self, name: str, spans: Mapping[str, Span], modules: Sequence[AdapterModule], dtype: str) -> object:
+    def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
         """Every module's place checked. Raises ValueError naming the adapter and the tensor."""
         changes: dict[str, Factors] = {}
         for module in modules:
@@ -45,7 +45,7 @@ class AdapterTable:
                 raise ValueError(f"adapter {name}: {module.name}: rank {module.rank} is not in 1..{MOST_RANK}")
             inputs, rows = self._shapes[module.name]
             a, b = (
-                _checked(name, f"{module.name}.{half}", spans, shape)
+                _checked(name, f"{module.name}.{half}", extents, shape)
                 for half, shape in (("lora_A", (module.rank, inputs)), ("lora_B", (rows, module.rank)))
             )
             changes[module.name] = Factors(a, b, module.scale)
@@ -65,10 +65,10 @@ class AdapterTable:
         self._low_rank.drop(epoch)
 
 
-def _checked(adapter: str, name: str, spans: Mapping[str, Span], shape: tuple[int, int]) -> Span:
-    span = spans.get(name)
-    if span is None:
+def _checked(adapter: str, name: str, extents: Mapping[str, Extent], shape: tuple[int, int]) -> Extent:
+    extent = extents.get(name)
+    if extent is None:
         raise ValueError(f"adapter {adapter}: {name}: missing")
-    if span.shape != shape:
-        raise ValueError(f"adapter {adapter}: {name}: expected {shape}, got {span.shape}")
-    return span
+    if extent.shape != shape:
+        raise ValueError(f"adapter {adapter}: {name}: expected {shape}, got {extent.shape}")
+    return extent

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import DONE, event, replied, streamed, usage, whole
+from api.answering import end_of, event, replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
@@ -144,9 +144,7 @@ class _Writer:
 
     def end(self, job: Job) -> bytes:
         """See Writer: usage if wanted, then [DONE]."""
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            return event(self.envelope(job, []) | self._usage(job)) + DONE
-        return DONE
+        return end_of(self.body.stream_options, lambda: self.envelope(job, []) | self._usage(job))
 
     def _usage(self, job: Job, made: int | None = None) -> dict[str, Any]:
         return {"usage": usage(self.prompts, [flight.samples for flight in job.flights], made)}

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api import logprobs as shapes
-from api.answering import DONE, event, replied, streamed, usage, whole
+from api.answering import end_of, event, replied, streamed, usage, whole
 from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
@@ -126,5 +126,4 @@ class _Events:
 
     def end(self, job: Job) -> bytes:
         """See Writer: usage if wanted, then [DONE]."""
-        counted = event(_envelope(job, [], self._service) | _usage(job)) if self._options.include_usage else b""
-        return counted + DONE
+        return end_of(self._options, lambda: _envelope(job, [], self._service) | _usage(job))

@@ -1,4 +1,7 @@
-"""What the API asks about adapters: load a directory that PEFT saved, unload, go back, merge. One answer per call."""
+"""What is asked for of adapters, but for pushes: load a directory that PEFT saved, unload, go back, merge.
+
+Each is told once how it went, by `done`; not after it has raised PushRefused.
+"""
 
 import functools
 import json
@@ -13,7 +16,7 @@ import numpy as np
 
 from rollout_client.copying import WIRE_DTYPE, move, slot_view, source_view
 from rollout_client.peft import AdapterConfig, adapter_config, adapter_tensors
-from rollout_client.protocol import AdapterPush, Committed, Part
+from rollout_client.protocol import AdapterPush, Part
 from weight_manager.adapters.line import Line
 from weight_manager.adapters.lines import Lines
 from weight_manager.adapters.merge import merge
@@ -24,20 +27,20 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
-from weight_manager.history import MAX_VERSION, Intent
+from weight_manager.history import Intent
 from weight_manager.layout import Layout
-from weight_manager.messages import Live, LoadAdapter, MergeAdapter, Result, RollbackAdapter, UnloadAdapter
-from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious
+from weight_manager.messages import LoadAdapter, MergeAdapter, RollbackAdapter, UnloadAdapter
+from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious, named
 from weight_manager.plan import place, prove
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 1 << 20
 """Bytes. The store's loop reads it."""
-Reply = Callable[[Result], object]
+Done = Callable[[Outcome], None]
 
 
 class AdapterCalls:
-    """Owned by the store's loop. `reply` is called once for each call."""
+    """Owned by the store's loop."""
 
     def __init__(self, config: StoreConfig, model: Coordinator, lines: Lines, files: Background) -> None:
         """model: of the model's own weights."""
@@ -46,8 +49,8 @@ class AdapterCalls:
         self._lines = lines
         self._files = files
 
-    def load(self, request: LoadAdapter, reply: Reply) -> None:
-        """A directory as the next version. Raises PushRefused; then `reply` is never called."""
+    def load(self, request: LoadAdapter, done: Done) -> None:
+        """A directory as the next version. Raises PushRefused, also for what is wrong with the directory."""
         self._model.check_root()
         directory = below_roots(request.path, (*self._config.disk_roots, self._config.model), (CONFIG, WEIGHTS))
         config, parts = read_head(directory)
@@ -58,31 +61,24 @@ class AdapterCalls:
         intent = Intent(
             *(run_id, version, "disk", str(directory), request.in_flight, "disk", request.force), adapter=line.name
         )
-        done = functools.partial(_done, request.call, reply)
         load = DiskLoad(line.coordinator, self._files, done, self._config.patience(request.deadline_s))
         load.start(
             intent, functools.partial(read_adapter, directory, self._lines.planner, line.layout), time.monotonic()
         )
 
-    def unload(self, request: UnloadAdapter, reply: Reply) -> None:
+    def unload(self, request: UnloadAdapter, done: Callable[[PushRefused | None], None]) -> None:
         """Raises PushRefused unknown_adapter, or busy while it is pushed."""
         self._model.check_root()
+        self._lines.unload(request.name, time.monotonic() + self._config.patience(request.deadline_s), done)
 
-        def done(refusal: PushRefused | None) -> None:
-            reply(Result(request.call, ok=True) if refusal is None else answer(request.call, refusal))
-
-        deadline = time.monotonic() + self._config.patience(request.deadline_s)
-        self._lines.unload(request.name, deadline, done)
-
-    def rollback(self, request: RollbackAdapter, reply: Reply) -> None:
+    def rollback(self, request: RollbackAdapter, done: Done) -> None:
         """The version that was live before, from the slot that still holds it. Raises PushRefused."""
         self._model.check_root()
         line: Line = self._lines.find(request.name)
-        done = functools.partial(_done, request.call, reply)
         owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))
         owner.start(request.in_flight, time.monotonic())
 
-    def merge(self, request: MergeAdapter, done: Callable[[Outcome], None]) -> None:
+    def merge(self, request: MergeAdapter, done: Done) -> None:
         """The model's next version: its weights with the adapter's changes in them. Raises PushRefused busy,
         stale_version, unknown_adapter, or base_mismatch when weights without an adapter are not kept.
         """
@@ -112,29 +108,6 @@ class AdapterCalls:
         held.enter(adapter.slot)  # not given away before the sum is made
         for slot in range(arena.slots):
             model.slots.back(slot)  # the next merge finds both taken: what is live, and what it starts from
-
-
-def _done(call: str, reply: Reply, outcome: Outcome) -> None:
-    reply(answer(call, outcome))
-
-
-def answer(call: str, outcome: Outcome) -> Result:
-    """The answer to a call that has made a version live, or could not be honoured."""
-    if isinstance(outcome, Committed):
-        return Result(call, ok=True, data=msgspec.to_builtins(outcome))
-    return Result(call, ok=False, code=outcome.code, message=outcome.message, tensors=outcome.tensors)
-
-
-def named(run_id: str | None, version: int | None, live: Live | None) -> tuple[str, int]:
-    """What a version is called that the store makes itself: as asked for, else the next one of the run that is live.
-
-    Raises PushRefused if there is no such version.
-    """
-    run_id = (live.run_id if live else "") if run_id is None else run_id
-    version = (live.version + 1 if live else 0) if version is None else version
-    if not 0 <= version <= MAX_VERSION:
-        raise PushRefused("bad_message", f"version {version} is out of range")
-    return run_id, version
 
 
 def read_head(directory: Path) -> tuple[AdapterConfig, list[Part]]:

@@ -228,7 +228,9 @@ class Downstreams:
         return ballot is not None and not self._coordinator.settled and store.name not in ballot.voters
 
     def caught_up(self, store: Downstream, held: wire.Holds) -> None:
-        """A store holds a version of the line."""
+        """A store holds a version, if it is this line's. What is not live is not believed: it is gone from here."""
+        if held.adapter != self._line or self._members.live().of(self._line) is None:
+            return
         self._coordinator.changes += 1
         store.holds = store.holds.having(self._line, held.version)
         enrolment, ballot = store.enrolments.get(self._line), self._coordinator.ballot

@@ -108,8 +108,7 @@ class Members:
             case wire.Beat():
                 self._beat(store, message, now)
             case wire.Holds():
-                line = self._line(message.adapter)
-                if line is not None:
+                for line in self._lines():  # two have the name of an adapter that is about to change its shape
                     line.caught_up(store, message)
             case wire.Leave():
                 if not message.serving:
@@ -162,12 +161,6 @@ class Members:
 
     def _lines(self) -> "list[Downstreams]":
         return [coordinator.below for coordinator in self.lines()]
-
-    def _line(self, name: str) -> "Downstreams | None":
-        """The line that a name stands for; "" = the model."""
-        if self.live().of(name) is None:
-            return None
-        return next((c.below for c in self.lines() if c.history.saved.adapter == name), None)
 
     @property
     def _settled(self) -> bool:

@@ -21,7 +21,7 @@ A push, beside the steps of rollout_client/protocol.py:
     what it wrote through shared memory when its digest was found to match. `Chunk` names region and offset of
     the layout, so it is received into its final place; `Claims` give the digest of each region that is complete.
     [BELOW] forwards them in turn, compares every region in place, and moves the `Credit` on.
-    If `Stage` names a port, [BELOW] connects to it instead of giving credit, and spans and claims come that way
+    If `Stage` names a port, [BELOW] connects to it instead of giving credit, and bytes and claims come that way
     (roster.py); if nobody answers there it gives credit, and they come here.
  6. [ABOVE] `Seal` with the digest of the version. [BELOW] answers `Staged` once all its regions match, the digest
     of its own slot is the same, and its own stores below are staged. `Failed` at any time names what is wrong.
@@ -64,7 +64,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
     """Base of everything between stores."""
 
 
-class Version(msgspec.Struct, frozen=True, array_like=True):
+class VersionName(msgspec.Struct, frozen=True, array_like=True):
     """What a version is called everywhere. Epochs are each store's own."""
 
     run_id: str
@@ -75,14 +75,14 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
 class Holdings(msgspec.Struct, frozen=True, array_like=True):
     """Everything that is live at a store: of the model, and of each adapter by its name."""
 
-    model: Version | None = None
-    adapters: dict[str, Version] = {}
+    model: VersionName | None = None
+    adapters: dict[str, VersionName] = {}
 
-    def of(self, line: str) -> Version | None:
+    def of(self, line: str) -> VersionName | None:
         """line: an adapter's name; "" = the model."""
         return self.adapters.get(line) if line else self.model
 
-    def having(self, line: str, version: Version | None) -> "Holdings":
+    def having(self, line: str, version: VersionName | None) -> "Holdings":
         """The same but for one line, of which this is live; None: nothing."""
         if not line:
             return Holdings(version, self.adapters)
@@ -142,7 +142,7 @@ class Lease(Message, tag="lease", frozen=True):
 class Holds(Message, tag="holds", frozen=True):
     """[BELOW] has caught up with this version."""
 
-    version: Version
+    version: VersionName
     adapter: str = ""  # whose; "": the model's
     moving: bool = False  # replicas or stores below it have not all said that they moved to it; `Over` comes then
 
@@ -277,9 +277,9 @@ class Leave(Message, tag="leave", frozen=True):
     serving: bool = False  # stores below it may be, until the leases that it gave them have run out
 
 
-def version_of(live: Live | None) -> Version | None:
+def version_of(live: Live | None) -> VersionName | None:
     """What is called so on every store."""
-    return Version(live.run_id, live.version, live.digest) if live else None
+    return VersionName(live.run_id, live.version, live.digest) if live else None
 
 
 def order_of(message: inner.ToReplica, seconds: float, *, fence: bool) -> Message | None:

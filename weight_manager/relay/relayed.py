@@ -334,7 +334,7 @@ class Relayed:
         self._coordinator.abort(session, refusal, now, event)
         return True
 
-    def recorded_above(self, live: wire.Version | None, now: float) -> bool:
+    def recorded_above(self, live: wire.VersionName | None, now: float) -> bool:
         """In doubt, this is live above: whether it was committed."""
         session, ballot = self.session, self._coordinator.ballot
         if session is None or ballot is None or live != wire.version_of(ballot.live):
@@ -388,7 +388,7 @@ class Relayed:
         """Owner: live."""
         self._data.end(session)
         if session.role is Role.CATCH_UP:
-            version = wire.Version(session.intent.run_id, report.version, report.digest)
+            version = wire.VersionName(session.intent.run_id, report.version, report.digest)
             self._voice.send(wire.Holds(version, self.line))
         else:
             self._voice.over(self.id, report.stall_ms)

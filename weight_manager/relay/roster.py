@@ -19,7 +19,7 @@ from rollout_client.data_socket import KEY_BYTES
 from weight_manager.data_port import DataPort
 from weight_manager.relay import messages as wire
 from weight_manager.relay.messages import Holdings
-from weight_manager.relay.stream import Cursor, Span, Stream
+from weight_manager.relay.stream import Cursor, GoodBytes, Stream
 from weight_manager.watching import Watching
 from weight_manager.wire import Router
 
@@ -277,8 +277,8 @@ class Roster:
     def _send_chunks(self, store: Downstream, enrolment: Enrolment) -> None:
         room = enrolment.allowed - enrolment.cursor.sent
         for entry in enrolment.cursor.read(enrolment.stream, room, CHUNK_BYTES):
-            if isinstance(entry, Span):
-                self._send_span(store, enrolment, entry)
+            if isinstance(entry, GoodBytes):
+                self._send_bytes(store, enrolment, entry)
             else:
                 self.send(store, wire.Claims(enrolment.session, [(c.region, c.digest) for c in entry]))
         if enrolment.complete:
@@ -291,7 +291,7 @@ class Roster:
             entry = next(enrolment.cursor.read(enrolment.stream, CHUNK_BYTES, CHUNK_BYTES), None)
             if entry is None:
                 break
-            if isinstance(entry, Span):
+            if isinstance(entry, GoodBytes):
                 start = enrolment.stream.starts[entry.region] + entry.offset
                 feed.put([entry], enrolment.slot[start : start + entry.size])
                 self.sent_bytes += entry.size
@@ -308,15 +308,15 @@ class Roster:
             feed.flush()
             self.send(store, wire.Seal(enrolment.session, enrolment.digest))
 
-    def _send_span(self, store: Downstream, enrolment: Enrolment, span: Span) -> None:
+    def _send_bytes(self, store: Downstream, enrolment: Enrolment, good: GoodBytes) -> None:
         """Straight from the slot; ZMQ keeps the mapping until it is done."""
         if self.router is None:
             return
-        start = enrolment.stream.starts[span.region] + span.offset
-        stops = [*range(start + FRAME_BYTES, start + span.size, FRAME_BYTES), start + span.size]
+        start = enrolment.stream.starts[good.region] + good.offset
+        stops = [*range(start + FRAME_BYTES, start + good.size, FRAME_BYTES), start + good.size]
         frames = [enrolment.slot[a:b] for a, b in zip([start, *stops[:-1]], stops, strict=True)]
-        head = wire.Chunk(enrolment.session, span.region, span.offset, [len(f) for f in frames])
+        head = wire.Chunk(enrolment.session, good.region, good.offset, [len(f) for f in frames])
         if self.router.send_payload(store.identity, wire.encode(head), frames):
-            self.sent_bytes += span.size
+            self.sent_bytes += good.size
         else:
             store.deaf = True

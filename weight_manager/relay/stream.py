@@ -14,7 +14,7 @@ from weight_manager.intervals import Intervals
 from weight_manager.layout import ITEMSIZE, Layout
 
 
-class Span(NamedTuple):
+class GoodBytes(NamedTuple):
     """Bytes [offset, offset + size) of a region are good."""
 
     region: int
@@ -36,7 +36,7 @@ class Stream:
         itemsize = ITEMSIZE[layout.manifest.dtype]
         self.starts = [r.offset for r in layout.regions]
         self.sizes = [prod(r.shape) * itemsize for r in layout.regions]
-        self.log: list[Span | Claim] = []
+        self.log: list[GoodBytes | Claim] = []
         self.logged = 0  # bytes
         self._sent = [Intervals() for _ in self.sizes]
         self._proven = [0] * len(self.sizes)
@@ -47,7 +47,7 @@ class Stream:
         region = bisect.bisect_right(self.starts, start) - 1
         offset = start - self.starts[region]
         if size and self._sent[region].add(offset, offset + size):
-            self._good(Span(region, offset, size))
+            self._good(GoodBytes(region, offset, size))
 
     def proven(self, start: int, size: int, digest: int | None, *, contiguous: bool) -> None:
         """A copy of this many bytes that begins at `start` was compared in place.
@@ -78,11 +78,11 @@ class Stream:
     def _fill(self, region: int, offset: int, size: int) -> None:
         for start, stop in self._sent[region].gaps(offset, offset + size):
             self._sent[region].add(start, stop)
-            self._good(Span(region, start, stop - start))
+            self._good(GoodBytes(region, start, stop - start))
 
-    def _good(self, span: Span) -> None:
-        self.log.append(span)
-        self.logged += span.size
+    def _good(self, good: GoodBytes) -> None:
+        self.log.append(good)
+        self.logged += good.size
 
 
 @dataclass
@@ -93,8 +93,8 @@ class Cursor:
     within: int = 0
     sent: int = 0
 
-    def read(self, stream: Stream, room: int, largest: int) -> Iterator[Span | list[Claim]]:
-        """What may go out now: spans of at most `largest` bytes, `room` bytes in all, and claims between them."""
+    def read(self, stream: Stream, room: int, largest: int) -> Iterator[GoodBytes | list[Claim]]:
+        """What may go out now: `GoodBytes` of at most `largest` bytes, `room` bytes in all, and claims between them."""
         log = stream.log
         while self.item < len(log):
             entry = log[self.item]
@@ -108,10 +108,10 @@ class Cursor:
             size = min(entry.size - self.within, largest, room)
             if size <= 0:
                 return
-            span = Span(entry.region, entry.offset + self.within, size)
+            good = GoodBytes(entry.region, entry.offset + self.within, size)
             self.within += size
             self.sent += size
             room -= size
             if self.within == entry.size:
                 self.item, self.within = self.item + 1, 0
-            yield span
+            yield good

@@ -23,7 +23,7 @@ from weight_manager.life import Event
 from weight_manager.relay import messages as wire
 from weight_manager.relay.lease import Lease
 from weight_manager.relay.members import Members
-from weight_manager.relay.messages import Version, version_of
+from weight_manager.relay.messages import VersionName, version_of
 from weight_manager.relay.relayed import DataRoute, Relayed
 from weight_manager.watching import Watching
 from weight_manager.wire import TURN_MESSAGES, UNREADABLE
@@ -353,7 +353,7 @@ class Upstream:
         live = coordinator.history.live
         if refused is None and not (coordinator.session is None and coordinator.settled):
             return
-        named = Version(stage.run_id, stage.version, stage.digest)
+        named = VersionName(stage.run_id, stage.version, stage.digest)
         relayed = Relayed(stage, coordinator, self, self._config, data, self._route)
         if refused is not None:
             relayed.refuse(refused, now)

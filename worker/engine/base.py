@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import Span
+from weight_manager.layout import Extent
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -264,12 +264,12 @@ class AdapterModule(Protocol):
 class Adapters(Protocol):
     """The LoRA adapters that an engine holds beside its base weights. Every version is named by an epoch, for ever."""
 
-    def plan(self, name: str, spans: Mapping[str, Span], modules: Sequence[AdapterModule], dtype: str) -> object:
+    def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
         """For `hold`: what all versions of adapter `name` have in common that lie alike. It is kept from push to push:
         another version then costs no work for each tensor.
 
-        spans: this rank's parts, `{module}.lora_A` [rank, in] and `{module}.lora_B` [out, rank], in an array of `dtype`
-        (uint16 bits for bfloat16). Raises ValueError naming the adapter and the tensor.
+        extents: this rank's parts, `{module}.lora_A` [rank, in] and `{module}.lora_B` [out, rank], in an array of
+        `dtype` (uint16 bits for bfloat16). Raises ValueError naming the adapter and the tensor.
         """
         ...
 

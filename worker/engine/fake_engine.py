@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weight_manager.layout import Span
+from weight_manager.layout import Extent
 from worker.engine.base import AdapterModule, Adapters, EngineSpec, Float32, ForwardBatch, Interrupted, never
 
 _EMPTY = -1
@@ -78,18 +78,18 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
 
-    def plan(self, name: str, spans: Mapping[str, Span], modules: Sequence[AdapterModule], dtype: str) -> object:
-        """The spans. Raises ValueError naming a tensor that is missing."""
+    def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
+        """The extents. Raises ValueError naming a tensor that is missing."""
         for module in modules:
             for half in ("lora_A", "lora_B"):
-                if f"{module.name}.{half}" not in spans:
+                if f"{module.name}.{half}" not in extents:
                     raise ValueError(f"adapter {name}: {module.name}.{half}: missing")
-        return spans
+        return extents
 
     def hold(self, epoch: int, plan: Any, flat: npt.NDArray[Any]) -> None:
         """Hash the views."""
-        spans: Mapping[str, Span] = plan
-        self.held.setdefault(epoch, views_hash({name: span.of(flat) for name, span in spans.items()}))
+        extents: Mapping[str, Extent] = plan
+        self.held.setdefault(epoch, views_hash({name: extent.of(flat) for name, extent in extents.items()}))
 
     def forget(self, epoch: int) -> None:
         """Drop the hash."""

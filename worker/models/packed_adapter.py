@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weight_manager.layout import Manifest, Span
+from weight_manager.layout import Extent, Manifest
 from worker.cpu.native import Native
 from worker.models.shard import Shard
 
@@ -66,8 +66,8 @@ class Factors:
     b [rows, rank].
     """
 
-    a: Span
-    b: Span
+    a: Extent
+    b: Extent
     scale: float
 
 

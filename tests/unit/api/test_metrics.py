@@ -5,7 +5,7 @@ from api import store_metrics
 from api.histogram import Histogram
 from api.store_metrics import StoreSamples
 from weight_manager.messages import Live, Status
-from weight_manager.relay.messages import Holdings, Version
+from weight_manager.relay.messages import Holdings, VersionName
 from weight_manager.relay.roster import Downstream
 
 
@@ -74,10 +74,10 @@ async def test_a_dead_replica_leaves_no_numbers_behind(client, replicas, until, 
 
 def test_stores_of_other_hosts():
     """Two below, one of them left behind by the running commit; and a store that has one above, without a lease."""
-    behind = Downstream("s1", "b@h", b"1", Holdings(Version("run", 5, "d")), 0.0, behind={""})
-    level = Downstream("s2", "c@h", b"2", Holdings(Version("run", 7, "d")), 0.0)
+    behind = Downstream("s1", "b@h", b"1", Holdings(VersionName("run", 5, "d")), 0.0, behind={""})
+    level = Downstream("s2", "c@h", b"2", Holdings(VersionName("run", 7, "d")), 0.0)
     live = Live("run", 7, 3, 0, "d", 1)
-    below = {store.name: store.status(Holdings(Version("run", 7, "d")), 1.0) for store in (behind, level)}
+    below = {store.name: store.status(Holdings(VersionName("run", 7, "d")), 1.0) for store in (behind, level)}
     above = {"joined": True, "fenced": True, "in_doubt": False}
     seen = {
         (sample.name, *sample.labels.values()): sample.value

@@ -13,7 +13,7 @@ from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
-from weight_manager.relay.messages import Holdings, Version, version_of
+from weight_manager.relay.messages import Holdings, VersionName, version_of
 from weight_manager.relay.roster import Enrolment
 from weight_manager.relay.stream import Stream
 from weight_manager.relay.upstream import own_name
@@ -229,7 +229,41 @@ def test_a_commit_waits_for_whom_a_store_that_holds_its_version_has_still_to_mov
     assert moved == ([] if moving else ["first"])
 
 
-X, Y = Version("run", 1, "a" * 16), Version("run", 2, "b" * 16)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_while_an_adapter_of_another_shape_is_pushed_its_live_version_hears_of_stores_too(above, order):
+    """Two lines have its name: one is live and one is not yet."""
+    live = Live("run", 7, 2, 0, "e" * 16)
+    above.join(b"1", "a" * 16, "first")
+    moved = []
+    lines = []
+    for ballot in (SimpleNamespace(live=live, store_finalized=lambda store, *_: moved.append(store)), None):
+        history = SimpleNamespace(saved=SimpleNamespace(adapter="x", shape=None), live=None)
+        line = SimpleNamespace(settled=True, ballot=ballot, changes=0, history=history, drive=lambda now: None)
+        line.below = Downstreams(
+            *(above.below._config, LAYOUT),
+            coordinator=line,
+            members=above.below,
+            slots=None,
+            history=history,
+            background=None,
+        )
+        lines.append(line)
+    above.below.lines = lambda: [above.model, *(lines[i] for i in order)]
+    above.adapters = {"x": version_of(live)}
+    above.below.request(b"1", wire.Holds(version_of(live), "x"))
+    (store,) = above.below.roster.all()
+    assert store.holds == Holdings(None, {"x": version_of(live)})
+    assert moved == ["first"]
+
+
+def test_what_a_store_holds_of_an_adapter_that_is_not_live_is_not_believed(above):
+    above.join(b"1", "a" * 16, "first")
+    above.below.request(b"1", wire.Holds(X, "x"))
+    (store,) = above.below.roster.all()
+    assert store.holds == Holdings()
+
+
+X, Y = VersionName("run", 1, "a" * 16), VersionName("run", 2, "b" * 16)
 
 
 @pytest.mark.parametrize(

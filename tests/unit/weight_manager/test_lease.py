@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.relay.lease import Lease
-from weight_manager.relay.messages import Holdings, Version
+from weight_manager.relay.messages import Holdings, VersionName
 
 
 @pytest.fixture
@@ -34,11 +34,12 @@ def test_no_lease_is_longer_than_a_full_one(arena, seconds):
     assert lease.until == now + 2.0
 
 
-OLD, ADAPTER = Version("run", 1, "d" * 16), {"policy-a": Version("run", 1, "a" * 16)}
+OLD, ADAPTER = VersionName("run", 1, "d" * 16), {"policy-a": VersionName("run", 1, "a" * 16)}
 
 
 @pytest.mark.parametrize(
-    "changed", [(Version("run", 2, "e" * 16), ADAPTER), (OLD, {"policy-a": Version("run", 2, "b" * 16)}), (OLD, {})]
+    "changed",
+    [(VersionName("run", 2, "e" * 16), ADAPTER), (OLD, {"policy-a": VersionName("run", 2, "b" * 16)}), (OLD, {})],
 )
 def test_a_lease_that_was_asked_for_with_something_else_gives_nothing(arena, changed):
     old, new = Holdings(OLD, ADAPTER), Holdings(*changed)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engine_cases import to_bits
-from weight_manager.layout import Span
+from weight_manager.layout import Extent
 from worker.cpu import native
 from worker.engine.base import ForwardBatch
 from worker.models.low_rank import NativeLowRank, PlainLowRank, rows_of
@@ -69,7 +69,7 @@ def hold(low_rank, epoch, changes, plan=None):
     for module, change in changes.items():
         gap = np.full(7, np.nan if change.a.dtype == np.float32 else 0x7FC0, change.a.dtype)
         spans[module] = Factors(
-            Span(at + 7, change.a.shape), Span(at + 14 + change.a.size, change.b.shape), change.scale
+            Extent(at + 7, change.a.shape), Extent(at + 14 + change.a.size, change.b.shape), change.scale
         )
         pieces += [gap, change.a.reshape(-1), gap, change.b.reshape(-1)]
         at += 14 + change.a.size + change.b.size
