@@ -125,6 +125,7 @@ class Disk:
         self.world = world
         self.files: dict[str, bytes] = {}
         self.adapters: dict[str, tuple[str, int]] = {}  # by file: of what adapter which version is live
+        self.removed: dict[str, float] = {}  # when an adapter's file was last removed
         self.failing = False
         self.crash_next = False
         self._written = written
@@ -166,7 +167,8 @@ class DiskPath:
     def unlink(self, *, missing_ok: bool) -> None:
         assert missing_ok
         self.disk.files.pop(self.name, None)
-        self.disk.adapters.pop(self.name, None)
+        if gone := self.disk.adapters.pop(self.name, None):
+            self.disk.removed[gone[0]] = self.disk.world.now
 
     def __lt__(self, other: "DiskPath") -> bool:
         return self.name < other.name

@@ -73,6 +73,7 @@ class Run:
         self.acknowledged: list[tuple[int, str]] = []
         self.adapters: dict[str, list[int]] = {name: [] for name in ADAPTERS}  # versions that trainers were told of
         self.adapter_names: dict[tuple[str, int], str] = {}  # recorded: name and version -> digest
+        self.adapter_seen: dict[tuple[str, int], float] = {}  # when it was first recorded
         self.unloading: list[str] = []  # names of which nobody knows yet whether they were
         self.everywhere: dict[str, int] = {}  # names whose trainers were told that this version is live, as it still is
         self.adapter_trainers: list[Trainer] = []
@@ -190,6 +191,7 @@ class Run:
             raise self.world.violated(f"torn: {host.name} records {key}, which the root has not")
         if self.adapter_names.setdefault(key, live.digest) != live.digest:
             raise self.world.violated(f"torn: {key} is recorded as {live.digest}, and was {self.adapter_names[key]}")
+        self.adapter_seen.setdefault(key, self.world.now)
         known = [record.version for record in saved.records]
         lost = [version for version in self.adapters[saved.adapter] if version not in known]
         if host is self.root and lost:
@@ -199,7 +201,9 @@ class Run:
         self.counts["adapter commits"] = self.counts.get("adapter commits", 0) + 1
         if self.adapter_names.get((name, version)) != digest:
             raise self.world.violated(f"lost: {name} {version} was answered committed and is not recorded")
-        if name not in self.unloading:
+        # A trainer may hear of its commit after somebody who asked for the unload that followed it has heard of that.
+        there = self.adapter_seen[name, version] > self.root.disk.removed.get(name, 0.0)
+        if name not in self.unloading and there:
             self.adapters[name].append(version)
             if (name, version) in self.root.disk.adapters.values():
                 self.everywhere[name] = version

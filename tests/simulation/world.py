@@ -20,8 +20,11 @@ TRACE = 1000
 """Last lines of what happened that a violation comes with."""
 
 
-class Violation(AssertionError):
-    """A promise was broken; the message says which, when, and what happened before."""
+class Violation(BaseException):
+    """A promise was broken; the message says which, when, and what happened before.
+
+    No Exception: a store answers one in a handler of its own with a refusal, and goes on.
+    """
 
 
 class Killed(BaseException):

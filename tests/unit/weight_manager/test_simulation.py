@@ -10,7 +10,7 @@ from tests.simulation import run
 from tests.simulation.host import LAYOUT
 from tests.simulation.parties import Versions
 from tests.simulation.run import SHAPES, play
-from tests.simulation.world import Violation
+from tests.simulation.world import Violation, World
 from weight_manager import life, messages
 from weight_manager.adapters.line import Line
 from weight_manager.adapters.lines import Lines
@@ -158,3 +158,14 @@ def test_it_finds_bytes_that_are_called_intact_before_they_are(monkeypatch):
 
     monkeypatch.setattr(Replicas, "intact", early)
     found("torn", faults=["refuse"])
+
+
+def test_what_is_found_is_not_taken_for_an_error_of_the_code_that_it_is_found_in():
+    def handler(violation):
+        try:
+            raise violation
+        except Exception:
+            return "refused"
+
+    with pytest.raises(Violation, match="torn"):
+        handler(World(0).violated("torn"))
