@@ -218,7 +218,7 @@ class Batcher:
         draft, or as a step that was thrown away had found it in the cache.
         """
         if epoch != self._kv.epoch:
-            self._cohort.dissolve()
+            self._cohort.bring_up()  # while the full blocks of these weights still have their name
             for sequence in [sequence for sequence in self.running if sequence.partial]:
                 self.send_back(sequence)
         self._kv.enter(epoch)

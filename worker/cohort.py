@@ -3,8 +3,9 @@
 A sequence is let in once it needs nothing from the host but its next token: no edits of its logits, no other logprobs
 than its own, no stop strings, no drafts, and a last block that nobody shares. From then on its tokens stand here, and
 its `Sequence` is behind by those that came since it was last brought up: when one of its blocks is full, when it
-leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. All tokens here are
-made by one commit of weights, each sequence's by one version of its adapter, so none of them begins a span.
+leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. The tokens that stand
+here alone are made by one commit of weights, each sequence's by one version of its adapter: all are brought up before
+other weights are live, and the first token of those begins a span.
 
 Rows are numbered from 0 without gaps; the last takes the place of one that leaves.
 """
@@ -20,7 +21,7 @@ from worker.engine.base import NO_ADAPTERS, Cuts, Drawn, Float64, ForwardBatch, 
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import KvCache
 from worker.sampler import Asked, inverse_temperature, is_greedy
-from worker.sequence import Ending, Line, Sequence
+from worker.sequence import Ending, Line, Sequence, Version
 
 _KEPT = 256
 """Steps whose tokens are kept before every sequence is brought up."""
@@ -68,6 +69,7 @@ class Cohort:
         self._told = 0  # of them, that streams have heard of
         self._adapted = 0  # rows with an adapter
         self._at = 0.0  # when the newest came
+        self._made_by: Version | None = None  # the weights that made it
         self._stops: npt.NDArray[np.bool_] = np.zeros(vocab_size, np.bool_)  # of any sequence here
         self._streams: dict[bytes, tuple[int, Int64, list[Sequence]]] | None = None  # roster and rows per connection
         self._rosters = count(1)
@@ -87,8 +89,8 @@ class Cohort:
             and self._kv.sole(sequence.kv)
         )
 
-    def join(self, sequence: Sequence, now: float) -> None:
-        """A sequence goes on here from the token it got at time `now`, as all the others did."""
+    def join(self, sequence: Sequence, made_by: Version, now: float) -> None:
+        """A sequence goes on here from the token it got at time `now` of these weights, as all the others did."""
         row, request, rules = len(self.sequences), sequence.request, sequence.request.rules
         sampling, known = request.sampling, len(sequence.tokens)
         self._rows[row] = (
@@ -116,8 +118,13 @@ class Cohort:
         sequence.row = row
         self._adapted += sequence.kv.adapter > 0
         self.sequences.append(sequence)
-        self._at = now
+        self._at, self._made_by = now, made_by
         self._changed()
+
+    def bring_up(self) -> None:
+        """All sequences have all of their tokens: other weights make the next ones."""
+        for row in range(len(self)):
+            self._bring_up(row)
 
     def leave(self, sequence: Sequence) -> None:
         """Bring it up, and let it go; nothing when it is not here."""
@@ -224,14 +231,17 @@ class Cohort:
         """Cells that the newest tokens attend to, in all."""
         return float(self._rows["known"][: len(self)].sum(dtype=np.int64))
 
-    def advance(self, drawn: Drawn, now: float) -> tuple[list[Ended], list[tuple[bytes, Line]]]:
-        """Every row's newest token was computed at time `now`, and a finite token drawn.
+    def advance(
+        self, drawn: Drawn, made_by: Version, now: float
+    ) -> tuple[list[Ended], list[tuple[bytes, Line]], list[Sequence]]:
+        """Every row's newest token was computed at time `now` by these weights, and a finite token drawn.
 
-        Returns those that ended, and per connection what goes on and is streamed.
+        Returns those that ended, per connection what goes on and is streamed, and, instead of that, what is streamed
+        and has got the first token of other weights than before.
         """
+        turned, self._made_by = self._made_by != made_by, made_by
         if self._steps == _KEPT:
-            for row in range(len(self)):
-                self._bring_up(row)
+            self.bring_up()
             self._steps = self._told = 0
             self._rows["since"][: len(self)] = 0
         many, rows = len(self), self._rows[: len(self)]
@@ -246,12 +256,15 @@ class Cohort:
         full = [self.sequences[row] for row in np.flatnonzero(computed % self._kv.block_size == 0).tolist()]
         ends = self._stops[drawn.tokens] | (rows["known"] >= rows["limit"])
         ended = self._ended(np.flatnonzero(ends).tolist()) if ends.any() else []
-        lines = self._lines()
+        lines = [] if turned else self._lines()
+        first = [sequence for sequence in self.sequences if sequence.request.stream] if turned else []
+        for sequence in first:
+            self._bring_up(sequence.row)
         self._told = self._steps
         for sequence in full:
             if sequence.row >= 0:
                 self._bring_up(sequence.row)
-        return ended, lines
+        return ended, lines, first
 
     def _ended(self, rows: list[int]) -> list[Ended]:
         ended = []
@@ -285,9 +298,11 @@ class Cohort:
         if since == self._steps:
             return
         told = self._told if sequence.request.stream else 0
+        assert self._made_by is not None, "somebody has joined"
         sequence.extend(
             self._tokens[since : self._steps, row].tolist(),
             self._logprobs[max(since, told) : self._steps, row].tolist(),
+            self._made_by,
         )
         self._kv.advance(sequence.kv, sequence.tokens, len(sequence.tokens) - 1 - sequence.kv.computed)
         self._rows["since"][row] = self._steps

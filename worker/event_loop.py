@@ -3,8 +3,12 @@
 A tick reads: receive -> agree -> act -> schedule -> step -> reply. Weights change in `act` and nowhere else.
 
 A device that samples for itself computes the next step while the host takes in the tokens of the last one:
-then a tick takes the tokens of the step that the tick before launched, and launches the next. Before anything but the
-next step happens, what is on its way is taken in.
+then a tick takes the tokens of the step that the tick before launched, and launches the next. Before anything happens
+that steps are not indifferent to, what is on its way is taken in.
+
+Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
+take. So it begins the next step under the weights it has flipped to. No token is drawn of that before they are final;
+after a rollback it is thrown away, and what it wrote is written anew.
 
 A step that stands between a commit and its flip is given up while little is lost: what was computed is thrown away
 and computed again. Weights change between two steps, and a step of a large model on a few cores takes longer than a
@@ -27,10 +31,10 @@ import numpy as np
 
 from weight_manager.life import State
 from worker.adapter_membership import AdapterMembership
-from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, never
+from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, OnDevice, never
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
-from worker.orders import DONE, FAILED, Actions, Order, Report, Signal, Signals, Verdict, judge
+from worker.orders import DONE, FAILED, Actions, Order, Phase, Report, Signal, Signals, Verdict, judge
 from worker.scheduler import Scheduler
 from worker.sequence import Version
 
@@ -74,6 +78,7 @@ class EventLoop:
         self._leader = leader
         self._step_error = ""
         self._flight: Logits | None = None  # of a step launched ahead of its tick
+        self._ventured = False  # under weights that are not final yet
         self._alone: threading.Timer | None = None
         self._moved = moved
         self._given_up = leader.stepping.interrupting.asked if leader is not None and signals.size == 1 else never
@@ -94,7 +99,7 @@ class EventLoop:
         self._moved()
         self.receive()
         order = self.agree()
-        if order is None or order.signal is not Signal.RUN or not order.step:
+        if order is None or not order.beside_steps:
             self.land()  # what was launched ahead is over before anything else happens
         if order is None:
             self.reply()
@@ -102,6 +107,8 @@ class EventLoop:
         self.act(order)
         if not self.fly_on():
             self.step(self.schedule(order))
+        if order.phase is Phase.FLIP:
+            self.venture()
         self.reply()
 
     def receive(self) -> None:
@@ -150,13 +157,36 @@ class EventLoop:
         return flight is not None
 
     def land(self) -> None:
-        """Take the tokens of the step that was launched ahead, if one was, and launch none behind it."""
-        flight = self._taken()
-        if flight is not None:
+        """Take the tokens of the step that was launched ahead, if one was, and launch none behind it. One that was
+        ventured waits until it is known whether its weights are final, and is thrown away if no step follows it then.
+        """
+        ventured, flight = self._ventured, self._taken()
+        if flight is not None and self._leader and ventured:
+            self._leader.stepping.dropped()
+        elif flight is not None:
             self._compute(lambda: flight, ahead=False)
 
+    def venture(self) -> None:
+        """Rank 0 of one rank, whose device has flipped: launch the next step while the store decides."""
+        if self._leader is None or self._signals.size > 1 or not isinstance(self._actions.engine, OnDevice):
+            return
+        batch = self._leader.stepping.venture()
+        if batch is None:
+            return
+        try:
+            logits = self._actions.forward(batch)
+        except Exception:
+            log.exception("a step could not be launched")  # it is launched again, and its failure is then told
+            logits = None
+        if logits is None or isinstance(logits, np.ndarray):
+            self._leader.stepping.dropped()
+        else:
+            self._flight, self._ventured = logits, True
+
     def _taken(self) -> Logits | None:
-        flight, self._flight = self._flight, None
+        if self._ventured and self._leader and self._leader.membership.holding:
+            return None
+        flight, self._flight, self._ventured = self._flight, None, False
         return flight if flight is not None and self._leader and self._leader.stepping.flying else None
 
     def _compute(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> None:
@@ -462,6 +492,21 @@ class Stepping:
         self.seconds.append(seconds)
         if self._scheduler.flying:
             self._begun()
+
+    def venture(self) -> ForwardBatch | None:
+        """A step under weights that this rank is bound to and the store has not said the last word on, of sequences
+        that go on with the KV they have; None: there is none that could be known.
+        """
+        session = self._membership.session
+        if session is None or session.state is not State.FLIPPING or session.in_flight != "keep":
+            return None
+        if self._actions.live != session.live or self._lifecycle.state is not WorkerState.SERVING:
+            return None
+        return self._scheduler.venture(session.live.version, session.live.epoch)
+
+    def dropped(self) -> None:
+        """The step that was ventured is not to be."""
+        self._scheduler.discard()
 
     def given_up(self) -> None:
         """The step was interrupted; it is done again, under the weights that are served then."""

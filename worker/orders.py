@@ -79,6 +79,14 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: LiveAdapter | None = None
     epoch: int = 0
 
+    @property
+    def beside_steps(self) -> bool:
+        """A step follows, and the order itself is nothing to one that is under way: the next version is prepared in a
+        thread, the one before it is forgotten.
+        """
+        quiet = self.signal is Signal.UPDATE and self.phase in (Phase.PREPARE, Phase.FINALIZE)
+        return self.step and (self.signal is Signal.RUN or quiet)
+
 
 class GroupDead(RuntimeError):
     """The signal group can no longer be used; this rank must leave.
@@ -328,7 +336,8 @@ class Actions:
         skip = "weights" in self.released
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
-                work.run_in_background(lambda: None if skip else self._prepare(order), _PREPARE_S)
+                flying = order.step and isinstance(self.engine, OnDevice)  # which goes on meanwhile
+                work.run_in_background(lambda: None if skip else self._prepare(order), 0.0 if flying else _PREPARE_S)
             case Signal.ADAPTER, Phase.PREPARE:
                 if order.adapter is not None and self.adapters.is_quick(order.adapter):
                     work.run(lambda: self._prepare_adapter(order))

@@ -142,6 +142,19 @@ class Scheduler:
                 return step.batch(self._kv, self._cohort)
         return None
 
+    def venture(self, version: int, epoch: int) -> ForwardBatch | None:
+        """The next step under weights that are about to be live, so that a device computes while that is decided; None
+        where not all that run decode together. Nobody begins, and no token comes of it before `enter` says the same
+        weights; `enter` of others throws it away.
+        """
+        assert self._step is None, "the last step was neither applied nor discarded"
+        cohort = self._cohort
+        if not len(cohort) or len(cohort) != len(self._batcher.running) or not cohort.reserve():
+            return None
+        self._step = Step(version, epoch, self._max_tokens, self._max_batch, self._pace)
+        self._step.take_cohort(cohort)
+        return self._step.batch(self._kv, cohort)
+
     def _turns(self, former: Version | None) -> list[tuple[bool, bool]]:
         """What the step may be, the first that is not empty: a draft or not, of the former weights or not."""
         # The last: what the step before it let in may have had everything in the cache.
@@ -280,8 +293,11 @@ class Scheduler:
             self._end_request(request, "abort")
 
     def enter(self, version: int, epoch: int, *, recompute: bool) -> None:
-        """New weights are final. recompute: what runs computes its KV again from the tokens, else it keeps it."""
-        self.discard()
+        """New weights are final. recompute: what runs computes its KV again from the tokens, else it keeps it. A step
+        that was ventured under these very weights stays under way.
+        """
+        if recompute or self._step is None or (self._step.version, self._step.epoch) != (version, epoch):
+            self.discard()
         self._version = version
         self._batcher.enter(epoch)
         if recompute:
@@ -427,7 +443,9 @@ class Scheduler:
                     self._kv.advance(sequence.kv, sequence.tokens, 1)
                     self._advance(sequence, draw, step, now)
             return
-        ended, lines = self._cohort.advance(drawn, now)
+        ended, lines, turned = self._cohort.advance(drawn, Version(step.version, step.epoch), now)
+        for sequence in turned:
+            self._emit(sequence.request, sequence.chunk(self._version))
         for sequence, ending in ended:
             self._end(sequence, *ending)
         for origin, line in lines:
@@ -452,7 +470,7 @@ class Scheduler:
         if self._batcher.crowded or len(self._batcher.running) < self._least or not self._cohort.takes(sequence):
             return
         if self._sampler.plain(sequence.request.sampling):
-            self._cohort.join(sequence, now)
+            self._cohort.join(sequence, Version(step.version, step.epoch), now)
 
     @staticmethod
     def _not_finite(step: Step, sequence: Sequence) -> str:

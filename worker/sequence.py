@@ -198,7 +198,7 @@ class Sequence:
 
     def append(self, draw: Draw, version: int, epoch: int) -> None:
         """Take a token sampled from logits that weights `version` made, live since commit `epoch`."""
-        self._stamp(version, epoch)
+        self._stamp(version, epoch, 1)
         self.tokens.append(draw.token)
         self.edits.record(draw.token)
         self._logprobs.append(draw.logprob)
@@ -209,13 +209,13 @@ class Sequence:
         if sampling.sampling_mask:
             self._masks.append(list(draw.mask))
 
-    def extend(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Take more tokens of the weights that made the newest, drawn without edits. logprobs: of the last of them, as
-        many as have not been reported.
+    def extend(self, tokens: list[int], logprobs: list[float], made_by: Version) -> None:
+        """Take more tokens, all of these weights, drawn without edits. logprobs: of the last of them, as many as have
+        not been reported.
         """
+        self._stamp(made_by.version, made_by.epoch, len(tokens))
         self.tokens += tokens
         self.edits.pass_over(len(tokens))
-        self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=self.length)
         self._told += len(tokens) - len(logprobs)
         self._logprobs += logprobs
 
@@ -248,8 +248,9 @@ class Sequence:
         self._told, self._reported = self.length, True
         return reported
 
-    def _stamp(self, version: int, epoch: int) -> None:
-        """Extend the last span, or begin one: with other weights, and where all KV has become that of these.
+    def _stamp(self, version: int, epoch: int, count: int) -> None:
+        """`count` tokens are next. Extend the last span, or begin one: with other weights, and where all KV has become
+        that of these.
 
         Commits are compared and not versions, as a number can come again: forced, rolled back to, in another run.
         """
@@ -259,9 +260,9 @@ class Sequence:
         recomputed = self.renewing and (self._mixed or other) and bool(self._spans)
         if other or recomputed or not self._spans:
             self._mixed = bool(self._spans) and not recomputed
-            self._spans.append(Span(version, at, at + 1, recomputed, self.request.adapter_version))
+            self._spans.append(Span(version, at, at + count, recomputed, self.request.adapter_version))
         else:
-            self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=at + 1)
+            self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=at + count)
         self._made_by, self.renewing = made_by, False
 
 

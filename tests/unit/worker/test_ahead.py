@@ -1,5 +1,9 @@
 """Steps launched before the tokens of the one before are known: when, and what comes of them."""
 
+import pytest
+
+from tests.unit.worker.conftest import Ahead
+
 
 def test_steady_decoding_flies_and_gives_the_same_tokens(rig):
     requests = [([1, 2, 3], 9, 4), ([4, 5], 14, 1), ([6], 5, 2)]
@@ -71,3 +75,77 @@ def test_broken_logits_end_one_sequence_and_leave_the_others_rows_alone(rig):
     assert replica.results["a", 0].finish == "error"
     assert len(replica.results["b", 0].tokens) == 9
     replica.check_replay("b")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_commit_in_between_changes_the_version_and_nothing_else(rig, stream):
+    """The step behind it is launched of all rows at once, and others behind that, as if nothing had been."""
+    played = []
+    for device in (False, True):
+        replica = rig(device=device, kv_weights=True)
+        for number in range(4):
+            replica.add(str(number), [1 + number, 2], max_tokens=40, temperature=1.0, seed=number, stream=stream)
+        for _ in range(9 if device else 10):  # what is on its way at the commit comes of the version before
+            replica.step()
+        assert len(replica.scheduler._cohort) == 4
+        changes, steps, flights = replica.scheduler._cohort.changes, len(replica.batches), replica.flights
+        replica.update("keep", 7)
+        for _ in range(5):
+            replica.step()
+        assert replica.scheduler._cohort.changes == changes, "nobody has left"
+        if device:
+            assert (len(replica.batches) - steps, replica.flights - flights) == (1, 4)
+        replica.run()
+        for number in range(4):
+            replica.check_replay(str(number))
+            spans = replica.results[str(number), 0].last.spans
+            assert [span.version for span in spans] == [0, 7]
+        played.append({key: (r.tokens, r.last.spans) for key, r in replica.results.items()})
+    assert played[0] == played[1]
+
+
+def test_a_step_of_weights_that_become_live_stays_under_way_and_one_of_others_does_not(rig):
+    replica = rig(device=True)
+    replica.add("a", [1, 2], max_tokens=20, temperature=1.0, seed=1)
+    for _ in range(4):
+        replica.step()
+    replica.bind(3)  # flipped: what was on its way is taken in
+    batch = replica.scheduler.venture(3, replica.epoch)
+    logits = Ahead(replica.engine, replica.forward(batch))
+    replica.scheduler.enter(3, replica.epoch, recompute=False)
+    assert replica.scheduler.flying
+    replica.flight = logits
+    replica.step()
+    replica.run()
+    replica.check_replay("a")
+    assert [span.version for span in replica.results["a", 0].last.spans] == [0, 3]
+
+    replica.add("b", [1, 2], max_tokens=20, temperature=1.0, seed=1)
+    for _ in range(4):
+        replica.step()
+    replica.land()
+    before = replica.epoch
+    replica.scheduler.venture(9, before + 1)
+    replica.scheduler.enter(3, before, recompute=False)  # rolled back
+    assert not replica.scheduler.flying
+    replica.run()
+    replica.check_replay("b")
+    assert [span.version for span in replica.results["b", 0].last.spans] == [3]
+
+
+def test_nothing_is_ventured_but_a_token_for_each_that_runs(rig):
+    replica = rig(device=True)
+    assert replica.scheduler.venture(1, 200) is None, "nobody runs"
+    replica.add("a", list(range(1, 20)), max_tokens=20, temperature=1.0, seed=1)
+    replica.step()
+    assert replica.scheduler.venture(1, 200) is None, "a prompt is computed of one version"
+    for _ in range(3):
+        replica.step()
+    replica.land()
+    replica.add("b", [3, 4], max_tokens=3, temperature=1.0, seed=2)
+    batch = replica.scheduler.venture(1, 200)
+    assert len(batch.token_ids) == 1, "whoever waits begins under weights that are live"
+    replica.scheduler.discard()
+    replica.run()
+    for name in "ab":
+        replica.check_replay(name)

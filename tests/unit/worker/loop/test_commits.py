@@ -15,6 +15,7 @@ from weight_manager.messages import (
     Rollback,
     RolledBack,
 )
+from worker.engine import fake_engine
 from worker.engine.fake_engine import FakeEngine
 
 
@@ -226,11 +227,18 @@ def test_a_rank_with_memory_of_its_own_is_told_what_is_intact_and_another_is_not
     rig.serve()
     assert not next(m for m in rig.store.seen if isinstance(m, Register)).copies_ahead
     ahead = []
-    monkeypatch.setattr(FakeEngine, "stage", lambda self, live, views: self.prepare(views), raising=False)
-    monkeypatch.setattr(FakeEngine, "read", lambda self, handle, name: None, raising=False)
-    monkeypatch.setattr(
-        FakeEngine, "copy_ahead", lambda self, key, memory, spans: ahead.append((key, spans)), raising=False
-    )
+
+    class Device(FakeEngine):
+        def stage(self, live, views):
+            return self.prepare(views)
+
+        def read(self, handle, name):
+            raise NotImplementedError
+
+        def copy_ahead(self, key, memory, spans):
+            ahead.append((key, spans))
+
+    monkeypatch.setattr(fake_engine, "FakeEngine", Device)
     rig = make_rig()
     rig.serve()
     assert next(m for m in rig.store.seen if isinstance(m, Register)).copies_ahead
