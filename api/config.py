@@ -62,8 +62,8 @@ class ApiConfig(BaseModel):
     replica_keys: Path | None = None
     """Key file with which this process connects to replicas on other hosts."""
     head_url: str = ""
-    """Of the API on the head, where this is that of one node of many (fleet_ray): what concerns the whole fleet goes on
-    to it."""
+    """URL of the API on the head, where this is the API of one node of many (fleet_ray): what concerns the whole fleet
+    goes on to it."""
     place: str = "api"
     """Name of this API among those of a fleet."""
     model: Path
@@ -83,9 +83,9 @@ class ApiConfig(BaseModel):
     push_endpoint: str = "tcp://127.0.0.1:5600"
     """Where trainers push, as the info routes report it."""
     max_adapters: int = Field(default=StoreConfig.model_fields["max_adapters"].default, ge=0)
-    """Of the store, as the info routes report it: 0 = none are served."""
+    """Adapters that the store takes, as the info routes report it: 0 = none are served."""
     max_adapter_rank: int = Field(default=StoreConfig.model_fields["max_adapter_rank"].default, ge=1)
-    """Of the store, as the info routes report it."""
+    """Largest rank of an adapter that the store takes, as the info routes report it."""
 
     data_token: str | None = Field(default=None, min_length=8, repr=False)
     """Bearer token of data routes; None = open (loopback only)."""
@@ -138,7 +138,7 @@ class ApiConfig(BaseModel):
     shutdown_s: float = Field(default=10.0, ge=0, le=600)
     """SIGTERM: how long running requests may still take; then they end with `abort` and what they have."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the JSON lines on stderr."""
+    """The level of the JSON lines on stderr."""
 
     @model_validator(mode="after")
     def _closed_to_strangers(self) -> Self:
@@ -205,7 +205,7 @@ class ServeOptions(BaseSettings):
     model: Path
     """HF checkpoint directory."""
     name: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Of the service; two services on one host need two names."""
+    """The service's name; two services on one host need two names."""
     replicas: int = Field(default=1, ge=1, le=4096)
     """Independent copies of the model."""
     tp: int = Field(default=1, ge=1, le=64)
@@ -251,7 +251,7 @@ class ServeOptions(BaseSettings):
     ray: bool = False
     """Place the replicas on the nodes of a Ray cluster."""
     address: str = "auto"
-    """Of the Ray cluster; auto = the one that this host belongs to."""
+    """Address of the Ray cluster; auto = the one that this host belongs to."""
     store: dict[str, Any] = {}
     """Any other field of StoreConfig."""
     worker: dict[str, Any] = {}

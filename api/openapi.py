@@ -53,7 +53,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/unload_lora_adapter": _LORA,
     "/generate": {"text": "2 + 2 =", "sampling_params": {"max_new_tokens": 16}},
 }
-"""By route; of one that is not here, nothing: its body may be left out."""
+"""Examples of bodies, by route. The body of a route that is not here may be left out."""
 
 
 def install(app: FastAPI) -> None:

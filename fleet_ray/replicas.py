@@ -87,7 +87,7 @@ class KeptReplica:
             self._stores.leave(self._place, self.index)
 
     async def _serve(self, place: Place) -> str:
-        """Beside the store of that node, until it ends; returns why."""
+        """Run the replica beside the store of that node until it ends; returns why it did."""
         try:
             if self._place is not None and self._place.node != place.node:
                 self._stores.leave(self._place, self.index)

@@ -262,7 +262,7 @@ class Kernels:
         return self.move_rows(rows)
 
     def rows(self, moves: Sequence[tuple[int, int, int, str, str]]) -> npt.NDArray[np.int64]:
-        """For `move_rows`, once the addresses of targets and sources are added to the first two columns.
+        """Rows for `move_rows`, once the addresses of targets and sources are added to the first two columns.
 
         moves: (bytes from the start of the target, bytes from that of the source, elements, dtype of the source, of the
         target).
@@ -354,7 +354,7 @@ def _hash_functions() -> dict[str, Any]:
 
 
 class Hasher:
-    """As xxhash.xxh3_64(), but the kernels can feed it."""
+    """A running xxh3-64 like xxhash.xxh3_64(), but one that the kernels can feed."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         self._functions = functions

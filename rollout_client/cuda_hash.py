@@ -22,7 +22,7 @@ TINY = 240
 """xxh3 has rules of its own for so few bytes."""
 _WARPS, _PER_WARP = 8, 8
 THREADS = 32 * (_WARPS + 1)
-"""Of a thread block of the kernel `xxh3`, one for each piece."""
+"""Threads of a block of the kernel `xxh3`; there is a block for each piece."""
 _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _P64_1, _P64_2, _P64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _P64_4, _P64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
@@ -176,7 +176,7 @@ class Hashing:
 
 
 class CudaSums:
-    """As CudaHash, for other digests."""
+    """Sums on the device, where `CudaHash` computes xxh3."""
 
     sums = True
 

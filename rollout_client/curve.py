@@ -36,7 +36,7 @@ class TrainerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return keys
 
     def hold(self, socket: "zmq.Socket[Any]") -> None:
-        """To be called before the socket connects."""
+        """Encrypt what goes through a socket. Call it before the socket connects."""
         socket.set(zmq.CURVE_SERVERKEY, self.store.encode())
         socket.set(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, self.secret.encode())

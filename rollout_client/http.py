@@ -120,7 +120,7 @@ class RolloutClient:
     def stream(
         self, prompt: Prompt | None = None, *, prompt_ids: PromptIds | None = None, **fields: Any
     ) -> Iterator[Generation]:
-        """As `generate`, piece by piece. Stopping the iteration ends the request on the server."""
+        """Generate like `generate`, piece by piece. Stopping the iteration ends the request on the server."""
         call = calls.stream(prompt, prompt_ids, fields)
         try:
             with self._http.stream(call.method, call.path, json=call.body, timeout=timeout(None)) as response:

@@ -84,7 +84,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens."""
+    """Token counts of a request: all of its prompts, all of its samples, and both."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -111,7 +111,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """In the order of what was asked."""
+    """The scores of a request, in the order in which its lists came."""
 
     request_id: str
     model: str
@@ -272,7 +272,7 @@ def generate(
 
 
 def stream(prompt: Prompt | None, prompt_ids: PromptIds | None, fields: dict[str, Any]) -> Call[Generation]:
-    """As `generate`; the reply is lines, each for `event`."""
+    """Stream what `generate` would reply: the lines of the reply, each for `event`."""
     return _generate(prompt, prompt_ids, fields | {"stream": True})
 
 
@@ -407,7 +407,7 @@ def ready() -> Call[dict[str, Any]]:
 
 
 def _generate(prompt: Prompt | None, prompt_ids: PromptIds | None, fields: dict[str, Any]) -> Call[Generation]:
-    """Fields that are None are left out."""
+    """The call of a generation. Fields that are None are left out."""
     body = {name: value for name, value in fields.items() if value is not None}
     if prompt is not None:
         body["prompt"] = prompt
@@ -440,5 +440,5 @@ def headers(token: str | None) -> dict[str, str]:
 
 
 def timeout(seconds: float | None) -> httpx.Timeout:
-    """For a reply within `seconds`."""
+    """The timeouts of a request that is to be answered within `seconds`."""
     return httpx.Timeout(seconds, connect=CONNECT_S)

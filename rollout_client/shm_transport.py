@@ -340,7 +340,7 @@ class ShmTransport(Transport):
         finished: "queue.SimpleQueue[list[Moved] | Future[None]]",
         stop: Event,
     ) -> None:
-        """In a thread: move batch after batch until there are no more."""
+        """Move batch after batch until there are no more. Runs in a thread."""
         while not stop.is_set():
             try:
                 batch = batches.get_nowait()

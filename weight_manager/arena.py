@@ -35,7 +35,7 @@ _BACKED_WORD, _EPOCH_WORD, _SLOT_WORDS = 9, 8, 8
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _MIB = 1 << 20
 _COLLAPSED = 64 * _MIB
-"""Moved into huge pages at a time."""
+"""Bytes that are moved into huge pages by one call of the kernel."""
 
 
 class ArenaReader(ArenaFile):
@@ -119,7 +119,7 @@ class Arena(ArenaFile):
         return self.write_epoch(slot)
 
     def lease(self, until_ns: int) -> None:
-        """Ranks may serve until then (CLOCK_MONOTONIC); 0 = for ever, 1 = not now."""
+        """Let ranks serve until then, in ns of CLOCK_MONOTONIC; 0 = for ever, 1 = not now."""
         self._words[_LEASE_WORD] = until_ns
 
     @property

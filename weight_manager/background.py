@@ -34,7 +34,7 @@ class Inbox:
         os.eventfd_write(self._wake, 1)
 
     def deliver(self) -> None:
-        """In the loop: call everything that waits."""
+        """Call everything that waits, in the loop's thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         for _ in range(len(self._waiting)):  # what comes meanwhile waits for the next turn

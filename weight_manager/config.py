@@ -92,14 +92,15 @@ class StoreConfig(BaseModel):
     None: nobody joins."""
 
     relay_data_port: int | None = Field(0, ge=0, le=65535)
-    """As data_port, on the host of relay_endpoint, for the bytes that stores below fetch from this one."""
+    """TCP port, on the host of relay_endpoint, for the bytes that stores below fetch from this one; 0 and None as for
+    data_port."""
 
     upstream: str | None = None
     """relay_endpoint of the store above. This store then takes its weights from there and no pushes of its own."""
 
     relay_policy: Literal["all", "quorum"] = "all"
-    """Of the store that takes the pushes. all: every store that holds the live version must take part in a commit.
-    quorum: `relay_quorum` of them must; the others stop serving until they have caught up."""
+    """Which stores a commit needs, as the store that takes the pushes has it. all: every store that holds the live
+    version must take part. quorum: `relay_quorum` of them must; the others stop serving until they have caught up."""
 
     relay_quorum: int | None = Field(None, ge=1)
     """Stores that must take part, this one included; None = more than half of those that are there."""
@@ -154,8 +155,8 @@ class StoreConfig(BaseModel):
     """Largest r of an adapter's module."""
 
     adapter_bytes: int = Field(4 << 30, ge=1 << 20)
-    """Of shared memory for all versions of all adapters: beside the live version of each lie the previous one, the one
-    that is pushed, and those that running sequences finish on."""
+    """Bytes of shared memory for all versions of all adapters: beside the live version of each lie the previous one,
+    the one that is pushed, and those that running sequences finish on."""
 
     refuse_non_finite: bool = False
     """Refuse versions with weights that are NaN or infinite, and name the tensors. Every byte is then read once more

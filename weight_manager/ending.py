@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 ASKED_S = 12.0
-"""From a signal to the end at the latest: the supervisor kills after 15 s, and then the arena would stay."""
+"""Seconds from a signal to the end at the latest: the supervisor kills after 15 s, and then the arena would stay."""
 ORPHANED_S = 3.0
-"""From the death of the parent, when there is nothing to be saved to disk."""
+"""Seconds from the death of the parent to the end, when there is nothing to be saved to disk."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BEGIN = 0
 _ENDS = frozenset((*_SIGNALS, _BEGIN))

@@ -162,7 +162,7 @@ class History:
         return self.saved.unmerged if live is not None and self.is_merged(live.digest) else live
 
     def kept_slots(self) -> tuple[int, ...]:
-        """Beside that of the live version: what the next merge starts from."""
+        """Slots that are kept beside that of the live version: the next merge starts from what lies there."""
         return (self.saved.unmerged.slot,) if self.saved.unmerged is not None else ()
 
     def is_merged(self, digest: str) -> bool:

@@ -96,7 +96,7 @@ def _same_values(x: Float32, of_x: str, y: Float32, of_y: str) -> bool:
 
 
 def _rounded(values: Float32, dtype: str) -> Float32:
-    """As float32, after they have been stored in this dtype."""
+    """What is left of float32 values once they have been stored in this dtype, as float32."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float32)

@@ -289,7 +289,7 @@ class Staging:
 
 
 def run_check(check: Check) -> list[str]:
-    """In a thread: names of the tensors whose bytes in the slot differ from their digest."""
+    """Names of the tensors whose bytes in the slot differ from their digest. Runs in a thread."""
     wrong: list[str] = []
     for target, claimed in check:
         try:

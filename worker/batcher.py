@@ -94,7 +94,7 @@ class Step:
         return self._prompt_tokens > 0 and self._cost_s >= self.pace.bound_s
 
     def computes(self, sequence: Sequence) -> bool:
-        """Its weights are the step's."""
+        """Whether the step's weights are those that compute the sequence."""
         return (sequence.request.former is not None) == self.former
 
     def room_for(self, sequence: Sequence) -> int:

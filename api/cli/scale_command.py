@@ -32,7 +32,7 @@ def run(replicas: int, wait_s: float, name: str, run_dir: Path | None) -> int:
 
 
 def _settled(run_dir: Path, fleet: FleetState) -> bool:
-    """As many as are wanted, and all of them serve what is live."""
+    """Whether there are as many replicas as are wanted, and all of them serve what is live."""
     if [member.replica for member in fleet.members] != list(range(fleet.wanted)):
         return False
     try:

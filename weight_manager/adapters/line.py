@@ -174,7 +174,7 @@ class Line:
         return bool(self._read())
 
     def described(self, live: Live) -> LiveAdapter:
-        """For replicas."""
+        """A version of it, as replicas are told of it."""
         return LiveAdapter(self.name, live, str(self.arena.path), self.shape)
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ _OF_NO_FAMILY = {
 
 _REPEATED = ("num_hidden_layers", "num_experts", "num_local_experts", "moe_num_experts")
 _MOST = 4096
-"""Of each: they are objects here before any weight of theirs is looked for."""
+"""Most layers, and experts of a layer: they are objects here before any weight of theirs is looked for."""
 
 
 def decoder_spec(config: Config) -> DecoderSpec:

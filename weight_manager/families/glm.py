@@ -12,7 +12,7 @@ def glm(config: Config) -> DecoderSpec:
 
 
 def glm4(config: Config) -> DecoderSpec:
-    """As GLM."""
+    """GLM-4 0414: GLM's defaults, with norms around attention and MLP."""
     return _either(config, _AROUND)
 
 

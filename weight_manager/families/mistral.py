@@ -13,7 +13,9 @@ def mistral(config: Config) -> DecoderSpec:
 
 
 def ministral(config: Config) -> DecoderSpec:
-    """As Mistral, but ``layer_types`` may say which layers have the window; heads are as wide as hidden_size says."""
+    """Ministral: like Mistral, but ``layer_types`` may say which layers have the window, and heads are as wide as
+    hidden_size says.
+    """
     return _spec(config, window(config, default=4096), head_dim=None, eps=1e-6, positions=131072)
 
 

@@ -15,7 +15,9 @@ def olmo2(config: Config) -> DecoderSpec:
 
 
 def olmo3(config: Config) -> DecoderSpec:
-    """As OLMo 2, theta 500000; three layers of four have a window of 4096. ``rope_scaling`` is of the others alone."""
+    """OLMo 3: OLMo 2's defaults but for theta, 500000; three layers of four have a window of 4096, and ``rope_scaling``
+    is for the others alone.
+    """
     cells = window(config, default=4096)
     return _either(
         by_type(config, full=500000.0, sliding=("rope_theta", 500000.0)),

@@ -4,7 +4,7 @@ from weight_manager.families.config_values import Config, window
 from weight_manager.families.spec import FULL, SLIDING, DecoderSpec, spec_from
 
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
-"""Of rope types, in its first checkpoints."""
+"""What the first checkpoints call rope types -> their names of today."""
 
 
 def decoder_spec(config: Config) -> DecoderSpec:

@@ -335,7 +335,7 @@ class Relayed:
         return True
 
     def recorded_above(self, live: wire.VersionName | None, now: float) -> bool:
-        """In doubt, this is live above: whether it was committed."""
+        """Whether the version in doubt was committed: it was if it is what is live above."""
         session, ballot = self.session, self._coordinator.ballot
         if session is None or ballot is None or live != wire.version_of(ballot.live):
             return False

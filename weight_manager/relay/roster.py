@@ -144,7 +144,7 @@ class Downstream:
 FRAME_BYTES = 256 << 10
 CHUNK_BYTES = 1 << 20
 TURN_BYTES = 8 << 20
-"""To one store through its data connection, before the loop looks at everything else."""
+"""Bytes that one store is sent through its data connection before the loop looks at everything else."""
 
 
 class Roster:

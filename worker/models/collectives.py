@@ -22,7 +22,7 @@ def sum_in_place(array: npt.NDArray[Any], group: Any) -> Callable[[], None]:
 
 
 def sum_in_a_tree(array: npt.NDArray[Any], group: Any) -> Callable[[], None]:
-    """As `sum_in_place`, each half of the ranks by itself, then both added up: the library's order is its own."""
+    """Sum over ranks like `sum_in_place`, but in one order, halves first: the library has an order of its own."""
     import paddle  # noqa: PLC0415
 
     tensor = paddle.utils.dlpack.from_dlpack(array)

@@ -58,7 +58,7 @@ class LowRank(Protocol):
     """Adds the updates of the adapters it holds."""
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
-        """For `hold`: what versions have in common that change the same modules and lie alike."""
+        """What versions have in common that change the same modules and lie alike, for `hold`."""
         ...
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:

@@ -117,7 +117,7 @@ class Packing:
         self._turns = np.array(turns, np.int64).reshape(-1, 6)
 
     def copy(self, flat: Array, *, narrow: bool) -> Packed:
-        """Of a version, on the thread that calls. narrow: as bfloat16, rounded where `flat` is float32."""
+        """Pack a version, on the thread that calls. narrow: as bfloat16, rounded where `flat` is float32."""
         dtype = np.dtype(np.uint16 if narrow else np.float32)
         spare = [memory for memory in self._spare if memory.dtype == dtype]
         self._spare.clear()
@@ -134,7 +134,7 @@ class Packing:
         return Packed(factors, memory, self)
 
     def let_go(self, version: Packed) -> None:
-        """Its memory is for the next."""
+        """Keep a version's memory for the next one."""
         self._spare[:] = [version.memory]
 
     def _room(self, elements: int) -> int:
@@ -167,7 +167,7 @@ def sites_of(manifest: Manifest, shard: Shard) -> tuple[Site, ...]:
 
 
 def _memory(size: int, dtype: np.dtype[Any]) -> Array:
-    """Of so many elements, in huge pages where it is large: numpy asks for them."""
+    """Memory for so many elements, in huge pages where it is large: numpy asks for them."""
     memory = np.empty((size + _LINE) * dtype.itemsize, np.uint8)
     start = -memory.ctypes.data % _LINE
     return memory[start : start + size * dtype.itemsize].view(dtype)

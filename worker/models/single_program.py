@@ -66,7 +66,7 @@ class SingleProgram(CompiledProgram):
         return made
 
     def add_experts(self, x: Rows, h: Rows, experts: Experts[NamedSlot], moe: MoeSpec) -> Rows:
-        """As of many tokens, from x normed: who is routed reads it as it is."""
+        """Add experts as for many tokens, but from a norm that has been written: who routes reads it as it is."""
         if id(h) in self._to_norm:
             of, weight = self._to_norm[id(h)]
             h = self._normed(of, weight, self._buffer("h", len(of), self._weights.matrix_dtype))
