@@ -21,8 +21,8 @@ from weight_manager.processor_limit import OverLimit, processor_limit
 
 _WEIGHT = ".weight"
 _MATCH_S = 1.0
-"""Seconds of processor time that a push's patterns may take, in which the store does nothing else. A pattern for each of
-560 modules takes 0.1."""
+"""Seconds of processor time that a push's patterns may take, in which the store does nothing else. A pattern for each
+of 560 modules takes 0.1."""
 
 
 class AdapterModule(msgspec.Struct, frozen=True, array_like=True):
