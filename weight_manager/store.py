@@ -42,14 +42,14 @@ from weight_manager.metrics import Counters
 from weight_manager.operator import Operator
 from weight_manager.relay.lease import Lease
 from weight_manager.relay.members import Members
-from weight_manager.relay.messages import Holdings, VersionName, version_of
+from weight_manager.relay.messages import Holdings, VersionName, decode_from_below, version_of
 from weight_manager.relay.upstream import Upstream, connect
 from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.snapshot import SNAPSHOT_FILE, Snapshots
 from weight_manager.trainers import Trainers
 from weight_manager.watching import Watching
-from weight_manager.wire import Router, receive_internal, receive_pushes, receive_stores
+from weight_manager.wire import Router, receive_messages, receive_pushes
 
 log = logging.getLogger(__name__)
 
@@ -259,11 +259,26 @@ class Store:
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         if self._internal.socket in ready:
-            receive_internal(self._internal, self._from_inside, self._malformed, self._counters)
+            receive_messages(
+                self._internal,
+                messages.decode_incoming,
+                request=self._from_inside,
+                malformed=self._malformed,
+                broken=self._malformed,
+                counters=self._counters,
+            )
         if self._push.socket in ready:
             receive_pushes(self._push, self._trainers, self._config.max_frame, self._counters)
-        if self._below.roster.router is not None and self._below.roster.router.socket in ready:
-            receive_stores(self._below.roster.router, self._below, self._counters)
+        below = self._below
+        if below.roster.router is not None and below.roster.router.socket in ready:
+            receive_messages(
+                below.roster.router,
+                decode_from_below,
+                request=below.request,
+                malformed=below.malformed,
+                broken=below.broken,
+                counters=self._counters,
+            )
         if self._above is not None and self._above.socket in ready:
             self._above.receive()
         self._watching.call(ready)

@@ -7,7 +7,7 @@ next message starts only there. Sends never wait: a peer that is gone or does no
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -15,11 +15,11 @@ import zmq
 from rollout_client.protocol import MAX_HEADER_BYTES, Chunk, ErrorCode, Request, decode_request
 from weight_manager.curve import StoreKeys
 from weight_manager.errors import IllegalTransition
-from weight_manager.messages import FromApi, FromReplica, decode_incoming
 from weight_manager.metrics import Counters
-from weight_manager.relay.messages import FromBelow, decode_from_below
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 TURN_MESSAGES = 64
 """Messages taken from one socket before the loop looks at everything else."""
@@ -108,16 +108,32 @@ class Router:
             return None
         return peer, self.socket.recv(copy=False)
 
-    def drain(self) -> list[int]:
-        """Throw the rest of a message away; sizes of the frames thrown away."""
-        sizes = []
-        while self.socket.get(zmq.RCVMORE):
-            sizes.append(len(self.socket.recv(copy=False)))
-        return sizes
+    def drain(self) -> int:
+        """Throw the rest of a message away; how many frames that were."""
+        return drain(self.socket)
 
     def close(self) -> None:
         """Gives what was queued half a second to leave."""
         self.socket.close()
+
+
+def drain(socket: "zmq.Socket[bytes]") -> int:
+    """Throw the rest of a message away; how many frames that were."""
+    count = 0
+    while socket.get(zmq.RCVMORE):
+        socket.recv(copy=False)
+        count += 1
+    return count
+
+
+def receive_payload(socket: "zmq.Socket[bytes]", buffers: Sequence[memoryview] | None) -> bool:
+    """The payload frames of a message into these buffers; False if they do not fit, or None: thrown away."""
+    fits = buffers is not None
+    for buffer in buffers or ():
+        if not socket.get(zmq.RCVMORE) or socket.recv_into(buffer) != len(buffer):
+            fits = False
+            break
+    return not drain(socket) and fits
 
 
 def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, counters: Counters) -> None:
@@ -165,42 +181,41 @@ def _receive_chunk(
         receiver.malformed(peer, "too_large", message, chunk.session)
         return
     buffers = receiver.chunk(peer, chunk)
-    if buffers is None:
-        router.drain()
+    if receive_payload(router.socket, buffers):
+        receiver.received(peer, chunk)
         return
-    for buffer in buffers:
-        if not router.socket.get(zmq.RCVMORE) or router.socket.recv_into(buffer) != len(buffer):
-            break
-    else:
-        if not router.socket.get(zmq.RCVMORE):
-            receiver.received(peer, chunk)
-            return
-    router.drain()
+    if buffers is None:
+        return
     counters.add("bad_messages")
     message = f"the payload frames of copy {chunk.copy} are not the {len(buffers)} announced, of the sizes announced"
     receiver.malformed(peer, "bad_message", message, chunk.session)
 
 
-def receive_internal(
+def receive_messages(
     router: Router,
-    request: Callable[[bytes, FromReplica | FromApi], None],
+    decode: Callable[[Any], M],
+    *,
+    request: Callable[[bytes, M], None],
     malformed: Callable[[bytes, str], Any],
+    broken: Callable[[bytes, str], Any],
     counters: Counters,
 ) -> None:
-    """One turn on the service's own socket; see `receive_pushes`."""
+    """One turn on a socket whose messages have no payload; see `receive_pushes`. decode: raises as msgspec does.
+
+    malformed: told of bytes that cannot be read. broken: of a message that could not be handled.
+    """
     for _ in range(TURN_MESSAGES):
         message = router.next()
         if message is None:
             return
         peer, head = message
         try:
-            extra = router.drain()
-            if extra:
-                raise msgspec.DecodeError(f"{len(extra)} frames too many")
-            decoded = decode_incoming(head.buffer)
+            if extra := router.drain():
+                raise msgspec.DecodeError(f"{extra} frames too many")
+            decoded = decode(head.buffer)
         except UNREADABLE as error:
             counters.add("bad_messages")
-            malformed(peer, f"not a message of the store: {error}")
+            malformed(peer, f"not a message that is taken here: {error}")
             continue
         try:
             request(peer, decoded)
@@ -208,44 +223,4 @@ def receive_internal(
             raise  # nobody knows what is served any more; the next life of the store does
         except Exception as error:
             log.exception("a %s could not be handled", type(decoded).__name__)
-            malformed(peer, f"the store failed: {error!r}")
-
-
-class StoreReceiver(Protocol):
-    """What stores below send (relay/members.py)."""
-
-    def request(self, peer: bytes, message: FromBelow) -> None:
-        """Take one message of a store below."""
-        ...
-
-    def malformed(self, peer: bytes, why: str) -> None:
-        """Bytes that cannot be read."""
-        ...
-
-    def broken(self, peer: bytes, why: str) -> None:
-        """A message that could not be handled: what this store takes part in is not what it says."""
-        ...
-
-
-def receive_stores(router: Router, receiver: StoreReceiver, counters: Counters) -> None:
-    """One turn on the socket of the stores below; see `receive_pushes`."""
-    for _ in range(TURN_MESSAGES):
-        message = router.next()
-        if message is None:
-            return
-        peer, head = message
-        try:
-            if router.drain():
-                raise msgspec.DecodeError("frames too many")
-            decoded = decode_from_below(head.buffer)
-        except UNREADABLE as error:
-            counters.add("bad_messages")
-            receiver.malformed(peer, f"not a message of the relay: {error}")
-            continue
-        try:
-            receiver.request(peer, decoded)
-        except IllegalTransition:
-            raise  # as in `receive_internal`
-        except Exception as error:
-            log.exception("a %s from a store below could not be handled", type(decoded).__name__)
-            receiver.broken(peer, f"sent a {type(decoded).__name__} that could not be handled: {error!r}")
+            broken(peer, f"sent a {type(decoded).__name__} that could not be handled: {error!r}")

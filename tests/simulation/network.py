@@ -44,6 +44,9 @@ class Mailbox:
         assert option == zmq.RCVMORE
         return bool(self._rest)
 
+    def recv(self, flags: int = 0, copy: bool = True) -> Frame:
+        return Frame(self._rest.popleft() if self._rest else self._open())
+
     def recv_into(self, buffer: memoryview) -> int:
         content = self._rest.popleft()
         buffer[: len(content)] = content[: len(buffer)]
@@ -141,10 +144,10 @@ class Router(Mailbox):
             return None
         return peer, Frame(self._rest.popleft())
 
-    def drain(self) -> list[int]:
-        sizes = [len(frame) for frame in self._rest]
+    def drain(self) -> int:
+        count = len(self._rest)
         self._rest.clear()
-        return sizes
+        return count
 
     def close(self) -> None:
         if self.net.routers.get(self.endpoint) is self:
@@ -170,9 +173,6 @@ class Dealer(Mailbox):
         if self.connection.net.world.rng.random() < self.connection.net.full:
             raise zmq.Again
         self.connection.send([content])
-
-    def recv(self, flags: int = 0, copy: bool = True) -> Frame:
-        return Frame(self._rest.popleft() if self._rest else self._open())
 
     def close(self, linger: int | None = None) -> None:
         self.connection.close()

@@ -7,7 +7,7 @@ Steps: relay/messages.py.
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -26,7 +26,7 @@ from weight_manager.relay.members import Members
 from weight_manager.relay.messages import VersionName, version_of
 from weight_manager.relay.relayed import DataRoute, Relayed
 from weight_manager.watching import Watching
-from weight_manager.wire import TURN_MESSAGES, UNREADABLE
+from weight_manager.wire import TURN_MESSAGES, UNREADABLE, drain, receive_payload
 
 
 def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: TrainerKeys | None) -> "zmq.Socket[bytes]":
@@ -40,25 +40,6 @@ def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: Trai
         keys.hold(socket)
     socket.connect(endpoint)
     return socket
-
-
-def drain(socket: "zmq.Socket[bytes]") -> None:
-    """Throw the rest of a message away."""
-    while socket.get(zmq.RCVMORE):
-        socket.recv(copy=False)
-
-
-def receive_payload(socket: "zmq.Socket[bytes]", buffers: Sequence[memoryview] | None) -> bool:
-    """The payload frames of a message into these buffers; False if they do not fit, or None: thrown away."""
-    fits = buffers is not None
-    for buffer in buffers or ():
-        if not socket.get(zmq.RCVMORE) or socket.recv_into(buffer) != len(buffer):
-            fits = False
-            break
-    if socket.get(zmq.RCVMORE):
-        drain(socket)
-        fits = False
-    return fits
 
 
 log = logging.getLogger(__name__)

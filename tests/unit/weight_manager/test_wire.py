@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rollout_client.protocol import Chunk, Hello, Renew, encode
 from weight_manager.errors import IllegalTransition
 from weight_manager.metrics import Counters
-from weight_manager.relay.messages import Beat, Holdings
+from weight_manager.relay.messages import Beat, Holdings, decode_from_below
 from weight_manager.relay.messages import encode as encode_to_above
-from weight_manager.wire import Router, receive_pushes, receive_stores
+from weight_manager.wire import Router, receive_messages, receive_pushes
 
 
 class Receiver:
@@ -163,7 +163,14 @@ def stores():
                 dealer.send(message if isinstance(message, bytes) else encode_to_above(message))
             for _ in messages:
                 router.socket.poll(1000)
-                receive_stores(router, receiver, Counters())
+                receive_messages(
+                    router,
+                    decode_from_below,
+                    request=receiver.request,
+                    malformed=receiver.malformed,
+                    broken=receiver.broken,
+                    counters=Counters(),
+                )
             return receiver
 
         yield say
