@@ -11,7 +11,8 @@
     digests go to the store, which computes its own from the slot. Batches are small, so the store is never far
     behind the copies.
  5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py), on a stream of its own:
-    such a copy waits for its turn on a GPU that a rank computes on, and a copy to the host must not wait with it.
+    such a copy waits for its turn on a GPU that a rank computes on, and a copy to the host must not wait with it. Their
+    memory is mapped once the first copies to the host are under way.
  6. All streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
@@ -26,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -42,8 +44,10 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20, 64 << 20
 """A push is cut into about this many bytes, at least and at most: small enough for the store to check early."""
 BATCHES = 32
-AHEAD = 16
-"""Batches that are started before the first is reported: the copies never wait for a word to the store."""
+AHEAD = 6
+"""Batches that stay started beyond the one that is reported: the copies, half a millisecond a batch, never wait for a
+word to the store, and the store and ranks that copy from it (ADR 21) are not far behind them.
+"""
 PORTABLE = 0x01
 """cudaHostRegisterPortable: pinned for every device of this process."""
 Job = tuple[Source, list[tuple[int, Copy]]]
@@ -145,13 +149,21 @@ class CudaCopier:
                 self._driver = ctypes.CDLL("libcuda.so.1")
                 copy = self._driver.cuMemcpyDtoHAsync_v2
                 copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
-            if lent is not None:
-                lent.open(self._driver)
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
-            loan = None if lent is None else _Loan(lent, lending)
+            loan: _Loan | None = None
             waiting: deque[_Batch] = deque()
-            for batch in _batches(jobs):
-                waiting.append(_Batch(torch, place, summing, digester, batch, loan))
+            batches = _batches(jobs)
+            for batch in islice(batches, AHEAD):
+                waiting.append(_Batch(torch, place, summing, digester, batch))
+            if lent is not None:  # which takes milliseconds, while these are on their way
+                lent.open(self._driver)
+                loan = _Loan(lent, lending)
+                for started in waiting:
+                    started.lend(loan)
+            for batch in batches:
+                waiting.append(_Batch(torch, place, summing, digester, batch))
+                if loan is not None:
+                    waiting[-1].lend(loan)
                 while len(waiting) > AHEAD and waiting[0].done():
                     waiting.popleft().report(reporter)
             while waiting:
@@ -238,7 +250,6 @@ class _Batch:
         summing: Any,
         digester: CudaHash | CudaSums,
         jobs: Sequence[Job],
-        loan: _Loan | None,
     ) -> None:
         self._torch, self._digester = torch, digester
         self._numbers: list[tuple[int, int]] = []  # copy, bytes
@@ -253,22 +264,24 @@ class _Batch:
                     tensors.append(piece)
                     places.append(copy)
                     self._numbers.append((number, _nbytes(copy)))
-            ready = place.stream.record_event() if made else None
-            pieces = list(zip(tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
-            for piece in pieces:
+            self._ready = place.stream.record_event() if made else None
+            self._pieces = list(zip(tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
+            for piece in self._pieces:
                 place.send(*piece)
             self._events = [place.stream.record_event()]
-        if loan is not None:
-            if ready is not None:
-                loan.stream.wait_event(ready)
-            for piece in pieces:
-                loan.send(*piece)
-            self._events.append(loan.stream.record_event())
         with torch.cuda.stream(summing):
-            if ready is not None:
-                summing.wait_event(ready)
+            if self._ready is not None:
+                summing.wait_event(self._ready)
             self._digesting = digester.start(tensors, summing)
             self._events.append(summing.record_event())
+
+    def lend(self, loan: _Loan) -> None:
+        """Start to copy it into the memory of ranks, too."""
+        if self._ready is not None:
+            loan.stream.wait_event(self._ready)
+        for piece in self._pieces:
+            loan.send(*piece)
+        self._events.append(loan.stream.record_event())
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
