@@ -100,10 +100,20 @@ class Layout:
     digest: str
 
     @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of every region."""
+        size = ITEMSIZE[self.manifest.dtype]
+        return [(region.offset, prod(region.shape) * size) for region in self.regions]
+
+    @cached_property
+    def extents(self) -> "dict[int, dict[str, Extent]]":
+        """What `rank_extents` has found, by rank."""
+        return {}
+
+    @cached_property
     def stretches(self) -> "Stretches":
         """What is hashed of a slot, one after the other."""
-        size = ITEMSIZE[self.manifest.dtype]
-        cut = [piece_spans(region.offset, prod(region.shape) * size) for region in self.regions]
+        cut = [piece_spans(*one) for one in self.ranges]
         starts, sizes = np.array([one for pieces in cut for one in pieces], np.int64).T.copy()
         return Stretches(starts, sizes, np.cumsum([0, *map(len, cut)], dtype=np.int64))
 
@@ -234,7 +244,13 @@ def rank_views(layout: Layout, rank: int, slot: Slot) -> dict[str, Array]:
 
 
 def rank_extents(layout: Layout, rank: int) -> dict[str, Extent]:
-    """Where in `slot_array` everything lies that `rank_views` shows."""
+    """Where in `slot_array` everything lies that `rank_views` shows. Found once; not to be changed."""
+    if rank not in layout.extents:
+        layout.extents[rank] = _find_extents(layout, rank)
+    return layout.extents[rank]
+
+
+def _find_extents(layout: Layout, rank: int) -> dict[str, Extent]:
     size = _itemsize(layout)
     parameters = {p.name: p for p in layout.manifest.parameters}
     extents: dict[str, Extent] = {}

@@ -131,8 +131,8 @@ class Target:
 
 
 AT_ONCE_BYTES = 32 << 20
-"""Slots of so few are named in the loop, in a millisecond or two: a thread would have to be woken for it, and the loop
-after it.
+"""Slots of so few are named in the loop, in a millisecond or two, as are those of which nothing is left to be hashed: a
+thread would have to be woken for it, and the loop after it.
 """
 BATCH_BYTES = 4 << 20
 """Checks are handed to threads in pieces of about this size."""
@@ -268,13 +268,15 @@ class Staging:
         """Digest of every region; hashes what no single verified copy covers. Run it in a thread."""
         if not self._digests:
             return region_digests(self.layout, self.slot)
-        size = ITEMSIZE[self.layout.manifest.dtype]
-        spans = [(region.offset, prod(region.shape) * size) for region in self.layout.regions]
-        found = [self._digests.get(span) for span in spans]
+        found = ((self._digests.get(one), one) for one in self.layout.ranges)
         return [
-            digest_of(self.slot[start : start + nbytes]) if known is None else known
-            for known, (start, nbytes) in zip(found, spans, strict=True)
+            digest_of(self.slot[start : start + nbytes]) if known is None else known for known, (start, nbytes) in found
         ]
+
+    @property
+    def digested(self) -> bool:
+        """`region_digests` has nothing to hash."""
+        return all(one in self._digests for one in self.layout.ranges)
 
     def non_finite(self, *, every: bool) -> list[str]:
         """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
@@ -369,7 +371,8 @@ class Checker:
         def work() -> tuple[list[int], list[str]]:
             return staging.region_digests(), staging.non_finite(every=every)
 
-        if staging.layout.slot_bytes > AT_ONCE_BYTES or not finite.ready():
+        little = staging.layout.slot_bytes <= AT_ONCE_BYTES and finite.ready()
+        if not little and (every or not staging.digested):
             self._background.submit(work, lambda found: self._told.named(*found), self._broken)
             return
         try:

@@ -118,3 +118,16 @@ def test_naming_that_fails_in_the_loop_ends_the_session_with_a_reason(session, m
     (refusal,) = session.refusals
     assert refusal.code == "internal"
     assert "ZeroDivisionError" in refusal.message
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_large_version_of_which_nothing_is_left_to_hash_is_named_in_the_loop(session, monkeypatch, whole):
+    monkeypatch.setattr("weight_manager.staging.AT_ONCE_BYTES", 0)
+    session.checker.written(enumerate(session.claims()))
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    if whole:  # "strided" came as two copies; as if it had come as one
+        session.staging._digests[LAYOUT.ranges[2]] = region_digests(LAYOUT, session.slot)[2]
+    session.checker.name(every=False)
+    assert bool(session.named) == whole
+    session.settle(lambda: session.named)
+    assert session.named == [(region_digests(LAYOUT, session.slot), [])]
