@@ -269,9 +269,10 @@ class Batcher:
         """Another version of its adapter computes what comes next of a request that has begun. What has no token of
         what is computed begins anew, as with other base weights; recompute: everything does.
         """
+        for sequence in request.live:
+            self._cohort.leave(sequence)  # with the tokens that the version before made
         request.adapter = adapter
         for sequence in request.live.copy():
-            self._cohort.leave(sequence)
             if sequence.running and (recompute or sequence.partial):
                 self._metrics.counters["recomputed"] += recompute
                 self.send_back(sequence)

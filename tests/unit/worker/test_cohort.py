@@ -52,6 +52,25 @@ def test_every_chunk_is_what_it_would_be_without(rig: Callable[..., Any], sizes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_what_an_adapters_version_made_is_told_as_its_own_when_the_next_one_comes(
+    rig: Callable[..., Any], stream: bool
+) -> None:
+    def use(replica: Any) -> None:
+        replica.adapter("a", 1)
+        for number in range(3):
+            replica.add(str(number), [1 + number, 2], max_tokens=9, seed=number, stream=stream, adapter="a")
+        for _ in range(5):
+            replica.step()
+        replica.adapter("a", 2)
+        replica.run()
+        replica.check_replay("1")
+
+    together, apart = _both(rig, {}, use)
+    assert _said(together) == _said(apart)
+    assert [span.adapter_version for span in together.results["1", 0].last.spans] == [1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_long_outputs_outlast_what_is_kept_of_them(rig: Callable[..., Any], stream: bool) -> None:
     def use(replica: Any) -> None:
         for number in range(3):
