@@ -74,6 +74,7 @@ class Channel:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed = False
+        self._opened = 0  # sockets so far
         try:
             self._socket, self._monitor = self._open()
         except ValueError:
@@ -129,6 +130,14 @@ class Channel:
                 return False
 
     @property
+    def connection(self) -> tuple[int, int] | None:
+        """What names the connection that is there now, among all this channel has had; None while there is none."""
+        if self._closed:
+            return None
+        self._monitor.hear()
+        return (self._opened, self._monitor.losses) if self._monitor.up else None
+
+    @property
     def losses(self) -> int:
         """Connections to the store that are gone."""
         self._monitor.hear()
@@ -147,10 +156,14 @@ class Channel:
 
     def request(self, message: Message, answer: type[R] | tuple[type[R], ...], *, timeout_s: float) -> R:
         """Send and wait for an answer of this kind and session. Raises PushError, StoreUnavailable."""
-        session = getattr(message, "session", "")
         end = time.monotonic() + timeout_s
         self.send(message, timeout_s=timeout_s)
-        losses = self._monitor.losses
+        return self.answer(message, answer, timeout_s=max(end - time.monotonic(), 0.0), losses=self._monitor.losses)
+
+    def answer(self, message: Message, answer: type[R] | tuple[type[R], ...], *, timeout_s: float, losses: int) -> R:
+        """The answer, or the next one, to what was sent; see `request`. losses: when it was sent."""
+        session = getattr(message, "session", "")
+        end = time.monotonic() + timeout_s
         while (reply := self._answer(losses, end)) is not None:
             if getattr(reply, "session", "") not in ("", session) and session:
                 continue  # of a session given up before
@@ -206,6 +219,7 @@ class Channel:
             self._socket.close()
 
     def _open(self) -> tuple["zmq.Socket[bytes]", ConnectionMonitor]:
+        self._opened += 1
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a store that is not there

@@ -1,9 +1,10 @@
-"""Wire protocol v2 between a trainer and a weight store: typed messages over ZMQ, no pickle.
+"""Wire protocol v3 between a trainer and a weight store: typed messages over ZMQ, no pickle.
 
 Transport: the trainer's DEALER talks to the store's ROUTER. A message is one msgpack frame holding one
 of the structs below (tag in field ``t``); a `Chunk` is followed by its payload frames in the same
 multipart message. Every request but `Chunk` and `Written` is answered exactly once, by the reply named
-here or by `Error`; both sides bound every wait. Integers on the wire are plain; bytes are little-endian.
+here or by `Error` (a `Seal` with `commit` by `Sealed`, and then as a `Commit` is); both sides bound every
+wait. Integers on the wire are plain; bytes are little-endian.
 
 A push, step by step:
 
@@ -29,7 +30,8 @@ A push, step by step:
     lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
     accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
     `Seal` or `Commit`. Only bytes that cannot be read, or a frame over the cap, are answered at once.
- 6. [TRAINER] `Seal`. [STORE] waits for its checks, then answers `Sealed` or an `Error` naming tensors.
+ 6. [TRAINER] `Seal`. [STORE] waits for its checks, then answers `Sealed` or an `Error` naming tensors. If it says
+    `commit`, step 7 follows at once, as if `Commit` had come then.
  7. [TRAINER] `Commit`. [STORE] asks all ranks of all replicas to prepare. [ALL RANKS] build their views
     of the staged slot and vote; [RANK 0] reports the vote.
  8. [STORE] all yes: `flip`. [ALL RANKS] flip at one tick boundary and hold their output. One no: abort.
@@ -52,7 +54,7 @@ import msgspec
 
 from rollout_client.peft import AdapterConfig
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEADER_BYTES = 64 << 20
 """Largest msgpack frame either side reads; payload frames are capped by `Welcome.max_frame`."""
 
@@ -96,7 +98,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 
 
 class Hello(Message, tag="hello", frozen=True):
-    """[TRAINER] first message of a connection."""
+    """[TRAINER] first message of a connection; pushes that follow on it need no other."""
 
     run_id: str
     protocol: int = msgspec.field(default_factory=lambda: PROTOCOL)  # a factory, so that it is always sent
@@ -222,6 +224,7 @@ class Seal(Message, tag="seal", frozen=True):
 
     session: str
     deadline_s: float = 60.0
+    commit: bool = False  # as soon as it is sealed, within the same deadline; no `Commit` follows
 
 
 class Sealed(Message, tag="sealed", frozen=True):

@@ -22,7 +22,15 @@ from rollout_client import copying
 from rollout_client.channel import Channel, ConnectionLost
 from rollout_client.curve import TrainerKeys
 from rollout_client.delta import Kept
-from rollout_client.errors import ArenaError, Busy, DeadlineExceeded, PushError, RolloutError, StoreUnavailable
+from rollout_client.errors import (
+    ArenaError,
+    Busy,
+    DeadlineExceeded,
+    PushError,
+    RolloutError,
+    StoreUnavailable,
+    Unauthorized,
+)
 from rollout_client.peft import adapter_config, adapter_tensors, check_name
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
@@ -31,7 +39,6 @@ from rollout_client.protocol import (
     AdapterInFlight,
     AdapterPush,
     Begin,
-    Commit,
     Committed,
     Hello,
     InFlight,
@@ -145,6 +152,7 @@ class WeightPublisher:
         self._kept: dict[str, Kept] = {}  # of the model's last push, "", and of each adapter's
         self._shm: ShmTransport | None = None
         self._adapter_shm: dict[str, ShmTransport] = {}
+        self._welcomed: tuple[tuple[int, int] | None, Welcome] | None = None  # on which connection, and how
         self._lock = threading.Lock()
         copying.prepare()
 
@@ -321,7 +329,8 @@ class WeightPublisher:
     def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
         whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
-            welcome, transport = self._connect(min(self._connect_timeout_s, deadline - time.monotonic()), whose)
+            patience, before = min(self._connect_timeout_s, deadline - time.monotonic()), self._welcomed
+            welcome, transport = self._connect(patience, whose, known=not begin.force)
             kept = self._kept.get(whose) if transport.name == "zmq" else None
             base_digest = kept.digest if kept is not None else ""
             devices = self._to_devices(held, begin, transport)
@@ -331,6 +340,10 @@ class WeightPublisher:
                 break
             except ConnectionLost:
                 continue  # nothing has been staged: begin anew
+            except Unauthorized:
+                if before is None or before is not self._welcomed:
+                    raise
+                self._welcomed = None  # it has forgotten this connection
         laps = {"begin": time.monotonic() - started}
         nbytes = sum(source.nbytes for source in held)
         if isinstance(reply, Committed):
@@ -342,15 +355,17 @@ class WeightPublisher:
             with progress_bar(f"push {whose} v{begin.version}", nbytes, self._show) as progress:
                 way.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
             laps["move"] = time.monotonic() - started - sum(laps.values())
-            self._ask(Seal(reply.session, _left(deadline)), Sealed, deadline)
+            losses, seal = self._channel.losses, Seal(reply.session, _left(deadline), commit=True)
+            self._ask(seal, Sealed, deadline)
             laps["seal"] = time.monotonic() - started - sum(laps.values())
-            committed = self._ask(Commit(reply.session, _left(deadline)), Committed, deadline)
+            patience = _left(deadline) + REPLY_MARGIN_S
+            committed = self._channel.answer(seal, Committed, timeout_s=patience, losses=losses)
             laps["commit"] = time.monotonic() - started - sum(laps.values())
             if kept is not None:
                 kept.settle(committed.digest)
         except StoreUnavailable as error:
             self._abort(reply.session)
-            asked = isinstance(error, ConnectionLost) and "seal" in laps
+            asked = isinstance(error, ConnectionLost) and "move" in laps
             settled = self._went_live(whose, begin.version, welcome, deadline if asked else 0.0)
             if settled is None:
                 raise
@@ -389,18 +404,14 @@ class WeightPublisher:
         self._adapter_shm[name] = shm
         return shm
 
-    def _connect(self, timeout_s: float, whose: str) -> tuple[Welcome, Transport]:
-        """whose: of what is pushed next: an adapter's name, or "" for the model's weights."""
-        end = time.monotonic() + timeout_s
-        while True:
-            try:
-                welcome = self._channel.request(self._hello, Welcome, timeout_s=_left(end))
-                break
-            except ConnectionLost:
-                continue  # there is a store again: say it to that one
-            except StoreUnavailable:
-                self._channel.reset()
-                raise
+    def _connect(self, timeout_s: float, whose: str, *, known: bool = False) -> tuple[Welcome, Transport]:
+        """whose: of what is pushed next: an adapter's name, or "" for the model's weights. known: a store that has
+        welcomed this connection need not do it again; what it said of live versions is then of that time.
+        """
+        if known and self._welcomed is not None and self._welcomed[0] == self._channel.connection is not None:
+            welcome = self._welcomed[1]
+        else:
+            welcome = self._greet(timeout_s)
         if self._shm is not None and not self._shm.serves(welcome.arena_nonce):
             self._shm.close()
             self._shm = None
@@ -413,6 +424,20 @@ class WeightPublisher:
         port = 0 if self._channel.data_port_closed else welcome.data_port
         kept = self._kept.setdefault(whose, Kept()) if self._delta else None
         return welcome, ZmqTransport(self._channel, welcome.max_frame, kept, port)
+
+    def _greet(self, timeout_s: float) -> Welcome:
+        """Say hello, to whatever store there is."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                welcome = self._channel.request(self._hello, Welcome, timeout_s=_left(end))
+            except ConnectionLost:
+                continue  # there is a store again: say it to that one
+            except StoreUnavailable:
+                self._channel.reset()
+                raise
+            self._welcomed = self._channel.connection, welcome
+            return welcome
 
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""

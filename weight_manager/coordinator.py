@@ -184,6 +184,11 @@ class Coordinator:
         self.changes = 0  # moves whenever a status would differ
 
     @property
+    def idle(self) -> bool:
+        """Nothing is pushed, and no commit is under way."""
+        return self.session is None and self.ballot is None
+
+    @property
     def settled(self) -> bool:
         """No commit is between its first question and its outcome: `history.live` is what everybody serves."""
         return self._committing is None or not self._committing.life.in_question
@@ -412,6 +417,7 @@ class Coordinator:
         self.replicas.went_live(live, voted=any(isinstance(v, int) for v in ballot.voters))
         self.below.went_live(live, ballot)
         ballot.recorded(now)
+        self._deliver(ballot, now)  # first: replicas wait
         self.session = None
         self._counters.add("commits")
         self.replicas.admit_held(now)
@@ -430,11 +436,11 @@ class Coordinator:
             self.replicas.admit_held(now)
             return
         live = ballot.live
+        report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
+        session.owner.committed(session, report)  # first: a trainer waits
         self.history.amend(live.epoch, ballot.stall_ms)
         self.last_push = self.history.tail(1)[0]
         self.changes += 1
-        report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
-        session.owner.committed(session, report)
 
     def replica_gone(self, number: int, why: str) -> None:
         """A replica has left: a commit goes on without its answers."""

@@ -44,6 +44,8 @@ from weight_manager.replicas import Replicas
 log = logging.getLogger(__name__)
 
 HISTORY_SHOWN = 32
+UNTOLD_S = 0.02
+"""While something is pushed, subscribers hear of what has changed so late at most: a small push is through by then."""
 SUBSCRIBERS = 64
 
 
@@ -74,6 +76,7 @@ class Operator:
         self._send = send
         self._subscribers: list[bytes] = []
         self._shown = 0
+        self._tell_by: float | None = None  # when subscribers have to hear of what has changed
         self._commits: list[tuple[bytes, str, PushSession]] = []  # who waits for which
 
     def request(self, peer: bytes, request: FromApi) -> None:
@@ -116,16 +119,24 @@ class Operator:
             log.exception("a %s could not be carried out", type(request).__name__)
             self._send(peer, answer(request.call, PushRefused("internal", f"the store failed: {error!r}")))
 
-    def publish(self) -> None:
+    def publish(self, now: float) -> None:
         """Tell subscribers, if anything has changed since the last time, and those who wait for a commit."""
         changes = self._coordinator.changes + self._lines.changes
         if changes == self._shown:
             return
-        self._shown = changes
+        if self._tell_by is None:
+            self._tell_by = now + UNTOLD_S
+        if now < self._tell_by and not (self._coordinator.idle and self._lines.idle):
+            return
+        self._shown, self._tell_by = changes, None
         self._answer_commits()
         if self._subscribers:
             status = self.status("")
             self._subscribers = [peer for peer in self._subscribers if self._send(peer, status)]
+
+    def next_deadline(self) -> float | None:
+        """When `publish` has something to say."""
+        return self._tell_by
 
     def status(self, call: str) -> Status:
         """Everything there is to say about weights."""

@@ -239,7 +239,7 @@ class Store:
         while not self._stopping:
             self._receive()
             self._expire(time.monotonic())
-            self._operator.publish()
+            self._operator.publish(time.monotonic())
             self._snapshots.follow(self._history.live)
             self._lines.save()
             if self._first.failure is not None:
@@ -290,7 +290,16 @@ class Store:
         relay = (self._below.next_deadline(), above)
         strangers = [port.next_deadline() for port in self._data_ports]
         lines = self._lines.next_deadline()
-        times = (self._coordinator.next_deadline(), lines, self._trainers.next_expiry(), silence, *strangers, *relay)
+        told = self._operator.next_deadline()
+        times = (
+            self._coordinator.next_deadline(),
+            lines,
+            told,
+            self._trainers.next_expiry(),
+            silence,
+            *strangers,
+            *relay,
+        )
         soonest = min((t for t in times if t is not None), default=None)
         return None if soonest is None else max(0, int((soonest - now) * 1000) + 1)
 

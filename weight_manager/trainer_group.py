@@ -92,6 +92,7 @@ class TrainerGroup:
         self.session: PushSession | None = None
         self.outcome: Committed | PushRefused | None = None
         self._kept: tuple[str, ...] = ()  # tensors taken from the base version
+        self._sealed_by = 0.0  # the soonest deadline of a seal
 
     @property
     def id(self) -> str:
@@ -207,8 +208,15 @@ class TrainerGroup:
         return min((m.lease for m in self.ranks.values() if not m.owed), default=None)
 
     def sealed(self, session: PushSession) -> None:
-        """Owner: every byte is there and matches."""
+        """Owner: every byte is there and matches. Ranks that asked for the commit are owed the answer to that next."""
+        seals = [(rank, owed) for rank in self.ranks.values() for owed in rank.owed if isinstance(owed, Seal)]
+        asked = [(rank, seal) for rank, seal in seals if seal.commit]
         self._reply_all(Seal, Sealed(session.id, session.digest))
+        for rank, seal in asked:
+            rank.owed.append(Commit(session.id, seal.deadline_s))
+        if asked:
+            now = time.monotonic()
+            self._coordinator.commit(session, max(self._sealed_by - now, 0.0), now)
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """Owner: live."""
@@ -234,6 +242,8 @@ class TrainerGroup:
         session, rank = self._running, self.ranks[peer]
         if session.life.whole:
             self._answer(peer, Sealed(self.id, session.digest))
+            if seal.commit:
+                self._commit(peer, Commit(self.id, seal.deadline_s), now)
             return
         rank.owed.append(seal)
         rank.sealed = True
@@ -245,7 +255,7 @@ class TrainerGroup:
         deadline = now + self._config.patience(seal.deadline_s)
         if session.deadline is not None:
             deadline = min(deadline, session.deadline)
-        session.deadline = deadline
+        session.deadline = self._sealed_by = deadline
         if self._complete and all(rank.sealed for rank in self.ranks.values()):
             self._coordinator.seal(session, deadline, now)
 

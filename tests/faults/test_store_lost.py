@@ -37,7 +37,7 @@ def test_a_port_that_somebody_took_meanwhile_is_left_to_them(store, weights):
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-@pytest.mark.parametrize("kind", ["Begin", "Seal", "Commit"])
+@pytest.mark.parametrize("kind", ["Begin", "Seal"])
 def test_a_trainer_whose_store_is_killed_waits_for_the_store_not_for_its_deadline(
     store, weights, digest_of, monkeypatch, kind, transport
 ):

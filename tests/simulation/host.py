@@ -337,7 +337,7 @@ class SimulatedStore(Store):
     def _one_turn(self) -> None:
         self._receive()
         self._expire(self.world.now)
-        self._operator.publish()
+        self._operator.publish(self.world.now)
         self._snapshots.follow(self._history.live)
         self._lines.save()
 

@@ -469,10 +469,12 @@ class Trainer(Asking):
     def _ask(self, message: Any, kinds: tuple[type, ...]) -> Generator[Any, Any, Any]:
         """The answer; None when none came."""
         self.say(wire.encode(message))
+        return (yield from self._answer_of(getattr(message, "session", None), kinds))
+
+    def _answer_of(self, session: str | None, kinds: tuple[type, ...]) -> Generator[Any, Any, Any]:
         end = self.world.now + self.TIMEOUT_S
         while self.world.now < end - 1e-6:
             answer = yield end - self.world.now
-            session = getattr(message, "session", None)
             if isinstance(answer, wire.Error) and answer.session in ("", session):
                 return answer
             if (isinstance(answer, kinds) and getattr(answer, "session", session) == session) or isinstance(
@@ -506,14 +508,21 @@ class Trainer(Asking):
             if self.stall_s:
                 stall, self.stall_s = self.stall_s, 0.0
                 yield stall
-        sealed = yield from self._ask(wire.Seal(placement.session, 6.0), (wire.Sealed,))
+        commit = self.world.rng.random() < 0.7
+        sealed = yield from self._ask(wire.Seal(placement.session, 6.0, commit), (wire.Sealed,))
         if not isinstance(sealed, wire.Sealed):
             return self._failed(sealed)
+        if commit:
+            done = yield from self._answer_of(placement.session, (wire.Committed,))
+            return self._settled(done)
         if self.world.rng.random() < 0.03:
             yield 0.1
             aborted = yield from self._ask(wire.Abort(placement.session, "changed its mind"), (wire.Aborted,))
             return self._failed(aborted)
         done = yield from self._ask(wire.Commit(placement.session, 6.0), (wire.Committed,))
+        return self._settled(done)
+
+    def _settled(self, done: Any) -> str:
         if not isinstance(done, wire.Committed):
             return self._failed(done)
         self.acknowledged(done.version, done.digest)

@@ -166,7 +166,7 @@ class Line:
     @property
     def idle(self) -> bool:
         """Nothing is pushed, and no commit is under way."""
-        return self.coordinator.session is None and self.coordinator.ballot is None
+        return self.coordinator.idle
 
     @property
     def is_read(self) -> bool:

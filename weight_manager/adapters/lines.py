@@ -284,6 +284,11 @@ class Lines:
             line.close()
 
     @property
+    def idle(self) -> bool:
+        """Nothing is pushed to any line, and no commit is under way."""
+        return all(line.idle for line in self.all())
+
+    @property
     def changes(self) -> int:
         """Moves whenever the status would differ."""
         return self._changes + sum(line.coordinator.changes for line in self.all())

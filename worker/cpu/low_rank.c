@@ -393,6 +393,17 @@ typedef struct {
     int64_t count, from_narrow, to_narrow;
 } Pack;
 
+// 16 numbers; past the caches if they are a whole line, which need not be read first then, nor is it read soon.
+static inline INLINE void put(char *there, f32x16 v) {
+#ifdef __AVX512F__
+    if ((uintptr_t)there % 64 == 0) {
+        _mm512_stream_ps((float *)there, (__m512)v);
+        return;
+    }
+#endif
+    store_any(there, 0, v, 0);
+}
+
 static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narrow, const int to_narrow) {
     const int64_t size = to_narrow ? 2 : 4;
     for (int64_t row = 0; row < m->rows; row += 16) {
@@ -412,7 +423,8 @@ static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narr
             for (int i = 0; i < columns; i++) {
                 char *there = to + (c + i) * m->apart * size;
                 u32x16 bits = to_narrow ? rounded(v[i]) : (u32x16)v[i];
-                if (rows == 16) store_any(there, 0, v[i], to_narrow);
+                if (rows == 16 && to_narrow) store_any(there, 0, v[i], 1);
+                else if (rows == 16) put(there, v[i]);
                 else
                     for (int r = 0; r < rows; r++) {
                         if (to_narrow) ((uint16_t *)there)[r] = bits[r];
@@ -430,6 +442,9 @@ void pack(void *data) {
         if (s->from_narrow) turn(s, m, 1, 1);
         else if (s->to_narrow) turn(s, m, 0, 1);
         else turn(s, m, 0, 0);
+#ifdef __AVX512F__
+    _mm_sfence();  // for other threads to see it
+#endif
 }
 
 // For the caller to see that it means the same structures.

@@ -107,11 +107,18 @@ class ScriptedStore:
                 assert message.offset == len(buffer)
                 for frame in payload:
                     buffer += frame
-            answer = self.on.get(type(message))
-            replies = answer(message, payload) if answer else None
-            for reply in replies if isinstance(replies, list) else [replies]:
-                if reply is not None:
-                    self._socket.send_multipart([peer, reply if isinstance(reply, bytes) else wire.encode(reply)])
+            sealed = self._answer(peer, message, payload)
+            if isinstance(message, wire.Seal) and message.commit and sealed:
+                self._answer(peer, wire.Commit(message.session, message.deadline_s), [])
+
+    def _answer(self, peer: bytes, message: Any, payload: list[bytes]) -> bool:
+        """Whether it was answered, and not by an error."""
+        answer = self.on.get(type(message))
+        replies = answer(message, payload) if answer else None
+        said = [reply for reply in (replies if isinstance(replies, list) else [replies]) if reply is not None]
+        for reply in said:
+            self._socket.send_multipart([peer, reply if isinstance(reply, bytes) else wire.encode(reply)])
+        return bool(said) and not isinstance(said[-1], wire.Error)
 
 
 @pytest.fixture

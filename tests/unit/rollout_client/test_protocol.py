@@ -162,7 +162,7 @@ def test_bytes_on_the_wire(message, golden):
 
 def test_every_message_is_pinned():
     assert {type(message) for message, _ in GOLDEN} == set(Message.__subclasses__())
-    assert PROTOCOL == 2
+    assert PROTOCOL == 3
 
 
 def test_the_protocol_number_is_sent_even_when_it_is_the_default():

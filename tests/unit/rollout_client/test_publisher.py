@@ -83,6 +83,50 @@ def test_another_host_falls_back_to_frames(store, publisher):
         publisher(transport="shm").push({"a": A, "b": B}, 2)
 
 
+def forget(store):
+    """Have the store know no connection: the next `Begin` is too soon."""
+    place = store.on[wire.Begin]
+
+    def too_soon(begin, payload):
+        store.on[wire.Begin] = place
+        return wire.Error("unauthorized", "say Hello first")
+
+    store.on[wire.Begin] = too_soon
+
+
+def test_a_connection_is_welcomed_once(store, publisher):
+    client = publisher()
+    store.place(TWO)
+    for version in (1, 2, 3):
+        client.push({"a": A, "b": B}, version)
+    assert len(store.of(wire.Hello)) == 1
+    client.push({"a": A, "b": B}, 3, force=True)
+    assert len(store.of(wire.Hello)) == 2, "whether a version was live before it was forced is asked each time"
+
+
+def test_a_store_that_has_forgotten_the_connection_is_greeted_again(store, publisher):
+    client = publisher()
+    store.place(TWO)
+    client.push({"a": A, "b": B}, 1)
+    forget(store)
+    client.push({"a": A, "b": B}, 2)
+    assert [type(m) for m in store.heard if isinstance(m, wire.Hello | wire.Begin)][2:] == [
+        *(wire.Begin, wire.Hello, wire.Begin)
+    ]
+    store.on[wire.Begin] = lambda m, _: wire.Error("unauthorized", "not you")
+    with pytest.raises(errors.Unauthorized, match="not you"):
+        client.push({"a": A, "b": B}, 3)
+    assert len(store.of(wire.Hello)) == 3
+
+
+def test_a_commit_comes_with_the_seal(store, publisher):
+    store.place(TWO)
+    report = publisher().push({"a": A, "b": B}, 1)
+    assert [m.commit for m in store.of(wire.Seal)] == [True]
+    assert not store.of(wire.Commit)
+    assert {"seal", "commit"} < report.seconds.keys()
+
+
 def test_a_new_arena_is_mapped_when_the_store_came_back_with_one(store, publisher, arena, tmp_path):
     client = publisher()
     store.place(TWO)
@@ -90,6 +134,7 @@ def test_a_new_arena_is_mapped_when_the_store_came_back_with_one(store, publishe
     with type(arena).create(tmp_path, "other", 64 << 10) as fresh:
         store.arena = fresh
         store.place(TWO, slot=1)
+        forget(store)
         client.push({"a": A, "b": B}, 2)
         np.testing.assert_array_equal(np.frombuffer(fresh.slot(1), np.float32)[:12], A.reshape(-1))
 

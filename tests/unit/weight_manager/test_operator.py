@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from weight_manager.errors import IllegalTransition
-from weight_manager.messages import AbortSession, RollbackWeights
-from weight_manager.operator import Operator
+from weight_manager.messages import AbortSession, GetStatus, RollbackWeights
+from weight_manager.operator import UNTOLD_S, Operator
 
 
 class Coordinator:
@@ -49,3 +49,35 @@ def test_a_call_that_fails_is_answered_and_not_left_to_its_deadline(ask, call):
 def test_when_nobody_knows_what_is_live_the_store_ends(ask):
     with pytest.raises(IllegalTransition):
         ask(IllegalTransition("twice"), RollbackWeights("x"))
+
+
+def test_subscribers_hear_of_a_push_within_a_while_and_of_its_end_at_once():
+    coordinator, lines = SimpleNamespace(changes=0, idle=True), SimpleNamespace(changes=0, idle=True)
+    said = []
+    operator = Operator(
+        *(SimpleNamespace(), coordinator),
+        replicas=None,
+        lines=lines,
+        adapters=None,
+        files=None,
+        counters=None,
+        relay=lambda now: None,
+        send=lambda peer, message: said.append(message) or True,
+    )
+    operator.status = lambda call: coordinator.changes + lines.changes
+    operator.request(b"api", GetStatus("", subscribe=True))
+    assert said == [0]
+    lines.changes, lines.idle = 1, False
+    operator.publish(1.0)
+    assert operator.next_deadline() == 1.0 + UNTOLD_S
+    lines.changes = 2
+    operator.publish(1.0 + UNTOLD_S / 2)
+    assert said == [0]
+    operator.publish(1.0 + UNTOLD_S)
+    assert said == [0, 2]
+    assert operator.next_deadline() is None
+    coordinator.changes, coordinator.idle = 1, False
+    operator.publish(2.0)
+    lines.idle = coordinator.idle = True
+    operator.publish(2.001)
+    assert said == [0, 2, 3]
