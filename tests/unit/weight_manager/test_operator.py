@@ -52,7 +52,9 @@ def test_when_nobody_knows_what_is_live_the_store_ends(ask):
 
 
 def test_subscribers_hear_of_a_push_within_a_while_and_of_its_end_at_once():
-    coordinator, lines = SimpleNamespace(changes=0, idle=True), SimpleNamespace(changes=0, idle=True)
+    history = SimpleNamespace(live=None)
+    coordinator = SimpleNamespace(changes=0, idle=True, session=None, history=history)
+    lines = SimpleNamespace(changes=0, idle=True)
     said = []
     operator = Operator(
         *(SimpleNamespace(), coordinator),
