@@ -35,7 +35,10 @@ def main() -> int:
         parser.error("--replica is needed")
     with contextlib.suppress(OSError):  # what `ps -o comm` shows; a spare's command line says nothing
         Path("/proc/self/comm").write_text(f"replica-{arguments.replica}.{arguments.rank}")
-    from worker.boot import run_rank  # noqa: PLC0415  --help does not wait for it
+    from worker.gpu import warming  # noqa: PLC0415  --help does not wait for these
+
+    warming.begin(arguments.config, arguments.replica, arguments.rank)
+    from worker.boot import run_rank  # noqa: PLC0415
 
     return run_rank(arguments.config, arguments.replica, arguments.rank, began)
 

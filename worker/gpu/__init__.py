@@ -9,5 +9,6 @@ backend     a decoder on one device: steps and graphs    engine     worker.engin
 drawing     tokens drawn where the logits are               reference  the same operations in numpy
 self_test   refuses a device that computes wrong         lending    a slot's memory, lent to trainers on this host
 digests     of versions, computed where they lie         pinned     mappings of the arena that copy at the bus's speed
+warming     a context and a library, made while Python imports
 nccl        sums over the GPUs of a replica; no engine uses it yet
 """
