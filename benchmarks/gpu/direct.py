@@ -1,6 +1,7 @@
 """A torch trainer and replicas on one GPU: pushes by the arena alone against pushes from GPU to GPU, and sleep.
 
 ``python -m benchmarks.gpu.direct --replicas 1 --out OUT.json`` on a host with a GPU and torch. Times in milliseconds.
+limit: of one copy of as many bytes into ordinary pinned memory, in the same run.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.gpu.service import EmptyService
+from benchmarks.gpu.limit import PinnedCopy
+from benchmarks.gpu.service import SETTLE_S, EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, PushReport, WeightPublisher
 from weight_manager.families import manifest_for
@@ -38,11 +40,11 @@ SETTINGS = (
 class Trainer:
     """Random weights on the device, and a publisher for each way."""
 
-    def __init__(self, torch: Any, endpoint: str) -> None:
+    def __init__(self, torch: Any, endpoint: str, model: str = MODEL) -> None:
         self.torch, self.version = torch, 0
         generator = torch.Generator("cuda").manual_seed(0)
         self.tensors: dict[str, Any] = {}
-        for parameter in manifest_for(SHAPES[MODEL], "bfloat16").parameters:
+        for parameter in manifest_for(SHAPES[model], "bfloat16").parameters:
             made = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
             norm = parameter.name.endswith("norm.weight")
             self.tensors[parameter.name] = made.fill_(1.0) if norm else made.normal_(0, 0.03, generator=generator)
@@ -110,6 +112,7 @@ def sleep_and_wake(torch: Any, url: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.direct", description=__doc__)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--model", choices=sorted(SHAPES), default=MODEL)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -117,13 +120,17 @@ def main() -> None:
     log = Path(tempfile.mkdtemp(prefix="direct-")) / "service.log"
     options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
     result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "replicas": args.replicas, "log": str(log)}
-    with EmptyService(SHAPES[MODEL], args.replicas, log, *options) as service:
-        trainer = Trainer(torch, service.push_endpoint)
+    with EmptyService(SHAPES[args.model], args.replicas, log, *options) as service:
+        trainer = Trainer(torch, service.push_endpoint, args.model)
         trainer.push("shm")
         while service.metric("rollout_replica_ready") != args.replicas:
             time.sleep(0.05)
         for way in ("shm", "cuda_ipc") * 2:
             trainer.push(way)
+        time.sleep(SETTLE_S)
+        nbytes = sum(2 * tensor.numel() for tensor in trainer.tensors.values())
+        limit = nbytes / PinnedCopy(torch, torch.device("cuda"), nbytes).rate()
+        result |= {"bytes": nbytes, "limit": round(1e3 * limit, 1)}
         result["idle"] = trainer.in_turns()
         busy: dict[str, Any] = {}
         pushes = threading.Thread(target=lambda: busy.update(trainer.in_turns(PAUSE_S)))
