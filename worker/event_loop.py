@@ -58,8 +58,10 @@ commit itself takes. In a steady run it waits for a step's end 0.18 steps long o
 _RECENT = 8
 """Steps whose median is the usual one. A trainer that copies slows those before a commit down: by what they took, a
 quick step that is nearly through, or a slow one that has lasted longer than most, would seem to have just begun."""
-_PREPARING, _PROMPT = 1 / 4, 1 / 8
-"""Usual steps for which none begins while a version is prepared, and then until its flip if flips come at once."""
+_PREPARING, _PROMPT, _LONGEST = 1 / 4, 1 / 8, 3 / 4
+"""Usual steps for which none begins: while a version is prepared; then until its flip, if flips come at once, and at
+most. The last is what another replica needs to finish a step that it does not give up, and to prepare: a step begun
+before that would keep all of them waiting to its end."""
 _RETRY_S = 0.01
 """Seconds until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
@@ -422,18 +424,19 @@ class Stepping:
     def _expects_flip_until(self) -> float:
         """A long step begun now would keep a flip waiting that may come at once, and with it all other replicas.
 
-        How long a vote has to wait for its flip is what it took lately. Replicas that do not give their steps up take
-        the rest of one. Where it takes longer than that (a fleet of many hosts) nothing is gained by standing still.
+        How long a vote has to wait for its flip is what it took lately, up to what other replicas need for their steps.
+        Where it mostly takes longer than that (a fleet of many hosts) nothing is gained by standing still.
         """
         session, usual = self._membership.session, self.interrupting.usual_s
         if session is None or session.in_flight == "wait" or not usual:
             return 0.0
         if session.state is not State.READY:
             return session.began + _PREPARING * usual
-        longest, took = (1 - _LITTLE) * usual, self._membership.until_flips
-        expected = median(took) if took else longest
-        patience = min(longest, max(_PROMPT * usual, 2 * expected)) if expected <= longest else _PROMPT * usual
-        return session.voted + patience
+        longest, took = _LONGEST * usual, self._membership.until_flips
+        soon = [seconds for seconds in took if seconds <= longest]
+        if 2 * len(soon) < len(took):
+            return session.voted + _PROMPT * usual
+        return session.voted + min(longest, max(_PROMPT * usual, 2 * max(soon, default=longest)))
 
     @property
     def _adapters_settle_by(self) -> float:
