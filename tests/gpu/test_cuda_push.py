@@ -2,6 +2,7 @@ import ctypes
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout_client.cuda_copy import CudaCopier
@@ -101,7 +102,7 @@ def test_a_driver_that_cannot_pin_is_said_once_and_torch_goes_on(
     expected = by_cpu(publisher, tensors, 1)
     slots = publisher._shm._arena
     blocked = [slots.slot(0), slots.slot(1)]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in blocked]
+    addresses = [np.frombuffer(memory, np.uint8).ctypes.data for memory in blocked]
     register = torch.cuda.cudart().cudaHostRegister
     try:
         for address, memory in zip(addresses, blocked, strict=True):  # already pinned: the driver says no

@@ -5,6 +5,7 @@ One dense layer and one of experts are computed, in the model's own sizes.
 """
 
 import logging
+import math
 import time
 from dataclasses import replace
 
@@ -73,7 +74,20 @@ def _names(decoder: GpuDecoder, chosen: list[int]) -> dict[str, Tensor]:
             found[name] = Tensor(tensor.address, (min(_ROWS, tensor.shape[0]), tensor.shape[1]))
         elif name.startswith(prefixes) or name == "model.norm.weight":
             found[name] = tensor
-    return found
+    return _without_pieces(found, decoder.element)
+
+
+def _without_pieces(tensors: dict[str, Tensor], element: int) -> dict[str, Tensor]:
+    """Those that lie in no other: the parts of a fused matrix have names, too, and one memory has one value."""
+    spans = {
+        name: (tensor.address, tensor.address + element * math.prod(tensor.shape)) for name, tensor in tensors.items()
+    }
+    wholes = set(spans.values())
+
+    def is_piece(start: int, end: int) -> bool:
+        return any(first <= start and end <= last and (first, last) != (start, end) for first, last in wholes)
+
+    return {name: tensor for name, tensor in tensors.items() if not is_piece(*spans[name])}
 
 
 def _renamed(name: str, chosen: list[int]) -> str:
