@@ -184,6 +184,7 @@ class EventLoop:
             self._leader.stepping.dropped()
         else:
             self._flight, self._ventured = logits, True
+            self._leader.stepping.tidy()
 
     def _taken(self) -> Logits | None:
         if self._ventured and self._leader and self._leader.membership.holding:
@@ -510,6 +511,10 @@ class Stepping:
     def dropped(self) -> None:
         """The step that was ventured is not to be."""
         self._scheduler.discard()
+
+    def tidy(self) -> None:
+        """While the device computes and the store decides: what else would be done once the weights are final."""
+        self._scheduler.bring_up()
 
     def given_up(self) -> None:
         """The step was interrupted; it is done again, under the weights that are served then."""

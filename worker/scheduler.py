@@ -155,6 +155,10 @@ class Scheduler:
         self._step.take_cohort(cohort)
         return self._step.batch(self._kv, cohort)
 
+    def bring_up(self) -> None:
+        """Every sequence has all of its tokens, as it must before `enter`: done ahead of it, that has less to do."""
+        self._cohort.bring_up()
+
     def _turns(self, former: Version | None) -> list[tuple[bool, bool]]:
         """What the step may be, the first that is not empty: a draft or not, of the former weights or not."""
         # The last: what the step before it let in may have had everything in the cache.
