@@ -91,6 +91,7 @@ class Cohort:
 
     def join(self, sequence: Sequence, made_by: Version, now: float) -> None:
         """A sequence goes on here from the token it got at time `now` of these weights, as all the others did."""
+        assert not self.sequences or made_by == self._made_by, "the others' tokens are of other weights"
         row, request, rules = len(self.sequences), sequence.request, sequence.request.rules
         sampling, known = request.sampling, len(sequence.tokens)
         self._rows[row] = (
