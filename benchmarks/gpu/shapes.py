@@ -38,6 +38,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "Qwen2.5-1.5B": COMMON
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
     "Qwen2.5-7B": COMMON
     | {
         "architectures": ["Qwen2ForCausalLM"],
