@@ -7,7 +7,7 @@ made it. By way of transport (`shm`: the arena, copied and proved by the rank; `
 
     step            median gap outside pushes: a step of the loop, as a client sees it
     during          mean gap from a push's begin to its seal (moved and checked), over the mean outside
-    commit_p50 p99  the gap in which the version changes, in steps; p99 is of all commits
+    commit_p50 p90 p99  the gap in which the version changes, in steps, over all commits
     quiet_p99       the same percentile of gaps that no push touches: what the clocks and the client add
 
 Clocks of the processes are one (CLOCK_MONOTONIC).
@@ -57,16 +57,17 @@ def watch(url: str, stop: threading.Event) -> list[list[tuple[float, int, int]]]
 
 
 async def generate(url: str, sequences: int, stop: threading.Event) -> None:
-    """The others, whole answers without pause."""
+    """The others, whole answers without pause. The first are of different lengths: then no two end together."""
     client = AsyncRolloutClient(url)
     rng = np.random.default_rng(0)
 
-    async def one() -> None:
+    async def one(tokens: int) -> None:
         while not stop.is_set():
             prompt = rng.integers(1000, 150_000, PROMPT).tolist()
-            await client.generate(prompt_ids=prompt, max_tokens=LONGEST, ignore_eos=True)
+            await client.generate(prompt_ids=prompt, max_tokens=tokens, ignore_eos=True)
+            tokens = LONGEST
 
-    await asyncio.gather(*(one() for _ in range(sequences)))
+    await asyncio.gather(*(one((number + 1) * LONGEST // sequences) for number in range(sequences)))
     await client.aclose()
 
 
@@ -98,6 +99,7 @@ def judged(all_gaps: list[tuple[float, float, int, bool]], moves: list[Window], 
         "during_median": round(statistics.median(moving) / step, 3) if moving else None,
         "commits": len(changed),
         "commit_p50": round(float(np.percentile(changed, 50)) / step, 2) if changed else None,
+        "commit_p90": round(float(np.percentile(changed, 90)) / step, 2) if changed else None,
         "commit_p99": round(float(np.percentile(changed, 99)) / step, 2) if changed else None,
         "quiet_p99": round(float(np.percentile(quiet, 99)) / step, 2),
         "tokens_an_event": round(statistics.mean(count for _, _, count, _ in mine), 2),

@@ -1,6 +1,7 @@
-"""A torch trainer and replicas on one GPU: pushes by the arena alone against pushes from GPU to GPU, and sleep.
+"""A torch trainer and replicas on GPUs: pushes by the arena alone against pushes from GPU to GPU, and sleep.
 
 ``python -m benchmarks.gpu.direct --replicas 1 --out OUT.json`` on a host with a GPU and torch. Times in milliseconds.
+Replicas take the GPUs in turn, from the first one; the trainer is on the first one, too, or on `--trainer cuda:1`.
 limit: of one copy of as many bytes into ordinary pinned memory, in the same run.
 """
 
@@ -94,12 +95,12 @@ async def generate(url: str) -> None:
 
 
 def sleep_and_wake(torch: Any, url: str) -> dict[str, Any]:
-    """seen: bytes that this process sees come free; said: what the service says."""
-    free = torch.cuda.mem_get_info()[0]
+    """seen: bytes that this process sees come free on the first GPU; said: what the service says."""
+    free = torch.cuda.mem_get_info(0)[0]
     began = time.perf_counter()
     said = httpx.post(f"{url}/v1/rollout/memory/release", json={}, timeout=60).raise_for_status().json()
     asleep = time.perf_counter()
-    seen = torch.cuda.mem_get_info()[0] - free
+    seen = torch.cuda.mem_get_info(0)[0] - free
     woken = time.perf_counter()
     httpx.post(f"{url}/v1/rollout/memory/resume", json={}, timeout=60).raise_for_status()
     resume = time.perf_counter() - woken
@@ -113,13 +114,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.direct", description=__doc__)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--model", choices=sorted(SHAPES), default=MODEL)
+    parser.add_argument("--trainer", default="cuda:0", help="its device (%(default)s)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
 
+    torch.cuda.set_device(args.trainer)
+
     log = Path(tempfile.mkdtemp(prefix="direct-")) / "service.log"
     options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
-    result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "replicas": args.replicas, "log": str(log)}
+    result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "replicas": args.replicas, "trainer": args.trainer}
+    result["log"] = str(log)
     with EmptyService(SHAPES[args.model], args.replicas, log, *options) as service:
         trainer = Trainer(torch, service.push_endpoint, args.model)
         trainer.push("shm")

@@ -13,6 +13,9 @@ from tests.faults.store_process import Store
 
 torch = pytest.importorskip("torch")
 
+READ_ONLY = 8
+"""cudaHostRegisterReadOnly: a trainer's mapping of a slot is, between pushes."""
+
 
 def on(device: Any, seed: int, **to: Any) -> dict[str, Any]:
     return {name: torch.from_numpy(array).to(device, **to) for name, array in small_model.weights(seed).items()}
@@ -106,7 +109,7 @@ def test_a_driver_that_cannot_pin_is_said_once_and_torch_goes_on(
     register = torch.cuda.cudart().cudaHostRegister
     try:
         for address, memory in zip(addresses, blocked, strict=True):  # already pinned: the driver says no
-            assert int(register(address, memory.nbytes, 0)) == 0
+            assert int(register(address, memory.nbytes, READ_ONLY)) == 0
         with caplog.at_level(logging.WARNING):
             for version in 2, 3, 4:
                 assert publisher.push(tensors, version).digest == expected
