@@ -125,13 +125,13 @@ def refuse() -> Path:
 def hold_adapters(engine: Any, count: int) -> None:
     """Epochs 1, 2, ...: random float32 adapters of every linear that may have one. Reaches into the engine."""
     from weight_manager.adapters.plan import AdapterModule
-    from weight_manager.layout import Span
+    from weight_manager.layout import Extent
 
     modules, spans, end = [], {}, 0
     for module, (inputs, rows) in engine.adapters._shapes.items():
         modules.append(AdapterModule(module, RANK, 2.0))
         for half, shape in (("lora_A", (RANK, inputs)), ("lora_B", (rows, RANK))):
-            spans[f"{module}.{half}"], end = Span(end, shape), end + shape[0] * shape[1]
+            spans[f"{module}.{half}"], end = Extent(end, shape), end + shape[0] * shape[1]
     for epoch in range(1, count + 1):
         plan = engine.adapters.plan(f"adapter-{epoch}", spans, modules, "float32")
         numbers = np.random.default_rng(epoch).standard_normal(end, np.float32)

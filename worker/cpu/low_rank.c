@@ -12,7 +12,8 @@
 #define PARTS 3
 
 typedef struct {
-    const void *a;        // [inputs, ranks]: the parts' ranks one after the other, and 16 elements more at the end
+    const void *a;        // [inputs, ranks]: the parts' ranks one after the other, and 16 elements more at the end; where
+                          // activations are read as bfloat16 [inputs / 2, ranks, 2], and 32 more
     const float *scales;  // [ranks rounded up to 16]
     const void *b[PARTS];  // see `Turn`: CHUNK outputs side by side for each rank, then the next CHUNK; of the last as many
                            // as there are, filled up to 16 with anything
@@ -61,7 +62,7 @@ typedef struct {
 #define MOST_RANK 256
 #define CHUNK 64      // outputs a thread takes at a time: CHUNK of packed_adapter.py
 #define APART 64      // columns whose outputs are first kept apart: few enough for the nearest cache
-#define AHEAD 2048    // bytes of A that are fetched before they are read
+#define AHEAD 4096    // bytes of A that are fetched before they are read
 
 static inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -102,36 +103,58 @@ static inline INLINE void transpose(f32x16 v[16]) {
 #endif
 }
 
-// Inputs [first, first + count) of a run's tokens as float32, [count, tokens].
-static void gather(const LowRank *s, const int32_t *order, int64_t tokens, int64_t first, int64_t count, float *to) {
-    const int64_t together = s->x_token == 1 && order[tokens - 1] - order[0] == tokens - 1 ? tokens / 16 * 16 : 0;
-    for (int64_t f = 0; f < count; f++) {
-        const int64_t at = (first + f) * s->x_step;
-        for (int64_t t = 0; t < together; t += 16)
-            *(f32x16 *)(to + f * tokens + t) = load_any(s->x, at + order[t], s->x_narrow);
-        for (int64_t t = together; t < tokens; t++)
-            to[f * tokens + t] = element(s->x, at + order[t] * s->x_token, s->x_narrow);
-    }
-    for (int64_t i = 0; s->x_round && i < count * tokens; i += 16)
-        *(f32x16 *)(to + i) = widened(rounded(load(to + i)));
+// bfloat16 bits of feature f of a token, or of 16 tokens side by side.
+static inline uint32_t bits_of(const LowRank *s, int64_t f, int64_t token) {
+    const int64_t at = f * s->x_step + token * s->x_token;
+    return s->x_narrow ? ((const uint16_t *)s->x)[at] : rounded(splat(((const float *)s->x)[at]))[0];
 }
 
-// 16 * `vectors` ranks of `tokens` tokens, over `count` inputs: z = A x. Meanwhile what is read later is fetched.
+static inline INLINE u32x16 bits_of_16(const LowRank *s, int64_t f, int64_t token) {
+    const int64_t at = f * s->x_step + token;
+    if (!s->x_narrow) return rounded(load((const float *)s->x + at));
+    return (u32x16)load_any(s->x, at, 1) >> 16;
+}
+
+// Inputs [first, first + count) of a run's tokens in pairs of bfloat16 numbers, [count / 2, width] words, and where each
+// token is among the words of a pair; first is even, and the last input may be alone, beside a zero. Returns width.
+static int64_t gather(const LowRank *s, const int32_t *order, int64_t tokens, int64_t first, int64_t count, float *words,
+                      int64_t *at) {
+    const int64_t block = order[0] / 16 * 16, wide = order[tokens - 1] / 16 * 16 + 16 - block;
+    const int blocks = s->x_token == 1 && s->columns % 16 == 0 && wide <= RUN_TOKENS;  // 16 tokens cost what one does
+    const int64_t width = blocks ? wide : tokens;
+    uint32_t *to = (uint32_t *)words;
+    for (int64_t t = 0; t < tokens; t++) at[t] = blocks ? order[t] - block : t;
+    for (int64_t f = first; f < first + count; f += 2, to += width) {
+        const int alone = f + 1 == first + count;
+        for (int64_t t = 0; blocks && t < width; t += 16) {
+            u32x16 one = bits_of_16(s, f, block + t);
+            if (!alone) one |= bits_of_16(s, f + 1, block + t) << 16;
+            *(u32x16 *)(to + t) = one;
+        }
+        for (int64_t t = 0; !blocks && t < tokens; t++)
+            to[t] = bits_of(s, f, order[t]) | (alone ? 0 : bits_of(s, f + 1, order[t]) << 16);
+    }
+    return width;
+}
+
+// 16 * `vectors` ranks of `tokens` tokens, over `count` inputs, or pairs of them: z = A x. Meanwhile what is read later
+// is fetched.
 static inline INLINE void ranks_of(const char *a, int64_t row, int64_t count, const float *x, int64_t x_step,
                                    const int64_t *at, float *z, int64_t z_token, const int vectors, const int tokens,
-                                   const int fetch, const int narrow) {
+                                   const int fetch, const int narrow, const int pairs) {
     f32x16 sums[GROUP][VECTORS];
     for (int t = 0; t < tokens; t++)
         for (int v = 0; v < vectors; v++) sums[t][v] = splat(0);
     for (int64_t f = 0; f < count; f++, a += row, x += x_step) {
         f32x16 ranks[VECTORS];
         for (int v = 0; v < vectors; v++) {
-            if (fetch) __builtin_prefetch(a + AHEAD + v * (narrow ? 32 : 64), 0, 2);
-            ranks[v] = load_any(a, v * 16, narrow);
+            if (fetch) __builtin_prefetch(a + AHEAD + v * (narrow && !pairs ? 32 : 64), 0, 2);
+            ranks[v] = load_any(a, v * 16, narrow && !pairs);
         }
         for (int t = 0; t < tokens; t++) {
             f32x16 there = splat(x[at[t]]);
-            for (int v = 0; v < vectors; v++) sums[t][v] = fused(ranks[v], there, sums[t][v]);
+            for (int v = 0; v < vectors; v++)
+                sums[t][v] = pairs ? fused_pairs(ranks[v], there, sums[t][v]) : fused(ranks[v], there, sums[t][v]);
         }
     }
     for (int t = 0; t < tokens; t++)
@@ -155,27 +178,26 @@ static inline INLINE void ranks_of(const char *a, int64_t row, int64_t count, co
 #endif
 
 // One run, one slice of the inputs, VECTORS * 16 ranks from `rank` on.
-static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t slice, int64_t rank, const int narrow) {
+static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t slice, int64_t rank, const int narrow,
+                                 const int pairs) {
     const Factors *f = s->factors + run->adapter;
     const int64_t width = ceiling(ceiling(s->inputs, s->slices), 16) * 16, from = slice * width;
-    const int64_t count = s->inputs - from < width ? s->inputs - from : width, size = narrow ? 2 : 4;
-    const int64_t vectors = ceiling(f->ranks - rank, 16), row = f->ranks * size;
-    const char *a = (const char *)f->a + (from * f->ranks + rank) * size;
+    const int64_t inputs = s->inputs - from < width ? s->inputs - from : width, size = narrow ? 2 : 4;
+    const int64_t vectors = ceiling(f->ranks - rank, 16), row = f->ranks * size * (pairs ? 2 : 1);
+    const int64_t count = pairs ? ceiling(inputs, 2) : inputs;
+    const char *a = (const char *)f->a + (from * f->ranks + rank * (pairs ? 2 : 1)) * size;
     const int32_t *order = s->step->order + run->first;
     float space[SLICE * RUN_TOKENS], *z = s->step->between + (slice * s->step->tokens + run->first) * s->most + rank;
     const float *x = (const float *)s->x + from * s->x_step;
     int64_t x_step = s->x_step, at[RUN_TOKENS];
     for (int64_t t = 0; t < run->count; t++) at[t] = order[t] * s->x_token;
-    if (s->x_narrow || s->x_round) {
-        if (count > 0) gather(s, order, run->count, from, count, space);
-        for (int64_t t = 0; t < run->count; t++) at[t] = t;
-        x = space, x_step = run->count;
-    }
+    if (pairs && inputs > 0) x_step = gather(s, order, run->count, from, inputs, space, at), x = space;
     int64_t done = 0, left = run->count;
 #define RANKS(v) \
     FOR_GROUPS(left, done, \
-               if (done) ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 0, narrow); \
-               else ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 1, narrow))
+               if (done) ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 0, narrow, \
+                                  pairs); \
+               else ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 1, narrow, pairs))
     switch (vectors) {
         case 1: RANKS(1) break;
         case 2: RANKS(2) break;
@@ -346,6 +368,22 @@ static void wait_for(const int64_t *done, int64_t count) {
         if (turns % 1024 == 0) sched_yield();
 }
 
+static void fetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
+}
+
+// What is read next but one: the beginning of the next run's A, or behind the last run those of the first B's.
+static void fetch_after(const LowRank *s, int64_t run) {
+    if (run + 1 < s->step->run_count) {
+        fetch(s->factors[s->step->runs[run + 1].adapter].a, AHEAD);
+        return;
+    }
+    for (int64_t i = 0; i < 2 && i < s->step->run_count; i++) {
+        const Factors *f = s->factors + s->step->runs[i].adapter;
+        fetch(f->b[0], CHUNK * f->rank[0] * (f->narrow ? 2 : 4));
+    }
+}
+
 // Run on every thread of a team.
 void low_rank(void *data) {
     LowRank *s = data;
@@ -355,9 +393,11 @@ void low_rank(void *data) {
         const Run *run = s->step->runs + job / of_run;
         const Factors *f = s->factors + run->adapter;
         int64_t slice = job % of_run / of_slice, rank = job % of_slice * VECTORS * 16;
+        if (job % of_run == 0) fetch_after(s, job / of_run);
         if (rank < f->ranks) {
-            if (f->narrow) shrink(s, run, slice, rank, 1);
-            else shrink(s, run, slice, rank, 0);
+            if (s->x_narrow || s->x_round) shrink(s, run, slice, rank, 1, 1);
+            else if (f->narrow) shrink(s, run, slice, rank, 1, 0);
+            else shrink(s, run, slice, rank, 0, 0);
         }
         int64_t *ready = s->step->ready + job / of_run;
         if (__atomic_add_fetch(ready, 1, __ATOMIC_ACQ_REL) == of_run) {
@@ -381,9 +421,10 @@ void low_rank(void *data) {
 }
 
 // A matrix [rows, columns] to be turned over: where it lies in what is read, and where element (row, column) goes in what
-// is made: to `to` + row / CHUNK * chunk + row % CHUNK + column * apart. In elements.
+// is made: to `to` + row / CHUNK * chunk + row % CHUNK + column * apart; of `pairs`, which are narrow, to `to` + 2 * row +
+// column / 2 * apart + column % 2, and where the last column is alone, a zero beside it. In elements.
 typedef struct {
-    int64_t from, to, rows, columns, chunk, apart;
+    int64_t from, to, rows, columns, chunk, apart, pairs;
 } Turn;
 
 typedef struct {
@@ -420,6 +461,16 @@ static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narr
                     for (int i = 0; r < rows && i < columns; i++) v[r][i] = element(s->from, at + i, from_narrow);
             }
             transpose(v);
+            if (to_narrow && m->pairs) {
+                for (int i = 0; i < columns; i += 2) {
+                    uint32_t *there = (uint32_t *)((uint16_t *)s->to + m->to + 2 * row + (c + i) / 2 * m->apart);
+                    u32x16 words = rounded(v[i]) | rounded(v[i + 1]) << 16;
+                    if (rows == 16) put((char *)there, (f32x16)words);
+                    else
+                        for (int r = 0; r < rows; r++) there[r] = words[r];
+                }
+                continue;
+            }
             for (int i = 0; i < columns; i++) {
                 char *there = to + (c + i) * m->apart * size;
                 u32x16 bits = to_narrow ? rounded(v[i]) : (u32x16)v[i];

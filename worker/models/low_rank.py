@@ -174,7 +174,7 @@ class NativeLowRank:
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
         """Where everything lies, and is to lie."""
-        return Packing(self._native, self._sites, changes)
+        return Packing(self._native, self._sites, changes, pairs=self._narrow)
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
         """Copy it, as bfloat16 if it is or the base."""
@@ -205,6 +205,7 @@ class NativeLowRank:
 
     def step(self, site: str, x: Array, y: Float32) -> Step:
         """One call of the kernel."""
+        assert self._narrow or x.dtype == np.float32, "activations are bfloat16 where the base is"
         index = self._index[site]
         found = self._sites[index]
         (x_step, x_token), (y_step, y_token) = ([stride // rows.itemsize for stride in rows.strides] for rows in (x, y))

@@ -82,15 +82,16 @@ class Packed(NamedTuple):
 class Packing:
     """How versions are copied that lie alike.
 
-    factors: [sites], places as elements from the start of the copy. turns: [matrices, 6], `Turn`s of low_rank.c. size:
+    factors: [sites], places as elements from the start of the copy. turns: [matrices, 7], `Turn`s of low_rank.c. size:
     elements of the copy. spare: that of a version that was let go; new memory would be cleared page by page.
     """
 
-    def __init__(self, native: Native, sites: Sequence[Site], changes: Mapping[str, Factors]) -> None:
+    def __init__(self, native: Native, sites: Sequence[Site], changes: Mapping[str, Factors], *, pairs: bool) -> None:
+        """pairs: activations are read as bfloat16, and A lies in pairs of inputs, which are multiplied together."""
         assert native.number("factors_bytes") == FACTORS.itemsize
         assert native.number("pack_bytes") == ctypes.sizeof(_Pack)
-        assert native.number("turn_bytes") == 6 * ctypes.sizeof(_Int)
-        self._native = native
+        assert native.number("turn_bytes") == 7 * ctypes.sizeof(_Int)
+        self._native, self._pairs, side = native, pairs, 1 + pairs  # inputs side by side
         ranks = [[changes[m].a.shape[0] if m in changes else 0 for m in site.modules] for site in sites]
         most = _whole(max(map(sum, ranks), default=0), LANES)
         self._factors, self._scales = np.zeros(len(sites), FACTORS), np.zeros((len(sites), most), np.float32)
@@ -100,24 +101,25 @@ class Packing:
             together, before = sum(of_parts), 0
             if not together:
                 continue
-            a, b = self._room(site.inputs * together + LANES), [0] * PARTS
+            a, b = self._room(_whole(site.inputs, side) * together + LANES * side), [0] * PARTS
             for part, module in enumerate(site.modules):
                 if module not in changes:
                     continue
                 change, rank, rows = changes[module], of_parts[part], site.rows[part]
                 b[part], whole = self._room(_whole(rows, LANES) * rank), rows // CHUNK * CHUNK
-                turns.append((change.a.start, a + before, rank, site.inputs, CHUNK, together))
-                turns.append((change.b.start, b[part], whole, rank, rank * CHUNK, CHUNK))
+                turns.append((change.a.start, a + before * side, rank, site.inputs, CHUNK, together * side, pairs))
+                turns.append((change.b.start, b[part], whole, rank, rank * CHUNK, CHUNK, False))
                 rest = change.b.start + whole * rank, b[part] + whole * rank, rows - whole
-                turns.append((*rest, rank, 0, _whole(rows - whole, LANES)))
+                turns.append((*rest, rank, 0, _whole(rows - whole, LANES), False))
                 self._scales[index, before : before + rank] = change.scale
                 before += rank
             scales = self._scales.ctypes.data + index * self._scales.strides[0]
             self._factors[index] = (a, scales, b, of_parts + [0] * (PARTS - len(of_parts)), together, 0)
-        self._turns = np.array(turns, np.int64).reshape(-1, 6)
+        self._turns = np.array(turns, np.int64).reshape(-1, 7)
 
     def copy(self, flat: Array, *, narrow: bool) -> Packed:
         """Pack a version, on the thread that calls. narrow: as bfloat16, rounded where `flat` is float32."""
+        assert narrow or not self._pairs
         dtype = np.dtype(np.uint16 if narrow else np.float32)
         spare = [memory for memory in self._spare if memory.dtype == dtype]
         self._spare.clear()
