@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml
 # Kept in the user's cache, by processor and source: seconds once, so that no first start has to wait for it.
 kernels: $(STAMP) # compile the kernels for this processor
 	@$(BIN)/python -m worker.cpu.native >/dev/null
+	@$(BIN)/python -m api.lanes >/dev/null
 
 model: $(MODEL)/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it to models/
 

@@ -7,6 +7,9 @@ it: what came in one message of a replica is written by one callback, for all st
     replica's message -> Sample of each flight -> its Reader in each stream -> Outlet, when all that came is taken in
     -> TokenStream: events of what is new, written at once
 
+A stream of one sequence that has said an event of one token has its next ones said by a lane (lanes.py), without any of
+this, until something else is to be said.
+
 The task of a stream waits meanwhile, and does what takes waiting: the first event, which the status goes before; events
 that a slow client keeps from being written, which become fewer and larger as it lets us wait; and the end.
 """
@@ -25,14 +28,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.connections import WRITE_NOW
+from api.connections import SOCKET, WRITE_NOW, WRITE_REST
 from api.errors import ApiError, status_of
 from api.generation import LANDED, Ask, Generations, Job, Reader, Sample
+from api.lanes import Lane, Lanes, Words
 from api.replies import Json
 from api.schemas.openai import StreamOptions
 from worker.messages import Chunk
 
 if TYPE_CHECKING:
+    from api.model import Model
     from api.service import Service  # which has the process's `Outlet`
 
 log = logging.getLogger(__name__)
@@ -82,6 +87,7 @@ class Stream(Response, ABC):
         self._lock = asyncio.Lock()  # the status goes out once, and before any event
         self._begun = False
         self._sent = 0.0  # loop time of the last bytes
+        self._extensions: dict[str, Any] = {}
         self._write_now: Callable[[bytes], bool] | None = None
         self.status_code = 200
         self.background = None
@@ -89,7 +95,8 @@ class Stream(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        self._write_now = (scope.get("extensions") or {}).get(WRITE_NOW)
+        self._extensions = scope.get("extensions") or {}
+        self._write_now = self._extensions.get(WRITE_NOW)
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(ClientDisconnect):
             await while_connected(receive, self._pump(send))
@@ -117,11 +124,15 @@ class Stream(Response, ABC):
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
-            left = self._sent + KEEP_ALIVE_S - self._loop.time()
+            left = self._sent_last + KEEP_ALIVE_S - self._loop.time()
             if left > 0:
                 await asyncio.sleep(left)
             else:
                 await self._send(send, KEEP_ALIVE)
+
+    @property
+    def _sent_last(self) -> float:
+        return self._sent
 
     def _sent_now(self, data: bytes) -> bool:
         """Whether these events could be written at once; if not they are for `_send`."""
@@ -170,8 +181,8 @@ class EventStream(Stream):
 class Writer(Protocol):
     """Says in a dialect's words what a stream is to say. Nothing in it waits."""
 
-    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
-        """What makes events of what a sample gets. number: of its prompt among those of all jobs."""
+    def sample(self, job: Job, number: int, index: int) -> Words:
+        """What is said of what a sample gets. number: of its prompt among those of all jobs."""
 
     def end(self, job: Job) -> bytes:
         """What follows when all is said. job: the first."""
@@ -184,19 +195,46 @@ class Outlet:
     Events of all are made first and sent then: in turns, Python and the kernel would put each other out of the caches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: "Model") -> None:
+        self.lanes = Lanes(model, self._soon)
         self._due: list[TokenStream] = []
+        self._rested: list[TokenStream] = []
+        self._comes = False
 
     def add(self, stream: "TokenStream") -> None:
         """Have it say soon what it has to say."""
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._go)
+        self._soon()
         self._due.append(stream)
 
+    def rest(self, stream: "TokenStream") -> None:
+        """It has said an event of one token, and may go on by a lane once that is written."""
+        if not self._rested:
+            asyncio.get_running_loop().call_soon(self._flushed)
+        self._rested.append(stream)
+
+    def _soon(self) -> None:
+        if not self._comes:
+            self._comes = True
+            asyncio.get_running_loop().call_soon(self._go)
+
+    def _flushed(self) -> None:
+        """uvloop writes at the end of a turn of the loop: what was given to it is with the kernel in the one after."""
+        asyncio.get_running_loop().call_soon(self._change_over)
+
+    def _change_over(self) -> None:
+        rested, self._rested = self._rested, []
+        for stream in rested:
+            try:
+                stream.change_over()
+            except Exception:  # it goes on without a lane
+                log.exception("a stream has no lane")
+
     def _go(self) -> None:
+        self._comes = False
         due, self._due = self._due, []
         for stream in due:
             stream.prepare()
+        self.lanes.say(asyncio.get_running_loop().time())
         for stream in due:
             try:
                 stream.say_now()
@@ -224,6 +262,8 @@ class TokenStream(Stream):
         self._flying = 0
         self._unsent: list[bytes] = []
         self._failed: Exception | None = None
+        self._lane: Lane | None = None
+        self._last: Chunk | None = None  # what was said last, if that was one token
         self._wake: asyncio.Future[None] | None = None
         """The task waits for it; until it is done, what comes is written without the task."""
 
@@ -234,8 +274,14 @@ class TokenStream(Stream):
             self._flying = len(flights)
             for number, (job, flight) in enumerate(flights):
                 for index in range(flight.sequences):
-                    Reader(flight, index, self._stirred, self._writer.sample(job, number, index))
+                    words = self._writer.sample(job, number, index)
+                    reader = Reader(flight, index, self._stirred, words.event)
                 Reader(flight, LANDED, self._stirred, event)
+            if len(flights) == 1 and SOCKET in self._extensions:
+                self._lane = self._outlet.lanes.take(flight, reader, words)
+            if self._lane is not None:
+                self._lane.write_rest = self._extensions[WRITE_REST]
+                stack.callback(self._lane.close)
             while True:
                 self._write()
                 if self._unsent:
@@ -247,8 +293,30 @@ class TokenStream(Stream):
                     break
                 else:
                     self._wake = self._loop.create_future()
+                    self._rest()
                     await self._wake
             await self._send(send, self._writer.end(jobs[0]))
+
+    async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
+        if self._lane is not None:
+            self._lane.settle()
+        await super()._send(send, data, last=last)
+
+    @property
+    def _sent_last(self) -> float:
+        return self._sent if self._lane is None else max(self._sent, self._lane.said_at)
+
+    def _rest(self) -> None:
+        if self._lane is not None and self._last is not None:
+            self._outlet.rest(self)
+
+    def change_over(self) -> None:
+        """Go on by the lane, if nothing has come between."""
+        waits = self._begun and self._flying and self._wake is not None and not self._wake.done()
+        if waits and self._lane is not None and self._last is not None and not self._unsent:
+            socket = self._extensions[SOCKET](self._lane.close)
+            if socket >= 0:
+                self._lane.open(socket, self._last)
 
     def _stirred(self, reader: Reader) -> None:
         if not self._new:
@@ -268,6 +336,7 @@ class TokenStream(Stream):
         goes_on = self._begun and self._flying and self._failed is None
         if goes_on and (not self._unsent or self._sent_now(b"".join(self._unsent))):
             self._unsent.clear()
+            self._rest()
             return
         wake.set_result(None)
 
@@ -282,6 +351,7 @@ class TokenStream(Stream):
                     self._flying -= 1
                 else:
                     self._unsent.append(reader.event(chunk))
+                    self._last = chunk if len(chunk.token_ids) == 1 else None
         except Exception as error:  # an ApiError has been foreseen; anything else is for whoever answers for the reply
             self._failed = error
 

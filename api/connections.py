@@ -18,6 +18,7 @@ import asyncio
 import functools
 import logging
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,13 @@ OTHER_FILES = 512
 WRITE_NOW = "rollout.write_now"
 """ASGI extension: a function of bytes that writes a part of the body and says whether it did, without an await. It does
 not where the client has to catch up first, has gone, or has had no status yet: `send` is for all of that."""
+SOCKET = "rollout.socket"
+"""ASGI extension: a function that returns the descriptor of the connection's socket, for parts of this body to be sent
+there as chunks of the transfer coding; -1 where something waits to be written before, or `WRITE_NOW` would not write.
+Its first argument is a function that is called before the descriptor is closed. Whoever has it may only use it until
+anything is written in another way."""
+WRITE_REST = "rollout.write_rest"
+"""ASGI extension: a function of bytes that writes, as they are, those of a chunk whose beginning went to SOCKET."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -96,6 +104,8 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of a head that is not complete
         self._received = 0  # bytes of the body since it was last looked at
         self._writing: asyncio.TimerHandle | None = None
+        self._socket = -1
+        self._on_lost: Callable[[], None] = _nothing
 
     # What the transport calls
 
@@ -124,6 +134,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over."""
+        self._on_lost()
         self._stop_reading()
         self._stop_writing()
         self._room.leave(self)
@@ -131,22 +142,45 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Answered; the next request may be here already."""
+        self._on_lost = _nothing
         super().on_response_complete()
         self._look()
 
     # What the application calls
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.scope["extensions"] = {WRITE_NOW: functools.partial(self._write_now, cycle)}  # type: ignore[dict-item]
+        extensions: dict[str, Any] = {
+            WRITE_NOW: functools.partial(self._write_now, cycle),
+            SOCKET: functools.partial(self._idle_socket, cycle),
+            WRITE_REST: self._write_rest,
+        }
+        cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
     def _write_now(self, cycle: RequestResponseCycle, body: bytes) -> bool:
         """See WRITE_NOW; body is not empty. One chunk of the transfer coding, in one write."""
-        transport = self.transport
-        if self.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete or transport.is_closing():
+        if not self._takes_chunks(cycle):
             return False
-        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
+
+    def _idle_socket(self, cycle: RequestResponseCycle, on_lost: Callable[[], None]) -> int:
+        """See SOCKET."""
+        if not self._takes_chunks(cycle) or self.transport.get_write_buffer_size():
+            return -1
+        if self._socket < 0:
+            self._socket = self.transport.get_extra_info("socket").fileno()
+        self._on_lost = on_lost
+        return self._socket
+
+    def _write_rest(self, rest: bytes) -> None:
+        """See WRITE_REST."""
+        if not self.transport.is_closing():
+            self.transport.write(rest)
+
+    def _takes_chunks(self, cycle: RequestResponseCycle) -> bool:
+        paused, over = self.flow.write_paused, cycle.response_complete or self.transport.is_closing()
+        return cycle.response_started and cycle.chunked_encoding is True and not (paused or over)
 
     # What the parser calls
 
@@ -259,6 +293,10 @@ class Connection(HttpToolsProtocol):
         if self._writing is not None:
             self._writing.cancel()
         self._writing = None
+
+
+def _nothing() -> None:
+    """Nobody has to know."""
 
 
 def places(wanted: int) -> int:

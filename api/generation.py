@@ -25,6 +25,7 @@ from api.schemas.base import MAX_SEQUENCES
 from worker.messages import Chunk, Fault, FinishReason, Generate, SamplingParams, Span
 
 if TYPE_CHECKING:
+    from api.lanes import Lane
     from api.replicas import Fleet  # which takes flights
 
 MAX_STOPS = 64
@@ -129,6 +130,7 @@ class Flight:
         self.overdue = False  # asked to end because it took too long
         self.error: ApiError | None = None
         self.done = asyncio.Event()
+        self.lane: Lane | None = None  # while it is open, tokens are there and not in the sample
         self._watchers: list[list[Callable[[], None]]] = [[] for _ in (*range(self.open), LANDED)]  # LANDED is the last
         self._streamed = False
 
@@ -144,8 +146,15 @@ class Flight:
         self.open = self.sequences
         return msgspec.structs.replace(self.request, request_id=self.attempt_id)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one sample, one watches it, and its tokens come by no lane yet."""
+        return self.sequences == 1 and len(self._watchers[0]) == 1 and self.lane is None
+
     def watch(self, index: int, watcher: Callable[[], None]) -> None:
         """It is called when there is something of that sample, and whenever more comes; LANDED: when the flight has."""
+        if self.lane is not None:
+            self.lane.close()  # it says things to one only
         landed = self.done.is_set()
         if index == LANDED:
             if landed:
@@ -158,6 +167,7 @@ class Flight:
 
     def add(self, chunk: Chunk) -> None:
         """A chunk arrived from the replica."""
+        self._settle()
         sample = self.samples[chunk.index]
         if sample.finish is not None:
             return
@@ -170,6 +180,7 @@ class Flight:
 
     def go_on(self, index: int, token: int, logprob: float) -> None:
         """A sequence has one more token, of the weights that made the one before it."""
+        self._settle()
         sample = self.samples[index]
         if sample.finish is None:
             sample.token_ids.append(token)
@@ -182,6 +193,7 @@ class Flight:
 
     def end_aborted(self, version: int) -> None:
         """End every open sequence with the partial result it has. version: for those without a token."""
+        self._settle()
         for sample in self.samples:
             if sample.finish is None:
                 spans = sample.spans or [Span(version, 0, 0)]
@@ -191,6 +203,10 @@ class Flight:
         """It never ran and never will."""
         self.error = error
         self._end()
+
+    def _settle(self) -> None:
+        if self.lane is not None:
+            self.lane.settle()
 
     def _tell(self, index: int) -> None:
         for watcher in self._watchers[index]:
@@ -225,9 +241,19 @@ class Reader:
         self._new = False
         self._told = 0  # tokens
         self.event = event
-        flight.watch(index, self._come)
+        flight.watch(index, self.come)
 
-    def _come(self) -> None:
+    @property
+    def has_told_all(self) -> bool:
+        """Whether nothing of the sample is new."""
+        return not self._new and self._told == len(self._flight.samples[self._index].token_ids)
+
+    def pass_by(self, tokens: int) -> None:
+        """So many were told already, without being taken."""
+        self._told += tokens
+
+    def come(self) -> None:
+        """There is something new."""
         if not self._new:
             self._new = True
             self._stir(self)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from api.generation import Sample
+from api.lanes import Holes
 from api.model import Model
 from worker.messages import Chunk
 
@@ -20,12 +21,16 @@ class TokenNames:
 
     def __call__(self, token_id: int) -> str:
         """How a token is called in the reply."""
-        return _by_number(token_id) if self._as_ids else self._model.token_text(token_id)
+        if self._as_ids:
+            return _by_number(token_id)
+        return Holes.name if token_id == Holes.token else self._model.token_text(token_id)
 
     def bytes_of(self, token_id: int) -> list[int] | None:
         """The token's own bytes: a part of a character, maybe. None without a tokenizer."""
         tokenizer = self._model.tokenizer
-        return None if tokenizer is None else list(tokenizer.token_bytes(token_id))
+        if tokenizer is None:
+            return None
+        return Holes.spelling if token_id == Holes.token else list(tokenizer.token_bytes(token_id))
 
     def keyed(self, candidates: Iterable[tuple[int, float]]) -> dict[str, float]:
         """Logprobs by name, one entry per id: where two tokens have the same text, the later one is token_id:<n>."""
@@ -52,11 +57,23 @@ class TextOffsets:
 
     def of(self, ids: Sequence[int]) -> list[int]:
         """Where the tokens begin that follow those of the calls before."""
+        if self._stream is not None and Holes.token in ids:
+            return [Holes.offset]
         offsets = []
         for token_id in ids:
             offsets.append(self._at)
             self._at += len(self._stream.push(token_id)) if self._stream is not None else 0
         return offsets
+
+    @property
+    def at(self) -> int:
+        """Where the next begins."""
+        return self._at
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether a token that is whole moves the next one by its own text."""
+        return self._stream is None or self._stream.at_rest
 
 
 def completion(part: Part, names: TokenNames, offsets: TextOffsets) -> dict[str, Any]:

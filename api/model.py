@@ -142,6 +142,10 @@ class Model:
             text = self._texts[token_id] = self.text.token_bytes(token_id).decode(errors="replace")
         return text
 
+    def whole_text(self, token_id: int) -> str | None:
+        """Text of a token that is whole characters, whatever stands around it; None: it is not, or special."""
+        return None if self.tokenizer is None else self.tokenizer.whole_text(token_id)
+
     async def chat_text(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
         """The prompt text of a conversation. Raises BadInput when the template cannot write it."""
         text = self.text

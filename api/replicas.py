@@ -8,6 +8,7 @@ something that could let one go has changed.
 import asyncio
 import contextlib
 import logging
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from api.config import ApiConfig
 from api.errors import Conflict, EngineFailed, NotFound, Unavailable
 from api.generation import Flight
 from api.intents import Intents
+from api.lanes import Lanes
 from api.link import Link, LinkDown
 from api.members import Members
 from api.processes.board import home
@@ -71,6 +73,7 @@ class Replica:
         self.down_reason = "not there yet"
         self._full_until = 0.0
         self._members: list[tuple[str, int]] = []  # sequences of the last `Tokens`
+        self._handles = array("q")  # of their lanes
         self._quiet_s = min(6.0, config.silence_s / 3)
         self.link: Link[ToApi] = Link(
             endpoint,
@@ -199,12 +202,19 @@ class Replica:
         self._fleet.changed()
 
     def _go_on(self, message: Tokens) -> None:
+        lanes, (tokens, logprobs) = self._fleet.lanes, message.drawn()
         if message.members is not None:
             self._members = message.members
-        for (request_id, index), token, logprob in zip(self._members, *message.drawn(), strict=True):
+            if lanes is not None:
+                self._handles = lanes.handles(self.flights.get(request_id) for request_id, _ in self._members)
+        if not len(self._members) == len(tokens) == len(logprobs):
+            raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs of {len(self._members)} sequences")
+        left = range(len(tokens)) if lanes is None else lanes.take_in(self._handles, message, logprobs)
+        for place in left:
+            request_id, index = self._members[place]
             flight = self.flights.get(request_id)
             if flight is not None:
-                flight.go_on(index, token, logprob)
+                flight.go_on(index, tokens[place], logprobs[place])
 
     def _refused(self, flight: Flight, why: str) -> None:
         """Nothing was begun (it drains, or holds too many): another may take the flight, this one not for a while."""
@@ -226,13 +236,14 @@ class Replica:
 class Fleet:
     """All replicas, and the requests that wait for them."""
 
-    def __init__(self, config: ApiConfig, peers: Peers | None = None) -> None:
-        """peers: the other API processes, if there are any."""
+    def __init__(self, config: ApiConfig, peers: Peers | None = None, lanes: Lanes | None = None) -> None:
+        """peers: the other API processes, if there are any. lanes: tokens that may go that way do."""
         self._config = config
         self._keys = TrainerKeys.read(config.replica_keys) if config.replica_keys else None
         self._place = config.place if config.replicas_file else ""  # of this API among several; "" = no others
         self._near = config.host if config.head_url else None  # a node's API prefers the replicas on its host
         self.peers = peers
+        self.lanes = lanes
         self.members = Members(self._replica, config.replica_endpoints)
         self.intents = Intents(self, peers, of_node=bool(config.head_url))
         self.held: deque[Flight] = deque()

@@ -45,7 +45,8 @@ class Service:
         self.others = _others(config) if config.replicas_file and not config.head_url else None
         self.model = model
         self.started = time.time()
-        self.fleet = Fleet(config, self.peers)
+        self.outlet = Outlet(model)
+        self.fleet = Fleet(config, self.peers, self.outlet.lanes)
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.adapters = AdapterNames(model, self.weights)
         self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)
@@ -54,7 +55,6 @@ class Service:
         self.http_push = HttpPush(self.weights, self.versions)
         self.rate_limit = self._rate_limit()
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
-        self.outlet = Outlet()
         self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
         self.generations.abort_elsewhere = self._abort_elsewhere
         if self.peers is not None:
@@ -101,6 +101,7 @@ class Service:
             "the links to replicas": self.fleet.run,
             "the link to the store": self.weights.link.run,
         }
+        loading = asyncio.create_task(self.outlet.lanes.load())
         if self.config.replicas_file is not None:
             file = ReplicasFile(self.config.replicas_file)
             work["following the replicas file"] = lambda: file.follow(self.fleet.set_members)
@@ -113,9 +114,10 @@ class Service:
             yield
         finally:
             log.removeHandler(self.metrics.recent.warnings)
-            for task in tasks:
+            for task in (*tasks, loading):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, loading, return_exceptions=True)
+            self.outlet.lanes.unload()
             for way in (self.passing, self.head):
                 if way is not None:
                     await way.close()

@@ -73,6 +73,11 @@ class StreamedText:
         self._waiting.clear()
         return rest + self._shown.finish()
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether a token that is whole adds its own text, and changes nothing for those after it."""
+        return self._plain and self._shown.at_rest
+
     def _take(self, count: int) -> str:
         """What the caller sees of the next `count` characters."""
         taken = []

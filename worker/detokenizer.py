@@ -38,6 +38,10 @@ class TextStream(Protocol):
     def finish(self) -> str:
         """What stands for a character that was never completed; nothing may be pushed after it."""
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether the text of a token that is whole (`Detokenizer.whole_text`) is all that pushing it would do now."""
+
 
 @dataclass(frozen=True)
 class _Spelling:
@@ -72,6 +76,14 @@ class Detokenizer:
                 known = self._spelling.of(token)
             self._bytes[token_id] = known
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Of a token that is whole characters, whatever stands around it; None: it is not, or special."""
+        if self._spelling is None or token_id in self.special_ids:
+            return None
+        if token_id not in self.whole:
+            _Bytes(self, self._spelling, frozenset()).push(token_id)
+        return self.whole.get(token_id)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The whole text: what the pieces of a stream and its end join to."""
@@ -119,6 +131,11 @@ class _Bytes:
         """See TextStream."""
         return self._stripped(self._reader.decode(b"", final=True))
 
+    @property
+    def at_rest(self) -> bool:
+        """See TextStream."""
+        return not (self._within or self._strip)
+
     def _stripped(self, text: str) -> str:
         if not self._strip or not text:
             return text
@@ -152,6 +169,11 @@ class _Windows:
     def finish(self) -> str:
         """See TextStream."""
         return self._text(self._window)[len(self._given) :]
+
+    @property
+    def at_rest(self) -> bool:
+        """See TextStream: what a token adds is never known before the decoder was asked."""
+        return False
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i not in self._skipped], skip_special_tokens=False)

@@ -79,6 +79,10 @@ class Tokenizer:
         """What a token by itself stands for, special ones included: a part of a character, maybe."""
         return self._detokenizer.token_bytes(token_id)
 
+    def whole_text(self, token_id: int) -> str | None:
+        """Of a token that is whole characters, whatever stands around it; None: it is not, or special."""
+        return self._detokenizer.whole_text(token_id)
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Tokens that are not text: no text is encoded to them, and they are left out of text where that is wanted."""

@@ -65,6 +65,11 @@ class MessageStream:
             self._reasoning = ""
         return delta
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether a token that is whole adds its own text to the content, and changes nothing for those after it."""
+        return not self._reading.anything and self._text.at_rest
+
     def _delta(self, parts: list[Part]) -> dict[str, Any]:
         content = ""
         calls: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, OpenAI's with vLLM's extras. Conversations are written by the checkpoint's template."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from api.bad_words import banned
 from api.constrained import of_chat
 from api.errors import BadInput
 from api.generation import Ask, Job, Sample
+from api.lanes import Holes, Words
 from api.logprobs import TokenNames
 from api.model import Model
 from api.openapi import IF_ASKED
@@ -160,7 +161,7 @@ class _Writer:
         message = whole_message(self.reading, StreamedText(tokenizer, self.options), *ended)
         return {"message": message} | self._part(sample, called=bool(message.get("tool_calls")))
 
-    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
+    def sample(self, job: Job, number: int, index: int) -> Words:
         """See Writer: the role goes before what a sample says first."""
         message = MessageStream(self.reading, StreamedText(self.service.model.text, self.options))
         wanted, begins = self.body.stream_options, True
@@ -174,7 +175,16 @@ class _Writer:
             part = self._part(chunk, called=message.calls > 0)
             return opening + event(self.envelope(job, CHUNK, [{"delta": delta} | part]) | counted)
 
-        return said
+        def pattern(chunk: Chunk) -> bytes | None:
+            if begins or not message.at_rest or (wanted is not None and wanted.running):
+                return None
+            choice = {"delta": {"content": Holes.text}} | self._part(chunk)
+            return event(self.envelope(job, CHUNK, [choice]))
+
+        def passed(ids: Sequence[int]) -> None:
+            self.made += len(ids)
+
+        return Words(said, pattern, passed=passed)
 
     def _opening(self, job: Job, chunk: Chunk) -> bytes:
         version = self.service.versions.newest(chunk.spans)

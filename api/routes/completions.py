@@ -1,7 +1,7 @@
 """POST /v1/completions, OpenAI's with vLLM's extras."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from api.auth import require_data
 from api.bad_words import banned
 from api.constrained import constrained
 from api.generation import Ask, Job, Sample
+from api.lanes import Holes, Words
 from api.logprobs import TextOffsets, TokenNames
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids, truncated
@@ -122,7 +123,7 @@ class _Writer:
         prompt_text = self._echoed(prompt_index)
         return self._part(prompt_index, sample, prompt_text + text, self._offsets(prompt_text), first, begins=True)
 
-    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
+    def sample(self, job: Job, number: int, index: int) -> Words:
         """See Writer."""
         tokenizer, echoed, wanted = self.model.tokenizer, self._echoed(number), self.body.stream_options
         offsets, begins = self._offsets(echoed), True
@@ -140,7 +141,18 @@ class _Writer:
             counted = self._usage(job, self.made) if wanted is not None and wanted.running else {}
             return event(self.envelope(job, [part]) | counted)
 
-        return said
+        def pattern(chunk: Chunk) -> bytes | None:
+            whole = offsets.at_rest and (texts is None or texts.at_rest)
+            if begins or not whole or (wanted is not None and wanted.running):
+                return None
+            text, first = "" if texts is None else Holes.text, job.flights[number].samples[0]
+            return event(self.envelope(job, [self._part(number, chunk, text, offsets, first, begins=False)]))
+
+        def passed(ids: Sequence[int]) -> None:
+            offsets.of(ids)
+            self.made += len(ids)
+
+        return Words(said, pattern, lambda: offsets.at, passed)
 
     def end(self, job: Job) -> bytes:
         """See Writer: usage if wanted, then [DONE]."""

@@ -1,7 +1,6 @@
 """The native routes, /v1/rollout/...: ids or text in; ids, text, logprobs and version spans out; and control."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +14,7 @@ from api.bad_words import banned
 from api.constrained import constrained
 from api.errors import BadInput, Conflict
 from api.generation import Ask, Job, Sample
+from api.lanes import Holes, Words
 from api.model import Model
 from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
@@ -254,7 +254,7 @@ class _Events:
         self._model = model
         self._options = options
 
-    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
+    def sample(self, job: Job, number: int, index: int) -> Words:
         """See Writer."""
         tokenizer, frame = self._model.tokenizer, Frame(_envelope(job, self._model, [HOLE]))
         texts = None if tokenizer is None else StreamedText(tokenizer, self._options)
@@ -263,7 +263,12 @@ class _Events:
             text = None if texts is None else texts.push(chunk.token_ids, chunk.finish, chunk.stop_reason)
             return frame.event(_output(number, chunk, text))
 
-        return event
+        def pattern(chunk: Chunk) -> bytes | None:
+            if texts is not None and not texts.at_rest:
+                return None
+            return frame.event(_output(number, chunk, None if texts is None else Holes.text))
+
+        return Words(event, pattern)
 
     def end(self, job: Job) -> bytes:
         """See Writer."""

@@ -1,7 +1,6 @@
 """POST /generate: SGLang's by `text` or `input_ids`, older TRL's by `prompts`."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,6 +15,7 @@ from api.constrained import constrained
 from api.constraint import Constraint
 from api.errors import BadInput
 from api.generation import Ask, Job, Sample
+from api.lanes import Words
 from api.openapi import IF_ASKED
 from api.prompts import prompt_ids
 from api.replies import explain
@@ -118,7 +118,7 @@ class _Events:
         self._service = service
         self._starts = [sum(ask.sampling.n for ask in asks[:i]) for i in range(len(asks))] if as_list else None
 
-    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
+    def sample(self, job: Job, number: int, index: int) -> Words:
         """See Writer: jobs have one prompt each."""
         wanted = self._wanted[number]
         text = TextSoFar(wanted, self._service.model)
@@ -130,7 +130,7 @@ class _Events:
                 output["index"] = self._starts[number] + index
             return event(output)
 
-        return said
+        return Words(said)
 
     def end(self, job: Job) -> bytes:
         """See Writer."""

@@ -1,6 +1,6 @@
 """POST /inference/v1/generate: vLLM's token-in token-out route, which prime-rl, verifiers and TRL speak."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -13,6 +13,7 @@ from api.bad_words import banned
 from api.constrained import constrained
 from api.errors import BadInput
 from api.generation import Ask, Job, Sample
+from api.lanes import Words
 from api.openapi import IF_ASKED
 from api.schemas.base import ERRORS, MAX_TOP
 from api.schemas.openai import StreamOptions
@@ -111,7 +112,7 @@ class _Events:
         self._opened = False
         self._made = 0  # tokens that were told
 
-    def sample(self, job: Job, number: int, index: int) -> Callable[[Chunk], bytes]:
+    def sample(self, job: Job, number: int, index: int) -> Words:
         """See Writer."""
 
         def said(chunk: Chunk) -> bytes:
@@ -122,7 +123,15 @@ class _Events:
             self._made += len(chunk.token_ids)
             return event(part | _usage(job, self._made) if self._options.running else part)
 
-        return said
+        def pattern(chunk: Chunk) -> bytes | None:
+            if not self._opened or self._options.running:
+                return None
+            return event(_envelope(job, [_choice(chunk, self._body, self._service, self._top_n)], self._service))
+
+        def passed(ids: Sequence[int]) -> None:
+            self._made += len(ids)
+
+        return Words(said, pattern, passed=passed)
 
     def end(self, job: Job) -> bytes:
         """See Writer: usage if wanted, then [DONE]."""

@@ -41,6 +41,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
 
+    def whole_text(self, token_id: int) -> str | None:
+        return chr(token_id) if token_id < 128 else None
+
     def stream(self, skip_special: bool = True, kept: frozenset[str] = frozenset()) -> "ByteStream":
         return ByteStream(self, skip_special)
 
@@ -56,3 +59,7 @@ class ByteStream:
 
     def finish(self) -> str:
         return self._reader.decode(b"", final=True)
+
+    @property
+    def at_rest(self) -> bool:
+        return not self._reader.getstate()[0]
