@@ -7,8 +7,8 @@ it: what came in one message of a replica is written by one callback, for all st
     replica's message -> Sample of each flight -> its Reader in each stream -> Outlet, when all that came is taken in
     -> TokenStream: events of what is new, written at once
 
-A stream of one sequence that has said an event of one token has its next ones said by a lane (lanes.py), without any of
-this, until something else is to be said.
+A stream of one sequence whose events have one token each has them said by a lane (lanes.py), without any of this, until
+something else is to be said.
 
 The task of a stream waits meanwhile, and does what takes waiting: the first event, which the status goes before; events
 that a slow client keeps from being written, which become fewer and larger as it lets us wait; and the end.
@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+SINGLES = 2
+"""Events of one token after which a lane is worth it: a model that is ahead of its readers makes larger ones."""
 KEEP_ALIVE_S = 10.0
 """Silence after which a comment is sent: proxies cut what says nothing for a minute, and pauses take longer."""
 to_json = msgspec.json.Encoder().encode
@@ -263,7 +265,8 @@ class TokenStream(Stream):
         self._unsent: list[bytes] = []
         self._failed: Exception | None = None
         self._lane: Lane | None = None
-        self._last: Chunk | None = None  # what was said last, if that was one token
+        self._last: Chunk | None = None  # what was said last
+        self._singles = 0  # events of one token since one of more
         self._wake: asyncio.Future[None] | None = None
         """The task waits for it; until it is done, what comes is written without the task."""
 
@@ -307,7 +310,7 @@ class TokenStream(Stream):
         return self._sent if self._lane is None else max(self._sent, self._lane.said_at)
 
     def _rest(self) -> None:
-        if self._lane is not None and self._last is not None:
+        if self._lane is not None and self._singles >= SINGLES:
             self._outlet.rest(self)
 
     def change_over(self) -> None:
@@ -351,25 +354,33 @@ class TokenStream(Stream):
                     self._flying -= 1
                 else:
                     self._unsent.append(reader.event(chunk))
-                    self._last = chunk if len(chunk.token_ids) == 1 else None
+                    self._last = chunk
+                    self._singles = self._singles + 1 if len(chunk.token_ids) == 1 else 0
         except Exception as error:  # an ApiError has been foreseen; anything else is for whoever answers for the reply
             self._failed = error
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, unless the client goes away first: then it is cancelled, and ClientDisconnect raised."""
-    task = asyncio.ensure_future(work)
+    task, left = asyncio.current_task(), False
+    assert task is not None
+
+    def leave(gone: asyncio.Future[None]) -> None:
+        nonlocal left
+        left = True
+        task.cancel()
+
     gone = asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():  # else somebody else wants it ended, too
+            raise ClientDisconnect from None
+        raise
     finally:
+        gone.remove_done_callback(leave)
         gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

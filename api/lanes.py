@@ -1,7 +1,7 @@
 """Events of streams that get one token after the other, made and written by C (lanes.c): a token of such a stream costs
 no Python, which is most of what it costs otherwise, and its lane is all the memory that it touches.
 
-    closed  -open: an event of one token went out whole, and nothing waits on the connection-> open
+    closed  -open: events have one token each, the last went out whole, and nothing waits on the connection-> open
     open    -settle: anything but one plain token, or a client that does not take it at once-> closed
 
 While a lane is open its tokens are there and not in the `Sample`. `settle` brings them, and comes before anybody looks
@@ -164,6 +164,7 @@ class Lanes:
         self._library: Any = None
         self._table: int | None = None
         self._taken: dict[int, Lane] = {}
+        self._open = 0
 
     async def load(self) -> None:
         """Compile and begin; streams that begin after this may have a lane."""
@@ -193,6 +194,11 @@ class Lanes:
         lane = flight.lane = self._taken[handle] = Lane(self, handle, flight, reader, words)
         return lane
 
+    @property
+    def any_open(self) -> bool:
+        """Whether `take_in` may find a lane."""
+        return self._open > 0
+
     # What a lane asks for
 
     def open(self, handle: int, socket: int, length: int, offset: int, pattern: bytes) -> bool:
@@ -202,10 +208,14 @@ class Lanes:
         lengths = array("i", map(len, literals[::2]))
         around = b"".join(literals[::2])
         at, _ = lengths.buffer_info()
-        return bool(self._library.open_lane(self._table, handle, socket, length, offset, around, at, kinds, len(kinds)))
+        places = handle, socket, length, offset, around, at, kinds, len(kinds)
+        opened = bool(self._library.open_lane(self._table, *places))
+        self._open += opened
+        return opened
 
     def settle(self, handle: int) -> tuple[list[int], list[float], bool]:
-        """Ids and logprobs since it was opened, and whether the last of them has not been said."""
+        """Of an open one, ids and logprobs since then, and whether the last of them has not been said."""
+        self._open -= 1
         pending = ctypes.c_int64()
         count = self._library.taken(self._table, handle, pending)
         ids, logprobs = array("i", bytes(4 * count)), array("d", bytes(8 * count))
@@ -228,10 +238,8 @@ class Lanes:
         """For `take_in`: of sequences whose flights these are."""
         return array("q", [0 if flight is None or flight.lane is None else flight.lane.handle for flight in flights])
 
-    def take_in(self, handles: "array[int]", message: Tokens, logprobs: Sequence[float]) -> Iterable[int]:
+    def take_in(self, handles: "array[int]", message: Tokens, logprobs: Sequence[float]) -> "list[int] | array[int]":
         """A token for each of these, as many as there are handles; the places of those that are for the streams."""
-        if not self._taken:
-            return range(len(handles))
         left = self._take_in(handles, message.token_ids, message.logprobs, logprobs)
         unknown = [-1 - place for place in left if place < 0]
         if not unknown:

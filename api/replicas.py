@@ -10,7 +10,7 @@ import contextlib
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import urlsplit
 
 from api.config import ApiConfig
@@ -209,12 +209,14 @@ class Replica:
                 self._handles = lanes.handles(self.flights.get(request_id) for request_id, _ in self._members)
         if not len(self._members) == len(tokens) == len(logprobs):
             raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs of {len(self._members)} sequences")
-        left = range(len(tokens)) if lanes is None else lanes.take_in(self._handles, message, logprobs)
-        for place in left:
-            request_id, index = self._members[place]
+        news: Iterable[tuple[tuple[str, int], int, float]] = zip(self._members, tokens, logprobs, strict=True)
+        if lanes is not None and lanes.any_open:
+            left = lanes.take_in(self._handles, message, logprobs)
+            news = ((self._members[place], tokens[place], logprobs[place]) for place in left)
+        for (request_id, index), token, logprob in news:
             flight = self.flights.get(request_id)
             if flight is not None:
-                flight.go_on(index, tokens[place], logprobs[place])
+                flight.go_on(index, token, logprob)
 
     def _refused(self, flight: Flight, why: str) -> None:
         """Nothing was begun (it drains, or holds too many): another may take the flight, this one not for a while."""

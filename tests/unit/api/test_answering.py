@@ -4,9 +4,10 @@ import asyncio
 import json
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from api import answering
-from api.answering import DONE, KEEP_ALIVE, EventStream, event
+from api.answering import DONE, KEEP_ALIVE, EventStream, event, while_connected
 from api.app import create_app
 from api.errors import Conflict
 from worker.messages import Generate
@@ -161,3 +162,48 @@ async def test_an_error_at_once_leaves_the_status_to_others():
     with pytest.raises(Conflict):
         await EventStream(events())(connection.scope("/"), connection.receive, connection.send)
     assert connection.got == []
+
+
+@pytest.mark.parametrize(("goes", "ended"), [(True, False), (False, True), (True, True)])
+async def test_work_ends_when_its_client_goes_or_when_it_is_cancelled(goes, ended):
+    """Who cancels is told apart: a service that stops must not take it for a client's leaving."""
+    gone, begun, seen = asyncio.Event(), asyncio.Event(), []
+
+    async def receive():
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def work():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # what takes an await to be undone
+            seen.append("undone")
+
+    task = asyncio.create_task(while_connected(receive, work()))
+    await begun.wait()
+    await asyncio.sleep(0)
+    if goes:
+        gone.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    if ended:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError if ended else ClientDisconnect):
+        await task
+    assert seen == ["undone"]
+
+
+async def test_work_that_is_done_is_not_ended_by_a_client_that_goes_after_it():
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def work():
+        return 7
+
+    assert await while_connected(receive, work()) == 7
+    await asyncio.sleep(0.01)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0

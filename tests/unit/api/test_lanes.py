@@ -534,6 +534,6 @@ async def test_without_a_compiler_streams_write_all_themselves(model, monkeypatc
     await made.load()
     assert "no compiled lanes" in caplog.text
     assert made.take(None, None, None) is None
-    assert list(taken(made, [0, 0], [1, 2], [-1.0, -1.0])) == [0, 1]
+    assert not made.any_open
     made.say(1.0)
     made.unload()
