@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ WIRE_DTYPE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype("<u2"),
     "float16": np.dtype("<f2"),
 }
+SHARE = 6 << 20
+"""Bytes of a small push that are moved before the store hears of them, and checks them while the next are."""
 BLOCK = 64 << 10
 """Elements: 256 KiB of float32, so that a block, its cast and what the cast needs stay in L2."""
 
@@ -80,14 +82,17 @@ def move_all(copies: Sequence[Run]) -> list[int]:
 
 class Alike:
     """All copies of a push, each in one piece and none a large one: made once for all pushes that lie alike, and moved
-    in one call. `of` makes it.
+    in a few calls. `of` makes it.
     """
 
     def __init__(self, copies: list[Copy], parts: list[Part], rows: Array, fast: "Kernels") -> None:
         self._copies, self._parts = copies, parts
         self._rows, self._fast = rows, fast
         self._part = np.array([copy.part for copy in copies], np.intp)
-        self.nbytes = int((rows[:, 2] * rows[:, 3]).sum())
+        ends = np.cumsum(rows[:, 2] * rows[:, 3])
+        shares = np.arange(SHARE, ends[-1], SHARE) if len(ends) else []
+        cuts = sorted({0, *np.searchsorted(ends, shares).tolist(), len(rows)})
+        self._runs = [(a, b, int((rows[a:b, 2] * rows[a:b, 3]).sum())) for a, b in pairwise(cuts)]
 
     @classmethod
     def of(cls, copies: list[Copy], parts: list[Part], slot_bytes: int) -> "Alike | None":
@@ -117,8 +122,10 @@ class Alike:
         """Whether these are the copies that it was made of."""
         return copies == self._copies and parts == self._parts
 
-    def move(self, sources: Sequence[Source], slot: memoryview) -> list[int]:
-        """Into the slot; the digest of each copy. sources: of the parts that it was made of."""
+    def move(self, sources: Sequence[Source], slot: memoryview) -> Iterator[tuple[int, list[int], int]]:
+        """Into the slot, a share at a time: of each the first copy's number, the digest of each copy, and bytes. sources:
+        of the parts that it was made of.
+        """
         loaded: list[Array] = []  # what lies elsewhere, or otherwise
         places = []
         for source in sources:
@@ -130,7 +137,8 @@ class Alike:
         rows = self._rows.copy()
         rows[:, 0] += np.frombuffer(slot, np.uint8).ctypes.data
         rows[:, 1] += np.array(places, np.int64)[self._part]
-        return self._fast.move_rows(rows)
+        for start, stop, nbytes in self._runs:
+            yield start, self._fast.move_rows(rows[start:stop]), nbytes
 
 
 def _runs(copy: Run) -> list[Run]:

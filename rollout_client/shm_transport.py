@@ -194,7 +194,7 @@ def move_units(batch: Sequence[Unit]) -> list[Moved]:
 INLINE_BYTES = 4 << 20
 """Less than this is moved without threads."""
 AT_ONCE_BYTES = 64 << 20
-"""Less than this is moved in one call, if it all lies in whole pieces: milliseconds."""
+"""Less than this is moved in a few calls, if it all lies in whole pieces: milliseconds."""
 LISTEN_S = 0.005
 """The store is listened to this often, not after every batch: what is done beside copying is taken from the copies."""
 Job = tuple[int, list[tuple[int, Copy]]]
@@ -258,7 +258,7 @@ class ShmTransport(Transport):
         self._arena.close()
 
     def _moved_at_once(self, placement: Placement, sources: Sequence[Source], number: int, reporter: Reporter) -> bool:
-        """Move a little, such as an adapter, in one call; False if that cannot be done."""
+        """Move a little, such as an adapter, in a few calls; False if that cannot be done."""
         if sum(source.nbytes for source in sources) > AT_ONCE_BYTES or any(s.on_gpu is not None for s in sources):
             return False
         parts = [source.part for source in sources]
@@ -268,8 +268,8 @@ class ShmTransport(Transport):
             return False
         self.filled = 0
         with self._arena.staging(number) as slot:
-            digests = self._alike.move(sources, slot)
-        reporter.all_written(digests, self._alike.nbytes)
+            for first, digests, nbytes in self._alike.move(sources, slot):
+                reporter.run_written(first, digests, nbytes)
         reporter.turn()
         return True
 

@@ -74,10 +74,11 @@ class Reporter:
         if self._bytes >= BATCH_BYTES:
             self.flush()
 
-    def all_written(self, digests: Sequence[int], nbytes: int) -> None:
-        """Every copy of the placement is complete; their digests, in order."""
-        self._digests, self._bytes = list(enumerate(digests)), nbytes
+    def run_written(self, first: int, digests: Sequence[int], nbytes: int) -> None:
+        """Copies from `first` on are complete; their digests, in order. The store hears of it at once."""
+        self._digests += enumerate(digests, first)
         self.moved(nbytes)
+        self.flush()
 
     def flush(self) -> None:
         """Report what has been held back."""

@@ -1,11 +1,12 @@
 """What LoRA adapters cost, and the same of vLLM's CPU build.
 
-    python -m benchmarks.generate.adapters --dtype float32 --targets all [--peer vllm] [--rounds 5] [--budget 270]
+    python -m benchmarks.generate.adapters --dtype float32 --targets all [--peer vllm] [--rounds 5] [--within 230]
 
 SmolLM2-135M, 16 sequences of 32 prompt tokens and 96 new ones, temperature 1, logprob of every token: on the base, on
 one adapter of rank 16, and on 8 of them in turn. targets: `all` linears of a layer, or q and v (`qv`), which is what
 PEFT adapts of such a model when nothing is said. Adapters are random and float32. In a round each side runs every case
-once, with prompts never seen before; who is first turns from round to round, and ratios are taken within a round.
+once, with prompts never seen before; who is first turns from round to round, and ratios are taken within a round. What
+does not fit into `--within` seconds, the start included, is left to the next call.
 """
 
 import json
@@ -38,9 +39,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     parser.add_argument("--targets", choices=list(TARGETS), default="all")
     parser.add_argument("--peer", choices=["vllm"])
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds for all of it, the start included")
     args = parser.parse_args()
     name = "/".join(filter(None, ("adapters", args.dtype, args.targets, args.peer)))
-    section = Section(args.out, name, args.rounds, args.budget)
+    section = Section(args.out, name, args.rounds, args.budget, args.within)
     if not section.lacking:
         return
     with tempfile.TemporaryDirectory(prefix="bench-adapters-") as scratch, contest() as (contenders, logs):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()
 Round = dict[str, Any]
 RESULTS = Path("benchmarks/results/generate.json")
 MODEL = Path("models/SmolLM2-135M-Instruct")
@@ -31,9 +32,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 class Section:
     """The rounds of one comparison."""
 
-    def __init__(self, out: Path, name: str, rounds: int, budget_s: float) -> None:
+    def __init__(self, out: Path, name: str, rounds: int, budget_s: float, within_s: float = float("inf")) -> None:
+        """budget_s: for rounds. within_s: for the whole piece; no round is begun that would last longer, if it takes what
+        the longest has taken so far.
+        """
         self._out, self._name, self._wanted = out, name, rounds
-        self._budget_s = budget_s
+        self._budget_s, self._ends = budget_s, BEGAN + within_s
 
     @property
     def lacking(self) -> int:
@@ -42,15 +46,22 @@ class Section:
 
     def collect(self, measure: Callable[[int], Round]) -> None:
         """Measure what is lacking, as far as time goes. `measure` gets the round's number."""
-        longest, until = 0.0, time.monotonic() + self._budget_s
+        until = min(time.monotonic() + self._budget_s, self._ends)
+        longest = max(read(self._out)["sections"].get(self._name, {}).get("round_s", ()), default=0.0)
         while self.lacking and time.monotonic() + longest < until:
             began, load = time.monotonic(), round(os.getloadavg()[0], 2)
-            result = read(self._out)
-            found = {"load": load, **measure(len(self._rounds(result)))}
+            found = {"load": load, **measure(len(self._rounds(read(self._out))))}
             print(f"{self._name}: {json.dumps(found)}", flush=True)
+            took = time.monotonic() - began
+            result = read(self._out)
             self._rounds(result).append(found)
+            result["sections"][self._name].setdefault("round_s", []).append(round(took, 1))
             write(self._out, result)
-            longest = max(longest, time.monotonic() - began)
+            longest = max(longest, took)
+        if self.lacking:
+            print(
+                f"{self._name}: {self.lacking} rounds are lacking, of up to {longest:.0f} s: run it again", flush=True
+            )
 
     def note(self, **facts: Any) -> None:
         """Facts beside the rounds, each kept as the list of what the pieces found."""

@@ -30,6 +30,29 @@ def numbers(dtype, size, seed=0):
     return (wide.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else wide.astype(WIRE_DTYPE[dtype])
 
 
+def moved(alike, held, slot):
+    """The digests of all copies."""
+    shares = list(alike.move(held, slot))
+    assert [first for first, *_ in shares] == [sum(len(d) for _, d, _ in shares[:i]) for i in range(len(shares))]
+    return [digest for _, digests, _ in shares for digest in digests]
+
+
+def test_the_store_hears_of_each_share_while_the_next_is_moved(monkeypatch):
+    monkeypatch.setattr(copying, "SHARE", 400)
+    tensors = [np.full(60, i, np.float32) for i in range(9)]
+    held = sources({str(i): t for i, t in enumerate(tensors)})
+    alike = Alike.of([copy(i, 60, 0, 64 * i) for i in range(9)], [s.part for s in held], SLOT)
+    slot, seen = memoryview(bytearray(SLOT)), []
+    for first, digests, nbytes in alike.move(held, slot):
+        there = np.frombuffer(slot, np.float32)
+        assert nbytes == 240 * len(digests) <= 480
+        for number, digest in enumerate(digests, first):
+            seen.append(number)
+            assert digest == digest_of(there[64 * number :][:60].tobytes())
+        assert not there[64 * (first + len(digests)) :].any(), "what follows is not moved yet"
+    assert seen == list(range(9))
+
+
 @pytest.mark.parametrize("dst", ["float32", "bfloat16"])
 def test_bytes_and_digests_are_those_of_one_copy_after_the_other(dst):
     parts = [Part(name, dtype, (40, 25)) for name, dtype in zip("abc", ("float32", "bfloat16", "float16"), strict=True)]
@@ -45,7 +68,7 @@ def test_bytes_and_digests_are_those_of_one_copy_after_the_other(dst):
         digests = [
             move(source_view(tensors[c.part], c), parts[c.part].dtype, slot_view(expected, c), dst) for c in copies
         ]
-        assert alike.move(sources(named), slot) == digests
+        assert moved(alike, sources(named), slot) == digests
         assert slot == expected
 
 
@@ -55,7 +78,7 @@ def test_tensors_that_lie_otherwise_are_brought_into_order_first():
     named = {"turned": a.T, "swapped": a.T.astype(">f4"), "apart": np.repeat(a.T, 2, axis=1)[:, ::2]}
     slot = memoryview(bytearray(SLOT))
     alike = Alike.of([copy(i, 12, 0, 16 * i) for i in range(3)], parts, SLOT)
-    digests = alike.move(sources(named), slot)
+    digests = moved(alike, sources(named), slot)
     assert digests == [digest_of(a.T.tobytes())] * 3
     for i in range(3):
         assert np.frombuffer(slot, np.float32)[16 * i :][:12].tolist() == a.T.reshape(-1).tolist()
@@ -71,7 +94,7 @@ def test_slices_are_as_large_as_they_are():
     with pytest.raises(ValueError, match="leaves a buffer of 6"):
         Alike.of([copy(1, 2, 5, 0)], parts, SLOT)
     slot = memoryview(bytearray(SLOT))
-    Alike.of([copy(0, 8, 0, 0), copy(1, 6, 0, 8)], parts, SLOT).move(held, slot)
+    moved(Alike.of([copy(0, 8, 0, 0), copy(1, 6, 0, 8)], parts, SLOT), held, slot)
     assert np.frombuffer(slot, np.float32)[:14].tolist() == [*range(8), *range(3, 9)]
 
 
