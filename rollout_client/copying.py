@@ -123,8 +123,9 @@ class Alike:
         return copies == self._copies and parts == self._parts
 
     def move(self, sources: Sequence[Source], slot: memoryview) -> Iterator[tuple[int, list[int], int]]:
-        """Into the slot, a share at a time: of each the first copy's number, the digest of each copy, and bytes. sources:
-        of the parts that it was made of.
+        """Into the slot, a share at a time: of each the first copy's number, the digest of each copy, and bytes.
+
+        sources: of the parts that it was made of.
         """
         loaded: list[Array] = []  # what lies elsewhere, or otherwise
         places = []

@@ -33,8 +33,8 @@ class Section:
     """The rounds of one comparison."""
 
     def __init__(self, out: Path, name: str, rounds: int, budget_s: float, within_s: float = float("inf")) -> None:
-        """budget_s: for rounds. within_s: for the whole piece; no round is begun that would last longer, if it takes what
-        the longest has taken so far.
+        """budget_s: for rounds. within_s: for the whole piece; no round begins that would last longer, if it takes as
+        long as the longest so far.
         """
         self._out, self._name, self._wanted = out, name, rounds
         self._budget_s, self._ends = budget_s, BEGAN + within_s
