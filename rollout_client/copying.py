@@ -90,7 +90,7 @@ class Alike:
         self._rows, self._fast = rows, fast
         self._part = np.array([copy.part for copy in copies], np.intp)
         ends = np.cumsum(rows[:, 2] * rows[:, 3])
-        shares = np.arange(SHARE, ends[-1], SHARE) if len(ends) else []
+        shares = range(SHARE, int(ends[-1]) if len(ends) else 0, SHARE)
         cuts = sorted({0, *np.searchsorted(ends, shares).tolist(), len(rows)})
         self._runs = [(a, b, int((rows[a:b, 2] * rows[a:b, 3]).sum())) for a, b in pairwise(cuts)]
 
