@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from worker.cohort import Cohort
-from worker.engine.base import NO_ADAPTERS, ForwardBatch, joined
+from worker.engine.base import NO_ADAPTERS, ForwardBatch, Int64, joined
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import BlockHash, KvCache
 from worker.live_adapters import AdapterVersion, LiveAdapters
@@ -29,27 +29,34 @@ class StepRow:
     """Tokens [start, start + length) of one sequence. scored: prompt positions among them whose logits are kept, the
     first of them `unscored` positions after start.
 
-    proposed: 1 when the last of them is a draft's.
+    reaches_end: the last known token is fed, so its logits make the next one. proposed: 1 when the last of them is a
+    draft's.
     """
 
     sequence: Sequence
     start: int
     length: int
     scored: int
+    reaches_end: bool
     proposed: int = 0
     unscored: int = 0
 
     @property
     def fed(self) -> list[int]:
-        """The tokens."""
+        """The tokens, as far as they are known."""
         known = self.sequence.tokens[self.start : self.start + self.length]
         draft = self.sequence.draft
         return [*known, draft.token] if self.proposed and draft and draft.token is not None else known
 
     @property
-    def reaches_end(self) -> bool:
-        """The last known token is fed, so its logits make the next one."""
-        return self.start + self.length - self.proposed == len(self.sequence.tokens)
+    def decodes(self) -> bool:
+        """The sequence's one newest token is fed, and makes the next one."""
+        return self.length == 1 and self.samples and self.sequence.request.forked
+
+    @property
+    def next(self) -> "StepRow":
+        """The row of the step after this one, which feeds the token that this one makes."""
+        return StepRow(self.sequence, self.start + 1, 1, 0, reaches_end=True)
 
     @property
     def samples(self) -> bool:
@@ -117,7 +124,8 @@ class Step:
         unscored = max(0, request.score_from - 1 - start)
         scored = max(0, min(length, request.prompt_length - 1 - start) - unscored) if request.scoring else 0
         proposed = max(0, start + length - len(sequence.tokens))
-        self.rows.append(StepRow(sequence, start, length, scored, proposed, unscored))
+        reaches_end = start + length - proposed == len(sequence.tokens)
+        self.rows.append(StepRow(sequence, start, length, scored, reaches_end, proposed, unscored))
         self.budget -= length
         self.seats -= 1
         self._cost_s += self.pace.cost(length, start)
@@ -149,12 +157,17 @@ class Step:
 
     def batch(self, kv: KvCache, cohort: Cohort) -> ForwardBatch:
         """What the engine gets."""
-        if not self.together:
-            return self._batch_of_rows(kv)
-        decodes = cohort.batch()
-        return joined(decodes, self._batch_of_rows(kv)) if self.rows else decodes
+        rows = self._batch_of_rows(kv, [(copy.source, copy.target) for copy in kv.copies]) if self.rows else None
+        return _both(cohort.batch() if self.together else None, rows)
 
-    def _batch_of_rows(self, kv: KvCache) -> ForwardBatch:
+    def batch_ahead(self, kv: KvCache, cohort: Cohort, going: Int64) -> ForwardBatch:
+        """The same of a step launched behind the one under way: of the cohort's rows `going`, and with token ids that
+        are not known yet, 0.
+        """
+        together = cohort.batch(ahead=1, rows=going) if len(going) else None
+        return _both(together, self._batch_of_rows(kv, []) if self.rows else None)
+
+    def _batch_of_rows(self, kv: KvCache, copies: list[tuple[int, int]]) -> ForwardBatch:
         tokens: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []
@@ -165,7 +178,7 @@ class Step:
         for index, row in enumerate(self.rows):
             first, end, table = len(tokens), row.start + row.length, row.sequence.kv.table
             wanted.extend(range(first + row.unscored, first + row.unscored + row.scored))
-            tokens.extend(row.fed)
+            tokens.extend(row.fed or [0])
             slots.extend(table[at // size] * size + at % size for at in range(row.start, end))
             if row.samples:
                 wanted.extend(range(len(tokens) - 1 - row.proposed, len(tokens)))
@@ -181,11 +194,19 @@ class Step:
             context_lens=contexts,
             block_tables=tables,
             logits_rows=np.array(wanted, np.int32),
-            block_copies=np.array([(copy.source, copy.target) for copy in kv.copies], np.int32).reshape(-1, 2),
+            block_copies=np.array(copies, np.int32).reshape(-1, 2),
             draft=self.draft,
             adapters=np.array(adapters, np.int32) if any(adapters) else NO_ADAPTERS,
             former=self.former,
         )
+
+
+def _both(first: ForwardBatch | None, second: ForwardBatch | None) -> ForwardBatch:
+    if first is not None and second is not None:
+        return joined(first, second)
+    batch = first or second
+    assert batch is not None, "a step feeds somebody"
+    return batch
 
 
 def _by_order(sequence: Sequence) -> tuple[int, int, int]:

@@ -84,9 +84,10 @@ class Matcher:
 
         row and out may be the same array.
         """
-        if not self._known and (problem := self._compute()):
-            return problem
-        allowed = np.unpackbits(self._bits.view(np.uint8)[0], count=self._vocab, bitorder="little").view(np.bool_)
+        bits = self.bits()
+        if isinstance(bits, str):
+            return bits
+        allowed = np.unpackbits(bits.view(np.uint8), count=self._vocab, bitorder="little").view(np.bool_)
         count = int(np.count_nonzero(allowed))
         if count * 8 < self._vocab:
             ids = np.flatnonzero(allowed)
@@ -98,6 +99,11 @@ class Matcher:
                 out[:] = row
             out[np.flatnonzero(~allowed)] = fill
         return ""
+
+    def bits(self) -> npt.NDArray[np.int32] | str:
+        """Ids that may follow, as bits [ceil(vocab / 32)], the lowest first; or why none can. Kept until `record`."""
+        problem = "" if self._known else self._compute()
+        return problem or self._bits[0]
 
     def _compute(self) -> str:
         from llguidance.numpy import fill_next_token_bitmask  # noqa: PLC0415

@@ -7,7 +7,13 @@ from worker.engine.base import Float32
 from worker.grammar import Matcher
 from worker.messages import SamplingParams
 
+IN_PROMPT, CLOSED, TIMES = 1 << 31, 1 << 30, (1 << 30) - 1
+"""Of the word that says of an id what `LogitEdits.words` knows: it is in the prompt (told where a repetition penalty
+is), it is never drawn, how often it has come out (told where there is a penalty).
+"""
+
 _Ids = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint32]
 _MOST = 1e30
 """Bias beyond this would overflow float32 and read as broken weights."""
 
@@ -29,14 +35,16 @@ class LogitEdits:
         self._sampling = sampling
         self._length = 0
         self._stop_ids: _Ids = np.array(sorted(stop_ids), np.int64)
-        self._bias_ids: _Ids = np.array(list(sampling.logit_bias), np.int64)
-        self._bias = np.clip(list(sampling.logit_bias.values()), -_MOST, _MOST).astype(np.float32)
+        biased = sorted(sampling.logit_bias.items())
+        self._bias_ids: _Ids = np.array([i for i, _ in biased], np.int64)
+        self._bias: Float32 = np.clip([bias for _, bias in biased], -_MOST, _MOST).astype(np.float32)
         allowed = sampling.allowed_token_ids
         self._allowed: _Ids | None = None if allowed is None else np.array(allowed, np.int64)
         self._banned: _Ids = np.array([word[0] for word in sampling.bad_words if len(word) == 1], np.int64)
         self._bad_words = [word for word in sampling.bad_words if len(word) > 1]
         self._kept = max(map(len, self._bad_words), default=1) - 1
         self._last: list[int] = []  # output ids, as many as begin the longest of them
+        self._output: list[int] = []  # ids, while they are counted
         self._counts: dict[int, int] | None = None
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
             self._counts = {}
@@ -46,7 +54,7 @@ class LogitEdits:
 
     @property
     def active(self) -> bool:
-        """Whether `apply` would change anything now."""
+        """Whether `apply` would change anything now; if not, it never will again."""
         return self.grammar is not None or self._edits
 
     @property
@@ -65,6 +73,7 @@ class LogitEdits:
             if token not in self._counts and token not in self._prompt:
                 self._seen.append(token)
             self._counts[token] = self._counts.get(token, 0) + 1
+            self._output.append(token)
 
     def pass_over(self, tokens: int) -> None:
         """So many more are part of the output, while nothing was active: which they are is no matter."""
@@ -91,6 +100,59 @@ class LogitEdits:
         if self._counts is not None:
             self._penalize(row, self._counts)
         return ""
+
+    # The same in pieces, for whoever edits elsewhere: `grammar.bits()`, then `addends`, then `words` and `penalties`.
+
+    @property
+    def length(self) -> int:
+        """Output tokens so far."""
+        return self._length
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, presence, frequency."""
+        sampling = self._sampling
+        return sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+
+    @property
+    def worded(self) -> bool:
+        """Whether any id has a word other than 0."""
+        return self._counts is not None or self._allowed is not None or self._banned.size > 0
+
+    @property
+    def usual_word(self) -> int:
+        """That of all ids that `words` does not name."""
+        return 0 if self._allowed is None else CLOSED
+
+    def words(self, since: int | None = None) -> tuple[_Ids, _Words]:
+        """Ids and their words [N]: of those that came out since so many tokens were out; None: of all."""
+        counts, prompt = self._counts or {}, self._prompt
+        if since is not None:
+            named = list(dict.fromkeys(self._output[since:]))
+            ids: _Ids = np.array(named, np.int64)
+        else:
+            parts = (sorted(prompt), list(counts), self._banned, () if self._allowed is None else self._allowed)
+            ids = np.unique(np.concatenate([np.array(part, np.int64) for part in parts]))
+            named = ids.tolist()
+        words: _Words = np.array([counts.get(i, 0) | IN_PROMPT * (i in prompt) for i in named], np.uint32)
+        if self._banned.size:
+            words[np.isin(ids, self._banned)] |= np.uint32(CLOSED)
+        if self._allowed is not None:
+            words[~np.isin(ids, self._allowed)] |= np.uint32(CLOSED)
+        return ids, words
+
+    def addends(self) -> tuple[_Ids, Float32]:
+        """Rising ids, some with a bias and then masked, and what is added to their logits now [N]: -inf masks."""
+        masked = [word[-1] for word in self._bad_words if self._last[1 - len(word) :] == word[:-1]]
+        if self._masking:
+            masked += self._stop_ids.tolist()
+        if not masked:
+            return self._bias_ids, self._bias
+        masked = list(dict.fromkeys(masked))
+        ids = np.concatenate((self._bias_ids, np.array(masked, np.int64)))
+        values = np.concatenate((self._bias, np.full(len(masked), -np.inf, np.float32)))
+        order = np.argsort(ids)
+        return ids[order], values[order]
 
     @property
     def _edits(self) -> bool:

@@ -1,21 +1,36 @@
-"""From logits to tokens: exact sampling and finite logprobs, on the CPU.
+"""From logits to tokens: exact sampling and finite logprobs, on the CPU, or by a device that has the logits.
 
 The distribution sampled from is softmax(edited logits / temperature), cut by top-k, top-p and min-p; what a grammar
 closes is an edit. Logprobs are those of that distribution before the cut ("processed"), or of the untouched logits
 ("raw"). Temperature 0 takes the most likely id (the lowest of equals) and reports logprobs at temperature 1. Sums and
 logarithms are `softmax`'s, whichever way a row goes: a token's logprob is the same number drawn in a batch, alone,
 beside others' or scored.
+
+A device draws the same tokens from its logits by the same numbers, and reports all but the ids left open
+(`sampling_mask`) and more than 1,024 other ids' logprobs; it scores what is not edited. For the rest rows are fetched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from worker import row_sampler
-from worker.engine.base import MOST_TOPS, Cuts, Drawing, Drawn, Float32, Float64, Int64, Logits, Tops
+from worker.engine.base import (
+    CANNOT_BE_SAMPLED,
+    MOST_TOPS,
+    Cuts,
+    Drawing,
+    Drawn,
+    Extras,
+    Float32,
+    Float64,
+    ForwardBatch,
+    Int32,
+    Int64,
+    Logits,
+)
 from worker.grammar import FILL
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
@@ -27,8 +42,6 @@ LogprobsMode = Literal["processed", "raw"]
 
 _COLD = 1e-5
 """A temperature below this is greedy; dividing by it would leave float32."""
-_MASKED = -9999.0
-"""Logprob of an id that was asked for and cannot be sampled: JSON has no infinity, and vLLM's clients know this one."""
 
 
 class Pick(NamedTuple):
@@ -70,6 +83,41 @@ Scored = list[tuple[int, float, int]]
 """(id, logprob, rank) of a token, then of the most likely others."""
 
 
+class Scoring(NamedTuple):
+    """Tokens to score: targets[i] under row `first + i` of a step's logits. sampling, edits: as in `Sampler.score`."""
+
+    first: int
+    targets: Sequence[int]
+    sampling: SamplingParams
+    edits: LogitEdits | None
+
+
+class Begun:
+    """Tokens that a device draws: of rows that were asked for in columns, then of picks. problems: why no token can
+    follow, by the number of the pick.
+    """
+
+    def __init__(self, drawing: Drawing, columns: int, picks: Sequence[Pick], problems: dict[int, str]) -> None:
+        self._drawing, self._columns, self._picks, self._problems = drawing, columns, picks, problems
+
+    def drawn(self) -> tuple[Drawn, list[Draw]]:
+        """Wait for them."""
+        drawn, columns = self._drawing.drawn(), self._columns
+        draws = draws_of(drawn, columns)
+        for i, problem in self._problems.items():
+            if not draws[i].broken:
+                draws[i] = Draw(0, 0.0, error=problem)
+        if drawn.tops is not None:
+            for i, (draw, pick) in enumerate(zip(draws, self._picks, strict=True)):
+                if pick.sampling.reports_others and not draw.error:
+                    draws[i] = _with_others(draw, pick.sampling, drawn, columns + i)
+        return Drawn(drawn.tokens[:columns], drawn.logprobs[:columns], drawn.finite[:columns]), draws
+
+    def follow(self, batch: ForwardBatch, sources: Int32) -> Logits | None:
+        """Launch the next step at once: row i goes on from the token drawn `sources[i]`-th. None: it cannot be."""
+        return self._drawing.follow(batch, sources) if self._drawing.whole else None
+
+
 class Sampler:
     """Draws for one vocabulary; one owner thread. logits: whatever the engine's `forward` returned, [L, vocab]; their
     rows are named by `Pick.row`.
@@ -85,27 +133,25 @@ class Sampler:
 
     def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""
-        numbers = _numbers(picks)
         draws: list[Draw | None] = [None] * len(picks)
-        device = not isinstance(logits, np.ndarray)
-        plain = [
-            i
-            for i, pick in enumerate(picks)
-            if not pick.edits.active and (self.plain(pick.sampling) or (device and self._likeliest(pick.sampling)))
-        ]
-        masked = [] if device else [i for i, pick in enumerate(picks) if self._only_masked(pick)]
+        if isinstance(logits, np.ndarray):
+            together = [i for i, pick in enumerate(picks) if not pick.edits.active and self.plain(pick.sampling)]
+            masked = [i for i, pick in enumerate(picks) if self._only_masked(pick)]
+            with np.errstate(all="ignore"):
+                for chosen, way in ((together, self._sample_plain), (masked, self._sample_masked)):
+                    found = way(logits, [picks[i] for i in chosen]) if chosen else []
+                    for i, draw in zip(chosen, found, strict=True):
+                        draws[i] = draw
+        else:
+            there = [i for i, pick in enumerate(picks) if on_device(pick.sampling)]
+            if there:
+                _, found = self.begin(logits, None, [picks[i] for i in there]).drawn()
+                for i, draw in zip(there, found, strict=True):
+                    draws[i] = draw
         with np.errstate(all="ignore"):
-            if masked and isinstance(logits, np.ndarray):
-                found = self._sample_masked(logits, [picks[i] for i in masked], numbers[masked])
-                for i, draw in zip(masked, found, strict=True):
-                    draws[i] = draw
-            if plain:
-                found = self._sample_plain(logits, [picks[i] for i in plain], numbers[plain])
-                for i, draw in zip(plain, found, strict=True):
-                    draws[i] = draw
             return [
-                self._sample_row(logits[pick.row], pick, numbers[i : i + 1]) if draw is None else draw
-                for i, (pick, draw) in enumerate(zip(picks, draws, strict=True))
+                self._sample_row(logits[pick.row], pick, _numbers([pick])) if draw is None else draw
+                for pick, draw in zip(picks, draws, strict=True)
             ]
 
     def plain(self, sampling: SamplingParams) -> bool:
@@ -118,24 +164,43 @@ class Sampler:
         """Whether the pick is plain but for its grammar, and its logprob is of what the grammar leaves."""
         return pick.edits.grammar_alone is not None and not self._raw and self.plain(pick.sampling)
 
-    def _likeliest(self, sampling: SamplingParams) -> bool:
-        """Whether only top logprobs keep it from being plain: on a device they come with its token."""
-        if sampling.logprob_token_ids or not 0 < sampling.logprobs <= MOST_TOPS:
-            return False
-        return self.plain(msgspec.structs.replace(sampling, logprobs=0))
-
     def draw(self, logits: Float32 | Logits, asked: Asked) -> Drawn:
         """Draw a token for every row that is asked for."""
         if isinstance(logits, np.ndarray):
             numbers = uniforms_of(asked.seeds, asked.samples, asked.positions)
             with np.errstate(all="ignore"):
                 return self._rows.draw(logits, asked.rows, asked.inverse_temperature, asked.greedy, numbers, asked.cuts)
-        return self.begin(logits, asked).drawn()
+        return self.begin(logits, asked, ()).drawn()[0]
 
-    def begin(self, logits: Logits, asked: Asked) -> Drawing:
-        """Begin to draw where the logits are."""
+    def begin(self, logits: Logits, asked: Asked | None, picks: Sequence[Pick]) -> Begun:
+        """Begin to draw where the logits are: for every row that is asked for, and every pick that is `on_device`."""
+        if not picks:
+            assert asked is not None, "there is something to draw"
+            return Begun(self._launched(logits, asked, None), len(asked.rows), picks, {})
+        problems = {i: bits for i, pick in enumerate(picks) if isinstance(bits := _grammar_bits(pick.edits), str)}
+        plain, columns = 0 if asked is None else len(asked.rows), _asked_of(picks)
+        drawing = self._launched(
+            logits, columns if asked is None else _joined(asked, columns), self._extras(plain, picks, problems)
+        )
+        return Begun(drawing, plain, picks, problems)
+
+    def _launched(self, logits: Logits, asked: Asked, extras: Extras | None) -> Drawing:
         numbers = uniforms_of(asked.seeds, asked.samples, asked.positions)
-        return logits.begin(asked.rows, asked.inverse_temperature, asked.greedy, numbers, asked.cuts)
+        return logits.begin(asked.rows, asked.inverse_temperature, asked.greedy, numbers, asked.cuts, extras)
+
+    def _extras(self, plain: int, picks: Sequence[Pick], problems: dict[int, str]) -> Extras | None:
+        """Of so many plain rows, then of picks; None when all are plain."""
+        edits = [pick.edits if pick.edits.active and i not in problems else None for i, pick in enumerate(picks)]
+        others = [_others(pick.sampling) for pick in picks]
+        tops = [0 if ids else pick.sampling.logprobs for ids, pick in zip(others, picks, strict=True)]
+        untouched = [
+            self._raw and (edit is not None or not (is_greedy(p.sampling) or p.sampling.temperature == 1.0))
+            for edit, p in zip(edits, picks, strict=True)
+        ]
+        if not (any(others) or any(tops) or any(untouched)) and all(edit is None for edit in edits):
+            return None
+        none: list[int] = []
+        return Extras([None] * plain + edits, [0] * plain + tops, [none] * plain + others, [False] * plain + untouched)
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
         """Draw from a draft's logits as `sample` would from the model's, and keep what was drawn from."""
@@ -186,10 +251,60 @@ class Sampler:
                     return _BROKEN if shown is row else _ALL_MASKED
                 best = [(int(i), rank) for rank, i in enumerate(largest(scaled, others), 1)] if others else []
                 ranked = [(target, _rank(scaled, target)), *(entry for entry in best if entry[0] != target)]
-                scores.append([(i, max(_MASKED, logprob(scaled, i, weighed.norm)), rank) for i, rank in ranked])
+                lowest = CANNOT_BE_SAMPLED
+                scores.append([(i, max(lowest, logprob(scaled, i, weighed.norm)), rank) for i, rank in ranked])
                 if edits is not None:
                     edits.record(target)
         return scores
+
+    def score_all(self, logits: Float32 | Logits, asked: Sequence[Scoring]) -> list[list[Scored] | Draw]:
+        """`score` of each: all that nothing edits at once, where the logits are on a device."""
+        found: list[list[Scored] | Draw | None] = [None] * len(asked)
+        there = [] if isinstance(logits, np.ndarray) else [i for i, one in enumerate(asked) if self._scored_there(one)]
+        if there and not isinstance(logits, np.ndarray):
+            scores = iter(self._score_there(logits, [asked[i] for i in there]))
+            for i in there:
+                found[i] = next(scores)
+        return [
+            self.score(logits[first : first + len(targets)], targets, sampling, edits) if scored is None else scored
+            for scored, (first, targets, sampling, edits) in zip(found, asked, strict=True)
+        ]
+
+    def _scored_there(self, one: Scoring) -> bool:
+        plain = self._raw or one.edits is None or not one.edits.active
+        return plain and (one.sampling.prompt_logprobs or 0) <= MOST_TOPS
+
+    def _score_there(self, logits: Logits, asked: Sequence[Scoring]) -> Iterator[list[Scored] | Draw]:
+        counts = [len(one.targets) for one in asked]
+        rows = np.concatenate([np.arange(one.first, one.first + len(one.targets)) for one in asked])
+        inverse = np.array([1.0 if self._raw else inverse_temperature(one.sampling) for one in asked], np.float32)
+        targets = np.array([target for one in asked for target in one.targets], np.int64)
+        others = np.repeat([one.sampling.prompt_logprobs or 0 for one in asked], counts)
+        found = logits.score(rows, np.repeat(inverse, counts), targets, others.tolist())
+        assert found.tops is not None
+        tokens, logprobs, ranks = targets.tolist(), found.logprobs.tolist(), found.tops.ranks.tolist()
+        ids, of_ids = found.tops.ids.tolist(), found.tops.logprobs.tolist()
+        at = 0
+        for count, one in zip(counts, asked, strict=True):
+            if one.edits is not None:
+                for target in one.targets:
+                    one.edits.record(target)
+            part, most = range(at, at + count), one.sampling.prompt_logprobs or 0
+            at += count
+            if not found.finite[part.start : part.stop].all():
+                yield _BROKEN
+                continue
+            yield [
+                [
+                    (tokens[i], logprobs[i], ranks[i]),
+                    *(
+                        (other, value, rank)
+                        for rank, (other, value) in enumerate(zip(ids[i][:most], of_ids[i][:most], strict=True), 1)
+                        if other not in (tokens[i], -1)
+                    ),
+                ]
+                for i in part
+            ]
 
     def _edited(self, row: Float32, edits: LogitEdits, target: int) -> Float32 | Draw:
         """The row as it is where nothing is edited; a Draw when the target could not have been drawn from it."""
@@ -205,19 +320,10 @@ class Sampler:
             return Draw(0, 0.0, error=f"token {target} is not what the constraint lets follow")
         return edited
 
-    def _sample_plain(self, logits: Float32 | Logits, picks: Sequence[Pick], numbers: Float64) -> list[Draw]:
-        how = (
-            np.array([pick.row for pick in picks], np.int64),
-            np.array([inverse_temperature(pick.sampling) for pick in picks], np.float32),
-            np.array([is_greedy(pick.sampling) for pick in picks], np.bool_),
-            numbers,
-        )
-        if isinstance(logits, np.ndarray):
-            return draws_of(self._rows.draw(logits, *how, _cuts(picks)))
-        drawn = logits.begin(*how, _cuts(picks)).drawn()
-        return _with_tops(draws_of(drawn), drawn.tops, picks)
+    def _sample_plain(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
+        return draws_of(self.draw(logits, _asked_of(picks)))
 
-    def _sample_masked(self, logits: Float32, picks: list[Pick], numbers: Float64) -> list[Draw]:
+    def _sample_masked(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
         """All rows together, as plain ones, from logits that their grammars leave."""
         if len(self._masked) < len(picks):
             self._masked = np.empty((len(picks), logits.shape[1]), np.float32)
@@ -235,7 +341,7 @@ class Sampler:
             if i in problems:
                 rows[i] = 0.0
         moved = [pick._replace(row=i) for i, pick in enumerate(picks)]
-        return [problems.get(i, draw) for i, draw in enumerate(self._sample_plain(rows, moved, numbers))]
+        return [problems.get(i, draw) for i, draw in enumerate(self._sample_plain(rows, moved))]
 
     def _sample_row(self, row: Float32, pick: Pick, number: Float64) -> Draw:
         spread = self._spread(row, pick)
@@ -286,7 +392,7 @@ class Sampler:
         draw = Draw(token, logprob(shown, token, weighed.norm), mask=mask)
         if sampling.logprob_token_ids:
             ids = dict.fromkeys((token, *sampling.logprob_token_ids))
-            top = [(i, max(_MASKED, logprob(shown, i, weighed.norm))) for i in ids]
+            top = [(i, max(CANNOT_BE_SAMPLED, logprob(shown, i, weighed.norm))) for i in ids]
             draw = draw._replace(top=top, rank=_rank(shown, token))
         elif sampling.logprobs:
             top = [(int(i), logprob(shown, int(i), weighed.norm)) for i in largest(shown, sampling.logprobs)]
@@ -298,33 +404,73 @@ _ALL_MASKED = Draw(0, 0.0, error="every token is masked")
 _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
 
 
-def _cuts(picks: Sequence[Pick]) -> Cuts:
-    return Cuts(
-        np.array([pick.sampling.top_k for pick in picks], np.int32),
-        np.array([pick.sampling.top_p for pick in picks], np.float64),
-        np.array([pick.sampling.min_p for pick in picks], np.float32),
-        np.array([pick.sampling.logprobs for pick in picks], np.int32),
+def on_device(sampling: SamplingParams) -> bool:
+    """Whether a device can draw the token and report all that is asked for."""
+    return not sampling.sampling_mask and max(sampling.logprobs, len(sampling.logprob_token_ids)) <= MOST_TOPS
+
+
+def _asked_of(picks: Sequence[Pick]) -> Asked:
+    how = [pick.sampling for pick in picks]
+    return Asked(
+        np.array([pick.row for pick in picks], np.int64),
+        np.array([inverse_temperature(one) for one in how], np.float32),
+        np.array([is_greedy(one) for one in how], np.bool_),
+        Cuts(
+            np.array([one.top_k for one in how], np.int32),
+            np.array([one.top_p for one in how], np.float64),
+            np.array([one.min_p for one in how], np.float32),
+        ),
+        np.array([pick.seed & 0xFFFFFFFFFFFFFFFF for pick in picks], np.uint64),
+        np.array([pick.sample for pick in picks], np.uint64),
+        np.array([pick.position for pick in picks], np.uint64),
     )
 
 
-def _with_tops(draws: list[Draw], tops: Tops | None, picks: Sequence[Pick]) -> list[Draw]:
-    if tops is None:
-        return draws
-    for at, (draw, pick) in enumerate(zip(draws, picks, strict=True)):
-        count = min(pick.sampling.logprobs, tops.ids.shape[1])
-        if count and not draw.error:
-            top = list(zip(tops.ids[at, :count].tolist(), tops.logprobs[at, :count].tolist(), strict=True))
-            draws[at] = draw._replace(top=top, rank=int(tops.ranks[at]))
-    return draws
+def _joined(first: Asked, second: Asked) -> Asked:
+    return Asked(
+        np.concatenate((first.rows, second.rows)),
+        np.concatenate((first.inverse_temperature, second.inverse_temperature)),
+        np.concatenate((first.greedy, second.greedy)),
+        Cuts(
+            np.concatenate((first.cuts.top_k, second.cuts.top_k)),
+            np.concatenate((first.cuts.top_p, second.cuts.top_p)),
+            np.concatenate((first.cuts.min_p, second.cuts.min_p)),
+        ),
+        np.concatenate((first.seeds, second.seeds)),
+        np.concatenate((first.samples, second.samples)),
+        np.concatenate((first.positions, second.positions)),
+    )
 
 
-def draws_of(drawn: Drawn) -> list[Draw]:
-    """Draws one by one, of what was drawn in columns."""
+def _grammar_bits(edits: LogitEdits) -> npt.NDArray[np.int32] | str | None:
+    return None if edits.grammar is None else edits.grammar.bits()
+
+
+def _others(sampling: SamplingParams) -> list[int]:
+    """Ids whose logprobs are wanted, beside the token's own."""
+    return list(dict.fromkeys(sampling.logprob_token_ids))
+
+
+def _with_others(draw: Draw, sampling: SamplingParams, drawn: Drawn, at: int) -> Draw:
+    """A draw with what a device reports of others beside it."""
+    tops = drawn.tops
+    assert tops is not None
+    count = len(_others(sampling)) or min(sampling.logprobs, tops.ids.shape[1])
+    top = list(zip(tops.ids[at, :count].tolist(), tops.logprobs[at, :count].tolist(), strict=True))
+    if sampling.logprob_token_ids:
+        top = [(draw.token, draw.logprob), *(entry for entry in top if entry[0] != draw.token)]
+    elif top and top[-1][0] < 0:  # fewer are open
+        top = [entry for entry in top if entry[0] >= 0]
+    return draw._replace(top=top, rank=int(tops.ranks[at]))
+
+
+def draws_of(drawn: Drawn, start: int = 0) -> list[Draw]:
+    """Draws one by one, from `start` on, of what was drawn in columns."""
+    tokens, logprobs, finite = (column[start:].tolist() for column in drawn[:3])
+    closed = [False] * len(tokens) if drawn.closed is None else drawn.closed[start:].tolist()
     return [
-        Draw(token, logprob) if finite else _BROKEN
-        for token, logprob, finite in zip(
-            drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist(), strict=True
-        )
+        Draw(token, logprob) if sound else _ALL_MASKED if masked else _BROKEN
+        for token, logprob, sound, masked in zip(tokens, logprobs, finite, closed, strict=True)
     ]
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 
 from rollout_client.protocol import AdapterInFlight
-from worker.batcher import Batcher, Step, StepRow
+from worker.batcher import Batcher, Step
 from worker.cohort import Cohort
 from worker.drafting import Drafting, Judged
-from worker.engine.base import Drawing, Drawn, EngineSpec, Float32, ForwardBatch, Logits
+from worker.engine.base import Drawn, EngineSpec, Float32, ForwardBatch, Logits
 from worker.generation_metrics import GenerationMetrics
 from worker.grammar import Compiled, Refused
 from worker.kv_cache import KvCache, KvState
@@ -23,7 +23,7 @@ from worker.live_adapters import AdapterVersion, LiveAdapters
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
-from worker.sampler import Draw, LogprobsMode, Pick, Sampler, draws_of
+from worker.sampler import Begun, Draw, LogprobsMode, Pick, Sampler, Scored, Scoring, draws_of, on_device
 from worker.sequence import Line, Request, Sequence, StopCheck, Version, accepted, refusal
 from worker.tokenizer import Tokenizer
 
@@ -79,7 +79,7 @@ class Scheduler:
         self._arrivals = 0
         self._version = 0
         self._step: Step | None = None
-        self._begun: Drawing | None = None  # its tokens, when a device draws them
+        self._begun: Begun | None = None  # its tokens, when a device draws them
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
         self._least = FEW  # sequences that are kept in arrays
@@ -195,26 +195,47 @@ class Scheduler:
 
     def follow(self, logits: Logits) -> Logits | None:
         """Begin to draw the tokens of the step under way, and launch the step after it behind them, before they are
-        known: a device goes on at once while the host takes them in.
+        known: a device goes on at once while the host takes them in. All tokens before them are, so that penalties and
+        grammars are as exact as ever.
 
-        None when the next step cannot be known yet: it is not the cohort's alone, somebody waits to be let in, or
-        blocks are short. Of a sequence that turns out to have ended, the token that is computed too many is dropped;
-        what it writes lies in blocks that whoever gets them next writes later, as a device does one step after the
-        other.
+        None when the next step cannot be known yet: not all that run have decoded in this one, somebody may join the
+        cohort, or waits to be let in, or blocks are short; or when the host must draw. Of a sequence that turns out to
+        have ended, the token that is computed too many is dropped; what it writes lies in blocks that whoever gets them
+        next writes later, as a device does one step after the other.
         """
         step, cohort = self._step, self._cohort
         assert step is not None, "no step is under way"
-        if step.rows or not len(cohort) or len(cohort) != len(self._batcher.running):
+        picks = self._decoding(step)
+        if picks is None:
             return None
+        rows = [row for row in step.rows if row.sequence.running]
         sources = cohort.sources(step.together, step.changes)
-        self._begun = self._sampler.begin(logits, cohort.asked(sources))
+        self._begun = self._sampler.begin(logits, cohort.asked(sources) if len(cohort) else None, picks)
         going = cohort.going()
-        if not len(going) or self._batcher.lets_in or not cohort.reserve(ahead=1, rows=going):
+        staying = [i for i, row in enumerate(rows) if row.sequence.length + 1 < row.sequence.request.rules.limit]
+        if not (len(going) or staying) or self._batcher.lets_in or not cohort.reserve(ahead=1, rows=going):
             return None
-        self._next = Step(step.version, step.epoch, 0, 0, self._pace)
-        self._next.together = [cohort.sequences[row] for row in going.tolist()]
-        self._next.changes = cohort.changes if len(going) == len(cohort) else -1
-        return self._begun.follow(cohort.batch(ahead=1, rows=going), going.astype(np.int32))
+        if not all(self._kv.extend(rows[i].sequence.kv, rows[i].start + 2) for i in staying):
+            return None
+        ahead = Step(step.version, step.epoch, 0, 0, self._pace)
+        ahead.together = [cohort.sequences[row] for row in going.tolist()]
+        ahead.changes = cohort.changes if len(going) == len(cohort) else -1
+        ahead.rows = [rows[i].next for i in staying]
+        drawn = np.concatenate((going, np.array(staying, np.int64) + len(cohort)))
+        launched = self._begun.follow(ahead.batch_ahead(self._kv, cohort, going), drawn.astype(np.int32))
+        self._next = ahead if launched is not None else None
+        return launched
+
+    def _decoding(self, step: Step) -> list[Pick] | None:
+        """Picks of the step's rows, if it is of all that run, each decodes, and a device draws all of them."""
+        rows = [(at, row.sequence) for at, row in enumerate(step.rows, len(step.together)) if row.sequence.running]
+        if step.former or len(self._cohort) + len(rows) != len(self._batcher.running):
+            return None
+        if not all(row.decodes for row in step.rows):
+            return None
+        if any(not on_device(one.request.sampling) or self._may_join(one) for _, one in rows):
+            return None
+        return [sequence.pick(at) for at, sequence in rows]
 
     @property
     def under_former(self) -> bool:
@@ -241,19 +262,23 @@ class Scheduler:
             self._drafting.propose(step, logits)
             return
         now = self._clock()
+        drawn, draws = begun.drawn() if begun is not None else (None, [])
+        decoding = [row.sequence for row in step.rows if row.sequence.running]  # whose picks `begun` has
         if len(self._cohort) and not step.former:
             sources = self._cohort.sources(step.together, step.changes)
-            drawn = self._sampler.draw(logits, self._cohort.asked(sources)) if begun is None else begun.drawn()
-            self._go_on(step, drawn, now)
+            self._go_on(step, drawn or self._sampler.draw(logits, self._cohort.asked(sources)), now)
         picks: list[Pick] = []
         drawing: list[Sequence] = []
         judged: list[Judged] = []
+        scores = self._scores(step, logits)
         at = len(step.together)
         for row in step.rows:
             sequence = row.sequence
-            self._kv.advance(sequence.kv, sequence.tokens, row.length - row.proposed)
-            unscored = self._score(row, logits[at : at + row.scored]) if row.scored else None
             at += row.wanted
+            if not sequence.running:  # it ended after the step was launched
+                continue
+            self._kv.advance(sequence.kv, sequence.tokens, row.length - row.proposed)
+            unscored = self._scored(sequence, scores[sequence]) if row.scored else None
             if unscored is not None:
                 self._end_in_error(sequence, unscored, step)
             elif row.samples and sequence.draft is not None:
@@ -270,7 +295,10 @@ class Scheduler:
             for sequence, pick in self._drafting.judge(judged, logits, step, now):  # one more token each
                 drawing.append(sequence)
                 picks.append(pick)
-        draws = self._sampler.sample(logits, picks) if picks else []
+        if begun is not None:
+            drawing = decoding
+        elif picks:
+            draws = self._sampler.sample(logits, picks)
         for sequence, draw in zip(drawing, draws, strict=True):
             if sequence.running:  # a sibling's bad logits end it too
                 self._advance(sequence, draw, step, now)
@@ -421,19 +449,30 @@ class Scheduler:
             self._batcher.join(sequence)
         return list(request.live)
 
-    def _score(self, row: StepRow, logits: Float32) -> Draw | None:
+    def _scores(self, step: Step, logits: Float32 | Logits) -> dict[Sequence, list[Scored] | Draw]:
+        """Of each sequence that is scored."""
+        asked: dict[Sequence, Scoring] = {}
+        at = len(step.together)
+        for row in step.rows:
+            if row.scored:
+                sequence, request = row.sequence, row.sequence.request
+                if request.as_sampled and not request.prompt_logprobs:
+                    sequence.edits = self._edits(request, sequence.tokens[: request.score_from])
+                first = row.start + row.unscored + 1
+                targets = sequence.tokens[first : first + row.scored]
+                edits = sequence.edits if request.as_sampled else None
+                asked[sequence] = Scoring(at, targets, request.sampling, edits)
+            at += row.wanted
+        scores = self._sampler.score_all(logits, list(asked.values())) if asked else []
+        return dict(zip(asked, scores, strict=True))
+
+    @staticmethod
+    def _scored(sequence: Sequence, scores: list[Scored] | Draw) -> Draw | None:
         """Add the scores of a row's tokens to its request's; a Draw says why there are none."""
-        sequence, request = row.sequence, row.sequence.request
-        found = request.prompt_logprobs
-        assert found is not None, "a row is scored because that was asked for"
-        if request.as_sampled and not found:
-            sequence.edits = self._edits(request, sequence.tokens[: request.score_from])
-        first = row.start + row.unscored + 1
-        targets = sequence.tokens[first : first + row.scored]
-        edits = sequence.edits if request.as_sampled else None
-        scores = self._sampler.score(logits, targets, request.sampling, edits)
         if isinstance(scores, Draw):
             return scores
+        found = sequence.request.prompt_logprobs
+        assert found is not None, "a row is scored because that was asked for"
         found.extend(scores)
         return None
 
@@ -471,10 +510,14 @@ class Scheduler:
             return
         if sequence.request.stream:
             self._emit(sequence.request, sequence.chunk(self._version))
-        if self._batcher.crowded or len(self._batcher.running) < self._least or not self._cohort.takes(sequence):
-            return
-        if self._sampler.plain(sequence.request.sampling):
+        if self._may_join(sequence) and (self._step is None or sequence in self._step.together):
             self._cohort.join(sequence, Version(step.version, step.epoch), now)
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        """Whether it may be kept in the cohort; not while a step is under way that has a row of its own for it."""
+        if self._batcher.crowded or len(self._batcher.running) < self._least or not self._cohort.takes(sequence):
+            return False
+        return self._sampler.plain(sequence.request.sampling)
 
     @staticmethod
     def _not_finite(step: Step, sequence: Sequence) -> str:

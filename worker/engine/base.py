@@ -7,12 +7,15 @@ others get None. An engine never sees versions, requests or sockets, so tests ru
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from weight_manager.layout import Extent
+
+if TYPE_CHECKING:
+    from worker.logit_edits import LogitEdits
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -111,12 +114,16 @@ def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
     )
 
 
-MOST_TOPS = 64
-"""Most of the likeliest ids of a row that a device reports."""
+MOST_TOPS = 1024
+"""Most other ids whose logprobs a device reports with a token."""
+CANNOT_BE_SAMPLED = -9999.0
+"""Logprob of an id that was asked for and cannot be sampled: JSON has no infinity, and vLLM's clients know this one."""
 
 
 class Tops(NamedTuple):
-    """Per row [R]: the likeliest ids, best first, their logprobs, and the rank of the id drawn (1 = the likeliest)."""
+    """Per row [R]: other ids [R, W], those that were asked for or the likeliest, best first (-1: there are no more),
+    their logprobs, and the rank of the row's own id (1 = the likeliest).
+    """
 
     ids: Int64
     logprobs: Float64
@@ -124,27 +131,39 @@ class Tops(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Per row [R]: the id, its logprob, and whether all logits were finite (else the other two mean nothing)."""
+    """Per row [R]: the id, its logprob, and whether there are such: else all logits were masked (`closed`), or not all
+    were finite.
+    """
 
     tokens: Int64
     logprobs: Float64
     finite: npt.NDArray[np.bool_]
+    closed: npt.NDArray[np.bool_] | None = None
     tops: Tops | None = None  # when a row asked for some
 
 
 class Cuts(NamedTuple):
-    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `row_sampler.open_ids` means them; and how
-    many of the likeliest ids to report (None: of no row any).
-    """
+    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `row_sampler.open_ids` means them."""
 
     top_k: Int32
     top_p: Float64
     min_p: Float32
-    tops: Int32 | None = None
 
     def close(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Per row, whether any of the three can close an id."""
         return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1.0) | (self.min_p > 0.0)
+
+
+class Extras(NamedTuple):
+    """Per row [R], what makes it more than a plain draw. edits: of its logits (None: none), as they are now. tops: so
+    many of the likeliest ids are reported; others: or these ids. untouched: what is reported is of the logits as the
+    model made them, at temperature 1.
+    """
+
+    edits: Sequence["LogitEdits | None"]
+    tops: Sequence[int]
+    others: Sequence[Sequence[int]]
+    untouched: Sequence[bool]
 
 
 class Drawing(Protocol):
@@ -152,6 +171,11 @@ class Drawing(Protocol):
 
     def drawn(self) -> Drawn:
         """Wait for them."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether all are drawn at once; else no step can follow."""
         ...
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> "Logits":
@@ -174,8 +198,15 @@ class Logits(Protocol):
         greedy: npt.NDArray[np.bool_],
         numbers: Float64,
         cuts: Cuts,
+        extras: Extras | None = None,
     ) -> Drawing:
-        """Begin to draw as `RowSampler.draw` does from an array, from what `cuts` leave open where not greedy."""
+        """Begin to draw as `RowSampler.draw` does from an array, from what `cuts` leave open where not greedy, after
+        the edits of `extras`.
+        """
+        ...
+
+    def score(self, rows: Int64, inverse_temperature: Float32, tokens: Int64, tops: Sequence[int]) -> Drawn:
+        """What `begin` would say of these tokens, had they been drawn; so many of the likeliest ids beside each."""
         ...
 
     def wait(self) -> None:

@@ -71,6 +71,8 @@ class GpuDecoder:
         self.drawing = Drawing(
             driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits, self.follow
         )
+        self._gathered: Int32 = driver.pinned(self._most_logits, np.int32)
+        self._gathered_there = driver.allocate(4 * self._most_logits, "logits")
         self._sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
@@ -102,17 +104,19 @@ class GpuDecoder:
         """Wait until everything launched so far is through."""
         self._driver.wait(self._stream)
 
-    def forward(self, batch: ForwardBatch) -> Float32 | Logits:
+    def forward(self, batch: ForwardBatch) -> Logits:
         """One step. Logits [L, vocab] stay on the device until somebody asks for rows; the next step reuses them."""
         count = len(batch.logits_rows)
         if self.is_decode(batch):
             self.decode(batch)
-        elif count > self._most_logits:
-            return self._in_parts(self.ragged(batch), count)
+        elif count > self._most_logits:  # many prompts being scored
+            x = self.ragged(batch)
+            return self.drawing.logits(count, lambda rows: self._gather(x, batch.logits_rows[rows]))
         else:
             x = self.ragged(batch)
             if count:
-                self._head(x, 0, count)
+                assert self.operations.step.wanted is not None
+                self._head(x, self.operations.step.wanted)
         return self.drawing.logits(count)
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
@@ -180,21 +184,18 @@ class GpuDecoder:
     def _size(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
-    def _in_parts(self, x: Rows, count: int) -> Float32:
-        """More rows than the logits' buffer has: many prompts being scored."""
-        found = np.empty((count, self._vocab), np.float32)
-        for start in range(0, count, self._most_logits):
-            part = min(self._most_logits, count - start)
-            self._head(x, start, part)
-            found[start : start + part] = self.drawing.logits(part)[:]
-        return found
+    def _gather(self, x: Rows, rows: Int32) -> None:
+        """Logits of some of the step's rows, as many as there is room for, into the buffer."""
+        self.wait()  # what was written here before has been read
+        self._gathered[: len(rows)] = rows
+        self._driver.to_device(self._gathered_there, self._gathered, self._stream, 4 * len(rows))
+        self._head(x, (self._gathered_there, len(rows)))
 
-    def _head(self, x: Rows, start: int, count: int) -> None:
-        slot, wanted = self._slots.bound, self.operations.step.wanted
+    def _head(self, x: Rows, rows: tuple[int, int]) -> None:
+        slot = self._slots.bound
         assert slot is not None
-        assert wanted is not None
         weights = self._weights[slot]
-        self.operations.logits(x, weights.norm, weights.head, (wanted[0] + 4 * start, count))
+        self.operations.logits(x, weights.norm, weights.head, rows)
 
     def _graph(self, slot: int, size: int) -> Handle:
         graphs = self._graphs[slot]
@@ -267,7 +268,7 @@ class GpuDecoder:
             attended=room(max(heads.query * heads.dim, inner), element, "projections"),
             gate_up=room(2 * inner, element, "projections"),
             activated=room(inner, element, "projections"),
-            logits=room(self._vocab, 4, "logits", self._most_logits),
+            logits=room(self._vocab, 4, "logits", 2 * self._most_logits),  # and as many edited ones
             shares=room(heads.at_once * (heads.dim + 2), 4, "attention", 8 * multiprocessors),
             counts=room(1, 4, "attention", 8 * multiprocessors),
             scores=room(experts, 4, "experts"),

@@ -1,20 +1,30 @@
 """A step's logits where they are: tokens are drawn there, and rows cross the bus only for those who ask.
 
-The random numbers are the host's (random_streams.py), so a seed means the same as on a CPU.
+The random numbers are the host's (random_streams.py), so a seed means the same as on a CPU. A drawing is one upload and
+a few kernels (kernels/sampling.cu), in the order of the host's sampler: edits (edits.py), temperature, cuts, the draw,
+what is reported of it. What is drawn from and what is reported of need not be the same: each row of logits under a
+temperature is a view. Views come in this order: one for each pick, then those that are only reported of.
 """
 
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.base import MOST_TOPS, Cuts, Drawn, Float32, Float64, ForwardBatch, Int32, Int64, Logits, Tops
+from worker.engine.base import Cuts, Drawn, Extras, Float32, Float64, ForwardBatch, Int32, Int64, Logits, Tops
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
+from worker.gpu.edits import EDIT, Packed, Packing
 
 Flags = npt.NDArray[np.bool_]
-_PIECE, _NEAR, _CUT = 256, 8192, 2  # as in kernels/sampling.cu
-_DRAWN = np.dtype([("token", np.int32), ("logprob", np.float32), ("finite", np.int32), ("unused", np.int32)])
+_PIECE, _NEAR, _TILE = 256, 8192, 2048  # as in kernels/sampling.cu, as are the next two lines
+_CUT = 2
+_SOUND, _ALL_MASKED = 1, 2
+_DRAWN = np.dtype([("token", np.int32), ("logprob", np.float32), ("state", np.int32), ("unused", np.int32)])
+_REPORTED = 64
+"""Cells for other ids' logprobs, for each of the picks drawn at once; fewer picks are where more ids are asked for."""
+_ENTRIES = 1 << 18
+"""Pairs of an id and what is told of it that one drawing has room for, at least: 64 new prompts of 4096 tokens."""
 
 
 class Drawing:
@@ -32,49 +42,84 @@ class Drawing:
         *,
         most: int = 4096,
     ) -> None:
-        """rows: of the buffer. follow: launches a step that goes on from tokens drawn here. most: drawn at once; a
-        prompt's n sequences draw from one row.
+        """rows: that steps fill; the buffer has as many again, for edited ones. follow: launches a step that goes on
+        from tokens drawn here. most: drawn at once; a prompt's n sequences draw from one row.
         """
         self._driver, self._module, self._stream = driver, module, stream
-        self._logits, self._vocab, self._most = logits, vocab, most
+        self._logits, self._vocab, self._rows, self._most = logits, vocab, rows, most
         self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
-        # numbers and top-p (8 bytes each), then rows, inverse temperatures, how, top-k, min-p and tops (4 each)
-        self._asked = driver.pinned(10 * most, np.int32)
-        self._asked_there = driver.allocate(40 * most, "sampling")
-        # ids and logprobs of the likeliest, then ranks
-        self._tops = driver.pinned((2 * MOST_TOPS + 1) * most, np.int32)
+        self._asked = _Upload(driver, stream, (14 + _REPORTED) * most)
+        entries = max(_ENTRIES, 4 * vocab)
+        self._packing = Packing(rows, vocab, entries)
+        self._edits = _Upload(driver, stream, (EDIT.itemsize // 4 + -(-vocab // 32)) * rows + 2 * entries)
+        self._words_there = driver.allocate(4 * rows * vocab, "sampling")
+        # other ids and their logprobs, then ranks
+        self._cells = _REPORTED * most
+        self._tops = driver.pinned(2 * self._cells + most, np.int32)
         self._tops_there = driver.allocate(self._tops.nbytes, "sampling")
         self._tops_wanted = 0
-        self._pieces = driver.allocate(8 * most * -(-vocab // _PIECE), "sampling")
+        self._reports = False
+        self._pieces = driver.allocate(8 * 2 * most * -(-vocab // _PIECE), "sampling")
         self._drawn = driver.pinned(most * _DRAWN.itemsize, np.uint8).view(_DRAWN)
         self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
         self._drawn_event = driver.event()
-        self._sources = driver.pinned(most, np.int32)
-        self._sources_there = driver.allocate(4 * most, "sampling")
+        self._sources = _Upload(driver, stream, most)
 
-    def logits(self, count: int) -> "DeviceLogits":
-        """The first so many rows, as the step just launched leaves them."""
-        return DeviceLogits(self, count)
+    def logits(self, count: int, gather: "Callable[[Int64], None] | None" = None) -> "DeviceLogits":
+        """The first so many rows, as the step just launched leaves them. gather: puts any of them, by number, to the
+        front, where the buffer has not room for all.
+        """
+        return DeviceLogits(self, count, gather, self._rows)
 
     def begin(
-        self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts
+        self,
+        rows: Int64,
+        inverse_temperature: Float32,
+        greedy: Flags,
+        numbers: Float64,
+        cuts: Cuts,
+        extras: Extras | None = None,
     ) -> "DeviceDrawing":
         """Launch the drawing of one token for each."""
-        parts = [slice(start, start + self._most) for start in range(0, max(1, len(rows)), self._most)]
         before: list[Drawn] = []
-        count = 0
-        for at in parts:
-            if count:
-                before.append(self.finished([], count))
-            count = self._launch(
-                rows[at],
-                inverse_temperature[at],
-                greedy[at],
-                numbers[at],
-                _part(cuts, at),
-            )
-        return DeviceDrawing(self, before, count)
+        at = 0
+        while True:
+            until = self._room(at, len(rows), _widths(extras))
+            sources, packed = rows[at:until], None
+            if extras is not None and any(edits is not None for edits in extras.edits[at:until]):
+                packed, sources = self._packing.pack(extras.edits[at:until], sources.tolist(), self._rows)
+                until = at + len(sources)
+            part = slice(at, until)
+            some = Cuts(cuts.top_k[part], cuts.top_p[part], cuts.min_p[part])
+            how = rows[part], sources, inverse_temperature[part], greedy[part], numbers[part], some
+            count = self._launch(*how, _part(extras, part), packed)
+            if until == len(rows):
+                return DeviceDrawing(self, before, count)
+            before.append(self.finished([], count))
+            at = until
+
+    def score(self, rows: Int64, inverse_temperature: Float32, tokens: Int64, tops: Sequence[int]) -> Drawn:
+        """Logprob and rank of these tokens, in rows that nothing edits, and the likeliest beside them."""
+        found: list[Drawn] = []
+        at = 0
+        while not found or at < len(rows):
+            until = self._room(at, len(rows), tops)
+            count, wanted = until - at, np.array(tops[at:until], np.int32)
+            self._driver.wait(self._drawn_event, event=True)  # nothing is being written there
+            self._drawn[:count] = 0
+            self._drawn["token"][:count], self._drawn["state"][:count] = tokens[at:until], _SOUND
+            self._driver.to_device(self._drawn_there, self._drawn, self._stream, _DRAWN.itemsize * count)
+            send = self._asked.begin()
+            views = send(rows[at:until]), send(inverse_temperature[at:until])
+            shown, asked, none = send(np.arange(count)), send(wanted), send(np.zeros(count, np.int32))
+            self._asked.send()
+            self._weigh(views, count)
+            self._report(views, (shown, asked, none, none), int(wanted.max(initial=0)), count)
+            self._take(count)
+            found.append(self.finished([], count))
+            at = until
+        return found[0] if len(found) == 1 else _joined(found)
 
     def finished(self, before: Sequence[Drawn], count: int) -> Drawn:
         """Wait for the `count` launched last."""
@@ -82,14 +127,9 @@ class Drawing:
             self._driver.wait(self._drawn_event, event=True)
         found = self._drawn[:count]
         tokens, logprobs = found["token"].astype(np.int64), found["logprob"].astype(np.float64)
-        last = Drawn(tokens, logprobs, found["finite"] != 0, self._likeliest(count) if self._tops_wanted else None)
+        tops = self._found_tops(count) if self._reports else None
+        last = Drawn(tokens, logprobs, found["state"] == _SOUND, found["state"] == _ALL_MASKED, tops)
         return last if not before else _joined([*before, last])
-
-    def _likeliest(self, count: int) -> Tops:
-        wanted, most = self._tops_wanted, self._tops_wanted * count
-        ids = self._tops[:most].reshape(count, wanted).astype(np.int64)
-        logprobs = self._tops[most : 2 * most].view(np.float32).reshape(count, wanted).astype(np.float64)
-        return Tops(ids, logprobs, self._tops[2 * most : 2 * most + count].astype(np.int64))
 
     def wait(self, *, drawn: bool) -> None:
         """Wait until the step, or the drawing that was launched last, is through."""
@@ -101,9 +141,9 @@ class Drawing:
     def feed(self, tokens: int, sources: Int32) -> None:
         """Write the tokens drawn `sources[i]`-th to the int32 array at `tokens`, on the device."""
         count = len(sources)
-        self._sources[:count] = sources
-        self._driver.to_device(self._sources_there, self._sources, self._stream, 4 * count)
-        arguments = (U64(self._drawn_there), U64(self._sources_there), U64(tokens), Int(count))
+        there = self._sources.begin()(sources)
+        self._sources.send()
+        arguments = (U64(self._drawn_there), there, U64(tokens), Int(count))
         self._module.launch("feed", (-(-count // 256),), 256, self._stream, arguments)
 
     def fetch(self, start: int, count: int) -> Float32:
@@ -113,49 +153,149 @@ class Drawing:
         self._driver.wait(self._stream)
         return there
 
-    def _launch(self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts) -> int:
-        count, asked, there = len(rows), self._asked, self._asked_there
+    def _room(self, at: int, end: int, widths: Sequence[int]) -> int:
+        """Where the picks from `at` on that are drawn at once end."""
+        until = min(end, at + self._most)
+        width = max(widths[at:until], default=0)
+        return min(until, at + self._cells // width) if width else until
+
+    def _launch(
+        self,
+        rows: Int64,
+        sources: Int64,
+        inverse_temperature: Float32,
+        greedy: Flags,
+        numbers: Float64,
+        cuts: Cuts,
+        extras: Extras | None,
+        packed: Packed | None,
+    ) -> int:
+        """sources: the rows that are drawn from, some of them edited."""
+        count, self._reports = len(rows), False
         if not count:
             return 0
-        cut = ~greedy & (((cuts.top_k > 0) & (cuts.top_k < self._vocab)) | (cuts.top_p < 1) | (cuts.min_p > 0))
-        asked[: 2 * count] = numbers.view(np.int32)
-        asked[2 * count : 4 * count] = cuts.top_p.view(np.int32)
-        how = np.where(cut, _CUT, greedy)
-        words = (
-            *(rows, inverse_temperature.view(np.int32), how),
-            *(cuts.top_k, cuts.min_p.view(np.int32), 0 if cuts.tops is None else cuts.tops),
+        if packed is not None:
+            self._edit(packed)
+        shown = np.full(count, -1, np.int32)
+        wanted, others, given = np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(0, np.int32)
+        apart: Int64 = np.zeros(0, np.int64)  # picks whose reports are of another view
+        if extras is not None:
+            lengths = np.array([len(ids) for ids in extras.others], np.int32)
+            wanted = np.where(lengths > 0, -lengths, np.array(extras.tops, np.int32))
+            others = np.cumsum(lengths, dtype=np.int32) - lengths
+            given = np.array([i for ids in extras.others for i in ids], np.int32)
+            apart = np.flatnonzero(extras.untouched)
+            shown[wanted != 0] = np.flatnonzero(wanted)
+            shown[apart] = count + np.arange(len(apart))
+        cut = ~greedy & cuts.close(self._vocab)
+        send = self._asked.begin()
+        numbers_there, top_p = send(numbers), send(cuts.top_p)
+        views = (
+            send(np.concatenate((sources, rows[apart]))),
+            send(np.concatenate((inverse_temperature, np.ones(len(apart), np.float32)))),
         )
-        for place, column in enumerate(words, start=4):
-            asked[place * count : (place + 1) * count] = column
-        self._driver.to_device(there, asked, self._stream, 40 * count)
-        at_rows, hot, at_how, top_k, min_p, tops = (U64(there + 4 * count * place) for place in range(4, 10))
-        numbers_there, top_p = U64(there), U64(there + 8 * count)
-        logits, pieces, vocab = U64(self._logits), U64(self._pieces), Int(self._vocab)
-        blocks = -(-self._vocab // _PIECE // 8) if count <= 32 else max(1, 2048 // count)
-        launch, out = self._module.launch, U64(self._drawn_there)
-        picks = (logits, at_rows, hot, at_how)
-        launch("weigh", (blocks, count), 256, self._stream, (logits, at_rows, hot, pieces, vocab))
-        launch("draw", (count,), 256, self._stream, (*picks, numbers_there, pieces, out, vocab))
+        how, top_k, min_p = send(np.where(cut, _CUT, greedy)), send(cuts.top_k), send(cuts.min_p)
+        reported = send(shown), send(wanted), send(others), send(given)
+        self._asked.send()
+        launch, logits = self._module.launch, U64(self._logits)
+        self._weigh(views, count + len(apart))
+        picks, ends = (
+            (logits, *views, how),
+            (U64(self._pieces), U64(self._drawn_there), Int(self._rows), Int(self._vocab)),
+        )
+        launch("draw", (count,), 256, self._stream, (*picks, numbers_there, *ends))
         if cut.any():
-            arguments = (*picks, top_k, top_p, min_p, numbers_there, pieces, out, vocab)
+            arguments = (*picks, top_k, top_p, min_p, numbers_there, *ends)
             launch("draw_cut", (count,), 1024, self._stream, arguments, shared=8 * _NEAR)
-        wanted = self._tops_wanted = 0 if cuts.tops is None else int(cuts.tops.max())
-        if wanted:
-            most, base = wanted * count, self._tops_there
-            found = (U64(base), U64(base + 4 * most), U64(base + 8 * most), Int(wanted), vocab)
-            shared = 12 * -(-self._vocab // _PIECE)
-            launch(
-                "tops", (count,), 256, self._stream, (logits, at_rows, hot, tops, pieces, out, *found), shared=shared
-            )
-            self._driver.to_host(self._tops[: 2 * most + count], base, self._stream)
-        self._driver.to_host(self._drawn[:count], self._drawn_there, self._stream)
-        self._driver.record(self._drawn_event, self._stream)
+        if (shown >= 0).any():
+            self._report(views, reported, int(abs(wanted).max()), count)
+        self._take(count)
         return count
 
+    def _edit(self, packed: Packed) -> None:
+        """Launch what brings the seats up and makes the edited rows."""
+        for seat, word in packed.resets:
+            self._driver.fill_words(self._words_there + 4 * self._vocab * seat, self._vocab, word, self._stream)
+        send = self._edits.begin()
+        edits, masks = send(packed.edits.view(np.int32)), send(packed.masks)
+        places, words, ids, addends = send(packed.places), send(packed.words), send(packed.ids), send(packed.addends)
+        self._edits.send()
+        launch, seats, entries = self._module.launch, U64(self._words_there), len(packed.places)
+        if entries:
+            launch("count", (-(-entries // 256),), 256, self._stream, (places, words, seats, Int(entries)))
+        grid = (-(-self._vocab // _TILE), len(packed.edits))
+        arguments = (U64(self._logits), edits, masks, ids, addends, seats, Int(self._vocab))
+        launch("edit", grid, 256, self._stream, arguments)
 
-def _part(cuts: Cuts, at: slice) -> Cuts:
-    tops = None if cuts.tops is None else cuts.tops[at]
-    return Cuts(cuts.top_k[at], cuts.top_p[at], cuts.min_p[at], tops)
+    def _weigh(self, views: tuple[U64, U64], count: int) -> None:
+        blocks = -(-self._vocab // _PIECE // 8) if count <= 32 else max(1, 2048 // count)
+        arguments = (U64(self._logits), *views, U64(self._pieces), Int(self._rows), Int(self._vocab))
+        self._module.launch("weigh", (blocks, count), 256, self._stream, arguments)
+
+    def _report(self, views: tuple[U64, U64], asked: tuple[U64, U64, U64, U64], width: int, count: int) -> None:
+        """asked: of each pick the view, what is wanted and where the ids that are given begin; and these."""
+        self._reports, self._tops_wanted = True, width
+        base, cells = self._tops_there, width * count
+        found = (U64(base), U64(base + 4 * cells), U64(base + 8 * cells), Int(width))
+        arguments = (
+            *(U64(self._logits), *views, *asked, U64(self._pieces), U64(self._drawn_there)),
+            *(*found, Int(self._rows), Int(self._vocab)),
+        )
+        shared = 12 * -(-self._vocab // _PIECE)
+        self._module.launch("report", (count,), 256, self._stream, arguments, shared=shared)
+        self._driver.to_host(self._tops[: 2 * cells + count], base, self._stream)
+
+    def _take(self, count: int) -> None:
+        self._driver.to_host(self._drawn[:count], self._drawn_there, self._stream)
+        self._driver.record(self._drawn_event, self._stream)
+
+    def _found_tops(self, count: int) -> Tops:
+        width, cells = self._tops_wanted, self._tops_wanted * count
+        ids = self._tops[:cells].reshape(count, width).astype(np.int64)
+        logprobs = self._tops[cells : 2 * cells].view(np.float32).reshape(count, width).astype(np.float64)
+        return Tops(ids, logprobs, self._tops[2 * cells : 2 * cells + count].astype(np.int64))
+
+
+class _Upload:
+    """Arrays packed into one pinned buffer and copied at once, on one stream."""
+
+    def __init__(self, driver: Driver, stream: Handle, words: int) -> None:
+        self._driver, self._stream, self._used = driver, stream, 0
+        self._here: Int32 = driver.pinned(words, np.int32)
+        self._there = driver.allocate(4 * words, "sampling")
+        self._copied = driver.event()
+
+    def begin(self) -> Callable[[npt.NDArray[Any]], U64]:
+        """Start again: what is returned puts an array and says its address there. Integers become int32."""
+        self._driver.wait(self._copied, event=True)
+        self._used = 0
+        return self._put
+
+    def _put(self, array: npt.NDArray[Any]) -> U64:
+        if array.dtype.kind in "ib":
+            array = array.astype(np.int32, copy=False)
+        flat, start = np.ascontiguousarray(array).reshape(-1).view(np.int32), self._used
+        self._here[start : start + len(flat)] = flat
+        self._used += len(flat)
+        return U64(self._there + 4 * start)
+
+    def send(self) -> None:
+        """Copy what was put."""
+        self._driver.to_device(self._there, self._here, self._stream, 4 * self._used)
+        self._driver.record(self._copied, self._stream)
+
+
+def _widths(extras: Extras | None) -> Sequence[int]:
+    """Per pick, how many other ids' logprobs are reported."""
+    if extras is None:
+        return ()
+    return [max(tops, len(ids)) for tops, ids in zip(extras.tops, extras.others, strict=True)]
+
+
+def _part(extras: Extras | None, at: slice) -> Extras | None:
+    if extras is None:
+        return None
+    return Extras(extras.edits[at], extras.tops[at], extras.others[at], extras.untouched[at])
 
 
 def _joined(parts: Sequence[Drawn]) -> Drawn:
@@ -165,15 +305,15 @@ def _joined(parts: Sequence[Drawn]) -> Drawn:
         tops = Tops(
             *(np.concatenate(column) for column in zip(*(_widened(part, width) for part in parts), strict=True))
         )
-    columns = [np.concatenate(column) for column in zip(*(part[:3] for part in parts), strict=True)]
-    return Drawn(columns[0], columns[1], columns[2], tops)
+    columns = [np.concatenate(column) for column in zip(*(part[:4] for part in parts), strict=True)]
+    return Drawn(columns[0], columns[1], columns[2], columns[3], tops)
 
 
 def _widened(part: Drawn, width: int) -> Tops:
     count = len(part.tokens)
     tops = part.tops or Tops(np.zeros((count, 0), np.int64), np.zeros((count, 0)), np.zeros(count, np.int64))
     padding = ((0, 0), (0, width - tops.ids.shape[1]))
-    return Tops(np.pad(tops.ids, padding), np.pad(tops.logprobs, padding), tops.ranks)
+    return Tops(np.pad(tops.ids, padding, constant_values=-1), np.pad(tops.logprobs, padding), tops.ranks)
 
 
 class DeviceDrawing:
@@ -182,39 +322,73 @@ class DeviceDrawing:
     def __init__(self, drawing: Drawing, before: Sequence[Drawn], count: int) -> None:
         self._drawing, self._before, self._count = drawing, before, count
 
+    @property
+    def whole(self) -> bool:
+        """Whether all are drawn at once."""
+        return not self._before
+
     def drawn(self) -> Drawn:
         """Wait for them."""
         return self._drawing.finished(self._before, self._count)
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
         """Launch the next step behind them."""
-        assert not self._before, "so many rows are no decode step"
+        assert self.whole, "so many rows are no decode step"
         return self._drawing.follow(batch, sources)
 
 
 class DeviceLogits:
-    """`Logits` of the step last launched; the next step takes their memory."""
+    """`Logits` of the step last launched; the next step takes their memory. most: rows that are there at once."""
 
-    def __init__(self, drawing: Drawing, count: int) -> None:
-        self._drawing, self._count, self._begun = drawing, count, False
+    def __init__(self, drawing: Drawing, count: int, gather: Callable[[Int64], None] | None, most: int) -> None:
+        self._drawing, self._count, self._gather, self._most, self._begun = drawing, count, gather, most, False
 
     @overload
     def __getitem__(self, rows: int) -> Float32: ...
     @overload
     def __getitem__(self, rows: slice) -> Float32: ...
     def __getitem__(self, rows: int | slice) -> Float32:
-        if isinstance(rows, slice):
-            start, stop, _ = rows.indices(self._count)
+        if isinstance(rows, int):
+            found: Float32 = self[rows : rows + 1][0]
+            return found
+        start, stop, _ = rows.indices(self._count)
+        if self._gather is None:
             return self._drawing.fetch(start, max(0, stop - start))
-        found: Float32 = self._drawing.fetch(rows, 1)[0]
-        return found
+        parts = []
+        for at in range(start, stop, self._most):
+            some = np.arange(at, min(stop, at + self._most))
+            self._gather(some)
+            parts.append(self._drawing.fetch(0, len(some)).copy())
+        return np.concatenate(parts)
 
     def begin(
-        self, rows: Int64, inverse_temperature: Float32, greedy: Flags, numbers: Float64, cuts: Cuts
+        self,
+        rows: Int64,
+        inverse_temperature: Float32,
+        greedy: Flags,
+        numbers: Float64,
+        cuts: Cuts,
+        extras: Extras | None = None,
     ) -> DeviceDrawing:
         """Begin to draw on the device."""
         self._begun = True
-        return self._drawing.begin(rows, inverse_temperature, greedy, numbers, cuts)
+        if self._gather is not None:
+            some, rows = np.unique(rows, return_inverse=True)
+            assert len(some) <= self._most, "a step draws for no more sequences than it has seats"
+            self._gather(some)
+        return self._drawing.begin(rows, inverse_temperature, greedy, numbers, cuts, extras)
+
+    def score(self, rows: Int64, inverse_temperature: Float32, tokens: Int64, tops: Sequence[int]) -> Drawn:
+        """Logprobs and ranks of given tokens, on the device."""
+        if self._gather is None:
+            return self._drawing.score(rows, inverse_temperature, tokens, tops)
+        parts = []
+        for at in range(0, len(rows), self._most):
+            part = slice(at, at + self._most)
+            self._gather(rows[part])
+            there = np.arange(len(rows[part]))
+            parts.append(self._drawing.score(there, inverse_temperature[part], tokens[part], tops[part]))
+        return _joined(parts)
 
     def wait(self) -> None:
         """Wait until the step is through, and what has been begun to be drawn from it; not for a step behind it."""

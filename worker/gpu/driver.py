@@ -206,6 +206,10 @@ class Driver:
         """Set every byte."""
         self.call("cuMemsetD8Async", U64(address), ctypes.c_ubyte(byte), Size(nbytes), stream)
 
+    def fill_words(self, address: int, count: int, word: int, stream: Handle) -> None:
+        """Set every word of 32 bits."""
+        self.call("cuMemsetD32Async", U64(address), UInt(word), Size(count), stream)
+
     def captured(self, stream: Handle, launches: Callable[[], None]) -> Handle:
         """What `launches` gives the stream, as a graph that `launch` runs; nothing runs now."""
         graph, executable = Pointer(), Pointer()

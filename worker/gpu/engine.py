@@ -14,7 +14,7 @@ from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from worker.config import WorkerConfig
-from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
+from worker.engine.base import Adapters, EngineSpec, ForwardBatch, Kernels, Logits, never
 from worker.engine.sizes import engine_spec, that_fit
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
@@ -147,7 +147,7 @@ class GpuEngine:
         """Free the KV cache; bytes freed."""
         return self._decoder.release_kv()
 
-    def forward(self, batch: ForwardBatch) -> Float32 | Logits:
+    def forward(self, batch: ForwardBatch) -> Logits:
         """Logits [L, vocab], on the device until rows are asked for; the next call reuses their memory."""
         return self._decoder.forward(batch)
 

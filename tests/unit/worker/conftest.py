@@ -14,13 +14,14 @@ import pytest
 from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
 from tests.engine_cases import in_one_array
-from worker.engine.base import EngineSpec, Float32, ForwardBatch
+from worker import row_sampler
+from worker.engine.base import CANNOT_BE_SAMPLED, Drawn, EngineSpec, Extras, Float32, ForwardBatch, Tops
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
 from worker.logit_edits import LogitEdits
 from worker.membership import update_sequences
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
-from worker.row_sampler import RowSampler
+from worker.row_sampler import Cut, RowSampler, Softmax, largest
 from worker.sampler import Draw, Pick, Sampler
 from worker.scheduler import Scheduler
 from worker.sequence import Line, Version
@@ -48,6 +49,8 @@ class Result:
 class Ahead:
     """`Logits` and `Drawing` of a device that computes at once: it stands for one that is still busy."""
 
+    whole = True
+
     def __init__(self, engine: FakeEngine, rows: Float32) -> None:
         self.engine, self.rows = engine, rows
 
@@ -57,10 +60,63 @@ class Ahead:
     def wait(self) -> None:
         pass
 
-    def begin(self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any, cuts: Any) -> "Ahead":
-        sampler = RowSampler(self.engine.spec.vocab_size)
-        self.found = sampler.draw(self.rows, rows, inverse_temperature, greedy, numbers, cuts)
+    def begin(
+        self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any, cuts: Any, extras: Any = None
+    ) -> "Ahead":
+        count = len(rows)
+        extras = extras or Extras([None] * count, [0] * count, [()] * count, [False] * count)
+        found = []
+        for i, row in enumerate(rows.tolist()):
+            logits = self.rows[row].copy()
+            if extras.edits[i] is not None:
+                assert extras.edits[i].apply(logits) == "", "whoever cannot go on is not drawn"
+            cut = Cut(int(cuts.top_k[i]), float(cuts.top_p[i]), float(cuts.min_p[i]))
+            how = (float(inverse_temperature[i]), cut, bool(greedy[i]), numbers[i : i + 1])
+            found.append(
+                self._draw(self.rows[row], logits, *how, extras.untouched[i], extras.tops[i], extras.others[i])
+            )
+        self.found = self._columns(found)
         return self
+
+    def _draw(
+        self, made: Any, logits: Any, inverse: float, cut: Any, greedy: bool, number: Any, untouched: bool, *asked: Any
+    ) -> Any:
+        sampler, finite = RowSampler(self.engine.spec.vocab_size), bool(np.isfinite(made).all())
+        with np.errstate(all="ignore"):
+            spread = sampler.spread(logits, inverse, cut, greedy=greedy)
+        if not (finite and np.isfinite(spread.weighed.peak)):
+            return 0, 0.0, False, finite, ([], [], 0)
+        token, shown = sampler.token(spread, number), (made, 1.0) if untouched else (logits, inverse)
+        return token, *self._reported(*shown, token, *asked)
+
+    def _reported(self, row: Any, inverse: float, token: int, tops: int, others: Any) -> Any:
+        softmax = Softmax(self.engine.spec.vocab_size)
+        with np.errstate(all="ignore"):
+            norm = softmax.weigh(row, inverse).norm
+        ids = list(others) or largest(softmax.scaled, tops).tolist() if tops or others else []
+        of_ids = [max(CANNOT_BE_SAMPLED, row_sampler.logprob(softmax.scaled, i, norm)) for i in ids]
+        rank = int(np.count_nonzero(softmax.scaled > softmax.scaled[token])) + 1
+        return row_sampler.logprob(softmax.scaled, token, norm), True, False, (ids, of_ids, rank)
+
+    def _columns(self, found: Any) -> Drawn:
+        tokens, logprobs, finite, closed, reports = zip(*found, strict=True)
+        width = max(len(ids) for ids, _, _ in reports)
+        ids = np.array([[*ids, *[-1] * (width - len(ids))] for ids, _, _ in reports], np.int64)
+        of_ids = np.array([[*of, *[0.0] * (width - len(of))] for _, of, _ in reports])
+        tops = Tops(
+            ids.reshape(len(found), width),
+            of_ids.reshape(len(found), width),
+            np.array([rank for _, _, rank in reports]),
+        )
+        return Drawn(np.array(tokens), np.array(logprobs), np.array(finite), np.array(closed), tops)
+
+    def score(self, rows: Any, inverse_temperature: Any, tokens: Any, tops: Any) -> Drawn:
+        found = []
+        for row, inverse, token, wanted in zip(rows, inverse_temperature, tokens, tops, strict=True):
+            sound = bool(np.isfinite(self.rows[row]).all())
+            reported = self._reported(self.rows[row], float(inverse), int(token), wanted, ())
+            found.append((token, *reported) if sound else (0, 0.0, False, False, ([], [], 0)))
+        return self._columns(found)
 
     def drawn(self) -> Any:
         return self.found

@@ -1,8 +1,12 @@
 """Steps launched before the tokens of the one before are known: when, and what comes of them."""
 
+from typing import Any
+
 import pytest
 
 from tests.unit.worker.conftest import Ahead
+from tests.unit.worker.letters import END, VOCAB, letters
+from tests.unit.worker.test_grammar import regex
 
 
 def test_steady_decoding_flies_and_gives_the_same_tokens(rig):
@@ -54,14 +58,96 @@ def test_whoever_waits_is_let_in_after_the_step_that_is_on_its_way(rig):
         replica.check_replay(name)
 
 
-def test_rows_that_the_host_must_see_are_not_flown(rig):
-    replica = rig(device=True)
-    replica.add("a", [1, 2], max_tokens=8, temperature=1.0, seed=1)
-    replica.add("b", [3, 4], max_tokens=8, temperature=1.0, seed=1, repetition_penalty=1.3)
+KINDS = {
+    "penalties": {"repetition_penalty": 1.7, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "bias": {"logit_bias": {3: 2.0, 9: -4.0}, "top_p": 0.8},
+    "allowed": {"allowed_token_ids": [1, 2, 3, 5, 8], "temperature": 0.7},
+    "bad words": {"bad_words": [[4], [5, 6], [1, 2]]},
+    "min_tokens": {"min_tokens": 7, "stop_token_ids": [2, 3, 4, 5, 6, 7]},
+    "top logprobs": {"logprobs": 3},
+    "more than are open": {"logprobs": 9, "allowed_token_ids": [1, 2, 3]},
+    "named logprobs": {"logprob_token_ids": [5, 1, 5, 30], "allowed_token_ids": [1, 2, 5]},
+    "greedy": {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+    "stop string": {"stop": ["ab", "5"]},
+    "grammar": {"grammar": regex("(ab|cd)*")},
+    "grammar that is over": {"grammar": regex("[a-f]{5}"), "ignore_eos": True},
+    "all at once": {
+        "grammar": regex("[a-f]{9}"),
+        "repetition_penalty": 1.4,
+        "logit_bias": {2: 1.0},
+        "logprobs": 4,
+        "top_k": 3,
+    },
+}
+
+
+def play(rig: Any, kinds: dict[str, Any], *, device: bool, mode: str = "processed", **sizes: Any) -> Any:
+    sizes = {"num_blocks": 64, "max_tokens": 40} | sizes
+    replica = rig(device=device, tokenizer=letters(), vocab_size=VOCAB, eos=(END,), logprobs_mode=mode, **sizes)
+    for number, (name, fields) in enumerate(kinds.items()):
+        asked = {"temperature": 1.0, "max_tokens": 12, "seed": number, "stream": number % 2 == 0} | fields
+        replica.add(name, [1 + number, 2, 3], **asked)
     replica.run()
-    assert replica.flights == 0
-    for name in "ab":
-        replica.check_replay(name)
+    return replica
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_asked_of_tokens_flies_and_is_what_the_host_says(rig: Any, kind: str, mode: str) -> None:
+    host, device = (play(rig, {kind: KINDS[kind]}, device=there, mode=mode) for there in (False, True))
+    assert told(device) == told(host)
+    tokens = len(device.results[kind, 0].tokens)
+    assert device.flights >= min(tokens, 7) - 2, "all but the prompt's step, and those in which it may join the cohort"
+
+
+@pytest.mark.parametrize("sizes", [{"max_batch": 16}, {"max_batch": 16, "num_blocks": 22}, {"max_batch": 5}])
+def test_all_kinds_together_and_plain_ones_beside_them(rig: Any, sizes: dict[str, Any]) -> None:
+    kinds = {**KINDS, "plain": {}, "plain and long": {"max_tokens": 30}, "of three": {"n": 3, "frequency_penalty": 0.5}}
+    host, device = (play(rig, kinds, device=there, **sizes) for there in (False, True))
+    assert told(device) == told(host)
+    assert device.flights > 3
+
+
+def test_what_a_device_cannot_report_is_drawn_by_the_host_one_step_after_the_other(rig: Any) -> None:
+    kinds = {"mask": {"sampling_mask": True, "top_k": 4}, "beside it": {"repetition_penalty": 1.3}}
+    host, device = (play(rig, kinds, device=there) for there in (False, True))
+    assert told(device) == told(host)
+    assert device.flights <= 1, "the one beside it, once the other has ended"
+
+
+def test_prompts_are_scored_where_the_logits_are(rig: Any) -> None:
+    kinds: dict[str, Any] = {
+        "own": {"prompt_logprobs": 0},
+        "likeliest": {"prompt_logprobs": 3, "temperature": 0.6},
+        "an output": {"prompt_logprobs": 1, "score_from": 2, "max_tokens": 0},
+        "an edited output": {"prompt_logprobs": 1, "score_from": 1, "max_tokens": 0, "repetition_penalty": 1.8},
+    }
+    host, device = (play(rig, kinds, device=there) for there in (False, True))
+    assert told(device) == told(host)
+    assert all(device.results[kind, 0].chunks[0].prompt_logprobs for kind in kinds)
+
+
+def told(replica: Any) -> Any:
+    return {key: result.chunks for key, result in replica.results.items()}
+
+
+def test_flown_steps_survive_updates_aborts_and_want_of_blocks(rig: Any) -> None:
+    """Under every policy, while all kinds decode; what follows is what the spans claim."""
+    kinds = {name: fields for name, fields in KINDS.items() if name != "stop string"}
+    for policy in ("keep", "recompute", "wait"):
+        replica = rig(device=True, tokenizer=letters(), vocab_size=VOCAB, eos=(END,), max_tokens=40, num_blocks=26)
+        for number, (name, fields) in enumerate(kinds.items()):
+            replica.add(name, [1 + number, 2], **({"temperature": 1.0, "max_tokens": 14, "seed": number} | fields))
+        for turn in range(9):
+            replica.step()
+            if turn in (3, 6):
+                replica.update(policy, turn)
+            if turn == 5:
+                assert replica.scheduler.abort(["bias"])
+        replica.run()
+        for name in kinds:
+            replica.check_replay(name)
+        assert replica.flights > 2
 
 
 def test_broken_logits_end_one_sequence_and_leave_the_others_rows_alone(rig):

@@ -1,30 +1,140 @@
 // Drawing tokens where the logits are: from softmax(logits * inverse_temperature), by numbers in [0, 1) that the host's
-// random streams make, so a seed gives the same token on every device. Rows are cut into pieces of PIECE ids, whose weights
-// are summed first; the number is then looked up among the pieces of its row, and inside one of them.
+// random streams make, so a seed gives the same token on every device. In this order, over the rows of one buffer:
+//   count, edit         a pick whose logits are edited gets a row of its own, behind the `whole` rows that the step filled
+//   weigh               rows are cut into pieces of PIECE ids, whose weights are summed
+//   draw, draw_cut      the number is looked up among the pieces of its row, and inside one of them
+//   report              more logprobs than the token's own, or those of tokens that are given
+//   feed                the tokens go to the next step
 #define PIECE 256
+#define FULL 0x7fffffff
 
-// pieces: [picks][ceil(vocab / PIECE)] of (largest logit, sum of exp((logit - largest) * inverse_temperature)); a sum that
-// is no number where a logit is not finite. grid (.., picks), 256 threads: a warp a piece.
-KERNEL __launch_bounds__(256) weigh(const float *logits, const int *rows, const float *inverse_temperature, float2 *pieces,
-                                    int vocab) {
+// What is kept by id for a sequence whose logits are edited, [seats][vocab]: see worker/logit_edits.py.
+#define IN_PROMPT 0x80000000u
+#define CLOSED 0x40000000u
+#define TIMES 0x3fffffffu
+// words[places[i]] = values[i]. grid (count / 256).
+KERNEL count(const int *places, const u32 *values, u32 *words, int entries) {
   follow();
-  const int pick = blockIdx.y, lane = threadIdx.x & 31, count = (vocab + PIECE - 1) / PIECE;
-  const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < entries) words[places[i]] = values[i];
+}
+
+// Row `to` = row `from`, edited as LogitEdits.apply does it, to the same bits: what `mask` closes (-1: nothing; rows of bits,
+// the lowest first) is -inf; addends of entries [first, end), which are sorted by id; penalties of ids that the seat (-1: none)
+// has seen. Where the logit was no finite number it is NaN. grid (vocab / TILE, edits), 256 threads.
+struct Edit { int from, to, mask, seat, first, end; float repetition, presence, frequency; int unused; };
+#define TILE 2048
+KERNEL __launch_bounds__(256) edit(float *logits, const Edit *edits, const u32 *masks, const int *ids, const float *addends,
+                                   const u32 *words, int vocab) {
+  __shared__ float x[TILE];
+  __shared__ int ends[2];
+  follow();
+  const Edit e = edits[blockIdx.y];
+  const int start = blockIdx.x * TILE, size = min(TILE, vocab - start), mask_words = (vocab + 31) / 32;
+  const float *row = logits + (u64)e.from * vocab + start;
+  const u32 *mask = masks + (u64)max(e.mask, 0) * mask_words, *seen = words + (u64)max(e.seat, 0) * vocab + start;
+  if (threadIdx.x < 2) {  // the tile's entries
+    int low = e.first, high = e.end;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (ids[middle] < start + (int)threadIdx.x * TILE) low = middle + 1;
+      else high = middle;
+    }
+    ends[threadIdx.x] = low;
+  }
+#pragma unroll
+  for (int i = threadIdx.x; i < TILE; i += 256) {
+    if (i >= size) break;
+    const float v = row[i];
+    const int id = start + i;
+    const bool open = e.mask < 0 || mask[id >> 5] >> (id & 31) & 1;
+    x[i] = !(fabsf(v) < INF) ? __int_as_float(0x7fffffff) : open ? v : -INF;
+  }
+  __syncthreads();
+  for (int i = ends[0] + threadIdx.x; i < ends[1]; i += 256) atomicAdd(x + (ids[i] - start), addends[i]);
+  __syncthreads();
+  float *out = logits + (u64)e.to * vocab + start;
+#pragma unroll
+  for (int i = threadIdx.x; i < TILE; i += 256) {
+    if (i >= size) break;
+    float v = x[i];
+    const u32 word = e.seat < 0 ? 0u : seen[i];
+    if (word && v == v) {
+      if (word & CLOSED) v = -INF;
+      if (word & (IN_PROMPT | TIMES) && e.repetition != 1.f) v = v > 0 ? __fdiv_rn(v, e.repetition) : __fmul_rn(v, e.repetition);
+      if (word & TIMES) v = __fsub_rn(v, __fadd_rn(e.presence, __fmul_rn(e.frequency, (float)(word & TIMES))));
+    }
+    out[i] = v;
+  }
+}
+
+// pieces: [views][ceil(vocab / PIECE)] of (largest logit, sum of exp((logit - largest) * inverse_temperature)); a sum that is
+// no number where a logit is not finite, but for -inf in a row from `whole` on. grid (.., views), 256 threads: a warp a piece.
+KERNEL __launch_bounds__(256) weigh(const float *logits, const int *rows, const float *inverse_temperature, float2 *pieces,
+                                    int whole, int vocab) {
+  follow();
+  const int view = blockIdx.y, lane = threadIdx.x & 31, count = (vocab + PIECE - 1) / PIECE;
+  const float *row = logits + (u64)rows[view] * vocab, hot = inverse_temperature[view];
+  const bool edited = rows[view] >= whole;
   for (int piece = blockIdx.x * 8 + (threadIdx.x >> 5); piece < count; piece += gridDim.x * 8) {
     float x[PIECE / 32], top = -INF, sum = 0, broken = 0;
 #pragma unroll
     for (int i = 0; i < PIECE / 32; i++) {
       const int id = piece * PIECE + lane + 32 * i;
       x[i] = id < vocab ? row[id] : -INF;
-      if (id < vocab) broken += x[i] * 0.f;
+      if (id < vocab && !(edited && x[i] == -INF)) broken += x[i] * 0.f;
       top = fmaxf(top, x[i]);
     }
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    const float base = top > -INF ? top : 0.f;  // all masked: no weight
 #pragma unroll
-    for (int i = 0; i < PIECE / 32; i++) sum += expf((x[i] - top) * hot);
+    for (int i = 0; i < PIECE / 32; i++) sum += expf((x[i] - base) * hot);
     sum = warp_sum(sum + broken);
-    if (!lane) pieces[(u64)pick * count + piece] = make_float2(top, sum);
+    if (!lane) pieces[(u64)view * count + piece] = make_float2(top, sum);
   }
+}
+
+// token: its logprob is of the view that it was drawn from. state: NOT_FINITE and ALL_MASKED have no token.
+struct Drawn { int token; float logprob; int state; int unused; };
+#define NOT_FINITE 0
+#define SOUND 1
+#define ALL_MASKED 2
+
+__device__ __forceinline__ double total_of(double v, double *sums) {  // over the block; sums: [32]; everybody gets it
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  __syncthreads();
+  if (!(threadIdx.x & 31)) sums[threadIdx.x >> 5] = v;
+  __syncthreads();
+  double s = 0;
+  for (int w = 0; w < blockDim.x / 32; w++) s += sums[w];
+  return s;
+}
+
+// A view by its pieces: the largest logit, the total of the weights relative to it, whether anything can be drawn.
+struct Weighed {
+  float top;
+  double total;
+  int state;
+  __device__ __forceinline__ float logprob(float logit, float hot) const {
+    return fminf(0.f, (float)((double)((logit - top) * hot) - log(total)));
+  }
+};
+__device__ __forceinline__ Weighed weighed(const float2 *pieces, int count, float hot, bool edited, double *sums) {
+  __shared__ float tops[32];
+  float top = -INF;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) top = fmaxf(top, pieces[i].x);
+  for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+  if (!(threadIdx.x & 31)) tops[threadIdx.x >> 5] = top;
+  __syncthreads();
+  for (int w = 0; w < blockDim.x / 32; w++) top = fmaxf(top, tops[w]);
+  const bool some = fabsf(top) < INF;
+  double weight = 0;
+  for (int i = threadIdx.x; i < count; i += blockDim.x)
+    weight += (double)(some ? pieces[i].y * expf((pieces[i].x - top) * hot) : pieces[i].y);
+  const double total = total_of(weight, sums);
+  const int state = some && total < (double)INF ? SOUND : edited && total == total ? ALL_MASKED : NOT_FINITE;
+  return {top, total, state};
 }
 
 // Where in 256 weights, one a thread, the running sum passes `goal`; every thread gets the index, the sum before it and its
@@ -60,43 +170,29 @@ __device__ __forceinline__ Found passed(double weight, double goal, double *sums
   return result;
 }
 
-struct Drawn { int token; float logprob; int finite; int unused; };
-// How a pick is drawn: from all ids; the most likely id, the lowest of equals; or by `draw_cut`.
+// How a pick is drawn: from all ids; the most likely id, the lowest of equals; or by `draw_cut`. Pick i is of view i.
 #define GREEDY 1
 #define CUT 2
 // grid (picks), 256 threads.
 KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const float *inverse_temperature, const int *how,
-                                   const double *numbers, const float2 *pieces, Drawn *out, int vocab) {
-  __shared__ double sums[8];
-  __shared__ float tops[8];
+                                   const double *numbers, const float2 *pieces, Drawn *out, int whole, int vocab) {
+  __shared__ double sums[32];
   __shared__ Found found;
   __shared__ int least;
   follow();
-  const int pick = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (vocab + PIECE - 1) / PIECE;
+  const int pick = blockIdx.x, count = (vocab + PIECE - 1) / PIECE;
   if (how[pick] == CUT) return;
   const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
   const float2 *mine = pieces + (u64)pick * count;
   const int each = (count + 255) / 256, from = threadIdx.x * each, until = min(count, from + each);
-  float top = -INF;
-  for (int i = from; i < until; i++) top = fmaxf(top, mine[i].x);
-  for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-  if (!lane) tops[warp] = top;
-  if (!threadIdx.x) least = 0x7fffffff;
-  __syncthreads();
-  for (int w = 0; w < 8; w++) top = fmaxf(top, tops[w]);
-  double weight = 0;
-  for (int i = from; i < until; i++) weight += (double)(mine[i].y * expf((mine[i].x - top) * hot));
-  double total = weight;
-  for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-  if (!lane) sums[warp] = total;
-  __syncthreads();
-  total = 0;
-  for (int w = 0; w < 8; w++) total += sums[w];
-  __syncthreads();
-  if (!(total < (double)INF) || !(fabsf(top) < INF)) {
-    if (!threadIdx.x) out[pick] = {0, 0.f, 0, 0};
+  if (!threadIdx.x) least = FULL;
+  const Weighed all = weighed(mine, count, hot, rows[pick] >= whole, sums);
+  if (all.state != SOUND) {
+    if (!threadIdx.x) out[pick] = {0, 0.f, all.state, 0};
     return;
   }
+  const float top = all.top;
+  __syncthreads();
   int token;
   if (how[pick] == GREEDY) {
     for (int i = from; i < until; i++)
@@ -104,13 +200,15 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
     __syncthreads();
     const int piece = least, id = piece * PIECE + threadIdx.x;
     __syncthreads();
-    if (!threadIdx.x) least = 0x7fffffff;
+    if (!threadIdx.x) least = FULL;
     __syncthreads();
     if (id < vocab && row[id] == top) atomicMin(&least, id);
     __syncthreads();
     token = least;
   } else {
-    const double goal = numbers[pick] * total;
+    double weight = 0;
+    for (int i = from; i < until; i++) weight += (double)(mine[i].y * expf((mine[i].x - top) * hot));
+    const double goal = numbers[pick] * all.total;
     const Found group = passed(weight, goal, sums, &found);
     __shared__ int piece;
     __shared__ double share;
@@ -125,66 +223,41 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
     }
     __syncthreads();
     const int id = piece * PIECE + threadIdx.x;
-    const double here = id < vocab ? (double)expf((row[id] - top) * hot) : 0.0;
-    double sum = here;
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-    if (!lane) sums[warp] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < 8; w++) sum += sums[w];
+    const double here = id < vocab ? (double)expf((row[id] - top) * hot) : 0.0, sum = total_of(here, sums);
     __syncthreads();
     token = piece * PIECE + passed(here, share * sum, sums, &found).index;
   }
-  if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
+  if (!threadIdx.x) out[pick] = {token, all.logprob(row[token], hot), SOUND, 0};
 }
 
 // Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/row_sampler.py does it. Bounds are found
 // bit by bit, by counting or weighing what lies above; over the ids near the largest logit, when these are enough and few,
 // else over the whole row. Of equal logits the lower ids stay. grid (picks), 1024 threads, 8 * NEAR bytes of shared memory.
 #define NEAR 8192
-#define FULL 0x7fffffff
 __device__ __forceinline__ u32 rising(float x) {  // as a number that rises with x
   const u32 bits = __float_as_uint(x);
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 __device__ __forceinline__ float falling(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
-__device__ __forceinline__ double total_of(double v, double *sums) {  // over 1024 threads; everybody gets it
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-  __syncthreads();
-  if (!(threadIdx.x & 31)) sums[threadIdx.x >> 5] = v;
-  __syncthreads();
-  double s = 0;
-  for (int w = 0; w < 32; w++) s += sums[w];
-  return s;
-}
 KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, const float *inverse_temperature, const int *how,
-    const int *top_k, const double *top_p, const float *min_p, const double *numbers, const float2 *pieces, Drawn *out, int vocab) {
+    const int *top_k, const double *top_p, const float *min_p, const double *numbers, const float2 *pieces, Drawn *out, int whole,
+    int vocab) {
   extern __shared__ __align__(16) char near_by[];
   u32 *keys = (u32 *)near_by;
   int *ids = (int *)near_by + NEAR;
   __shared__ double sums[32];
-  __shared__ float tops[32];
   __shared__ int listed;
   follow();
-  const int pick = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (vocab + PIECE - 1) / PIECE;
+  const int pick = blockIdx.x, count = (vocab + PIECE - 1) / PIECE;
   if (how[pick] != CUT) return;
   const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
-  const float2 *mine = pieces + (u64)pick * count;
-  float top = -INF;
-  for (int i = threadIdx.x; i < count; i += 1024) top = fmaxf(top, mine[i].x);
-  for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-  if (!lane) tops[warp] = top;
   if (!threadIdx.x) listed = 0;
-  __syncthreads();
-  for (int w = 0; w < 32; w++) top = fmaxf(top, tops[w]);
-  double weight = 0;
-  for (int i = threadIdx.x; i < count; i += 1024) weight += (double)(mine[i].y * expf((mine[i].x - top) * hot));
-  const double total = total_of(weight, sums);
-  if (!(total < (double)INF) || !(fabsf(top) < INF)) {
-    if (!threadIdx.x) out[pick] = {0, 0.f, 0, 0};
+  const Weighed all = weighed(pieces + (u64)pick * count, count, hot, rows[pick] >= whole, sums);
+  if (all.state != SOUND) {
+    if (!threadIdx.x) out[pick] = {0, 0.f, all.state, 0};
     return;
   }
+  const float top = all.top;
   const int k = top_k[pick] > 0 && top_k[pick] < vocab ? top_k[pick] : 0;
   const double share = top_p[pick];
   const float least = min_p[pick];
@@ -199,7 +272,7 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     many = total_of(many, sums);
     heavy = total_of(heavy, sums);
     if (many > NEAR) break;
-    const bool enough = k ? many >= k : share < 1 ? heavy >= share * total : least >= expf(-depth + 0.01f);
+    const bool enough = k ? many >= k : share < 1 ? heavy >= share * all.total : least >= expf(-depth + 0.01f);
     if (!enough) continue;
     for (int id = threadIdx.x; id < vocab; id += 1024)
       if ((row[id] - top) * hot >= -depth) {
@@ -241,7 +314,7 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     bound = t;
   }
   if (share < 1) {
-    const double goal = share * (k ? sum([&](u32 key, int id) { return open(key, id) ? weigh_key(key) : 0.; }) : total);
+    const double goal = share * (k ? sum([&](u32 key, int id) { return open(key, id) ? weigh_key(key) : 0.; }) : all.total);
     u32 t = 0;
     for (u32 bit = 1u << 31; bit; bit >>= 1) {
       const u32 c = t | bit;
@@ -264,30 +337,46 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     const int c = token | bit;
     if (c < vocab && sum([&](u32 key, int id) { return id < c ? weight_of(key, id) : 0.; }) <= goal) token = c;
   }
-  if (!threadIdx.x) out[pick] = {token, fminf(0.f, (float)((double)((row[token] - top) * hot) - log(total))), 1, 0};
+  if (!threadIdx.x) out[pick] = {token, all.logprob(row[token], hot), SOUND, 0};
 }
 
-// The `wanted[p]` likeliest ids of a pick's row with their logprobs, best first and of equals the lower id, and the rank of
-// the id drawn. ids, logprobs: [picks][most]. Behind `draw`. grid (picks), 256 threads, 12 bytes of shared memory a piece.
-KERNEL __launch_bounds__(256) tops(const float *logits, const int *rows, const float *inverse_temperature, const int *wanted,
-    const float2 *pieces, const Drawn *drawn, int *ids, float *logprobs, int *ranks, int most, int vocab) {
+// Of a token that was drawn, or given with state SOUND: its logprob and rank in the view `shown`, and logprobs of others there:
+// of the wanted[p] likeliest ids, best first and of equals the lower id (-1 where nothing is left), or of -wanted[p] ids that
+// are given, from others[p] on. ids, logprobs: [picks][most]. Picks with shown < 0 have no report. Behind `draw`. grid (picks),
+// 256 threads, 12 bytes of shared memory a piece.
+#define NO_CHANCE -9999.f  // as worker/sampler.py: logprob of an id that was asked for and cannot be sampled
+KERNEL __launch_bounds__(256) report(const float *logits, const int *rows, const float *inverse_temperature, const int *shown,
+    const int *wanted, const int *others, const int *given, const float2 *pieces, Drawn *drawn, int *ids, float *logprobs,
+    int *ranks, int most, int whole, int vocab) {
   extern __shared__ __align__(16) char piece_memory[];
-  __shared__ double sums[8];
+  __shared__ double sums[32];
   __shared__ float best[8];
   __shared__ int where[8], above;
   follow();
   const int pick = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (vocab + PIECE - 1) / PIECE;
-  if (!wanted[pick] || !drawn[pick].finite) return;
+  const int view = shown[pick], token = drawn[pick].token;
+  if (view < 0 || drawn[pick].state != SOUND) return;
   float *left = (float *)piece_memory, *taken = left + count;  // the largest that is left of a piece; the last one taken
   int *taken_id = (int *)(taken + count);
-  const float *row = logits + (u64)rows[pick] * vocab, hot = inverse_temperature[pick];
-  const float2 *mine = pieces + (u64)pick * count;
-  float top = -INF;
+  const float *row = logits + (u64)rows[view] * vocab, hot = inverse_temperature[view];
+  const float2 *mine = pieces + (u64)view * count;
   for (int i = threadIdx.x; i < count; i += 256) {
     left[i] = mine[i].x;
     taken[i] = INF;
     taken_id[i] = -1;
-    top = fmaxf(top, mine[i].x);
+  }
+  if (!threadIdx.x) above = 0;
+  const Weighed all = weighed(mine, count, hot, rows[view] >= whole, sums);
+  if (all.state != SOUND) {
+    if (!threadIdx.x) drawn[pick].state = all.state;
+    return;
+  }
+  const float own = row[token];
+  if (!threadIdx.x) drawn[pick].logprob = fmaxf(NO_CHANCE, all.logprob(own, hot));
+  for (int i = threadIdx.x; i < -wanted[pick]; i += 256) {
+    const int id = given[others[pick] + i];
+    ids[(u64)pick * most + i] = id;
+    logprobs[(u64)pick * most + i] = fmaxf(NO_CHANCE, all.logprob(row[id], hot));
   }
   // Over the block: the larger of (value, -place), and whose it is.
   auto largest = [&](float &value, int &place) {
@@ -303,23 +392,16 @@ KERNEL __launch_bounds__(256) tops(const float *logits, const int *rows, const f
     for (int w = 1; w < 8; w++)
       if (best[w] > value || (best[w] == value && where[w] < place)) { value = best[w]; place = where[w]; }
   };
-  int nobody = 0;
-  largest(top, nobody);
-  double total = 0;
-  for (int i = threadIdx.x; i < count; i += 256) total += (double)(mine[i].y * expf((mine[i].x - top) * hot));
-  for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-  if (!lane) sums[warp] = total;
-  if (!threadIdx.x) above = 0;
-  __syncthreads();
-  total = 0;
-  for (int w = 0; w < 8; w++) total += sums[w];
-  const float norm = (float)log(total);
-  for (int n = 0; n < min(wanted[pick], vocab); n++) {
+  for (int n = 0; n < wanted[pick]; n++) {
     float value = -INF;
     int piece = FULL;
     for (int i = threadIdx.x; i < count; i += 256)
       if (left[i] > value || (left[i] == value && i < piece)) { value = left[i]; piece = i; }
     largest(value, piece);
+    if (value == -INF) {  // masked, or all of the vocabulary is told
+      for (int i = n + threadIdx.x; i < wanted[pick]; i += 256) ids[(u64)pick * most + i] = -1;
+      break;
+    }
     const int id = piece * PIECE + threadIdx.x;
     const float x = id < vocab ? row[id] : -INF, last = taken[piece];
     const bool free = id < vocab && (x < last || (x == last && id > taken_id[piece]));  // not taken before
@@ -334,13 +416,12 @@ KERNEL __launch_bounds__(256) tops(const float *logits, const int *rows, const f
       taken[piece] = first;
       taken_id[piece] = chosen;
       ids[(u64)pick * most + n] = chosen;
-      logprobs[(u64)pick * most + n] = fminf(0.f, (first - top) * hot - norm);
+      logprobs[(u64)pick * most + n] = all.logprob(first, hot);
     }
     __syncthreads();
   }
-  const float own = row[drawn[pick].token];
   int larger = 0;
-  for (int i = threadIdx.x >> 5; i < count; i += 8) {  // a warp a piece; most hold nothing above
+  for (int i = warp; i < count; i += 8) {  // a warp a piece; most hold nothing above
     if (mine[i].x <= own) continue;
     for (int j = lane; j < PIECE; j += 32)
       if (i * PIECE + j < vocab && row[i * PIECE + j] > own) larger++;
