@@ -111,15 +111,17 @@ class NumpyModule:
         """The kernels after it weigh for themselves."""
 
     def draw(self, grid: Any, *arguments: int) -> None:
-        logits, rows, hot, how, numbers, _, out, whole, vocab = arguments
-        self._draw(grid[0], (logits, rows, hot, how), None, (numbers, out, whole, vocab))
+        logits, rows, hot, how, numbers, _, out, marked, masks, whole, vocab = arguments
+        self._draw(grid[0], (logits, rows, hot, how), None, (numbers, out, whole, vocab), (marked, masks))
 
     def draw_cut(self, grid: Any, *arguments: int) -> None:
-        logits, rows, hot, how, top_k, top_p, min_p, numbers, _, out, whole, vocab = arguments
-        self._draw(grid[0], (logits, rows, hot, how), (top_k, top_p, min_p), (numbers, out, whole, vocab))
+        logits, rows, hot, how, top_k, top_p, min_p, numbers, _, out, marked, masks, whole, vocab = arguments
+        self._draw(
+            grid[0], (logits, rows, hot, how), (top_k, top_p, min_p), (numbers, out, whole, vocab), (marked, masks)
+        )
 
-    def _draw(self, count: int, picks: Any, cuts: Any, ends: Any) -> None:
-        (logits, rows, hot, how), (numbers, out, whole, vocab) = picks, ends
+    def _draw(self, count: int, picks: Any, cuts: Any, ends: Any, marks: Any) -> None:
+        (logits, rows, hot, how), (numbers, out, whole, vocab), (marked, masks) = picks, ends, marks
         sampler, found = RowSampler(vocab), self._at(out, _DRAWN, count)
         at, inverse, ways = (
             self._at(rows, np.int32, count),
@@ -137,6 +139,11 @@ class NumpyModule:
                 spread = sampler.spread(row, float(inverse[i]), cut, greedy=ways[i] == 1)
                 token = sampler.token(spread, self._at(numbers, np.float64, count)[i : i + 1])
                 found[i] = (token, logprob(sampler.softmax.scaled, token, spread.weighed.norm), _SOUND, 0)
+                mark, width = int(self._at(marked, np.int32, count)[i]), -(-vocab // 32)
+                if mark >= 0:
+                    left = np.zeros(32 * width, np.bool_)
+                    left[np.flatnonzero(row > -np.inf) if spread.ids is None else spread.ids] = True
+                    self._at(masks + 4 * width * mark, np.uint8, 4 * width)[:] = np.packbits(left, bitorder="little")
 
     def report(self, grid: Any, *arguments: int) -> None:
         logits, rows, hot, shown, wanted, others, given, _, drawn, ids, logprobs, ranks, most, whole, vocab = arguments

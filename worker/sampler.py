@@ -6,8 +6,8 @@ closes is an edit. Logprobs are those of that distribution before the cut ("proc
 logarithms are `softmax`'s, whichever way a row goes: a token's logprob is the same number drawn in a batch, alone,
 beside others' or scored.
 
-A device draws the same tokens from its logits by the same numbers, and reports all but the ids left open
-(`sampling_mask`) and more than 1,024 other ids' logprobs; it scores what is not edited. For the rest rows are fetched.
+A device draws the same tokens from its logits by the same numbers, and reports all but more than 1,024 other ids'
+logprobs; it scores what is not edited. For the rest rows are fetched.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ from worker.grammar import FILL
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import UInt64, uniforms, uniforms_of
-from worker.row_sampler import RowSampler, Softmax, Spread, largest, logprob
+from worker.row_sampler import RowSampler, Softmax, Spread, largest, logprob, truncates
 from worker.speculation import ACCEPT, DRAFT, REPLACE, Proposal, judged
 
 LogprobsMode = Literal["processed", "raw"]
@@ -111,6 +111,10 @@ class Begun:
             for i, (draw, pick) in enumerate(zip(draws, self._picks, strict=True)):
                 if pick.sampling.reports_others and not draw.error:
                     draws[i] = _with_others(draw, pick.sampling, drawn, columns + i)
+        for i, mask in enumerate(drawn.masks[columns:] if drawn.masks is not None else ()):
+            if mask is not None and not draws[i].error:
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                draws[i] = draws[i]._replace(mask=np.flatnonzero(bits).tolist())
         return Drawn(drawn.tokens[:columns], drawn.logprobs[:columns], drawn.finite[:columns]), draws
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> Logits | None:
@@ -124,7 +128,7 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, mode: LogprobsMode = "processed") -> None:
-        self._raw = mode == "raw"
+        self._raw, self._vocab = mode == "raw", vocab_size
         self._rows = RowSampler(vocab_size)
         self._softmax = self._rows.softmax
         self._untouched = Softmax(vocab_size) if self._raw else None
@@ -197,10 +201,19 @@ class Sampler:
             self._raw and (edit is not None or not (is_greedy(p.sampling) or p.sampling.temperature == 1.0))
             for edit, p in zip(edits, picks, strict=True)
         ]
-        if not (any(others) or any(tops) or any(untouched)) and all(edit is None for edit in edits):
+        marked = [pick.sampling.sampling_mask and self._cut_or_held(pick) for pick in picks]
+        if not (any(others) or any(tops) or any(untouched) or any(marked)) and all(edit is None for edit in edits):
             return None
         none: list[int] = []
-        return Extras([None] * plain + edits, [0] * plain + tops, [none] * plain + others, [False] * plain + untouched)
+        false = [False] * plain
+        return Extras(
+            [None] * plain + edits, [0] * plain + tops, [none] * plain + others, false + untouched, false + marked
+        )
+
+    def _cut_or_held(self, pick: Pick) -> bool:
+        """Whether a mask says more than which ids the request itself has closed."""
+        greedy, held = is_greedy(pick.sampling), pick.edits.grammar is not None
+        return greedy or held or truncates(pick.sampling, self._vocab)
 
     def propose(self, logits: Float32, picks: Sequence[Pick]) -> list[Proposal]:
         """Draw from a draft's logits as `sample` would from the model's, and keep what was drawn from."""
@@ -406,7 +419,7 @@ _BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
 
 def on_device(sampling: SamplingParams) -> bool:
     """Whether a device can draw the token and report all that is asked for."""
-    return not sampling.sampling_mask and max(sampling.logprobs, len(sampling.logprob_token_ids)) <= MOST_TOPS
+    return max(sampling.logprobs, len(sampling.logprob_token_ids)) <= MOST_TOPS
 
 
 def _asked_of(picks: Sequence[Pick]) -> Asked:

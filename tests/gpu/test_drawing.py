@@ -206,6 +206,7 @@ def test_all_that_can_be_asked_for_is_what_the_host_says(driver, vocab, mode):
         fields = {"logprobs": int(rng.choice([0, 1, 5, 64, 90]))}
         if rng.random() < 0.2:
             fields = {"logprob_token_ids": rng.integers(0, vocab, 7).tolist()}
+        fields["sampling_mask"] = bool(rng.random() < 0.3)
         sampling = some_sampling(rng, vocab, **fields)
         edits = edits_of(rng, vocab, sampling, seed)
         for token in rng.integers(0, min(vocab, 50), int(rng.integers(0, 20))).tolist():
@@ -221,8 +222,10 @@ def test_all_that_can_be_asked_for_is_what_the_host_says(driver, vocab, mode):
         if a.token == b.token:
             assert abs(a.logprob - b.logprob) < 3e-5, pick.sampling
             assert a.rank == b.rank
+            assert len(set(a.mask) ^ set(b.mask)) <= 1, pick.sampling  # rounding, at the edge of a nucleus
             assert [i for i, _ in a.top] == [i for i, _ in b.top], pick.sampling
             np.testing.assert_allclose([p for _, p in a.top], [p for _, p in b.top], atol=3e-5)
+    assert sum(bool(draw.mask) for draw in found) > 5
 
 
 def test_nothing_left_and_broken_logits_are_told_apart(driver):

@@ -23,7 +23,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
     "prompt": {"prompt_logprobs": 3, "top_k": 9},
     "of three": {"n": 3, "frequency_penalty": 0.5},
-    "on the host": {"sampling_mask": True, "top_k": 4, "max_tokens": 5},
+    "mask": {"sampling_mask": True, "top_k": 4},
+    "on the host": {"logprobs": 1025, "max_tokens": 5},
 }
 
 
@@ -66,11 +67,12 @@ def play(engine, *, device: bool, mode: str) -> tuple[dict[Any, Any], int]:
             assert not isinstance(item, Line), "nothing is streamed"
             assert not item.error, item.error
             kept = told.setdefault(
-                (item.request_id, item.index), {"tokens": [], "logprobs": [], "top": [], "prompt": []}
+                (item.request_id, item.index), {"tokens": [], "logprobs": [], "top": [], "prompt": [], "masks": []}
             )
             kept["tokens"] += item.token_ids
             kept["logprobs"] += item.logprobs
             kept["top"] += item.top
+            kept["masks"] += item.masks
             kept["prompt"] += item.prompt_logprobs or []
     assert scheduler.idle
     return told, flown
@@ -84,6 +86,7 @@ def test_every_kind_gets_the_hosts_tokens_and_logprobs(engine, mode):
     assert device.keys() == host.keys()
     for key, mine in device.items():
         assert mine["tokens"] == host[key]["tokens"], key
+        assert mine["masks"] == host[key]["masks"], key
         np.testing.assert_allclose(mine["logprobs"], host[key]["logprobs"], atol=5e-5)
         for name in ("top", "prompt"):
             assert len(mine[name]) == len(host[key][name])

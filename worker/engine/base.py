@@ -140,6 +140,7 @@ class Drawn(NamedTuple):
     finite: npt.NDArray[np.bool_]
     closed: npt.NDArray[np.bool_] | None = None
     tops: Tops | None = None  # when a row asked for some
+    masks: "Sequence[Int32 | None] | None" = None  # of those `Extras.marked`, as bits [ceil(vocab / 32)]
 
 
 class Cuts(NamedTuple):
@@ -157,13 +158,14 @@ class Cuts(NamedTuple):
 class Extras(NamedTuple):
     """Per row [R], what makes it more than a plain draw. edits: of its logits (None: none), as they are now. tops: so
     many of the likeliest ids are reported; others: or these ids. untouched: what is reported is of the logits as the
-    model made them, at temperature 1.
+    model made them, at temperature 1. marked: the ids that were left open are reported.
     """
 
     edits: Sequence["LogitEdits | None"]
     tops: Sequence[int]
     others: Sequence[Sequence[int]]
     untouched: Sequence[bool]
+    marked: Sequence[bool]
 
 
 class Drawing(Protocol):

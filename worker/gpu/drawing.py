@@ -49,7 +49,7 @@ class Drawing:
         self._logits, self._vocab, self._rows, self._most = logits, vocab, rows, most
         self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
-        self._asked = _Upload(driver, stream, (14 + _REPORTED) * most)
+        self._asked = _Upload(driver, stream, (15 + _REPORTED) * most)
         entries = max(_ENTRIES, 4 * vocab)
         self._packing = Packing(rows, vocab, entries)
         self._edits = _Upload(driver, stream, (EDIT.itemsize // 4 + -(-vocab // 32)) * rows + 2 * entries)
@@ -64,6 +64,9 @@ class Drawing:
         self._drawn = driver.pinned(most * _DRAWN.itemsize, np.uint8).view(_DRAWN)
         self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
         self._drawn_event = driver.event()
+        self._masks: Int32 = driver.pinned((rows, -(-vocab // 32)), np.int32)
+        self._masks_there = driver.allocate(self._masks.nbytes, "sampling")
+        self._marked: list[int] = []  # picks
         self._sources = _Upload(driver, stream, most)
 
     def logits(self, count: int, gather: "Callable[[Int64], None] | None" = None) -> "DeviceLogits":
@@ -86,6 +89,8 @@ class Drawing:
         at = 0
         while True:
             until = self._room(at, len(rows), _widths(extras))
+            if extras is not None and any(extras.marked[at:until]):
+                until = min(until, at + self._rows)
             sources, packed = rows[at:until], None
             if extras is not None and any(edits is not None for edits in extras.edits[at:until]):
                 packed, sources = self._packing.pack(extras.edits[at:until], sources.tolist(), self._rows)
@@ -107,6 +112,7 @@ class Drawing:
             until = self._room(at, len(rows), tops)
             count, wanted = until - at, np.array(tops[at:until], np.int32)
             self._driver.wait(self._drawn_event, event=True)  # nothing is being written there
+            self._marked = []
             self._drawn[:count] = 0
             self._drawn["token"][:count], self._drawn["state"][:count] = tokens[at:until], _SOUND
             self._driver.to_device(self._drawn_there, self._drawn, self._stream, _DRAWN.itemsize * count)
@@ -128,7 +134,12 @@ class Drawing:
         found = self._drawn[:count]
         tokens, logprobs = found["token"].astype(np.int64), found["logprob"].astype(np.float64)
         tops = self._found_tops(count) if self._reports else None
-        last = Drawn(tokens, logprobs, found["state"] == _SOUND, found["state"] == _ALL_MASKED, tops)
+        masks: list[Int32 | None] | None = None
+        if self._marked:
+            masks = [None] * count
+            for row, pick in enumerate(self._marked):
+                masks[pick] = self._masks[row].copy()
+        last = Drawn(tokens, logprobs, found["state"] == _SOUND, found["state"] == _ALL_MASKED, tops, masks)
         return last if not before else _joined([*before, last])
 
     def wait(self, *, drawn: bool) -> None:
@@ -171,7 +182,7 @@ class Drawing:
         packed: Packed | None,
     ) -> int:
         """sources: the rows that are drawn from, some of them edited."""
-        count, self._reports = len(rows), False
+        count, self._reports, self._marked = len(rows), False, []
         if not count:
             return 0
         if packed is not None:
@@ -179,6 +190,7 @@ class Drawing:
         shown = np.full(count, -1, np.int32)
         wanted, others, given = np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(0, np.int32)
         apart: Int64 = np.zeros(0, np.int64)  # picks whose reports are of another view
+        marks = np.full(count, -1, np.int32)
         if extras is not None:
             lengths = np.array([len(ids) for ids in extras.others], np.int32)
             wanted = np.where(lengths > 0, -lengths, np.array(extras.tops, np.int32))
@@ -187,6 +199,8 @@ class Drawing:
             apart = np.flatnonzero(extras.untouched)
             shown[wanted != 0] = np.flatnonzero(wanted)
             shown[apart] = count + np.arange(len(apart))
+            self._marked = np.flatnonzero(extras.marked).tolist()
+            marks[self._marked] = np.arange(len(self._marked))
         cut = ~greedy & cuts.close(self._vocab)
         send = self._asked.begin()
         numbers_there, top_p = send(numbers), send(cuts.top_p)
@@ -195,18 +209,18 @@ class Drawing:
             send(np.concatenate((inverse_temperature, np.ones(len(apart), np.float32)))),
         )
         how, top_k, min_p = send(np.where(cut, _CUT, greedy)), send(cuts.top_k), send(cuts.min_p)
-        reported = send(shown), send(wanted), send(others), send(given)
+        reported, marked = (send(shown), send(wanted), send(others), send(given)), send(marks)
         self._asked.send()
         launch, logits = self._module.launch, U64(self._logits)
         self._weigh(views, count + len(apart))
-        picks, ends = (
-            (logits, *views, how),
-            (U64(self._pieces), U64(self._drawn_there), Int(self._rows), Int(self._vocab)),
-        )
+        picks, masks = (logits, *views, how), (marked, U64(self._masks_there))
+        ends = (U64(self._pieces), U64(self._drawn_there), *masks, Int(self._rows), Int(self._vocab))
         launch("draw", (count,), 256, self._stream, (*picks, numbers_there, *ends))
         if cut.any():
             arguments = (*picks, top_k, top_p, min_p, numbers_there, *ends)
             launch("draw_cut", (count,), 1024, self._stream, arguments, shared=8 * _NEAR)
+        if self._marked:
+            self._driver.to_host(self._masks[: len(self._marked)], self._masks_there, self._stream)
         if (shown >= 0).any():
             self._report(views, reported, int(abs(wanted).max()), count)
         self._take(count)
@@ -295,7 +309,7 @@ def _widths(extras: Extras | None) -> Sequence[int]:
 def _part(extras: Extras | None, at: slice) -> Extras | None:
     if extras is None:
         return None
-    return Extras(extras.edits[at], extras.tops[at], extras.others[at], extras.untouched[at])
+    return Extras(extras.edits[at], extras.tops[at], extras.others[at], extras.untouched[at], extras.marked[at])
 
 
 def _joined(parts: Sequence[Drawn]) -> Drawn:
@@ -306,7 +320,8 @@ def _joined(parts: Sequence[Drawn]) -> Drawn:
             *(np.concatenate(column) for column in zip(*(_widened(part, width) for part in parts), strict=True))
         )
     columns = [np.concatenate(column) for column in zip(*(part[:4] for part in parts), strict=True)]
-    return Drawn(columns[0], columns[1], columns[2], columns[3], tops)
+    masks: list[Int32 | None] = [mask for part in parts for mask in part.masks or [None] * len(part.tokens)]
+    return Drawn(columns[0], columns[1], columns[2], columns[3], tops, masks)
 
 
 def _widened(part: Drawn, width: int) -> Tops:

@@ -64,7 +64,9 @@ class Ahead:
         self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any, cuts: Any, extras: Any = None
     ) -> "Ahead":
         count = len(rows)
-        extras = extras or Extras([None] * count, [0] * count, [()] * count, [False] * count)
+        false = [False] * count
+        extras = extras or Extras([None] * count, [0] * count, [()] * count, false, false)
+        masks = []
         found = []
         for i, row in enumerate(rows.tolist()):
             logits = self.rows[row].copy()
@@ -72,10 +74,12 @@ class Ahead:
                 assert extras.edits[i].apply(logits) == "", "whoever cannot go on is not drawn"
             cut = Cut(int(cuts.top_k[i]), float(cuts.top_p[i]), float(cuts.min_p[i]))
             how = (float(inverse_temperature[i]), cut, bool(greedy[i]), numbers[i : i + 1])
-            found.append(
-                self._draw(self.rows[row], logits, *how, extras.untouched[i], extras.tops[i], extras.others[i])
+            drawn, left = self._draw(
+                self.rows[row], logits, *how, extras.untouched[i], extras.tops[i], extras.others[i]
             )
-        self.found = self._columns(found)
+            found.append(drawn)
+            masks.append(left if extras.marked[i] else None)
+        self.found = self._columns(found)._replace(masks=masks)
         return self
 
     def _draw(
@@ -85,9 +89,12 @@ class Ahead:
         with np.errstate(all="ignore"):
             spread = sampler.spread(logits, inverse, cut, greedy=greedy)
         if not (finite and np.isfinite(spread.weighed.peak)):
-            return 0, 0.0, False, finite, ([], [], 0)
+            return (0, 0.0, False, finite, ([], [], 0)), None
+        left = np.zeros(-(-len(logits) // 32) * 32, np.bool_)
+        left[np.flatnonzero(logits > -np.inf) if spread.ids is None else spread.ids] = True
         token, shown = sampler.token(spread, number), (made, 1.0) if untouched else (logits, inverse)
-        return token, *self._reported(*shown, token, *asked)
+        drawn = token, *self._reported(*shown, token, *asked)
+        return drawn, np.packbits(left, bitorder="little").view(np.int32)
 
     def _reported(self, row: Any, inverse: float, token: int, tops: int, others: Any) -> Any:
         softmax = Softmax(self.engine.spec.vocab_size)

@@ -69,6 +69,10 @@ KINDS = {
     "named logprobs": {"logprob_token_ids": [5, 1, 5, 30], "allowed_token_ids": [1, 2, 5]},
     "greedy": {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
     "stop string": {"stop": ["ab", "5"]},
+    "mask of a cut": {"sampling_mask": True, "top_k": 4, "repetition_penalty": 1.2},
+    "mask of a grammar": {"sampling_mask": True, "grammar": regex("(ab|cd|[0-9])*")},
+    "mask of one": {"sampling_mask": True, "temperature": 0.0},
+    "mask of nothing closed": {"sampling_mask": True, "allowed_token_ids": [1, 2, 3]},
     "grammar": {"grammar": regex("(ab|cd)*")},
     "grammar that is over": {"grammar": regex("[a-f]{5}"), "ignore_eos": True},
     "all at once": {
@@ -109,7 +113,7 @@ def test_all_kinds_together_and_plain_ones_beside_them(rig: Any, sizes: dict[str
 
 
 def test_what_a_device_cannot_report_is_drawn_by_the_host_one_step_after_the_other(rig: Any) -> None:
-    kinds = {"mask": {"sampling_mask": True, "top_k": 4}, "beside it": {"repetition_penalty": 1.3}}
+    kinds = {"many": {"logprobs": 1025}, "beside it": {"repetition_penalty": 1.3}}
     host, device = (play(rig, kinds, device=there) for there in (False, True))
     assert told(device) == told(host)
     assert device.flights <= 1, "the one beside it, once the other has ended"

@@ -170,12 +170,22 @@ __device__ __forceinline__ Found passed(double weight, double goal, double *sums
   return result;
 }
 
+// A bit for each id that `open` says is so, the lowest first: [ceil(vocab / 32)]. By all threads of a block.
+template <class F> __device__ __forceinline__ void mark(u32 *mask, int vocab, F open) {
+  for (int first = threadIdx.x & ~31; first < vocab; first += blockDim.x) {
+    const int id = first + (threadIdx.x & 31);
+    const u32 bits = __ballot_sync(~0u, id < vocab && open(id));
+    if (!(threadIdx.x & 31)) mask[first / 32] = bits;
+  }
+}
+
 // How a pick is drawn: from all ids; the most likely id, the lowest of equals; or by `draw_cut`. Pick i is of view i.
 #define GREEDY 1
 #define CUT 2
-// grid (picks), 256 threads.
+// marked: which of the masks tells what it was drawn from, -1 = none does. grid (picks), 256 threads.
 KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const float *inverse_temperature, const int *how,
-                                   const double *numbers, const float2 *pieces, Drawn *out, int whole, int vocab) {
+                                   const double *numbers, const float2 *pieces, Drawn *out, const int *marked, u32 *masks,
+                                   int whole, int vocab) {
   __shared__ double sums[32];
   __shared__ Found found;
   __shared__ int least;
@@ -228,6 +238,10 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
     token = piece * PIECE + passed(here, share * sum, sums, &found).index;
   }
   if (!threadIdx.x) out[pick] = {token, all.logprob(row[token], hot), SOUND, 0};
+  if (marked[pick] >= 0) {
+    const bool greedy = how[pick] == GREEDY;
+    mark(masks + (u64)marked[pick] * ((vocab + 31) / 32), vocab, [&](int id) { return greedy ? id == token : row[id] > -INF; });
+  }
 }
 
 // Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/row_sampler.py does it. Bounds are found
@@ -240,8 +254,8 @@ __device__ __forceinline__ u32 rising(float x) {  // as a number that rises with
 }
 __device__ __forceinline__ float falling(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
 KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, const float *inverse_temperature, const int *how,
-    const int *top_k, const double *top_p, const float *min_p, const double *numbers, const float2 *pieces, Drawn *out, int whole,
-    int vocab) {
+    const int *top_k, const double *top_p, const float *min_p, const double *numbers, const float2 *pieces, Drawn *out,
+    const int *marked, u32 *masks, int whole, int vocab) {
   extern __shared__ __align__(16) char near_by[];
   u32 *keys = (u32 *)near_by;
   int *ids = (int *)near_by + NEAR;
@@ -338,6 +352,11 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     if (c < vocab && sum([&](u32 key, int id) { return id < c ? weight_of(key, id) : 0.; }) <= goal) token = c;
   }
   if (!threadIdx.x) out[pick] = {token, all.logprob(row[token], hot), SOUND, 0};
+  if (marked[pick] >= 0)
+    mark(masks + (u64)marked[pick] * ((vocab + 31) / 32), vocab, [&](int id) {
+      const u32 key = rising(row[id]);
+      return row[id] > -INF && open(key, id) && (float)weigh_key(key) >= least;
+    });
 }
 
 // Of a token that was drawn, or given with state SOUND: its logprob and rank in the view `shown`, and logprobs of others there:
