@@ -124,22 +124,30 @@ class LogitEdits:
         """That of all ids that `words` does not name."""
         return 0 if self._allowed is None else CLOSED
 
-    def words(self, since: int | None = None) -> tuple[_Ids, _Words]:
-        """Ids and their words [N]: of those that came out since so many tokens were out; None: of all."""
+    def words(self) -> tuple[_Ids, _Words]:
+        """Rising ids and their words [N], of all that do not have the usual one."""
+        parts = (
+            sorted(self._prompt),
+            list(self._counts or ()),
+            self._banned,
+            () if self._allowed is None else self._allowed,
+        )
+        ids = np.unique(np.concatenate([np.array(part, np.int64) for part in parts]))
+        return ids, self._words_of(ids.tolist())
+
+    def changed(self, since: int) -> tuple[list[int], _Words]:
+        """Ids that have come out since so many tokens were, and their words [N]."""
+        ids = list(dict.fromkeys(self._output[since:]))
+        return ids, self._words_of(ids)
+
+    def _words_of(self, ids: list[int]) -> _Words:
         counts, prompt = self._counts or {}, self._prompt
-        if since is not None:
-            named = list(dict.fromkeys(self._output[since:]))
-            ids: _Ids = np.array(named, np.int64)
-        else:
-            parts = (sorted(prompt), list(counts), self._banned, () if self._allowed is None else self._allowed)
-            ids = np.unique(np.concatenate([np.array(part, np.int64) for part in parts]))
-            named = ids.tolist()
-        words: _Words = np.array([counts.get(i, 0) | IN_PROMPT * (i in prompt) for i in named], np.uint32)
+        words: _Words = np.array([counts.get(i, 0) | IN_PROMPT * (i in prompt) for i in ids], np.uint32)
         if self._banned.size:
             words[np.isin(ids, self._banned)] |= np.uint32(CLOSED)
         if self._allowed is not None:
             words[~np.isin(ids, self._allowed)] |= np.uint32(CLOSED)
-        return ids, words
+        return words
 
     def addends(self) -> tuple[_Ids, Float32]:
         """Rising ids, some with a bias and then masked, and what is added to their logits now [N]: -inf masks."""

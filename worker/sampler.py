@@ -108,9 +108,10 @@ class Begun:
             if not draws[i].broken:
                 draws[i] = Draw(0, 0.0, error=problem)
         if drawn.tops is not None:
-            for i, (draw, pick) in enumerate(zip(draws, self._picks, strict=True)):
-                if pick.sampling.reports_others and not draw.error:
-                    draws[i] = _with_others(draw, pick.sampling, drawn, columns + i)
+            rows = zip(self._picks, *(column[columns:].tolist() for column in drawn.tops), strict=True)
+            for i, (pick, ids, logprobs, rank) in enumerate(rows):
+                if pick.sampling.reports_others and not draws[i].error:
+                    draws[i] = _with_others(draws[i], pick.sampling, ids, logprobs, rank)
         for i, mask in enumerate(drawn.masks[columns:] if drawn.masks is not None else ()):
             if mask is not None and not draws[i].error:
                 bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
@@ -461,20 +462,19 @@ def _grammar_bits(edits: LogitEdits) -> npt.NDArray[np.int32] | str | None:
 
 def _others(sampling: SamplingParams) -> list[int]:
     """Ids whose logprobs are wanted, beside the token's own."""
-    return list(dict.fromkeys(sampling.logprob_token_ids))
+    ids = sampling.logprob_token_ids
+    return list(dict.fromkeys(ids)) if ids else ids
 
 
-def _with_others(draw: Draw, sampling: SamplingParams, drawn: Drawn, at: int) -> Draw:
+def _with_others(draw: Draw, sampling: SamplingParams, ids: list[int], logprobs: list[float], rank: int) -> Draw:
     """A draw with what a device reports of others beside it."""
-    tops = drawn.tops
-    assert tops is not None
-    count = len(_others(sampling)) or min(sampling.logprobs, tops.ids.shape[1])
-    top = list(zip(tops.ids[at, :count].tolist(), tops.logprobs[at, :count].tolist(), strict=True))
+    count = len(_others(sampling)) or sampling.logprobs
+    top = list(zip(ids[:count], logprobs[:count], strict=True))
     if sampling.logprob_token_ids:
         top = [(draw.token, draw.logprob), *(entry for entry in top if entry[0] != draw.token)]
-    elif top and top[-1][0] < 0:  # fewer are open
+    elif top[-1][0] < 0:  # fewer are open
         top = [entry for entry in top if entry[0] >= 0]
-    return draw._replace(top=top, rank=int(tops.ranks[at]))
+    return Draw(draw.token, draw.logprob, top, rank)
 
 
 def draws_of(drawn: Drawn, start: int = 0) -> list[Draw]:

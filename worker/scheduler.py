@@ -281,6 +281,8 @@ class Scheduler:
             unscored = self._scored(sequence, scores[sequence]) if row.scored else None
             if unscored is not None:
                 self._end_in_error(sequence, unscored, step)
+            elif begun is not None:  # its picks are of the same rows
+                continue
             elif row.samples and sequence.draft is not None:
                 judged.append(Judged(sequence, sequence.pick(at - 1 - row.proposed)))
             elif row.samples:

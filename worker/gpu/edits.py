@@ -124,16 +124,15 @@ class Packing:
                 masks.append(bits)
             if edit.worded:
                 seat, known = self._seats.of(edit)
+                ids, named = edit.words() if known is None else edit.changed(known)
                 if known is None:
                     resets.append((seat, edit.usual_word))
-                if known != edit.length:
-                    of_ids, named = edit.words(known)
-                    told.append(((of_ids + seat * self._vocab).astype(np.int32), named.view(np.int32)))
-                    words += len(named)
-            ids, values = edit.addends()
-            if len(ids):
-                added.append((ids.astype(np.int32), values.view(np.int32)))
-                addends += len(ids)
+                told.append((np.array(ids, np.int32) + np.int32(seat * self._vocab), named.view(np.int32)))
+                words += len(named)
+            biased, values = edit.addends()
+            if len(biased):
+                added.append((biased.astype(np.int32), values.view(np.int32)))
+                addends += len(biased)
             drawn_from.append(targets + len(taken))
             taken.append((row, drawn_from[-1], mask, seat, first, addends, *edit.penalties, 0))
         none = np.zeros(0, np.int32)
@@ -142,7 +141,7 @@ class Packing:
             np.stack(masks) if masks else none.reshape(0, -(-self._vocab // 32)),
             np.concatenate([none, *(places for places, _ in told)]),
             np.concatenate([none, *(named for _, named in told)]),
-            np.concatenate([none, *(ids for ids, _ in added)]),
+            np.concatenate([none, *(biased for biased, _ in added)]),
             np.concatenate([none, *(values for _, values in added)]),
             resets,
         )

@@ -72,16 +72,16 @@ def test_a_seat_is_told_only_what_it_lacks():
     seats, edits = Seats(2), _counted([5, 7, 5])
     seats.begin()
     assert seats.of(edits) == (0, None)
-    ids, words = edits.words(None)
+    ids, words = edits.words()
     assert (ids.tolist(), words.tolist()) == ([5, 7], [2, 1])
     edits.record(7)
     seats.begin()
     assert seats.of(edits) == (0, 3)
-    ids, words = edits.words(3)
-    assert (ids.tolist(), words.tolist()) == ([7], [2])
+    ids, words = edits.changed(3)
+    assert (ids, words.tolist()) == ([7], [2])
     seats.begin()
     assert seats.of(edits) == (0, 4)
-    assert not len(edits.words(4)[0])
+    assert edits.changed(4)[0] == []
 
 
 def test_a_seat_that_knows_more_than_came_out_is_told_all_again():
