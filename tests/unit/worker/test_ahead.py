@@ -1,5 +1,6 @@
 """Steps launched before the tokens of the one before are known: when, and what comes of them."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.unit.worker.conftest import Ahead
 from tests.unit.worker.letters import END, VOCAB, letters
 from tests.unit.worker.test_grammar import regex
+from worker.grammar import Matcher
 
 
 def test_steady_decoding_flies_and_gives_the_same_tokens(rig):
@@ -110,6 +112,30 @@ def test_all_kinds_together_and_plain_ones_beside_them(rig: Any, sizes: dict[str
     host, device = (play(rig, kinds, device=there, **sizes) for there in (False, True))
     assert told(device) == told(host)
     assert device.flights > 3
+
+
+def test_a_grammar_that_cannot_be_followed_ends_its_request_and_nobody_elses(rig: Any, monkeypatch: Any) -> None:
+    bits, record, failing = Matcher.bits, Matcher.record, "the grammar takes too much time"
+    seen: Counter[Matcher] = Counter()
+    monkeypatch.setattr(Matcher, "record", lambda self, token: (record(self, token), seen.update([self])))
+    monkeypatch.setattr(Matcher, "bits", lambda self: failing if seen[self] == 4 else bits(self))
+    kinds = {"grammar": KINDS["grammar"], "beside it": {"repetition_penalty": 1.3}}
+    host, device = (play(rig, kinds, device=there) for there in (False, True))
+    assert told(device) == told(host)
+    assert device.results["grammar", 0].last.error == failing
+    assert len(device.results["grammar", 0].tokens) == 4
+    assert device.flights > 6
+
+
+def test_what_needs_the_host_no_more_is_kept_in_arrays_from_then_on(rig: Any) -> None:
+    replica = rig(device=True)
+    replica.add("a", [1, 2], max_tokens=20, temperature=1.0, seed=1, min_tokens=5, stop_token_ids=[3])
+    kept = []
+    while replica.step():
+        kept.append(len(replica.scheduler._cohort))
+    assert kept[:5] == [0] * 5
+    assert 1 in kept[5:8], "the step in which it may join is not launched ahead"
+    replica.check_replay("a")
 
 
 def test_what_a_device_cannot_report_is_drawn_by_the_host_one_step_after_the_other(rig: Any) -> None:
