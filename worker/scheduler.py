@@ -148,11 +148,19 @@ class Scheduler:
         weights; `enter` of others throws it away.
         """
         assert self._step is None, "the last step was neither applied nor discarded"
-        cohort = self._cohort
-        if not len(cohort) or len(cohort) != len(self._batcher.running) or not cohort.reserve():
+        cohort, running = self._cohort, self._batcher.running
+        others = [sequence for sequence in running if sequence.row < 0]
+        if not running or self._batcher.crowded or any(one.partial or one.request.former for one in others):
+            return None
+        if any(one.pending != 1 for one in others) or not cohort.reserve(spare=len(others)):
             return None
         self._step = Step(version, epoch, self._max_tokens, self._max_batch, self._pace)
-        self._step.take_cohort(cohort)
+        if len(cohort):
+            self._step.take_cohort(cohort)
+        for sequence in others:
+            reserved = self._kv.reserve(sequence.kv, 1)
+            assert reserved, "there is a block for each"
+            self._step.take(sequence, 1)
         return self._step.batch(self._kv, cohort)
 
     def bring_up(self) -> None:

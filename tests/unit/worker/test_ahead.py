@@ -249,6 +249,27 @@ def test_a_step_of_weights_that_become_live_stays_under_way_and_one_of_others_do
     assert [span.version for span in replica.results["b", 0].last.spans] == [3]
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_all_kinds_are_ventured_and_go_on_under_the_version_that_is_live(rig: Any, policy: str) -> None:
+    kinds = {name: fields for name, fields in KINDS.items() if "grammar" not in fields} | {"plain": {}}
+    replica = rig(device=True, tokenizer=letters(), vocab_size=VOCAB, eos=(END,), max_batch=16, max_tokens=64)
+    for number, (name, fields) in enumerate(kinds.items()):
+        replica.add(name, [1 + number, 2], **({"temperature": 1.0, "max_tokens": 14, "seed": number} | fields))
+    for _ in range(4):
+        replica.step()
+    replica.bind(3)
+    running = replica.scheduler.running
+    batch = replica.scheduler.venture(3, replica.epoch)
+    assert len(batch.token_ids) == running > 5
+    logits = Ahead(replica.engine, replica.forward(batch))
+    replica.scheduler.enter(3, replica.epoch, recompute=policy == "recompute")
+    assert replica.scheduler.flying == (policy == "keep")
+    replica.flight = logits
+    replica.run()
+    for name in kinds:
+        replica.check_replay(name)
+
+
 def test_nothing_is_ventured_but_a_token_for_each_that_runs(rig):
     replica = rig(device=True)
     assert replica.scheduler.venture(1, 200) is None, "nobody runs"
