@@ -116,9 +116,8 @@ struct Weighed {
   float top;
   double total;
   int state;
-  __device__ __forceinline__ float logprob(float logit, float hot) const {
-    return fminf(0.f, (float)((double)((logit - top) * hot) - log(total)));
-  }
+  __device__ __forceinline__ float scaled(float logit, float hot) const { return (logit - top) * hot; }
+  __device__ __forceinline__ float logprob(float scaled) const { return fminf(0.f, (float)((double)scaled - log(total))); }
 };
 __device__ __forceinline__ Weighed weighed(const float2 *pieces, int count, float hot, bool edited, double *sums) {
   __shared__ float tops[32];
@@ -237,7 +236,7 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
     __syncthreads();
     token = piece * PIECE + passed(here, share * sum, sums, &found).index;
   }
-  if (!threadIdx.x) out[pick] = {token, all.logprob(row[token], hot), SOUND, 0};
+  if (!threadIdx.x) out[pick] = {token, all.logprob(all.scaled(row[token], hot)), SOUND, 0};
   if (marked[pick] >= 0) {
     const bool greedy = how[pick] == GREEDY;
     mark(masks + (u64)marked[pick] * ((vocab + 31) / 32), vocab, [&](int id) { return greedy ? id == token : row[id] > -INF; });
@@ -246,7 +245,7 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
 
 // Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/row_sampler.py does it. Bounds are found
 // bit by bit, by counting or weighing what lies above; over the ids near the largest logit, when these are enough and few,
-// else over the whole row. Of equal logits the lower ids stay. grid (picks), 1024 threads, 8 * NEAR bytes of shared memory.
+// else over the whole row. Of equal logits the lower ids stay; they are compared once scaled, as the host's are. grid (picks), 1024 threads, 8 * NEAR bytes of shared memory.
 #define NEAR 8192
 __device__ __forceinline__ u32 rising(float x) {  // as a number that rises with x
   const u32 bits = __float_as_uint(x);
@@ -271,7 +270,6 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     if (!threadIdx.x) out[pick] = {0, 0.f, all.state, 0};
     return;
   }
-  const float top = all.top;
   const int k = top_k[pick] > 0 && top_k[pick] < vocab ? top_k[pick] : 0;
   const double share = top_p[pick];
   const float least = min_p[pick];
@@ -280,7 +278,7 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
   for (int depth = 4; depth <= 16 && !n; depth *= 2) {
     double many = 0, heavy = 0;
     for (int id = threadIdx.x; id < vocab; id += 1024) {
-      const float scaled = (row[id] - top) * hot;
+      const float scaled = all.scaled(row[id], hot);
       if (scaled >= -depth) { many += 1; heavy += (double)expf(scaled); }
     }
     many = total_of(many, sums);
@@ -288,12 +286,14 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     if (many > NEAR) break;
     const bool enough = k ? many >= k : share < 1 ? heavy >= share * all.total : least >= expf(-depth + 0.01f);
     if (!enough) continue;
-    for (int id = threadIdx.x; id < vocab; id += 1024)
-      if ((row[id] - top) * hot >= -depth) {
+    for (int id = threadIdx.x; id < vocab; id += 1024) {
+      const float scaled = all.scaled(row[id], hot);
+      if (scaled >= -depth) {
         const int at = atomicAdd(&listed, 1);
-        keys[at] = rising(row[id]);
+        keys[at] = rising(scaled);
         ids[at] = id;
       }
+    }
     __syncthreads();
     n = listed;
   }
@@ -301,10 +301,10 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
   auto sum = [&](auto of) {
     double s = 0;
     if (n) for (int i = threadIdx.x; i < n; i += 1024) s += of(keys[i], ids[i]);
-    else for (int id = threadIdx.x; id < vocab; id += 1024) s += of(rising(row[id]), id);
+    else for (int id = threadIdx.x; id < vocab; id += 1024) s += of(rising(all.scaled(row[id], hot)), id);
     return total_of(s, sums);
   };
-  auto weigh_key = [&](u32 key) { return (double)expf((falling(key) - top) * hot); };
+  auto weigh_key = [&](u32 key) { return (double)expf(falling(key)); };
   u32 bound = 0;
   int last = FULL;  // open: keys above the bound, and of those at the bound the ids up to the last
   auto open = [&](u32 key, int id) { return key > bound || (key == bound && id <= last); };
@@ -351,17 +351,17 @@ KERNEL __launch_bounds__(1024) draw_cut(const float *logits, const int *rows, co
     const int c = token | bit;
     if (c < vocab && sum([&](u32 key, int id) { return id < c ? weight_of(key, id) : 0.; }) <= goal) token = c;
   }
-  if (!threadIdx.x) out[pick] = {token, all.logprob(row[token], hot), SOUND, 0};
+  if (!threadIdx.x) out[pick] = {token, all.logprob(all.scaled(row[token], hot)), SOUND, 0};
   if (marked[pick] >= 0)
     mark(masks + (u64)marked[pick] * ((vocab + 31) / 32), vocab, [&](int id) {
-      const u32 key = rising(row[id]);
+      const u32 key = rising(all.scaled(row[id], hot));
       return row[id] > -INF && open(key, id) && (float)weigh_key(key) >= least;
     });
 }
 
 // Of a token that was drawn, or given with state SOUND: its logprob and rank in the view `shown`, and logprobs of others there:
 // of the wanted[p] likeliest ids, best first and of equals the lower id (-1 where nothing is left), or of -wanted[p] ids that
-// are given, from others[p] on. ids, logprobs: [picks][most]. Picks with shown < 0 have no report. Behind `draw`. grid (picks),
+// are given, from others[p] on. Logits are compared once scaled, as the host's are. ids, logprobs: [picks][most]. Picks with shown < 0 have no report. Behind `draw`. grid (picks),
 // 256 threads, 12 bytes of shared memory a piece.
 #define NO_CHANCE -9999.f  // as worker/sampler.py: logprob of an id that was asked for and cannot be sampled
 KERNEL __launch_bounds__(256) report(const float *logits, const int *rows, const float *inverse_temperature, const int *shown,
@@ -380,7 +380,6 @@ KERNEL __launch_bounds__(256) report(const float *logits, const int *rows, const
   const float *row = logits + (u64)rows[view] * vocab, hot = inverse_temperature[view];
   const float2 *mine = pieces + (u64)view * count;
   for (int i = threadIdx.x; i < count; i += 256) {
-    left[i] = mine[i].x;
     taken[i] = INF;
     taken_id[i] = -1;
   }
@@ -390,12 +389,13 @@ KERNEL __launch_bounds__(256) report(const float *logits, const int *rows, const
     if (!threadIdx.x) drawn[pick].state = all.state;
     return;
   }
-  const float own = row[token];
-  if (!threadIdx.x) drawn[pick].logprob = fmaxf(NO_CHANCE, all.logprob(own, hot));
+  for (int i = threadIdx.x; i < count; i += 256) left[i] = all.scaled(mine[i].x, hot);
+  const float own = all.scaled(row[token], hot);
+  if (!threadIdx.x) drawn[pick].logprob = fmaxf(NO_CHANCE, all.logprob(own));
   for (int i = threadIdx.x; i < -wanted[pick]; i += 256) {
     const int id = given[others[pick] + i];
     ids[(u64)pick * most + i] = id;
-    logprobs[(u64)pick * most + i] = fmaxf(NO_CHANCE, all.logprob(row[id], hot));
+    logprobs[(u64)pick * most + i] = fmaxf(NO_CHANCE, all.logprob(all.scaled(row[id], hot)));
   }
   // Over the block: the larger of (value, -place), and whose it is.
   auto largest = [&](float &value, int &place) {
@@ -422,7 +422,7 @@ KERNEL __launch_bounds__(256) report(const float *logits, const int *rows, const
       break;
     }
     const int id = piece * PIECE + threadIdx.x;
-    const float x = id < vocab ? row[id] : -INF, last = taken[piece];
+    const float x = id < vocab ? all.scaled(row[id], hot) : -INF, last = taken[piece];
     const bool free = id < vocab && (x < last || (x == last && id > taken_id[piece]));  // not taken before
     float first = free ? x : -INF;
     int chosen = free ? id : FULL;
@@ -435,15 +435,15 @@ KERNEL __launch_bounds__(256) report(const float *logits, const int *rows, const
       taken[piece] = first;
       taken_id[piece] = chosen;
       ids[(u64)pick * most + n] = chosen;
-      logprobs[(u64)pick * most + n] = all.logprob(first, hot);
+      logprobs[(u64)pick * most + n] = all.logprob(first);
     }
     __syncthreads();
   }
   int larger = 0;
   for (int i = warp; i < count; i += 8) {  // a warp a piece; most hold nothing above
-    if (mine[i].x <= own) continue;
+    if (all.scaled(mine[i].x, hot) <= own) continue;
     for (int j = lane; j < PIECE; j += 32)
-      if (i * PIECE + j < vocab && row[i * PIECE + j] > own) larger++;
+      if (i * PIECE + j < vocab && all.scaled(row[i * PIECE + j], hot) > own) larger++;
   }
   if (larger) atomicAdd(&above, larger);
   __syncthreads();
