@@ -167,7 +167,8 @@ class NumpyModule:
             told[: len(chosen)] = chosen
             of_told = self._at(logprobs, np.float32, count * most).reshape(count, most)[i]
             of_told[: len(chosen)] = [max(-9999.0, logprob(softmax.scaled, int(c), norm)) for c in chosen]
-            self._at(ranks, np.int32, count)[i] = np.count_nonzero(row > row[token]) + 1
+            rank = np.count_nonzero(softmax.scaled > softmax.scaled[token]) + 1
+            self._at(ranks, np.int32, count)[i] = rank
 
     def feed(self, grid: Any, drawn: int, sources: int, tokens: int, count: int) -> None:
         at = self._at(sources, np.int32, count)
