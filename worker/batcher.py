@@ -178,7 +178,7 @@ class Step:
         for index, row in enumerate(self.rows):
             first, end, table = len(tokens), row.start + row.length, row.sequence.kv.table
             wanted.extend(range(first + row.unscored, first + row.unscored + row.scored))
-            tokens.extend(row.fed or [0])
+            tokens.extend(row.fed or [0])  # 0: it is being drawn
             slots.extend(table[at // size] * size + at % size for at in range(row.start, end))
             if row.samples:
                 wanted.extend(range(len(tokens) - 1 - row.proposed, len(tokens)))

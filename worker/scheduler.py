@@ -29,7 +29,7 @@ from worker.tokenizer import Tokenizer
 
 FEW = 3
 """Sequences that cost less in arrays than one by one: a step of the cohort is some forty operations, however few there
-are. On a device arrays are worth it for one: only the cohort's steps can be launched ahead."""
+are. On a device arrays are worth it for one: a short step must not wait for what the host does beside it."""
 
 
 class Scheduler:

@@ -6,9 +6,9 @@ cublaslt    matrix products of NVIDIA's                  products   which way a 
 memory      address ranges that outlive their memory     weights    two weight slots on the device
 inputs      a step's numbers, in one copy                operations decoder.Ops as launches
 backend     a decoder on one device: steps and graphs    engine     worker.engine.base.Engine over it
-drawing     tokens drawn where the logits are               reference  the same operations in numpy
-self_test   refuses a device that computes wrong         lending    a slot's memory, lent to trainers on this host
-digests     of versions, computed where they lie         pinned     mappings of the arena that copy at the bus's speed
-warming     a context and a library, made while Python imports
+drawing     tokens drawn where the logits are            edits      penalties, masks and biases, told to the device
+self_test   refuses a device that computes wrong         reference  the same operations in numpy
+digests     of versions, computed where they lie         lending    a slot's memory, lent to trainers on this host
+pinned      mappings that copy at the bus's speed        warming    a context, made while Python imports
 nccl        sums over the GPUs of a replica; no engine uses it yet
 """
