@@ -4,9 +4,9 @@
     python -m benchmarks.gpu.replay check OUT                                    anywhere, in numpy
 
 `record` serves a small model in float32, pushes made-up versions under the four in-flight policies in turn while
-clients sample with seeds, some with top-p or top-k, and writes down what they got. `check` computes each token's logits
-from the versions that its spans name, in numpy, and draws again with its seed: a torn or wrongly stamped token, KV of
-another version or a token of another row shows as another token or logprob.
+clients sample with seeds, some with cuts, penalties, biases or masks, and writes down what they got. `check` computes
+each token's logits from the versions that its spans name, in numpy, and draws again with its seed: a torn or wrongly
+stamped token, KV of another version or a token of another row shows as another token or logprob.
 """
 
 import argparse
@@ -46,6 +46,13 @@ CONFIG: dict[str, Any] = {
 }
 POLICIES = ("keep", "recompute", "abort", "wait")
 CLIENTS, LOGPROB_GAP = 24, 2e-4
+ASKED: list[dict[str, Any]] = [
+    *({}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.2}, {"logprobs": 3}),
+    {"presence_penalty": 0.7, "frequency_penalty": 0.3, "top_p": 0.95},
+    {"logit_bias": {"7": 3.0, "100": -4.0}, "logprobs": 1},
+    {"allowed_token_ids": list(range(0, 512, 3)), "repetition_penalty": 1.1},
+]
+"""Beside temperature 1: what clients ask for in turn."""
 
 
 def weights(version: int) -> dict[str, np.ndarray]:
@@ -99,7 +106,7 @@ async def sample(url: str, done: threading.Event, found: list[dict[str, Any]]) -
         rng = random.Random(number)
         while not done.is_set():
             prompt = [rng.randrange(512) for _ in range(rng.randrange(3, 40))]
-            more = rng.choice([{}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.2}])
+            more = rng.choice(ASKED)
             asked = {"max_tokens": rng.randrange(8, 120), "temperature": 1.0, "seed": rng.randrange(1 << 40), **more}
             reply = await client.generate(prompt_ids=prompt, ignore_eos=True, **asked)
             for output in reply.outputs:
@@ -155,8 +162,9 @@ def check(path: Path) -> int:
     worst = 0.0
     for answer in json.loads(path.read_text()):
         prompt, out, asked = answer["prompt"], answer["tokens"], answer["asked"]
-        cuts = {k: v for k, v in asked.items() if k in {"top_p", "top_k", "repetition_penalty"}}
-        sampling = SamplingParams(temperature=asked["temperature"], **cuts)
+        how = {name: value for name, value in asked.items() if name not in {"max_tokens", "seed"}}
+        how["logit_bias"] = {int(i): bias for i, bias in asked.get("logit_bias", {}).items()}
+        sampling = SamplingParams(**how)
         for one in forward_passes([Span(*span) for span in answer["spans"]], len(prompt)):
             known = (prompt + out)[: len(one.versions)]
             rows = replayed.logits(known, one.versions, len(prompt) - 1 + one.start)
