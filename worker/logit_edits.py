@@ -39,8 +39,8 @@ class LogitEdits:
         self._bias_ids: _Ids = np.array([i for i, _ in biased], np.int64)
         self._bias: Float32 = np.clip([bias for _, bias in biased], -_MOST, _MOST).astype(np.float32)
         allowed = sampling.allowed_token_ids
-        self._allowed: _Ids | None = None if allowed is None else np.array(allowed, np.int64)
-        self._banned: _Ids = np.array([word[0] for word in sampling.bad_words if len(word) == 1], np.int64)
+        self._allowed: _Ids | None = None if allowed is None else np.unique(np.array(allowed, np.int64))
+        self._banned: _Ids = np.unique(np.array([word[0] for word in sampling.bad_words if len(word) == 1], np.int64))
         self._bad_words = [word for word in sampling.bad_words if len(word) > 1]
         self._kept = max(map(len, self._bad_words), default=1) - 1
         self._last: list[int] = []  # output ids, as many as begin the longest of them
@@ -126,28 +126,26 @@ class LogitEdits:
 
     def words(self) -> tuple[_Ids, _Words]:
         """Rising ids and their words [N], of all that do not have the usual one."""
-        parts = (
-            sorted(self._prompt),
-            list(self._counts or ()),
-            self._banned,
-            () if self._allowed is None else self._allowed,
-        )
-        ids = np.unique(np.concatenate([np.array(part, np.int64) for part in parts]))
-        return ids, self._words_of(ids.tolist())
+        counts, none = self._counts or {}, np.zeros(0, np.int64)
+        prompt, out = np.array(sorted(self._prompt), np.int64), np.array(list(counts), np.int64)
+        allowed = none if self._allowed is None else self._allowed
+        ids = np.unique(np.concatenate((prompt, out, self._banned, allowed)))
+        words: _Words = np.full(len(ids), self.usual_word, np.uint32)
+        words[np.searchsorted(ids, allowed)] = 0
+        words[np.searchsorted(ids, self._banned)] = CLOSED
+        words[np.searchsorted(ids, prompt)] |= np.uint32(IN_PROMPT)
+        words[np.searchsorted(ids, out)] |= np.array(list(counts.values()), np.uint32)
+        return ids, words
 
     def changed(self, since: int) -> tuple[list[int], _Words]:
         """Ids that have come out since so many tokens were, and their words [N]."""
         ids = list(dict.fromkeys(self._output[since:]))
-        return ids, self._words_of(ids)
+        return ids, np.array([self._word(i) for i in ids], np.uint32)
 
-    def _words_of(self, ids: list[int]) -> _Words:
-        counts, prompt = self._counts or {}, self._prompt
-        words: _Words = np.array([counts.get(i, 0) | IN_PROMPT * (i in prompt) for i in ids], np.uint32)
-        if self._banned.size:
-            words[np.isin(ids, self._banned)] |= np.uint32(CLOSED)
-        if self._allowed is not None:
-            words[~np.isin(ids, self._allowed)] |= np.uint32(CLOSED)
-        return words
+    def _word(self, token: int) -> int:
+        assert self._counts is not None, "only what is counted comes out"
+        closed = _has(self._banned, token) or (self._allowed is not None and not _has(self._allowed, token))
+        return self._counts[token] | IN_PROMPT * (token in self._prompt) | CLOSED * closed
 
     def addends(self) -> tuple[_Ids, Float32]:
         """Rising ids, some with a bias and then masked, and what is added to their logits now [N]: -inf masks."""
@@ -181,3 +179,8 @@ class LogitEdits:
             out: _Ids = np.fromiter(counts, np.int64, len(counts))
             times = np.fromiter(counts.values(), np.float32, len(counts))
             row[out] -= np.float32(sampling.presence_penalty) + np.float32(sampling.frequency_penalty) * times
+
+
+def _has(rising: _Ids, token: int) -> bool:
+    at = int(np.searchsorted(rising, token)) if rising.size else 0
+    return at < rising.size and bool(rising[at] == token)

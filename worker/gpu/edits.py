@@ -127,8 +127,9 @@ class Packing:
                 ids, named = edit.words() if known is None else edit.changed(known)
                 if known is None:
                     resets.append((seat, edit.usual_word))
-                told.append((np.array(ids, np.int32) + np.int32(seat * self._vocab), named.view(np.int32)))
-                words += len(named)
+                if len(named):
+                    told.append((np.array(ids, np.int32) + np.int32(seat * self._vocab), named.view(np.int32)))
+                    words += len(named)
             biased, values = edit.addends()
             if len(biased):
                 added.append((biased.astype(np.int32), values.view(np.int32)))
