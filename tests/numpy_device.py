@@ -11,7 +11,8 @@ import numpy as np
 from worker.gpu.drawing import _DRAWN
 from worker.gpu.edits import EDIT
 from worker.logit_edits import CLOSED, IN_PROMPT, TIMES
-from worker.row_sampler import Cut, RowSampler, Softmax, largest, logprob
+from worker.sampler import RowSampler
+from worker.softmax import Cut, Softmax, largest, logprob
 
 _CUT = 2
 _NOT_FINITE, _SOUND, _ALL_MASKED = range(3)

@@ -7,7 +7,7 @@ draw to the next, so a token's draw does not depend on what else is in the batch
 import numpy as np
 import numpy.typing as npt
 
-from worker import row_sampler
+from worker import softmax
 
 UInt64 = npt.NDArray[np.uint64]
 
@@ -39,7 +39,7 @@ def uniforms(seeds: list[int], samples: list[int], positions: list[int], purpose
 
 def uniforms_of(seeds: UInt64, samples: UInt64, positions: UInt64, purpose: int = 0) -> npt.NDArray[np.float64]:
     """`uniforms` of C-contiguous arrays; samples and positions below 2**32."""
-    kernels = row_sampler.load()
+    kernels = softmax.load()
     if kernels is not None:
         return kernels.uniforms(seeds, samples, positions, purpose)
     zeros = np.zeros_like(seeds)

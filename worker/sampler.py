@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker import row_sampler
+from worker import softmax
 from worker.engine.base import (
     CANNOT_BE_SAMPLED,
     MOST_TOPS,
@@ -35,7 +35,7 @@ from worker.grammar import FILL
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import UInt64, uniforms, uniforms_of
-from worker.row_sampler import RowSampler, Softmax, Spread, largest, logprob, truncates
+from worker.softmax import Cut, Softmax, Truncation, Weighed, largest, locate, logprob, open_ids, truncates
 from worker.speculation import ACCEPT, DRAFT, REPLACE, Proposal, judged
 
 LogprobsMode = Literal["processed", "raw"]
@@ -123,6 +123,76 @@ class Begun:
         return self._drawing.follow(batch, sources) if self._drawing.whole else None
 
 
+class Spread(NamedTuple):
+    """What a row's token is drawn from: its weights, which are in the buffers, of the ids left open (None: of all)."""
+
+    weighed: Weighed
+    ids: Int64 | None
+
+
+class RowSampler:
+    """Keeps the buffers of one row; one owner thread. Logits are rows of float32, each of them C-contiguous."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab = vocab_size
+        self.softmax = Softmax(vocab_size)
+
+    def draw(
+        self,
+        logits: Float32,
+        rows: Int64,
+        inverse_temperature: Float32,
+        greedy: npt.NDArray[np.bool_],
+        numbers: Float64,
+        cuts: Cuts | None = None,
+    ) -> Drawn:
+        """Draw from softmax(logits[rows] * inverse_temperature), or what `cuts` leave open of it, by numbers in [0, 1).
+
+        Where greedy, the most likely id.
+        """
+        count, kernels = len(rows), softmax.load()
+        cut = np.zeros(count, np.bool_) if cuts is None else cuts.close(self._vocab) & ~greedy
+        tokens, logprobs, finite = np.zeros(count, np.int64), np.zeros(count), np.ones(count, np.bool_)
+        if kernels is None:
+            alone = np.arange(count)
+        else:
+            alone, whole = np.flatnonzero(cut), np.flatnonzero(~cut)
+            tokens[whole], logprobs[whole], finite[whole] = kernels.draw(
+                logits, rows[whole], inverse_temperature[whole], greedy[whole], numbers[whole], self.softmax.sums
+            )
+        for i in alone.tolist():
+            left = (
+                Cut(int(cuts.top_k[i]), float(cuts.top_p[i]), float(cuts.min_p[i])) if cuts is not None else _EVERYTHING
+            )
+            spread = self.spread(logits[rows[i]], float(inverse_temperature[i]), left, greedy=bool(greedy[i]))
+            finite[i] = spread.weighed.finite
+            if finite[i]:
+                tokens[i] = token = self.token(spread, numbers[i : i + 1])
+                logprobs[i] = logprob(self.softmax.scaled, token, spread.weighed.norm)
+        return Drawn(tokens, logprobs, finite)
+
+    def spread(self, row: Float32, inverse_temperature: float, cut: Truncation, *, greedy: bool) -> Spread:
+        """Fill the buffers from a row, -inf where masked. Nothing is drawn where its largest is no finite number."""
+        weighed, ids = self.softmax.weigh(row, inverse_temperature), None
+        scaled, weights = self.softmax.scaled, self.softmax.weights
+        if np.isfinite(weighed.peak):
+            if greedy:
+                ids = np.array([scaled.argmax()])
+            elif truncates(cut, self._vocab):
+                ids = open_ids(scaled, weights, weighed.total, cut)
+        return Spread(weighed, ids)
+
+    def token(self, spread: Spread, number: Float64) -> int:
+        """What a number [1] in [0, 1) draws from the row in the buffers."""
+        if spread.ids is not None:
+            return int(spread.ids[locate(self.softmax.weights[spread.ids][None], number)[0][0]])
+        block, share = locate(self.softmax.sums[None], number)
+        return int(block[0] * softmax.BLOCK + locate(self.softmax.blocks[block], share)[0][0])
+
+
+_EVERYTHING = Cut(0, 1.0, 0.0)
+
+
 class Sampler:
     """Draws for one vocabulary; one owner thread. logits: whatever the engine's `forward` returned, [L, vocab]; their
     rows are named by `Pick.row`.
@@ -134,7 +204,7 @@ class Sampler:
         self._softmax = self._rows.softmax
         self._untouched = Softmax(vocab_size) if self._raw else None
         self._masked: Float32 = np.empty((0, vocab_size), np.float32)  # logits that grammars leave
-        row_sampler.load()  # compiled now, and not before the first token
+        softmax.load()  # compiled now, and not before the first token
 
     def sample(self, logits: Float32 | Logits, picks: Sequence[Pick]) -> list[Draw]:
         """Draw a token for every pick from logits [L, vocab], which stay as they are."""

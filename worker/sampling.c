@@ -1,6 +1,6 @@
 // From a row of logits to a token: weights, their sums, the walk to where a random number falls, and that number.
 //
-// row_sampler.py and random_streams.py do the same in numpy, with the same bits: each operation is rounded
+// softmax.py and random_streams.py do the same in numpy, with the same bits: each operation is rounded
 // by itself (compiled without contraction into fused multiply-adds), and additions have one order. A row is cut into
 // blocks of BLOCK logits; a block's weights are added in 16 lanes, the lanes in halves; the blocks one after the other,
 // in double.

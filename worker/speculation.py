@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from worker.engine.base import Float64
-from worker.row_sampler import locate
+from worker.softmax import locate
 
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
 """Purposes of random numbers (`random_streams.uniforms`); 0 is a plain draw."""

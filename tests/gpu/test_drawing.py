@@ -9,8 +9,7 @@ from worker.gpu.drawing import Drawing
 from worker.gpu.driver import CudaError, Driver, Module
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.row_sampler import RowSampler
-from worker.sampler import Pick, Sampler, Scoring
+from worker.sampler import Pick, RowSampler, Sampler, Scoring
 
 MACROS = {
     "HEAD_DIM": 64,

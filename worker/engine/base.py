@@ -144,7 +144,7 @@ class Drawn(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `row_sampler.open_ids` means them."""
+    """Per row [R]: top_k (0 = off), top_p (1 = off) and min_p (0 = off), as `softmax.open_ids` means them."""
 
     top_k: Int32
     top_p: Float64

@@ -14,17 +14,17 @@ import pytest
 from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
 from tests.engine_cases import in_one_array
-from worker import row_sampler
 from worker.engine.base import CANNOT_BE_SAMPLED, Drawn, EngineSpec, Extras, Float32, ForwardBatch, Tops
 from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
 from worker.logit_edits import LogitEdits
 from worker.membership import update_sequences
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
-from worker.row_sampler import Cut, RowSampler, Softmax, largest
-from worker.sampler import Draw, Pick, Sampler
+from worker.sampler import Draw, Pick, RowSampler, Sampler
 from worker.scheduler import Scheduler
 from worker.sequence import Line, Version
+from worker.softmax import Cut, Softmax, largest
+from worker.softmax import logprob as row_logprob
 from worker.tokenizer import Tokenizer
 
 
@@ -101,9 +101,9 @@ class Ahead:
         with np.errstate(all="ignore"):
             norm = softmax.weigh(row, inverse).norm
         ids = list(others) or largest(softmax.scaled, tops).tolist() if tops or others else []
-        of_ids = [max(CANNOT_BE_SAMPLED, row_sampler.logprob(softmax.scaled, i, norm)) for i in ids]
+        of_ids = [max(CANNOT_BE_SAMPLED, row_logprob(softmax.scaled, i, norm)) for i in ids]
         rank = int(np.count_nonzero(softmax.scaled > softmax.scaled[token])) + 1
-        return row_sampler.logprob(softmax.scaled, token, norm), True, False, (ids, of_ids, rank)
+        return row_logprob(softmax.scaled, token, norm), True, False, (ids, of_ids, rank)
 
     def _columns(self, found: Any) -> Drawn:
         tokens, logprobs, finite, closed, reports = zip(*found, strict=True)

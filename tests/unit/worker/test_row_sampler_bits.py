@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from worker import row_sampler
+from worker import softmax
 from worker.engine.base import Cuts
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
-from worker.row_sampler import RowSampler, Softmax, exponentials, largest
-from worker.sampler import Pick, Sampler
+from worker.sampler import Pick, RowSampler, Sampler
+from worker.softmax import Softmax, exponentials, largest
 
 VOCABULARIES = [1, 2, 15, 16, 17, 63, 64, 255, 256, 257, 1000, 49152]
 
@@ -19,9 +19,9 @@ def by_numpy(monkeypatch):
     """Call it, and from then on there is no compiler."""
 
     def switch():
-        monkeypatch.setattr(row_sampler, "load", lambda: None)
+        monkeypatch.setattr(softmax, "load", lambda: None)
 
-    if row_sampler.load() is None:
+    if softmax.load() is None:
         pytest.skip("no C compiler here: there is nothing to compare with")
     return switch
 
@@ -157,7 +157,7 @@ def test_a_tokens_logprob_is_one_number_whichever_way_it_comes(mode, temperature
 def test_without_a_compiler_it_is_said_once_and_all_works(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
-    row_sampler.load.cache_clear()
+    softmax.load.cache_clear()
     try:
         with caplog.at_level("INFO"):
             sampler = Sampler(100)
@@ -165,6 +165,6 @@ def test_without_a_compiler_it_is_said_once_and_all_works(tmp_path, monkeypatch,
             pick = Pick(0, sampling, LogitEdits(sampling, [1], frozenset()), 1, 0, 0)
             tokens = [sampler.sample(_logits(1, 100), [pick])[0].token for _ in range(3)]
     finally:
-        row_sampler.load.cache_clear()
+        softmax.load.cache_clear()
     assert len([record for record in caplog.records if "drawn by numpy" in record.message]) == 1
     assert tokens == [tokens[0]] * 3

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from worker.engine.base import Float32
 from worker.messages import SamplingParams
-from worker.row_sampler import largest, open_ids, truncates
+from worker.softmax import largest, open_ids, truncates
 
 
 def _reference(weights: Float32, sampling: SamplingParams) -> list[int]:

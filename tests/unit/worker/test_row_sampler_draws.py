@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from worker.row_sampler import RowSampler, locate
+from worker.sampler import RowSampler
+from worker.softmax import locate
 
 
 def test_locate_never_takes_a_column_without_weight() -> None:

@@ -12,8 +12,8 @@ from worker.engine.base import Float32
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
-from worker.row_sampler import open_ids, truncates
 from worker.sampler import Draw, Pick, Sampler
+from worker.softmax import open_ids, truncates
 
 VOCAB = 1000
 

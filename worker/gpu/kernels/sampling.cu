@@ -243,7 +243,7 @@ KERNEL __launch_bounds__(256) draw(const float *logits, const int *rows, const f
   }
 }
 
-// Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/row_sampler.py does it. Bounds are found
+// Picks that top-k, top-p and min-p leave not all ids open, in that order: as worker/softmax.py does it. Bounds are found
 // bit by bit, by counting or weighing what lies above; over the ids near the largest logit, when these are enough and few,
 // else over the whole row. Of equal logits the lower ids stay; they are compared once scaled, as the host's are. grid (picks), 1024 threads, 8 * NEAR bytes of shared memory.
 #define NEAR 8192

@@ -1,4 +1,5 @@
-"""From a row of logits to a token, on a CPU: its softmax, what top-k, top-p and min-p leave of it, and the draw.
+"""The softmax of a row of logits, on a CPU: its weights and logprobs, what top-k, top-p and min-p leave of it, and
+where among the weights a uniform number lands.
 
 Whatever draws a token or reports a logprob on a CPU has it from here, so that a token's logprob is the same number
 whichever way it was drawn or scored. Every float32 operation is rounded by itself and additions have one order: a
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_client.native.compiler import compiled
-from worker.engine.base import Cuts, Drawn, Float32, Float64, Int64
+from worker.engine.base import Float32, Float64, Int64
 
 Ids = npt.NDArray[np.intp]
 
@@ -105,7 +106,7 @@ class SamplingKernels:
         numbers: Float64,
         sums: Float32,
     ) -> tuple[Int64, Float64, npt.NDArray[np.bool_]]:
-        """Token, logprob and finite of each row; see `RowSampler.draw`. Rows of logits may lie apart."""
+        """Token, logprob and finite of each row; see `sampler.RowSampler.draw`. Rows of logits may lie apart."""
         count = len(rows)
         tokens, logprobs, finite = np.empty(count, np.int64), np.empty(count, np.float64), np.empty(count, np.bool_)
         places = [
@@ -323,76 +324,6 @@ def _nucleus(ids: Ids, weights: Float32, goal: float) -> Ids:
     kept[np.flatnonzero(weights[ids] == bound)[: count - int(np.count_nonzero(kept))]] = True
     nucleus: Ids = ids[kept]
     return nucleus
-
-
-class Spread(NamedTuple):
-    """What a row's token is drawn from: its weights, which are in the buffers, of the ids left open (None: of all)."""
-
-    weighed: Weighed
-    ids: Ids | None
-
-
-class RowSampler:
-    """Keeps the buffers of one row; one owner thread. Logits are rows of float32, each of them C-contiguous."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab = vocab_size
-        self.softmax = Softmax(vocab_size)
-
-    def draw(
-        self,
-        logits: Float32,
-        rows: Int64,
-        inverse_temperature: Float32,
-        greedy: npt.NDArray[np.bool_],
-        numbers: Float64,
-        cuts: Cuts | None = None,
-    ) -> Drawn:
-        """Draw from softmax(logits[rows] * inverse_temperature), or what `cuts` leave open of it, by numbers in [0, 1).
-
-        Where greedy, the most likely id.
-        """
-        count, kernels = len(rows), load()
-        cut = np.zeros(count, np.bool_) if cuts is None else cuts.close(self._vocab) & ~greedy
-        tokens, logprobs, finite = np.zeros(count, np.int64), np.zeros(count), np.ones(count, np.bool_)
-        if kernels is None:
-            alone = np.arange(count)
-        else:
-            alone, whole = np.flatnonzero(cut), np.flatnonzero(~cut)
-            tokens[whole], logprobs[whole], finite[whole] = kernels.draw(
-                logits, rows[whole], inverse_temperature[whole], greedy[whole], numbers[whole], self.softmax.sums
-            )
-        for i in alone.tolist():
-            left = (
-                Cut(int(cuts.top_k[i]), float(cuts.top_p[i]), float(cuts.min_p[i])) if cuts is not None else _EVERYTHING
-            )
-            spread = self.spread(logits[rows[i]], float(inverse_temperature[i]), left, greedy=bool(greedy[i]))
-            finite[i] = spread.weighed.finite
-            if finite[i]:
-                tokens[i] = token = self.token(spread, numbers[i : i + 1])
-                logprobs[i] = logprob(self.softmax.scaled, token, spread.weighed.norm)
-        return Drawn(tokens, logprobs, finite)
-
-    def spread(self, row: Float32, inverse_temperature: float, cut: Truncation, *, greedy: bool) -> Spread:
-        """Fill the buffers from a row, -inf where masked. Nothing is drawn where its largest is no finite number."""
-        weighed, ids = self.softmax.weigh(row, inverse_temperature), None
-        scaled, weights = self.softmax.scaled, self.softmax.weights
-        if np.isfinite(weighed.peak):
-            if greedy:
-                ids = np.array([scaled.argmax()])
-            elif truncates(cut, self._vocab):
-                ids = open_ids(scaled, weights, weighed.total, cut)
-        return Spread(weighed, ids)
-
-    def token(self, spread: Spread, number: Float64) -> int:
-        """What a number [1] in [0, 1) draws from the row in the buffers."""
-        if spread.ids is not None:
-            return int(spread.ids[locate(self.softmax.weights[spread.ids][None], number)[0][0]])
-        block, share = locate(self.softmax.sums[None], number)
-        return int(block[0] * BLOCK + locate(self.softmax.blocks[block], share)[0][0])
-
-
-_EVERYTHING = Cut(0, 1.0, 0.0)
 
 
 def logprob(scaled: Float32, token: int, norm: float) -> float:
