@@ -5,7 +5,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.gpu import commits, throughput
+from api.schemas.rollout import GenerateRequest
+from benchmarks.gpu import commits, replay, sampling, throughput
 from benchmarks.gpu.made_up import directory
 from benchmarks.gpu.step import moved_bytes
 
@@ -72,3 +73,13 @@ def test_a_made_up_tokenizer_has_a_text_for_every_id(tmp_path):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == size
     assert all(tokenizer.decode([number]) for number in (0, 1, 77_777, size - 1))
+
+
+@pytest.mark.parametrize("fields", [*sampling.WAYS.values(), *replay.ASKED])
+def test_what_is_asked_of_a_service_is_what_its_route_reads(fields):
+    asked = GenerateRequest(prompt_ids=[1, 2], max_tokens=4, ignore_eos=True, seed=1, **fields)
+    made = asked.sampling([], "")
+    for name, value in fields.items():
+        if name == "logit_bias":
+            value = {int(i): bias for i, bias in value.items()}
+        assert getattr(made, name) == value

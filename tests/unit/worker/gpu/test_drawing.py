@@ -9,6 +9,7 @@ from worker.gpu.drawing import Drawing
 from worker.gpu.edits import Seats
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
+from worker.sampler import Pick, Sampler, Scoring
 
 
 @pytest.fixture
@@ -59,6 +60,30 @@ def test_plain_draws_launch_no_more_than_two_kernels(device):
     )
     drawing.logits(2).begin(*draw).drawn()
     assert module.launched == ["weigh", "draw"]
+
+
+def test_rows_that_the_buffer_has_no_room_for_are_made_as_they_are_asked_for(device):
+    """Ten rows, of which three are there at once: drawn, scored and fetched as if all were."""
+    vocab, room = 96, 3
+    logits = np.random.default_rng(5).standard_normal((10, vocab), dtype=np.float32)
+    address = device.allocate(4 * 2 * room * vocab, "test")
+    drawing = Drawing(device, NumpyModule(device), None, address, vocab, room, on_device._no_step)
+
+    def gather(rows):
+        assert len(rows) <= room
+        device.to_device(address, logits[rows], None)
+
+    there = drawing.logits(10, gather)
+    np.testing.assert_array_equal(there[:], logits)
+    np.testing.assert_array_equal(there[7], logits[7])
+    how = SamplingParams(prompt_logprobs=2)
+    asked = [Scoring(2, list(range(7)), how, None), Scoring(0, [5, 6], how, None)]
+    sampler = Sampler(vocab)
+    for mine, hosts in zip(sampler.score_all(there, asked), sampler.score_all(logits, asked), strict=True):
+        assert [[(i, rank) for i, _, rank in row] for row in mine] == [[(i, r) for i, _, r in row] for row in hosts]
+    picks = [Pick(row, SamplingParams(), LogitEdits(SamplingParams(), [], frozenset()), 7, 0, row) for row in (9, 4, 9)]
+    found, expected = sampler.sample(there, picks), sampler.sample(logits, picks)
+    assert [draw.token for draw in found] == [draw.token for draw in expected]
 
 
 def _counted(tokens):
