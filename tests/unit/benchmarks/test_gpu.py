@@ -79,7 +79,5 @@ def test_a_made_up_tokenizer_has_a_text_for_every_id(tmp_path):
 def test_what_is_asked_of_a_service_is_what_its_route_reads(fields):
     asked = GenerateRequest(prompt_ids=[1, 2], max_tokens=4, ignore_eos=True, seed=1, **fields)
     made = asked.sampling([], "")
-    for name, value in fields.items():
-        if name == "logit_bias":
-            value = {int(i): bias for i, bias in value.items()}
-        assert getattr(made, name) == value
+    bias = {int(i): added for i, added in fields.get("logit_bias", {}).items()}
+    assert {name: getattr(made, name) for name in fields} == fields | ({"logit_bias": bias} if bias else {})
