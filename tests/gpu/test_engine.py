@@ -135,6 +135,27 @@ def test_every_size_of_decode_step(name):
         _near(runs, config, f"{count} rows")
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("block_size", [16, 6])
+@pytest.mark.parametrize("lengths", [range(2, 142, 2), (2, 33, 97, 128, 129, 300, 517)], ids=["many", "few"])
+def test_decode_steps_at_every_length(lengths, block_size):
+    """Many rows attend in one block each, few in several; the cache holds no numbers where nothing was written."""
+    config = _shape(hidden_size=256, intermediate_size=256)
+    views = gpu_engines.random_views(config, "bfloat16")
+    sizes = {"max_len": 600, "block_size": block_size, "num_blocks": 1200, "max_batch": 128, "max_tokens": 1024}
+    device = gpu_engines.Device(config, "bfloat16", views, **sizes, sizes=(8, 128))
+    device.driver.fill(device.decoder._kv.address, device.decoder._kv.nbytes, 0xFF, device.decoder._stream)
+    rng = np.random.default_rng(4)
+    sequences = [rng.integers(0, 2048, n + 2).tolist() for n in lengths]
+    runs = [Feeder(engine, sequences) for engine in (device, gpu_engines.Reference(config, views, device.spec))]
+    for run in runs:
+        for i, sequence in enumerate(sequences):
+            run.step({i: len(sequence) - 2}, last_only=True)
+        run.step(dict.fromkeys(range(len(sequences)), 1))
+        run.step(dict.fromkeys(range(len(sequences)), 1))
+    _near(runs, config, "at every length")
+
+
 def test_a_copied_block_is_a_copy():
     run = Feeder(gpu_engines.of(Checkpoint(MODELS / "llama")), [list(range(8)), [*range(6), 50, 51]])
     run.step({0: 6})

@@ -6,6 +6,7 @@ from safetensors.numpy import load_file
 
 from tests.engine_cases import MODELS, Checkpoint, Feeder
 from tests.gpu import gpu_engines
+from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import CudaError, Driver
 from worker.gpu.engine import GpuEngine
 from worker.gpu.operations import Operations
@@ -59,4 +60,26 @@ def test_a_device_whose_kernels_do_nothing_is_refused(monkeypatch, kernel):
     )
     model = Checkpoint(MODELS / "llama")
     with pytest.raises(ComputesWrong, match="computes wrong"):
+        GpuEngine(gpu_engines.worker_config(model), model.layout, 0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_device_that_computes_one_size_of_step_wrong_is_refused(monkeypatch, rows):
+    product = Operations.product
+
+    def none_of_some(self, kind, *rest, **more):
+        if kind != "ADD" or self.step.rows != rows:
+            product(self, kind, *rest, **more)
+
+    monkeypatch.setattr(Operations, "product", none_of_some)
+    model = Checkpoint(MODELS / "llama")
+    with pytest.raises(ComputesWrong, match="computes wrong"):
+        GpuEngine(gpu_engines.worker_config(model, max_batch=64), model.layout, 0, 0)
+
+
+def test_a_device_whose_logits_are_no_numbers_is_refused(monkeypatch):
+    trial = GpuDecoder.trial
+    monkeypatch.setattr(GpuDecoder, "trial", lambda *args: np.full_like(trial(*args), np.nan))
+    model = Checkpoint(MODELS / "llama")
+    with pytest.raises(ComputesWrong, match="off by nan"):
         GpuEngine(gpu_engines.worker_config(model), model.layout, 0, 0)

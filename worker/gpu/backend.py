@@ -32,7 +32,10 @@ _ROW_PADDING = 64
 
 
 class GpuDecoder:
-    """Steps of one rank's decoder. Raises ValueError for sizes that the kernels do not take, CudaError for the rest."""
+    """Steps of one rank's decoder. sizes: rows of its decode steps' graphs, rising.
+
+    Raises ValueError for sizes that the kernels do not take, CudaError for the rest.
+    """
 
     def __init__(
         self,
@@ -58,14 +61,14 @@ class GpuDecoder:
         self._most_logits = -(-max(max_batch, _ROW_PADDING) // _ROW_PADDING) * _ROW_PADDING
         multiprocessors = driver.attribute(16)
         library = CublasLt(driver, fp32=fp32)
-        text, macros = kernels_for(spec, heads, self._weights[0], block_size, fp32=fp32)
+        text, macros = kernels_for(spec, heads, self._weights[0], block_size, multiprocessors, fp32=fp32)
         module = Module(driver, compiled(text, macros, driver.capability))
         choices = Choices(driver, library, multiprocessors, (text, fp32, spec.layers))
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
         block_bytes = heads.kv * block_size * heads.dim * self.element
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
         self._inputs = Inputs(driver, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
-        self._buffers = self._allocate(tokens_padded(max_tokens), multiprocessors)
+        self._buffers = self._allocate(tokens_padded(max_tokens))
         cache = Cache(self._kv.address, num_blocks * block_bytes, block_bytes, 2 * spec.layers)
         self.operations = Operations(self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32)
         self.drawing = Drawing(
@@ -73,20 +76,20 @@ class GpuDecoder:
         )
         self._gathered: Int32 = driver.pinned(self._most_logits, np.int32)
         self._gathered_there = driver.allocate(4 * self._most_logits, "logits")
-        self._sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
+        self.sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
 
     def choose_products(self) -> None:
         """Find the fastest way of every product, or read what was found before. Slot 0 has memory."""
-        for size in self._sizes:
+        for size in self.sizes:
             self._choose(size)
         self._machine.choices.save()
 
     def capture_graphs(self) -> None:
         """A graph of both slots for every size of decode step."""
         for slot in (0, 1):
-            for size in self._sizes:
+            for size in self.sizes:
                 self._graph(slot, size)
 
     def allocate_kv(self) -> None:
@@ -155,7 +158,7 @@ class GpuDecoder:
     def is_decode(self, batch: ForwardBatch) -> bool:
         """One token for each of not too many sequences, and the logits of all."""
         count = len(batch.token_ids)
-        return count == len(batch.query_lens) == len(batch.logits_rows) and count <= self._sizes[-1]
+        return count == len(batch.query_lens) == len(batch.logits_rows) and count <= self.sizes[-1]
 
     def decode(self, batch: ForwardBatch, sources: Int32 | None = None) -> StepInputs:
         """Launch one graph; logits are in the buffer when the stream is through. sources: as in `follow`."""
@@ -182,7 +185,7 @@ class GpuDecoder:
         return hidden(self.operations, self.spec, self._weights[slot])
 
     def _size(self, rows: int) -> int:
-        return next(size for size in self._sizes if size >= rows)
+        return next(size for size in self.sizes if size >= rows)
 
     def _gather(self, x: Rows, rows: Int32) -> None:
         """Logits of some of the step's rows, as many as there is room for, into the buffer."""
@@ -245,7 +248,7 @@ class GpuDecoder:
 
         return run
 
-    def _allocate(self, tokens: int, multiprocessors: int) -> Buffers:
+    def _allocate(self, tokens: int) -> Buffers:
         weights, heads, element = self._weights[0], self.heads, self.element
         width = self.spec.hidden_size
         inner = max((_inner(layer.mlp) for layer in weights.layers), default=0)
@@ -269,8 +272,6 @@ class GpuDecoder:
             gate_up=room(2 * inner, element, "projections"),
             activated=room(inner, element, "projections"),
             logits=room(self._vocab, 4, "logits", 2 * self._most_logits),  # and as many edited ones
-            shares=room(heads.at_once * (heads.dim + 2), 4, "attention", 8 * multiprocessors),
-            counts=room(1, 4, "attention", 8 * multiprocessors),
             scores=room(experts, 4, "experts"),
             expert_ids=room(1, 4, "experts", pairs),
             expert_weights=room(1, 4, "experts", pairs),
@@ -290,7 +291,7 @@ class GpuDecoder:
 
 
 def kernels_for(
-    spec: DecoderSpec, heads: Heads, weights: Weights[Tensor], block_size: int, *, fp32: bool
+    spec: DecoderSpec, heads: Heads, weights: Weights[Tensor], block_size: int, multiprocessors: int, *, fp32: bool
 ) -> tuple[str, dict[str, int]]:
     """Source and macros of a model's kernels."""
     macros = {
@@ -303,7 +304,7 @@ def kernels_for(
         "FP32": int(fp32),
         "INTERLEAVED": int(spec.ropes[0].interleaved),
     }
-    return source("" if fp32 else instances(list(_groups(weights)))), macros
+    return source("" if fp32 else instances(list(_groups(weights)), multiprocessors)), macros
 
 
 def _groups(weights: Weights[Tensor]) -> dict[Shape, tuple[list[Tensor], Tensor | None]]:

@@ -5,6 +5,7 @@ ctypes and not NVIDIA's Python bindings: some forty functions are called, their 
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,11 @@ _LESS_MEMORY = (
 )
 _SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE_CLUSTER = 8  # blocks
 
 
 class CudaError(RuntimeError):
@@ -277,21 +282,33 @@ class Module:
         self._module = Pointer()
         driver.call("cuModuleLoadData", ctypes.byref(self._module), image)
         self._functions: dict[str, Handle] = {}
-        self._serialized = _Attribute(_SERIALIZED, 0, 1)
 
     def launch(
-        self, name: str, grid: tuple[int, ...], threads: int, stream: Handle, arguments: Sequence[Any], shared: int = 0
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        threads: int,
+        stream: Handle,
+        arguments: Sequence[Any],
+        shared: int = 0,
+        cluster: tuple[int, ...] = (),
     ) -> None:
         """arguments: ctypes values in the kernel's order. shared: bytes beyond what the kernel declares itself.
+        cluster: blocks that see each other's shared memory, as a part of the grid; of more than one block, if any.
 
         The kernel may begin while the one before it ends: it waits itself (`follow` in kernels/base.cu).
         """
         function = self._function(name)
-        if shared > 48 << 10:
+        if shared:
             self._driver.call("cuFuncSetAttribute", function, _SHARED_BYTES, shared)
         values = (Pointer * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         x, y, z = (*grid, 1, 1)[:3]
-        config = _Config(x, y, z, threads, 1, 1, shared, stream, ctypes.pointer(self._serialized), 1)
+        attributes = (_Attribute * 2)(_Attribute(_SERIALIZED, 0, (1,)))
+        if cluster:
+            if math.prod(cluster) > _PORTABLE_CLUSTER:
+                self._driver.call("cuFuncSetAttribute", function, _LARGE_CLUSTERS, 1)
+            attributes[1] = _Attribute(_CLUSTER, 0, (*cluster, 1, 1)[:3])
+        config = _Config(x, y, z, threads, 1, 1, shared, stream, attributes, 2 if cluster else 1)
         self._driver.call("cuLaunchKernelEx", ctypes.byref(config), function, values, None)
 
     def _function(self, name: str) -> Handle:
@@ -299,6 +316,9 @@ class Module:
         if function is None:
             function = Pointer()
             self._driver.call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+            # Alike for all: a multiprocessor divides its memory anew only when it is empty, and then no kernel would
+            # begin there before the one before it has ended.
+            self._driver.call("cuFuncSetAttribute", function, _SHARED_SHARE, 100)
             self._functions[name] = function
         return function
 
@@ -349,9 +369,9 @@ class _Access(ctypes.Structure):
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with an int value."""
+    """CUlaunchAttribute: 64 bytes of value, here as whole numbers."""
 
-    _fields_ = (("id", Int), ("pad", Int), ("value", Int), ("rest", ctypes.c_ubyte * 60))
+    _fields_ = (("id", Int), ("pad", Int), ("value", Int * 16))
 
 
 class _Config(ctypes.Structure):

@@ -9,7 +9,7 @@ from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
 from worker.gpu.inputs import StepInputs
-from worker.gpu.products import Choices, Shape, few_rows_kernel, one_row_kernel
+from worker.gpu.products import Choices, Shape, one_row_kernel, skinny
 from worker.gpu.weights import Tensor
 from worker.models.decoder import Experts, Linear
 
@@ -18,6 +18,7 @@ _SPLITS_MOST = 16
 _TILE_ROWS = 128
 _WALK = 64
 _STAGES = 3
+_RING, _AT_ONCE = 3, 4  # of attention.cu
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ class Buffers:
     gate_up: int
     activated: int
     logits: int
-    shares: int
-    counts: int
     scores: int  # of experts, float32, and what follows from them: worker/gpu/kernels/experts.cu
     expert_ids: int
     expert_weights: int
@@ -166,13 +165,15 @@ class Operations:
         count = step.rows if step.singles is None else step.singles[1]
         if count:
             blocks = heads.kv * heads.group // heads.at_once
+            shares = splits(count * blocks, self._machine.multiprocessors)
             self._launch(
                 "turn_and_attend" if step.fused else "attend",
-                (blocks, splits(count * blocks, self._machine.multiprocessors), count),
+                (blocks, shares, count),
                 128,
                 *(buffers.qkv, *turning, step.singles[0] if step.singles else 0, step.positions, step.sequences),
-                *(step.tables, step.stride, keys, values, buffers.attended, buffers.shares, buffers.counts),
-                *(scale, self._spec.eps),
+                *(step.tables, step.stride, keys, values, buffers.attended, scale, self._spec.eps),
+                shared=_RING * 2 * _AT_ONCE * 128 * 8 * (4 if self._fp32 else 2),
+                cluster=(1, shares),
             )
         if step.tiles is not None and step.tiles[1]:
             self._launch(
@@ -264,11 +265,13 @@ class Operations:
                 one_row_kernel(shape), (int(number),), 256, weight, x.address, norm, y, shape.n, self._spec.eps
             )
             return
-        rows = self._norm(x, x.norm).address if x.norm is not None else x.address
-        if way == "few":
-            kernel, blocks = few_rows_kernel(shape, int(number), tokens)
-            self._launch(kernel, (blocks,), 256, weight, rows, y, shape.n, tokens)
+        if way == "skinny":
+            kernel = skinny(shape, tokens, machine.multiprocessors)
+            assert kernel is not None, "it was timed"
+            arguments = (weight, x.address, x.norm, y, shape.n, tokens, self._spec.eps)
+            self._launch(kernel.name, (kernel.blocks,), 256, *arguments, shared=kernel.shared, cluster=(kernel.split,))
             return
+        rows = self._norm(x, x.norm).address if x.norm is not None else x.address
         into = self._buffers.gate_up if kind == "GATE" else y
         plans = machine.library.plans(n, k, tokens, add=kind == "ADD", wide=kind in {"ADD", "WIDE"})
         machine.library.run(plans[min(int(number), len(plans) - 1)], weight.address, rows, into, machine.stream)
@@ -300,12 +303,20 @@ class Operations:
         self._launch("rms_norm", (count,), x.width // 8, x.address, weight, into, address, x.width, self._spec.eps)
         return Rows(into, x.width)
 
-    def _launch(self, name: str, grid: tuple[int, ...], threads: int, *arguments: Any, shared: int = 0) -> None:
-        """threads: as many as there are pieces of work, made whole warps and bounded."""
+    def _launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        threads: int,
+        *arguments: Any,
+        shared: int = 0,
+        cluster: tuple[int, ...] = (),
+    ) -> None:
+        """threads: as many as there are pieces of work, made whole warps and bounded. cluster: as `Module.launch`'s."""
         threads = min(max(math.ceil(threads / 32) * 32, 32), 1024)
-        self._machine.module.launch(
-            name, grid, threads, self._machine.stream, [_argument(value) for value in arguments], shared
-        )
+        values = [_argument(value) for value in arguments]
+        cluster = cluster if math.prod(cluster) > 1 else ()
+        self._machine.module.launch(name, grid, threads, self._machine.stream, values, shared, cluster)
 
 
 def splits(blocks: int, multiprocessors: int) -> int:

@@ -1,10 +1,10 @@
 """Which way a product is computed, by its shape and the number of rows: found by timing, and kept on disk.
 
-Kinds, by what becomes of the result (the macros of kernels/products.cu): STORE a projection in the weights' dtype, ADD
+Kinds, by what becomes of the result (the macros of kernels/one_row.cu): STORE a projection in the weights' dtype, ADD
 onto the residual stream, GATE silu(gate) * up, WIDE float32 logits. Ways:
 
     one:G      own kernel for one row, G blocks; reads the residual stream and norms it on the way
-    few:N      own kernel on tensor cores for up to 64 rows, N * 8 weight rows a block
+    skinny     own kernel on tensor cores for up to 32 rows; norms the residual stream on the way, too
     lt:I       cuBLASLt's I-th proposal, between a norm and (GATE) the gating
 """
 
@@ -20,8 +20,9 @@ from worker.gpu.driver import CudaError, Driver, Timer
 
 _ONE_WARPS = (1, 2, 4, 8)
 _GOOD_LOADS, _MOST_LOADS = 4, 7  # of 16 bytes in flight a lane and weight row; more would spill
-_MOST_STEPS = 16  # weight chunks a lane holds at once
-_MOST_FEW = 64
+_SKINNY = {1: 1, 8: 1, 16: 1, 32: 2}  # blocks that share the columns, by the most rows of x
+_SKINNY_WEIGHTS = 96 << 10  # bytes a block, at most
+_SKINNY_SHARED = 227 << 10  # bytes that a block may have
 _ROUNDS = 4
 
 
@@ -35,16 +36,71 @@ class Shape:
     normed: bool  # x is the residual stream, to be normed first
 
 
-def instances(shapes: Sequence[Shape]) -> str:
+@dataclass(frozen=True)
+class Skinny:
+    """An instance of kernels/skinny.cu: `rows` weight rows and `part` columns a block, up to `most` rows of x."""
+
+    shape: Shape
+    rows: int
+    part: int
+    split: int
+    most: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        normed = "_normed" * self.shape.normed
+        return f"skinny_{self.shape.kind}_{self.shape.n}_{self.shape.k}{normed}_{self.split}_{self.most}"
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        return (self.rows + self.most) * self.part * 2 + 4 * self.most
+
+    @property
+    def blocks(self) -> int:
+        """Of the grid."""
+        return -(-self.shape.n // (self.rows // 2 if self.shape.kind == "GATE" else self.rows)) * self.split
+
+    @property
+    def line(self) -> str:
+        """That instantiates it."""
+        sizes = f"{self.rows}, {self.part}, {self.split}, {self.most}"
+        return f"SKINNY({self.name}, {sizes}, {self.shape.kind}, {str(self.shape.normed).lower()})"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel takes these sizes: as it asserts, and few enough sums for the registers."""
+        tiles, eights = -(-self.most // 16), self.rows // 8
+        at_most = 6 if tiles == 1 else 16 // tiles
+        across = next((n for n in (1, 2, 4, 8) if eights % n == 0 and eights // n <= at_most), 0)
+        if not across or self.part // 8 % (4 * 8 // across):
+            return False
+        sums = 8 // across * tiles * 16 * (self.rows + (40 - self.rows % 32) % 32) * 4
+        return sums <= (self.rows + self.most) * self.part * 2 and self.shared <= _SKINNY_SHARED
+
+
+def skinny(shape: Shape, tokens: int, multiprocessors: int) -> Skinny | None:
+    """About one block a multiprocessor, or more where their weights would not fit; None: this is not its kind."""
+    most = next((most for most in _SKINNY if most >= tokens), 0)
+    split = _SKINNY.get(most, 1)
+    if not most or shape.k % (64 * split) or shape.kind == "WIDE":
+        return None
+    part, unit = shape.k // split, 16 if shape.kind == "GATE" else 8
+    wanted = -(-shape.n * (2 if shape.kind == "GATE" else 1) * split // multiprocessors)
+    rows = max(unit, min(-(-wanted // unit), _SKINNY_WEIGHTS // (2 * part) // unit) * unit)
+    tries = (Skinny(shape, more, part, split, most) for more in range(rows, rows + 8 * unit, unit))
+    return next((found for found in tries if found.fits), None)
+
+
+def instances(shapes: Sequence[Shape], multiprocessors: int) -> str:
     """Lines that instantiate the own kernels which fit these shapes."""
     lines = set()
     for shape in shapes:
         if warps := _warps(shape):
             loads, normed = shape.k // 256 // warps, str(shape.normed).lower()
             lines.add(f"ONE_ROW({_one(shape)}, {loads}, {warps}, {shape.kind}, {normed})")
-        for across in _across(shape):
-            for tiles in (1, 2, 4):
-                lines.add(f"FEW_ROWS({_few(shape, across, tiles)}, {shape.k // 256}, {across}, {tiles}, {shape.kind})")
+        lines.update(kernel.line for most in _SKINNY if (kernel := skinny(shape, most, multiprocessors)))
     return "\n".join(sorted(lines))
 
 
@@ -110,8 +166,8 @@ class Choices:
         ways = [f"lt:{i}" for i in range(len(self._library.plans(n, shape.k, tokens, add=add, wide=wide)))]
         if own and tokens == 1:
             ways += [f"one:{blocks}" for blocks in one_row_threads(shape, self._multiprocessors)]
-        if own and tokens <= _MOST_FEW:
-            ways += [f"few:{across}" for across in _across(shape)]
+        if own and skinny(shape, tokens, self._multiprocessors):
+            ways.append("skinny")
         return ways
 
     def _read(self) -> dict[str, str]:
@@ -125,12 +181,6 @@ class Choices:
 def one_row_kernel(shape: Shape) -> str:
     """The kernel of a way "one:..."."""
     return _one(shape)
-
-
-def few_rows_kernel(shape: Shape, across: int, tokens: int) -> tuple[str, int]:
-    """The kernel of a way "few:...", and its number of thread blocks."""
-    tiles = 1 if tokens <= 16 else 2 if tokens <= 32 else 4
-    return _few(shape, across, tiles), shape.n // 8 if shape.kind == "GATE" else shape.n // (8 * across)
 
 
 def tokens_padded(tokens: int) -> int:
@@ -149,16 +199,5 @@ def _warps(shape: Shape) -> int:
     return 0
 
 
-def _across(shape: Shape) -> list[int]:
-    if shape.k % 256 or shape.n % 16:
-        return []
-    steps = shape.k // 256
-    return [n for n in ((2,) if shape.kind == "GATE" else (1, 2)) if steps * n <= _MOST_STEPS]
-
-
 def _one(shape: Shape) -> str:
     return f"one_{shape.kind}_{shape.k}{'_normed' if shape.normed else ''}"
-
-
-def _few(shape: Shape, across: int, tiles: int) -> str:
-    return f"few_{shape.kind}_{shape.k}_{across}_{tiles}"

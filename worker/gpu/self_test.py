@@ -1,4 +1,6 @@
-"""Before it serves, a device computes a prompt and two decode steps of made-up weights, and is compared with numpy.
+"""Before it serves, a device computes a prompt and decode steps of made-up weights, and is compared with numpy.
+
+Every size of decode step is among them: products are computed in other ways with other numbers of rows.
 
 A device can compute nothing and say nothing: a library without code for its kind runs no kernel and returns success.
 One dense layer and one of experts are computed, in the model's own sizes.
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _ROWS = 512  # of the embedding and the head: the rest of the vocabulary is more of the same
 _PROMPT = 70
+_TOKENS = 8  # different ones in a decode step that is larger
 _POOL = 1_000_003  # made-up values; a prime, so that no two rows of a matrix are alike
 _CLOSE = {2: 0.03, 4: 1e-4}  # by bytes of an element: of the logits' norm
 
@@ -44,11 +47,18 @@ def require_right(decoder: GpuDecoder) -> None:
     size = decoder.block_size
     length = min(_PROMPT, (decoder.num_blocks - 1) * size - 2, decoder.max_len - 2)
     reference = ReferenceOps(spec, decoder.heads.query, decoder.heads.kv, length + 2, decoder.num_blocks, size)
-    worst = 0.0
+    errors = []
     for batch in _batches(length, size):
         found = decoder.trial(batch, spec, device)
-        error = _error(found, _expected(reference, batch, spec, host))
-        worst = max(worst, error)
+        errors.append(_errors(found, _expected(reference, batch, spec, host)).max())
+    different = min(_TOKENS, decoder.num_blocks - 1)
+    expected = _expected(reference, _first_tokens(different, different, size), spec, host)
+    for rows in decoder.sizes:
+        of_rows = _errors(
+            decoder.trial(_first_tokens(rows, different, size), spec, device), expected[np.arange(rows) % different]
+        )
+        errors.append(np.median(of_rows) if any(spec.moe) else of_rows.max())
+    worst = float(np.max(errors))  # no number if any is none
     # Scores that are equal but for rounding send a token to another expert.
     close = 0.3 if any(spec.moe) else _CLOSE[decoder.element]
     if not worst < close:
@@ -140,6 +150,22 @@ def _batches(length: int, size: int) -> list[ForwardBatch]:
     return [batch([(0, 0, length), (1, 0, 1)]), batch([(0, length, 1), (1, 1, 1)]), batch([(0, length + 1, 1)])]
 
 
+def _first_tokens(rows: int, different: int, size: int) -> ForwardBatch:
+    """The first tokens of so many sequences, so many of them different; equal ones have a block together."""
+    which = (np.arange(rows) % different).astype(np.int32)
+    ones = np.ones(rows, np.int32)
+    return ForwardBatch(
+        token_ids=(3 * which + 1).astype(np.int32),
+        positions=0 * ones,
+        slots=((which + 1) * size).astype(np.int32),
+        query_lens=ones,
+        context_lens=ones,
+        block_tables=(which + 1).reshape(-1, 1),
+        logits_rows=np.arange(rows, dtype=np.int32),
+        block_copies=np.zeros((0, 2), np.int32),
+    )
+
+
 def _expected(reference: ReferenceOps, batch: ForwardBatch, spec: DecoderSpec, weights: Weights[Float32]) -> Float32:
     reference.begin(batch)
     x = reference.norm(hidden(reference, spec, weights), weights.norm)
@@ -147,7 +173,8 @@ def _expected(reference: ReferenceOps, batch: ForwardBatch, spec: DecoderSpec, w
     return logits
 
 
-def _error(found: Float32, expected: Float32) -> float:
-    """The largest distance of a row, in the row's size; no number where a logit is none."""
+def _errors(found: Float32, expected: Float32) -> Float32:
+    """The rows' distances, each in its row's size; no number where a logit is none."""
     distance = np.linalg.norm(found[:, : expected.shape[1]] - expected, axis=-1)
-    return float((distance / np.linalg.norm(expected, axis=-1)).max())
+    errors: Float32 = distance / np.linalg.norm(expected, axis=-1)
+    return errors

@@ -69,11 +69,12 @@ KERNEL turn(elt *qkv, const elt *bias, const elt *q_norm, const elt *k_norm, con
   put_pairs((key ? k_cache : v_cache) + (((u64)(slot / BLOCK) * KV_HEADS + h) * BLOCK + slot % BLOCK) * HEAD_DIM, x, y);
 }
 
-// One query row a sequence, or any rows as if each were one: online softmax over a share of the positions, then the last of
-// a row's blocks to finish joins the shares. A token's 8 dimensions lie in one lane, LANES lanes hold a token, every lane
-// has AT_ONCE tokens' loads in flight.
-// grid (KV_HEADS * PARTS, splits, rows), 128 threads. rows[r]: token of row r (null: r). sequence[t]: its line in `tables`
-// (null: t). stride: entries of a line. shares: float [rows][KV_HEADS * PARTS][splits][HEADS_AT_ONCE][HEAD_DIM + 2].
+// One query row a sequence, or any rows as if each were one: online softmax over a share of the positions, then a row's
+// blocks, a cluster, join their shares. A token's 8 dimensions lie in one lane, LANES lanes, a team, hold a token, and take
+// AT_ONCE of them in a turn. Keys and values come through shared memory, RING turns ahead: every thread copies what it reads
+// itself, so none waits for another. In decode steps the first of them are on their way before this step's q, k and v are.
+// grid (KV_HEADS * PARTS, splits, rows) in clusters of (1, splits, 1), 128 threads, RING_BYTES of shared memory. rows[r]: token of row r (null: r). sequence[t]: its line in `tables`
+// (null: t). stride: entries of a line.
 #if HEAD_DIM <= 8
 #define LANES 1
 #elif HEAD_DIM <= 16
@@ -89,20 +90,52 @@ KERNEL turn(elt *qkv, const elt *bias, const elt *q_norm, const elt *k_norm, con
 #endif
 #define GROUPS (32 / LANES)  // tokens side by side in a warp
 #define AT_ONCE 4
+#define RING 3
+#define RING_BYTES (RING * 2 * AT_ONCE * 128 * sizeof(raw8))
 #define DIMS (LANES * 8)
 template <bool FUSED>
 __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, const elt *q_norm, const elt *k_norm,
     const float2 *angles, const int *rows, const int *positions, const int *sequence, const int *tables, const int *stride,
-    elt *k_cache, elt *v_cache, elt *out, float *shares, u32 *count, float scale, float eps) {
+    elt *k_cache, elt *v_cache, elt *out, float scale, float eps) {
   constexpr int N = HEADS_AT_ONCE, PARTS = GROUP / N, TEAMS = 4 * GROUPS;
-  __shared__ float q_shared[N][DIMS], acc_shared[TEAMS][N][DIMS], max_shared[TEAMS][N], sum_shared[TEAMS][N];
-  __shared__ int last;
+  extern __shared__ __align__(128) raw8 ring[];  // [RING][keys, values][AT_ONCE][threads]
+  __shared__ float q_shared[N][DIMS], max_shared[TEAMS][N], sum_shared[TEAMS][N];
+  __shared__ float share_acc[N][HEAD_DIM], share_max[N], share_sum[N];
   const int kv_head = blockIdx.x / PARTS, first = kv_head * GROUP + blockIdx.x % PARTS * N, split = blockIdx.y, splits = gridDim.y;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp * GROUPS + lane / LANES, part = lane % LANES;
-  follow();
+  if (!FUSED) follow();
   const int t = rows ? rows[blockIdx.z] : blockIdx.z, position = positions[t], context = position + 1;
   const int share = ((context + splits - 1) / splits + 15) / 16 * 16, start = split * share, end = min(context, start + share);
   const int *table = tables + (u64)(sequence ? sequence[t] : t) * *stride;
+  const int mine = start + team * AT_ONCE, turn = TEAMS * AT_ONCE;  // the team's first tokens, and how far the next are
+  const int column = min(part * 8, HEAD_DIM - 8);  // lanes beyond the head read what they then multiply by q = 0
+  auto place = [&](int p) { return (((u64)table[p / BLOCK] * KV_HEADS + kv_head) * BLOCK + p % BLOCK) * HEAD_DIM + column; };
+  auto slot = [&](int n, int j) { return ring + (n * 2 * AT_ONCE + j) * 128 + threadIdx.x; };  // values: j + AT_ONCE
+  auto ask = [&](int base, int n) {  // for AT_ONCE tokens from base on, or the last one instead
+    if (base < end) {
+#if BLOCK % AT_ONCE == 0  // all of them lie in one block
+      const u64 first_at = place(base);
+#endif
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+#if BLOCK % AT_ONCE == 0
+        const u64 at = first_at + min(j, end - 1 - base) * HEAD_DIM;
+#else
+        const u64 at = place(min(base + j, end - 1));
+#endif
+        copy8(slot(n, j), k_cache + at);
+        copy8(slot(n, j + AT_ONCE), v_cache + at);
+      }
+    }
+    group_copies();
+  };
+  if (FUSED) {
+    if (!threadIdx.x && q_norm) ask_l2(q_norm, HEAD_DIM * sizeof(elt));
+    if (!threadIdx.x && k_norm) ask_l2(k_norm, HEAD_DIM * sizeof(elt));
+  }
+#pragma unroll
+  for (int n = 0; n < RING; n++) ask(mine + n * turn, n);
+  if (FUSED) follow();
   const elt *row = qkv + (u64)t * QKV;
   const float2 *at = angles + (u64)max(position, 0) * HALF;
   for (int job = warp; job < N + 2; job += 4) {
@@ -126,6 +159,7 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
     }
   }
   __syncthreads();
+  static_assert(TEAMS * N * DIMS * 4 <= RING_BYTES, "sums lie where keys were");
   float q[N][8], acc[N][8], peak[N], sum[N];
 #pragma unroll
   for (int g = 0; g < N; g++) {
@@ -133,32 +167,24 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
 #pragma unroll
     for (int i = 0; i < 8; i++) { q[g][i] = q_shared[g][part * 8 + i]; acc[g][i] = 0; }
   }
-  const int column = min(part * 8, HEAD_DIM - 8);  // lanes beyond the head read what they then multiply by q = 0
-  for (int low = start + warp * GROUPS * AT_ONCE; low < end; low += TEAMS * AT_ONCE) {  // the same for all of a warp
+  if (FUSED && position < end && position < start + RING * turn) {  // the new token has been asked for too early
+    copies_left<0>();
+    for (int n = 0; n < RING; n++)
+      for (int j = 0; j < AT_ONCE; j++)
+        if (mine + n * turn < end && mine + n * turn + j >= position) {
+          *slot(n, j) = fetch8(k_cache + place(position));
+          *slot(n, j + AT_ONCE) = fetch8(v_cache + place(position));
+        }
+  }
+  int n = 0;
+  for (int low = start + warp * GROUPS * AT_ONCE; low < end; low += turn) {  // the same for all of a warp
     const int base = low + lane / LANES * AT_ONCE;
-    raw8 k[AT_ONCE], v[AT_ONCE];
-    u64 at[AT_ONCE];
-#if BLOCK % AT_ONCE == 0  // all of them lie in one block
-    const int first_at = min(base, end - 1) / AT_ONCE * AT_ONCE;
-    const u64 block_at = (((u64)table[first_at / BLOCK] * KV_HEADS + kv_head) * BLOCK + first_at % BLOCK) * HEAD_DIM + column;
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) at[j] = block_at + min(j, end - 1 - first_at) * HEAD_DIM;
-#else
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int p = min(base + j, end - 1);
-      at[j] = (((u64)table[p / BLOCK] * KV_HEADS + kv_head) * BLOCK + p % BLOCK) * HEAD_DIM + column;
-    }
-#endif
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) k[j] = fetch8(k_cache + at[j]);
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) v[j] = fetch8(v_cache + at[j]);
+    copies_left<RING - 1>();
     float s[N][AT_ONCE];
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++) {
       float f[8];
-      widen8(k[j], f);
+      widen8(*slot(n, j), f);
 #pragma unroll
       for (int g = 0; g < N; g++) {
         float d = 0;
@@ -194,16 +220,22 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j++) { s[g][j] = exp2_fast(s[g][j] - top); sum[g] += s[g][j]; }
     }
+    if (base < end)  // else nothing was asked for
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      float f[8];
-      widen8(v[j], f);
+      for (int j = 0; j < AT_ONCE; j++) {
+        float f[8];
+        widen8(*slot(n, j + AT_ONCE), f);
 #pragma unroll
-      for (int g = 0; g < N; g++)
+        for (int g = 0; g < N; g++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) acc[g][i] += s[g][j] * f[i];
-    }
+          for (int i = 0; i < 8; i++) acc[g][i] += s[g][j] * f[i];
+      }
+    ask(base + RING * turn, n);
+    n = n + 1 == RING ? 0 : n + 1;
   }
+  copies_left<0>();
+  __syncthreads();  // the ring is free
+  float (*acc_shared)[N][DIMS] = (float (*)[N][DIMS])ring;
 #pragma unroll
   for (int g = 0; g < N; g++) {
 #pragma unroll
@@ -211,7 +243,6 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
     if (!part) { max_shared[team][g] = peak[g]; sum_shared[team][g] = sum[g]; }
   }
   __syncthreads();
-  float *mine = shares + ((u64)blockIdx.z * gridDim.x + blockIdx.x) * splits * N * (HEAD_DIM + 2);
   for (int job = threadIdx.x; job < N * HEAD_DIM; job += 128) {
     const int g = job / HEAD_DIM, d = job % HEAD_DIM;
     float top = -INF, total = 0, a = 0;
@@ -222,43 +253,31 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
         total += sum_shared[i][g] * e;
         a += acc_shared[i][g][d] * e;
       }
-    if (splits == 1) {
-      out[((u64)t * HEADS + first + g) * HEAD_DIM + d] = narrow(total > 0 ? a / total : 0.f);
-    } else {
-      float *w = mine + ((u64)split * N + g) * (HEAD_DIM + 2);
-      w[d] = a;
-      if (!d) { w[HEAD_DIM] = top; w[HEAD_DIM + 1] = total; }
-    }
+    if (splits == 1) out[((u64)t * HEADS + first + g) * HEAD_DIM + d] = narrow(total > 0 ? a / total : 0.f);
+    share_acc[g][d] = a;
+    if (!d) { share_max[g] = top; share_sum[g] = total; }
   }
   if (splits == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (!threadIdx.x) {
-    u32 *done = count + (u64)blockIdx.z * gridDim.x + blockIdx.x;
-    last = atomicAdd(done, 1) == splits - 1;
-    if (last) *done = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int job = threadIdx.x; job < N * HEAD_DIM; job += 128) {
+  cluster_sync();
+  for (int job = split * 128 + threadIdx.x; job < N * HEAD_DIM; job += 128 * splits) {
     const int g = job / HEAD_DIM, d = job % HEAD_DIM;
     float top = -INF, total = 0, a = 0;
-    for (int s = 0; s < splits; s++) top = fmaxf(top, __ldcg(mine + ((u64)s * N + g) * (HEAD_DIM + 2) + HEAD_DIM));
+    for (int s = 0; s < splits; s++) top = fmaxf(top, of_block(share_max + g, s));
     if (top != -INF)
       for (int s = 0; s < splits; s++) {
-        const float *w = mine + ((u64)s * N + g) * (HEAD_DIM + 2), e = exp2_fast(__ldcg(w + HEAD_DIM) - top);
-        total += __ldcg(w + HEAD_DIM + 1) * e;
-        a += __ldcg(w + d) * e;
+        const float e = exp2_fast(of_block(share_max + g, s) - top);
+        total += of_block(share_sum + g, s) * e;
+        a += of_block(share_acc[g] + d, s) * e;
       }
     out[((u64)t * HEADS + first + g) * HEAD_DIM + d] = narrow(total > 0 ? a / total : 0.f);
   }
+  cluster_sync();
 }
 #define ATTEND_ARGUMENTS const elt *qkv, const elt *bias, const elt *q_norm, const elt *k_norm, const float2 *angles, \
     const int *rows, const int *positions, const int *sequence, const int *tables, const int *stride, elt *k_cache, \
-    elt *v_cache, elt *out, float *shares, u32 *count, float scale, float eps
+    elt *v_cache, elt *out, float scale, float eps
 #define ATTEND_PASSED qkv, bias, q_norm, k_norm, angles, rows, positions, sequence, tables, stride, k_cache, v_cache, out, \
-    shares, count, scale, eps
+    scale, eps
 KERNEL __launch_bounds__(128) attend(ATTEND_ARGUMENTS) { attend_rows<false>(ATTEND_PASSED); }
 // The same for decode steps, `turn` included: one launch a layer less.
 KERNEL __launch_bounds__(128) turn_and_attend(ATTEND_ARGUMENTS) { attend_rows<true>(ATTEND_PASSED); }

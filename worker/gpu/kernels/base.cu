@@ -14,11 +14,14 @@ __device__ __forceinline__ u32 pack(float a, float b) {  // a in the low half
   return r;
 }
 
-// Programmatic dependent launch: a kernel begins while the one before it ends. Everything that an earlier kernel wrote
-// may be read after `follow`, weights before it too: no kernel writes them.
+// Programmatic dependent launch: a kernel's blocks get their place as soon as all blocks of the kernel before are at
+// `follow` and leave room, and wait there until that kernel is through. So several kernels may be on the device, the first
+// of them at work and the others with their weights under way. Every kernel calls this, in every block: that makes
+// "the one before is through" mean "all before are". Everything that they wrote may be read after it; before it only what
+// no kernel of the step writes (weights, and in decode steps what the host sent and the cache up to the new token).
 __device__ __forceinline__ void follow() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ uint4 stream16(const void *p) {  // 16 bytes that are read once: kept out of L1
@@ -26,6 +29,9 @@ __device__ __forceinline__ uint4 stream16(const void *p) {  // 16 bytes that are
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
   return r;
+}
+__device__ __forceinline__ void ask_l2(const void *p, u32 bytes) {  // a multiple of 16 of them, for a later read
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
 }
 __device__ __forceinline__ float exp2_fast(float x) {
   float r;
@@ -47,6 +53,28 @@ __device__ __forceinline__ float block_sum(float v, float *part) {
   return s;
 }
 __device__ __forceinline__ float silu(float g) { return g / (1.f + __expf(-g)); }
+
+// Blocks of a cluster see each other's shared memory, between two of these: the first says that all is written, the second
+// that all is read.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ float of_block(const float *p, int rank) {  // what lies at this block's p in that one
+  u32 there;
+  float v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+  return v;
+}
+
+// Copies to shared memory that go on by themselves. `group_copies` ends a group; `copies_left` waits until only so many of
+// the thread's groups are under way, and what it copied itself in the others may be read.
+__device__ __forceinline__ void copy16(u32 to, const void *from, int bytes = 16) {  // asynchronous; the rest of the 16 becomes zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void copies_left() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 __device__ __forceinline__ void unpack8(uint4 v, float *f) {
   f[0] = low_half(v.x); f[1] = high_half(v.x); f[2] = low_half(v.y); f[3] = high_half(v.y);
@@ -71,6 +99,7 @@ typedef float elt;
 struct raw8 { uint4 a, b; };  // eight elements, not yet widened
 __device__ __forceinline__ elt narrow(float v) { return v; }
 __device__ __forceinline__ raw8 fetch8(const elt *p) { return {*(const uint4 *)p, *(const uint4 *)(p + 4)}; }
+__device__ __forceinline__ void copy8(raw8 *to, const elt *p) { copy16(shared_address(&to->a), p); copy16(shared_address(&to->b), p + 4); }
 __device__ __forceinline__ void widen8(raw8 r, float *f) {
   f[0] = __uint_as_float(r.a.x); f[1] = __uint_as_float(r.a.y); f[2] = __uint_as_float(r.a.z); f[3] = __uint_as_float(r.a.w);
   f[4] = __uint_as_float(r.b.x); f[5] = __uint_as_float(r.b.y); f[6] = __uint_as_float(r.b.z); f[7] = __uint_as_float(r.b.w);
@@ -80,5 +109,17 @@ typedef u16 elt;
 typedef uint4 raw8;
 __device__ __forceinline__ elt narrow(float v) { return (u16)(pack(v, 0.f) & 0xffff); }
 __device__ __forceinline__ raw8 fetch8(const elt *p) { return *(const uint4 *)p; }
+__device__ __forceinline__ void copy8(raw8 *to, const elt *p) { copy16(shared_address(to), p); }
 __device__ __forceinline__ void widen8(raw8 r, float *f) { unpack8(r, f); }
+
+// Tensor cores and what feeds them. Addresses are of shared memory.
+__device__ __forceinline__ void ldmatrix4(u32 at, u32 *r) {  // four 8 x 8 matrices; a lane says where one of their rows is
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void multiply(float *d, const u32 *a, u32 b0, u32 b1) {  // d[16][8] += a[16][16] b[16][8]
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 #endif

@@ -116,9 +116,6 @@ KERNEL __launch_bounds__(256) grouped(const elt *w, const elt *bias, const elt *
 #define DEEP 64
 #define STAGES 3
 __device__ __forceinline__ u32 staged_at(u32 base, int row, int chunk) { return base + (row * 8 + (chunk ^ (row & 7))) * 16; }
-__device__ __forceinline__ void copy16(u32 to, const void *from, int bytes) {  // the rest of the 16 becomes zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
-}
 template <int TILES, bool PAIRED>
 __device__ __forceinline__ void grouped_tile(const elt *w, const elt *bias, const elt *x, elt *y, const int *order,
                                              const int *tiles, int n, int k, int top) {
@@ -127,7 +124,7 @@ __device__ __forceinline__ void grouped_tile(const elt *w, const elt *bias, cons
   follow();
   const int *tile = tiles + 3 * blockIdx.y, expert = tile[0], from = tile[1], many = tile[2];
   if (!many) return;
-  const u32 shared = (u32)__cvta_generic_to_shared(stages);
+  const u32 shared = shared_address(stages);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column0 = blockIdx.x * 64, walks = (k + DEEP - 1) / DEEP;
   const elt *mine = w + (u64)expert * PARTS * n * k;
   auto load = [&](int walk) {
@@ -147,7 +144,7 @@ __device__ __forceinline__ void grouped_tile(const elt *w, const elt *bias, cons
       }
       copy16(staged_at(base, line, chunk), there ? source + c : mine, there ? 16 : 0);
     }
-    asm volatile("cp.async.commit_group;");
+    group_copies();
   };
   float acc[PARTS][TILES][4];
 #pragma unroll
@@ -156,7 +153,7 @@ __device__ __forceinline__ void grouped_tile(const elt *w, const elt *bias, cons
       for (int i = 0; i < 4; i++) acc[p][m][i] = 0;
   for (int s = 0; s < STAGES - 1; s++) load(s);
   for (int walk = 0; walk < walks; walk++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+    copies_left<STAGES - 2>();
     __syncthreads();
     load(walk + STAGES - 1);
     const u32 base = shared + walk % STAGES * STAGE;
@@ -171,20 +168,13 @@ __device__ __forceinline__ void grouped_tile(const elt *w, const elt *bias, cons
 #pragma unroll
       for (int m = 0; m < TILES; m++) {
         u32 a[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(staged_at(base, m * 16 + (lane & 15), deep * 2 + (lane >> 4))));
+        ldmatrix4(staged_at(base, m * 16 + (lane & 15), deep * 2 + (lane >> 4)), a);
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) {
-          float *d = acc[p][m];
-          asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[p][0]), "r"(b[p][1]));
-        }
+        for (int p = 0; p < PARTS; p++) multiply(acc[p][m], a, b[p][0], b[p][1]);
       }
     }
   }
-  asm volatile("cp.async.wait_all;");
+  copies_left<0>();
 #pragma unroll
   for (int m = 0; m < TILES; m++)
 #pragma unroll

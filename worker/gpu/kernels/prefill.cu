@@ -9,18 +9,9 @@
 __device__ __forceinline__ u32 shared_at(u32 base, int token, int chunk) {  // no two of 8 tokens' chunks share a bank
   return base + (token * LINE + (chunk ^ (token & 7))) * 16;
 }
-__device__ __forceinline__ void ldmatrix4(u32 at, u32 *r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-}
 __device__ __forceinline__ void ldmatrix4_transposed(u32 at, u32 *r) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-}
-__device__ __forceinline__ void multiply(float *d, const u32 *a, u32 b0, u32 b1) {  // d[16][8] += a[16][16] b[16][8]
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // tiles: [grid.x][2] of (sequence, first of its new tokens). starts: [S + 1] first token of a sequence in qkv. contexts: [S].
@@ -29,7 +20,7 @@ KERNEL __launch_bounds__(256, 1) prefill(const elt *qkv, const int *tiles, const
     const int *tables, const int *stride, const elt *k_cache, const elt *v_cache, elt *out, float scale) {
   extern __shared__ __align__(128) char buffer[];
   follow();
-  const u32 shared = (u32)__cvta_generic_to_shared(buffer), half = 2 * WALK * LINE * 16, values = WALK * LINE * 16;
+  const u32 shared = shared_address(buffer), half = 2 * WALK * LINE * 16, values = WALK * LINE * 16;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c2 = (lane & 3) * 2, kv_head = blockIdx.y;
   const int s = tiles[2 * blockIdx.x], from = tiles[2 * blockIdx.x + 1], t0 = starts[s], fresh = starts[s + 1] - t0;
   const int before = contexts[s] - fresh;  // positions before the step
@@ -57,10 +48,10 @@ KERNEL __launch_bounds__(256, 1) prefill(const elt *qkv, const int *tiles, const
       const int n = job / CHUNKS, chunk = job % CHUNKS, p = walk * WALK + n, here = p < until ? p : until - 1;
       const u64 at = (((u64)table[here / BLOCK] * KV_HEADS + kv_head) * BLOCK + here % BLOCK) * HEAD_DIM + chunk * 8;
       const u32 to = shared_at(shared + (walk & 1) * half, n, chunk);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(k_cache + at));
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + values), "l"(v_cache + at));
+      copy16(to, k_cache + at);
+      copy16(to + values, v_cache + at);
     }
-    asm volatile("cp.async.commit_group;");
+    group_copies();
   };
 
   float o[HEAD_DIM / 8][4], peak[2] = {-INF, -INF}, sum[2] = {0, 0};
@@ -68,7 +59,7 @@ KERNEL __launch_bounds__(256, 1) prefill(const elt *qkv, const int *tiles, const
   for (int d = 0; d < HEAD_DIM / 8; d++) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0;
   load(0);
   for (int walk = 0; walk < walks; walk++) {
-    asm volatile("cp.async.wait_group 0;");
+    copies_left<0>();
     __syncthreads();  // all of this half is there, and nobody reads the other any more
     if (walk + 1 < walks) load(walk + 1);
     const u32 keys = shared + (walk & 1) * half;

@@ -1,11 +1,11 @@
-"""A step's numbers as a device gets them, and the shapes that products are chosen for. The driver is a stand-in."""
+"""A step's numbers as a device gets them. The driver is a stand-in."""
 
 import numpy as np
 import pytest
 
 from worker.engine.base import ForwardBatch
 from worker.gpu.inputs import Inputs, tiles_of
-from worker.gpu.products import Shape, instances, one_row_threads, tokens_padded
+from worker.gpu.products import tokens_padded
 
 BASE = 1 << 40
 
@@ -93,11 +93,3 @@ def test_no_long_row_no_tile():
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 1), (16, 16), (17, 32), (250, 256), (257, 320), (8192, 8192)])
 def test_rows_are_padded_to_few_sizes(tokens, padded):
     assert tokens_padded(tokens) == padded
-
-
-def test_own_kernels_are_made_for_widths_that_they_fit():
-    fits, odd = Shape("ADD", 1024, 2048, False), Shape("ADD", 576, 1536 + 8, False)
-    assert "ONE_ROW(one_ADD_2048, 4, 2, ADD, false)" in instances([fits])
-    assert instances([odd]) == ""
-    assert one_row_threads(odd, 132) == []
-    assert one_row_threads(fits, 132) == [128, 256]
