@@ -137,10 +137,10 @@ class LogitEdits:
         words[np.searchsorted(ids, out)] |= np.array(list(counts.values()), np.uint32)
         return ids, words
 
-    def changed(self, since: int) -> tuple[list[int], _Words]:
-        """Ids that have come out since so many tokens were, and their words [N]."""
+    def changed(self, since: int) -> tuple[list[int], list[int]]:
+        """Ids that have come out since so many tokens were, and their words."""
         ids = list(dict.fromkeys(self._output[since:]))
-        return ids, np.array([self._word(i) for i in ids], np.uint32)
+        return ids, [self._word(i) for i in ids]
 
     def _word(self, token: int) -> int:
         assert self._counts is not None, "only what is counted comes out"

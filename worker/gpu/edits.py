@@ -105,16 +105,18 @@ class Packing:
         self._seats.begin()
         taken: list[tuple[int | float, ...]] = []
         masks: list[npt.NDArray[np.int32]] = []
-        told: list[tuple[Int32, Int32]] = []
+        whole: list[tuple[Int32, Int32]] = []  # places and words of those who have just taken a seat
+        places: list[int] = []  # of single words
+        words: list[int] = []
         added: list[tuple[Int32, Int32]] = []
         resets: list[tuple[int, int]] = []
         drawn_from: list[int] = []
-        words = addends = 0
+        told = addends = 0
         for edit, row in zip(edits, rows, strict=True):
             if edit is None:
                 drawn_from.append(row)
                 continue
-            if len(taken) == self.most or words + addends > self._entries - 3 * self._vocab:
+            if len(taken) == self.most or told + addends > self._entries - 3 * self._vocab:
                 break
             mask, seat, first = -1, -1, addends
             if edit.grammar is not None:
@@ -124,12 +126,17 @@ class Packing:
                 masks.append(bits)
             if edit.worded:
                 seat, known = self._seats.of(edit)
-                ids, named = edit.words() if known is None else edit.changed(known)
+                at = seat * self._vocab
                 if known is None:
                     resets.append((seat, edit.usual_word))
-                if len(named):
-                    told.append((np.array(ids, np.int32) + np.int32(seat * self._vocab), named.view(np.int32)))
-                    words += len(named)
+                    ids, named = edit.words()
+                    whole.append(((ids + at).astype(np.int32), named.view(np.int32)))
+                    told += len(ids)
+                else:
+                    changed, now = edit.changed(known)
+                    places += [at + i for i in changed]
+                    words += now
+                    told += len(now)
             biased, values = edit.addends()
             if len(biased):
                 added.append((biased.astype(np.int32), values.view(np.int32)))
@@ -140,8 +147,8 @@ class Packing:
         packed = Packed(
             np.array(taken, EDIT),
             np.stack(masks) if masks else none.reshape(0, -(-self._vocab // 32)),
-            np.concatenate([none, *(places for places, _ in told)]),
-            np.concatenate([none, *(named for _, named in told)]),
+            np.concatenate([np.array(places, np.int32), *(there for there, _ in whole)]),
+            np.concatenate([np.array(words, np.uint32).view(np.int32), *(named for _, named in whole)]),
             np.concatenate([none, *(biased for biased, _ in added)]),
             np.concatenate([none, *(values for _, values in added)]),
             resets,
