@@ -157,6 +157,8 @@ class Staging:
         self._receiving = threading.Lock()  # data connections ask for destinations from threads of their own
         self.checking = 0  # checks handed out and not yet back
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
+        self._finite: set[tuple[int, int]] = set()  # (offset, bytes) of numbers
+        self._little = layout.slot_bytes <= AT_ONCE_BYTES
 
     def add(self, copies: Sequence[Copy], names: Sequence[str], base: memoryview | None = None) -> int:
         """Copies of a trainer rank that joined, and the tensor each belongs to; returns the first's number.
@@ -251,6 +253,8 @@ class Staging:
             self.verified_bytes += target.nbytes
             if target.contiguous:
                 self._digests[target.span] = target.digest
+                if self._little and finite.ready() and all_finite(self._flat(*target.span)):
+                    self._finite.add(target.span)  # now, while what follows still arrives
 
     def forget(self) -> None:
         """The session is over; only the sums are of interest still. Its memory may go: an adapter's arena is gone when
@@ -258,6 +262,7 @@ class Staging:
         """
         self.targets.clear()
         self._digests.clear()
+        self._finite.clear()
         self.slot = memoryview(b"")
 
     def unwritten(self, first: int, count: int) -> list[str]:
@@ -278,10 +283,17 @@ class Staging:
         """`region_digests` has nothing to hash."""
         return all(one in self._digests for one in self.layout.ranges)
 
+    def _flat(self, start: int, nbytes: int) -> Array:
+        """Elements of the slot."""
+        dtype = VIEW_DTYPE[self.layout.manifest.dtype]
+        return np.frombuffer(self.slot, dtype, nbytes // dtype.itemsize, start)
+
     def non_finite(self, *, every: bool) -> list[str]:
         """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
         each region. Run it in a thread.
         """
+        if self._finite.issuperset(self.layout.ranges):
+            return []
         views = region_views(self.layout, self.slot)
         if all_finite(slot_array(self.layout, self.slot)) if every else all_ends_finite(views):
             return []

@@ -131,3 +131,19 @@ def test_a_large_version_of_which_nothing_is_left_to_hash_is_named_in_the_loop(s
     assert bool(session.named) == whole
     session.settle(lambda: session.named)
     assert session.named == [(region_digests(LAYOUT, session.slot), [])]
+
+
+def test_what_was_looked_through_as_it_came_is_not_looked_through_again(session, monkeypatch):
+    all_finite(np.zeros(1, np.float32))
+    looked = []
+    monkeypatch.setattr("weight_manager.staging.all_finite", lambda flat: looked.append(flat.size) or all_finite(flat))
+    session.staging._little = True
+    session.checker.written(enumerate(session.claims()))
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    assert len(looked) == len(COPIES) - 2, "a copy that is strided is looked at with its region"
+    session.staging._finite.update(LAYOUT.ranges)
+    looked.clear()
+    session.checker.name(every=True)
+    session.settle(lambda: session.named)
+    assert [names for _, names in session.named] == [[]]
+    assert not looked
