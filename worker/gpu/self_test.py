@@ -48,14 +48,16 @@ def require_right(decoder: GpuDecoder) -> None:
     length = min(_PROMPT, (decoder.num_blocks - 1) * size - 2, decoder.max_len - 2)
     reference = ReferenceOps(spec, decoder.heads.query, decoder.heads.kv, length + 2, decoder.num_blocks, size)
     errors = []
-    for batch in _batches(length, size):
+    ids = min(_ROWS // 8, len(host.embed))
+    for batch in _batches(length, size, ids):
         found = decoder.trial(batch, spec, device)
         errors.append(_errors(found, _expected(reference, batch, spec, host)).max())
     different = min(_TOKENS, decoder.num_blocks - 1)
-    expected = _expected(reference, _first_tokens(different, different, size), spec, host)
+    expected = _expected(reference, _first_tokens(different, different, size, ids), spec, host)
     for rows in decoder.sizes:
         of_rows = _errors(
-            decoder.trial(_first_tokens(rows, different, size), spec, device), expected[np.arange(rows) % different]
+            decoder.trial(_first_tokens(rows, different, size, ids), spec, device),
+            expected[np.arange(rows) % different],
         )
         errors.append(np.median(of_rows) if any(spec.moe) else of_rows.max())
     worst = float(np.max(errors))  # no number if any is none
@@ -126,8 +128,11 @@ def _bits(x: Float32) -> Array:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _batches(length: int, size: int) -> list[ForwardBatch]:
-    """Prompts of `length` and of one token together, then the next token of both, then one of the first alone."""
+def _batches(length: int, size: int, ids: int) -> list[ForwardBatch]:
+    """Prompts of `length` and of one token together, then the next token of both, then one of the first alone.
+
+    Token ids are below `ids`.
+    """
     tables = np.array([np.arange(1, -(-(length + 2) // size) + 1), [0] * -(-(length + 2) // size)], np.int32)
     rng = np.random.default_rng(1)
 
@@ -137,7 +142,7 @@ def _batches(length: int, size: int) -> list[ForwardBatch]:
         owner = np.repeat([which for which, _, _ in parts], [count for *_, count in parts])
         counts: Int32 = np.array([count for *_, count in parts], np.int32)
         return ForwardBatch(
-            token_ids=rng.integers(0, _ROWS // 8, len(positions)).astype(np.int32),
+            token_ids=rng.integers(0, ids, len(positions)).astype(np.int32),
             positions=positions,
             slots=(tables[owner, positions // size] * size + positions % size).astype(np.int32),
             query_lens=counts,
@@ -150,12 +155,15 @@ def _batches(length: int, size: int) -> list[ForwardBatch]:
     return [batch([(0, 0, length), (1, 0, 1)]), batch([(0, length, 1), (1, 1, 1)]), batch([(0, length + 1, 1)])]
 
 
-def _first_tokens(rows: int, different: int, size: int) -> ForwardBatch:
-    """The first tokens of so many sequences, so many of them different; equal ones have a block together."""
+def _first_tokens(rows: int, different: int, size: int, ids: int) -> ForwardBatch:
+    """The first tokens of so many sequences, so many of them different; equal ones have a block together.
+
+    Token ids are below `ids`.
+    """
     which = (np.arange(rows) % different).astype(np.int32)
     ones = np.ones(rows, np.int32)
     return ForwardBatch(
-        token_ids=(3 * which + 1).astype(np.int32),
+        token_ids=((3 * which + 1) % ids).astype(np.int32),
         positions=0 * ones,
         slots=((which + 1) * size).astype(np.int32),
         query_lens=ones,

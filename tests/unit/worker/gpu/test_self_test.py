@@ -4,11 +4,12 @@ import math
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.engine_cases import MODELS, Checkpoint
 from weight_manager.families import decoder_spec
-from worker.gpu.self_test import _names, _renamed, _short
+from worker.gpu.self_test import _batches, _first_tokens, _names, _renamed, _short
 from worker.gpu.weights import placement
 from worker.models.decoder import collect
 
@@ -23,3 +24,9 @@ def test_no_two_of_them_share_memory_and_a_model_can_be_made_of_them(family):
     spans = sorted((t.address, t.address + 2 * math.prod(t.shape), name) for name, t in names.items())
     for (_, end, before), (start, _, after) in pairwise(spans):
         assert end <= start, f"{before} and {after}"
+
+
+def test_a_small_vocabulary_has_all_tokens_of_the_steps():
+    steps = [*_batches(12, 16, 14), *(_first_tokens(rows, 8, 16, 14) for rows in (1, 8, 64))]
+    assert max(step.token_ids.max() for step in steps) < 14
+    assert len(np.unique(_first_tokens(64, 8, 16, 14).token_ids)) > 4
