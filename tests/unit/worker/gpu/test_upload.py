@@ -26,11 +26,12 @@ class LateDriver:
     def record(self, event, stream):
         event[:] = [len(self.queue)]
 
-    def wait(self, event, **_):
-        for copy in self.queue[: event[0] if event else 0]:
-            copy()
-        del self.queue[: event[0] if event else 0]
-        event.clear()
+    def wait(self, recorded, *, event):
+        assert event
+        until = recorded.pop() if recorded else 0
+        for step in self.queue[:until]:
+            step()
+        del self.queue[:until]
 
     def to_device(self, address, source, stream, nbytes):
         self.queue.append(lambda: ctypes.memmove(address, source.ctypes.data, nbytes))
