@@ -70,11 +70,13 @@ __device__ __forceinline__ float of_block(const float *p, int rank) {  // what l
 
 // Copies to shared memory that go on by themselves. `group_copies` ends a group; `copies_left` waits until only so many of
 // the thread's groups are under way, and what it copied itself in the others may be read.
-__device__ __forceinline__ void copy16(u32 to, const void *from, int bytes = 16) {  // asynchronous; the rest of the 16 becomes zero
+__device__ __forceinline__ void copy16(u32 to, const void *from, int bytes = 16) {  // the rest of the 16 becomes zero
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void copies_left() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+template <int LEFT> __device__ __forceinline__ void copies_left() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 
 __device__ __forceinline__ void unpack8(uint4 v, float *f) {
   f[0] = low_half(v.x); f[1] = high_half(v.x); f[2] = low_half(v.y); f[3] = high_half(v.y);
@@ -99,7 +101,10 @@ typedef float elt;
 struct raw8 { uint4 a, b; };  // eight elements, not yet widened
 __device__ __forceinline__ elt narrow(float v) { return v; }
 __device__ __forceinline__ raw8 fetch8(const elt *p) { return {*(const uint4 *)p, *(const uint4 *)(p + 4)}; }
-__device__ __forceinline__ void copy8(raw8 *to, const elt *p) { copy16(shared_address(&to->a), p); copy16(shared_address(&to->b), p + 4); }
+__device__ __forceinline__ void copy8(raw8 *to, const elt *p) {
+  copy16(shared_address(&to->a), p);
+  copy16(shared_address(&to->b), p + 4);
+}
 __device__ __forceinline__ void widen8(raw8 r, float *f) {
   f[0] = __uint_as_float(r.a.x); f[1] = __uint_as_float(r.a.y); f[2] = __uint_as_float(r.a.z); f[3] = __uint_as_float(r.a.w);
   f[4] = __uint_as_float(r.b.x); f[5] = __uint_as_float(r.b.y); f[6] = __uint_as_float(r.b.z); f[7] = __uint_as_float(r.b.w);

@@ -3,6 +3,7 @@
 // About one block a multiprocessor. SPLIT blocks, a cluster, have the same ROWS rows of W and PART columns each, and join
 // their sums in a fixed order: then each reads little of x, which every block needs and which comes from L2.
 #if !FP32
+
 // MOST: the most rows of x; those that a tile of 16 has more are some row again. GATE: half of ROWS are gate's, half up's.
 // NORM: x is the residual stream (float); `weight` goes into it before the product, and 1 / rms, one number a row, into the
 // result. grid (ceil(rows / own rows) * SPLIT), 256 threads. Rows lie in shared memory in chunks of 16 bytes, chunk c of
@@ -12,7 +13,9 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
   constexpr int K = PART * SPLIT, WIDTH = PART / 8, OWN = WHAT == GATE ? ROWS / 2 : ROWS, ACROSS_ALL = ROWS / 8;
   constexpr int TILES = (MOST + 15) / 16, AT_MOST = TILES == 1 ? 6 : 16 / TILES;  // 8 weight rows each, of a warp
   // Warps side by side: few, so that x is read few times; the others share the columns.
-  constexpr int ACROSS = ACROSS_ALL <= AT_MOST ? 1 : ACROSS_ALL % 2 == 0 && ACROSS_ALL / 2 <= AT_MOST ? 2 : ACROSS_ALL % 4 == 0 && ACROSS_ALL / 4 <= AT_MOST ? 4 : 8;
+  constexpr int ACROSS = ACROSS_ALL <= AT_MOST ? 1
+                       : ACROSS_ALL % 2 == 0 && ACROSS_ALL / 2 <= AT_MOST ? 2
+                       : ACROSS_ALL % 4 == 0 && ACROSS_ALL / 4 <= AT_MOST ? 4 : 8;
   constexpr int ALONG = 8 / ACROSS, NEXT = ACROSS_ALL / ACROSS, STRIDE = ROWS + (40 - ROWS % 32) % 32;
   static_assert(ACROSS_ALL % ACROSS == 0 && NEXT <= AT_MOST, "rows");
   static_assert(WIDTH % (4 * ALONG) == 0 && WIDTH % 8 == 0, "K");
@@ -27,7 +30,8 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
     const u64 row = min(r0 + r % OWN, rows - 1) + (r >= OWN ? rows : 0);
     copy16(shared_address(ws + r * WIDTH + (c ^ (r & 7))), w + row * K + rank * PART + c * 8);
   }
-  constexpr int PER = (WIDTH + 31) / 32, FITS = PER > 8 ? 1 : 8 / PER, TOGETHER = FITS < (MOST + 7) / 8 ? FITS : (MOST + 7) / 8;
+  constexpr int PER = (WIDTH + 31) / 32, FIT = PER > 8 ? 1 : 8 / PER, OF_WARP = (MOST + 7) / 8;  // chunks of a lane; rows
+  constexpr int TOGETHER = FIT < OF_WARP ? FIT : OF_WARP;
   uint4 norm[PER];
 #pragma unroll
   for (int i = 0; i < PER; i++)
@@ -35,7 +39,8 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
   follow();
   const int mine = rank * 256 + threadIdx.x;  // the first of this thread's results
   float old = 0;
-  if (WHAT == ADD && mine < T * OWN && r0 + mine % OWN < rows) old = ((const float *)y)[(u64)(mine / OWN) * rows + r0 + mine % OWN];
+  if (WHAT == ADD && mine < T * OWN && r0 + mine % OWN < rows)
+    old = ((const float *)y)[(u64)(mine / OWN) * rows + r0 + mine % OWN];
   for (int from = warp; from < T; from += 8 * TOGETHER) {  // a row a warp, TOGETHER rows under way at once
     float f[TOGETHER][PER][8];
 #pragma unroll
@@ -135,7 +140,6 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
     if (WHAT == STORE) ((u16 *)y)[at] = narrow(a);
     if (WHAT == ADD) ((float *)y)[at] = a + (i == mine ? old : ((const float *)y)[at]);
     if (WHAT == GATE) ((u16 *)y)[at] = narrow(silu(a) * u);
-    if (WHAT == WIDE) ((float *)y)[at] = a;
   }
   if (SPLIT > 1) cluster_sync();  // nobody leaves while its sums are being read
 }
