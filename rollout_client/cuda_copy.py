@@ -1,9 +1,9 @@
 """CUDA tensors into the staged slot by DMA: no copy by a CPU, and a digest that starts in the GPU's memory.
 
  1. The slot's mapping is registered with the driver once (cudaHostRegister); copies into it then run at the
-    link's full speed and beside everything else. A slot whose memory the store gave back and took anew since
-    then would receive nothing: the driver still holds the old pages. So each push first sends a few random
-    bytes down the same way, and registers anew if they do not arrive.
+    link's full speed and beside everything else, whether this process's CPUs may write there or not. A slot whose
+    memory the store gave back and took anew since then would receive nothing: the driver still holds the old pages.
+    So each push first sends a few random bytes down the same way, and registers anew if they do not arrive.
  2. Two streams of our own wait for the caller's current stream: copies start after the kernels that make the
     weights and before any that follow.
  3. Casts and transposed or strided pieces are made dense on the GPU, on the copy stream, batch by batch.
@@ -25,7 +25,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -77,7 +78,9 @@ class CudaCopier:
         self._refused: set[int] = set()
         self._streams: dict[Any, tuple[Any, Any, Any]] = {}
         self._digesters: dict[Any, CudaHash | CudaSums] = {}
-        self._driver: Any = None
+        self._driver: Any = ctypes.CDLL("libcuda.so.1")
+        copy = self._driver.cuMemcpyDtoHAsync_v2
+        copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
     def pin(self, slot: int, memory: memoryview, device: Any) -> None:
         """Register the slot's mapping. A driver that refuses is told of once; copies then work, but slower."""
@@ -97,22 +100,35 @@ class CudaCopier:
         log.info("pinned weight slot %d, %.2f GB in %.2f s", slot, memory.nbytes / 1e9, time.monotonic() - started)
 
     def stage(
-        self, slot: int, memory: memoryview, jobs: Sequence[Job], reporter: Reporter, lent: LentSlots | None = None
+        self,
+        slot: int,
+        memory: memoryview,
+        writable: Callable[[], AbstractContextManager[object]],
+        jobs: Sequence[Job],
+        reporter: Reporter,
+        lent: LentSlots | None = None,
     ) -> int:
         """Copy and report every job; returns how many ranks' memory has been filled too.
 
-        jobs: largest first, as `can_copy` accepts them. lent: for a version that is here whole; used if it lies on one
-        device. Raises what Reporter.turn raises, ValueError for an impossible copy, RuntimeError from CUDA.
+        memory: of the slot. writable: makes it that for this process's CPUs as well, which a device writes without once
+        the slot is registered. jobs: largest first, as `can_copy` accepts them. lent: for a version that is here whole;
+        used if it lies on one device. Raises what Reporter.turn raises, ValueError for an impossible copy, RuntimeError
+        from CUDA.
         """
         devices = dict.fromkeys(source.on_gpu.device for source, _ in jobs)
         lent = lent if len(devices) == 1 else None
         filled = 0
         for device in devices:
             mine = [job for job in jobs if job[0].on_gpu.device == device]
-            with self._torch.cuda.device(device), self._torch.no_grad():
-                self.pin(slot, memory, device)
+            with self._torch.cuda.device(device), self._torch.no_grad(), contextlib.ExitStack() as held:
+                if slot in self._pinned and not self._arrives(memory, device, mine[0][1][0][1]):
+                    log.info("weight slot %d has new memory: pinning it again", slot)
+                    self._unpin(slot)
+                if slot not in self._pinned:
+                    held.enter_context(writable())
+                    self.pin(slot, memory, device)
                 try:
-                    self._stage(slot, memory, device, mine, reporter, lent)
+                    self._stage(memory, device, mine, reporter, lent)
                     filled = lent.filled() if lent is not None else 0
                 finally:
                     if lent is not None:
@@ -127,7 +143,6 @@ class CudaCopier:
 
     def _stage(
         self,
-        slot: int,
         memory: memoryview,
         device: Any,
         jobs: list[Job],
@@ -135,20 +150,10 @@ class CudaCopier:
         lent: LentSlots | None,
     ) -> None:
         torch = self._torch
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)
-        copying, summing, lending = self._streams[device]
+        copying, summing, lending = self._streams_of(device)
         for stream in copying, summing, lending:
             stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            if slot in self._pinned and not self._arrives(memory, copying, device, jobs[0][1][0][1]):
-                log.info("weight slot %d has new memory: pinning it again", slot)
-                self._unpin(slot)
-                self.pin(slot, memory, device)
-            if self._driver is None:
-                self._driver = ctypes.CDLL("libcuda.so.1")
-                copy = self._driver.cuMemcpyDtoHAsync_v2
-                copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
             loan: _Loan | None = None
             waiting: deque[_Batch] = deque()
@@ -174,6 +179,13 @@ class CudaCopier:
             summing.synchronize()
             lending.synchronize()
 
+    def _streams_of(self, device: Any) -> tuple[Any, Any, Any]:
+        """For copies to the host, for digests, and for copies into ranks' memory."""
+        if device not in self._streams:
+            stream = self._torch.cuda.Stream
+            self._streams[device] = stream(device), stream(device), stream(device)
+        return self._streams[device]
+
     def _digester(self, device: Any) -> CudaHash | CudaSums:
         """What computes digests on the current device."""
         if device not in self._digesters:
@@ -184,19 +196,18 @@ class CudaCopier:
                 self._digesters[device] = CudaSums(self._torch)
         return self._digesters[device]
 
-    def _arrives(self, memory: memoryview, stream: Any, device: Any, copy: Copy) -> bool:
+    def _arrives(self, memory: memoryview, device: Any, copy: Copy) -> bool:
         """Whether what the device writes into the slot is seen by this process, and so by all others.
 
         copy: where it is tried; its place is this push's to fill.
         """
-        size = _itemsize(copy.dst_dtype)
-        place = memory[copy.dst_offset * size :][: min(_nbytes(copy), 16)]
-        mark = os.urandom(len(place))
+        start, nbytes = copy.dst_offset * _itemsize(copy.dst_dtype), min(_nbytes(copy), 16)
+        stream, mark = self._streams_of(device)[0], os.urandom(nbytes)
         with self._torch.cuda.stream(stream):
             sent = self._torch.frombuffer(bytearray(mark), dtype=self._torch.uint8).to(device)
-            self._torch.frombuffer(place, dtype=self._torch.uint8).copy_(sent, non_blocking=True)
+        _Place(memory, self._driver, stream).send(sent, copy, nbytes)
         stream.synchronize()
-        return bytes(place) == mark
+        return bytes(memory[start : start + nbytes]) == mark
 
     def _unpin(self, slot: int) -> None:
         code = int(self._torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(slot)))

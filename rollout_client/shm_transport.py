@@ -5,7 +5,8 @@ staged last time is served now, so a stray write through an old mapping (a bug i
 freed) would be served as well. `TrainerArena` makes it a crash of the trainer instead, by SIGSEGV: only the slot that
 is being staged can be written, and only while it is. Changing what a mapping allows walks its page tables: 0.1 ms for
 540 MB in huge pages, which the store moves the arena into after its start, and some 25 ms without them (Linux before
-6.1, or huge_pages off), twice in a push.
+6.1, or huge_pages off), twice in a push. A GPU that has registered a slot writes into it whatever the mapping allows:
+pushes from one change nothing there.
 
 Tensors in a GPU's memory are copied by the GPU (cuda_copy.py). A few threads move all others, largest first: several
 small copies at a time, or pieces of a large one. The thread that owns the channel reports what they finish. The writer
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple
@@ -283,14 +285,16 @@ class ShmTransport(Transport):
                 on_gpu.append((sources[part], copies))
             else:
                 others.append((part, copies))
-        with self._arena.staging(number) as slot:
-            self.filled = 0
-            if on_gpu:
-                self._cuda = self._cuda or CudaCopier()
-                key = number, placement.write_epoch
-                lent = LentSlots(placement.devices, *key) if not others else None
-                self.filled = self._cuda.stage(number, slot, on_gpu, reporter, lent)
-            self._move_all(others, slot, sources, reporter)
+        self.filled = 0
+        if on_gpu:
+            self._cuda = self._cuda or CudaCopier()
+            key = number, placement.write_epoch
+            lent = LentSlots(placement.devices, *key) if not others else None
+            memory, writable = self._arena.slot(number), partial(self._arena.staging, number)
+            self.filled = self._cuda.stage(number, memory, writable, on_gpu, reporter, lent)
+        if others:
+            with self._arena.staging(number) as slot:
+                self._move_all(others, slot, sources, reporter)
 
     def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
         every = [unit for part, copies in parts for unit in units(sources[part], copies, slot)]

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_client import shm_transport
 from rollout_client.cuda_copy import CudaCopier
 from rollout_client.errors import ChecksumMismatch
 from rollout_client.publisher import WeightPublisher
@@ -96,6 +97,19 @@ def test_without_the_probe_stale_memory_is_refused_and_nothing_changes(
     with pytest.raises(ChecksumMismatch):
         publisher.push(on(device, 7), 3)
     assert served() == before
+
+
+def test_a_registered_slot_is_filled_without_a_mapping_that_may_be_written(
+    publisher: WeightPublisher, store: Store, device: Any, monkeypatch: pytest.MonkeyPatch
+):
+    tensors = on(device, 5)
+    expected = by_cpu(publisher, tensors, 1)
+    for version in 2, 3:
+        publisher.push(on(device, version), version)
+    allowed: list[bool] = []
+    monkeypatch.setattr(shm_transport, "protect", lambda view, *, write: allowed.append(write))
+    assert publisher.push(tensors, 4).digest == expected
+    assert not allowed
 
 
 def test_a_driver_that_cannot_pin_is_said_once_and_torch_goes_on(
