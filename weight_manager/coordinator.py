@@ -124,8 +124,8 @@ class Audience(Protocol):
         """Send to a replica by number; one that is not there simply does not answer."""
         ...
 
-    def intact(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
-        """Bytes of the slot that a session fills are proved: whoever copies versions may begin with these."""
+    def in_place(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
+        """Bytes of the slot that a session fills are there: whoever copies versions may begin with these."""
         ...
 
     def drop(self, number: int, why: str) -> None:
@@ -230,6 +230,7 @@ class Coordinator:
         staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport in ("zmq", "relay"))
         told = Told(
             refused=lambda refusal: self._check_failed(session, refusal),
+            in_place=lambda spans: self._in_place(session, spans),
             verified=lambda check: self._verified(session, check),
             named=lambda digests, non_finite: self._named(session, digests, non_finite),
         )
@@ -454,11 +455,12 @@ class Coordinator:
         if session is self.session:
             self.abort(session, refusal, time.monotonic())
 
+    def _in_place(self, session: PushSession, spans: list[tuple[int, int]]) -> None:
+        if session is self.session:
+            self.replicas.in_place(session.slot, session.write_epoch, spans)
+
     def _verified(self, session: PushSession, check: Check) -> None:
         self.below.verified(session, check)
-        spans = [target.span for target, _ in check if target.contiguous]
-        if spans and session is self.session:
-            self.replicas.intact(session.slot, session.write_epoch, spans)
         self._name_if_checked(session)
 
     def _name_if_checked(self, session: PushSession) -> None:

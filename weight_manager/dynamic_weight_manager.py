@@ -106,6 +106,7 @@ class DynamicWeightManager:
         self._previous: _Held | None = None
         self._former: _Held | None = None
         self._flipped = False
+        self._views: dict[int, tuple[memoryview, Views]] = {}  # of each slot, as it is mapped
 
     @property
     def live(self) -> Live | None:
@@ -177,6 +178,7 @@ class DynamicWeightManager:
         self._engine.bind(None)
         self._live = self._staged = self._previous = self._former = None
         self._flipped = False
+        self._views.clear()
         self._reader.close()
         return released
 
@@ -184,6 +186,7 @@ class DynamicWeightManager:
         """Let go of an arena of which nothing was bound; the engine stays as it is. Idempotent."""
         assert self._live is None
         self._staged = None
+        self._views.clear()
         self._reader.close()
 
     def verify(self) -> dict[str, str]:
@@ -217,7 +220,7 @@ class DynamicWeightManager:
             reader = self._reader
             epoch = live.write_epoch or reader.write_epoch(live.slot)
             slot = reader.slot(live.slot)
-            views = rank_views(self.layout, self.rank, slot)
+            views = self._views_of(live.slot, slot)
             if isinstance(self._engine, SupportsStage):
                 handle = self._engine.stage(live, views)
             else:
@@ -230,6 +233,14 @@ class DynamicWeightManager:
         if reader.write_epoch(live.slot) != epoch:
             raise WeightsRefused(f"slot {live.slot} was given away before version {live.version} could be mapped")
         return held
+
+    def _views_of(self, number: int, slot: memoryview) -> Views:
+        """Of a slot; the same ones for as long as it is mapped, as making hundreds takes half a millisecond."""
+        memory, views = self._views.get(number, (None, {}))
+        if memory is not slot:
+            views = rank_views(self.layout, self.rank, slot)
+            self._views[number] = slot, views
+        return views
 
     def _open(self, path: Path) -> ArenaReader:
         reader = ArenaReader(path)

@@ -7,7 +7,7 @@ Life of a replica, seen from the store:
   `Register` -> (store waits until no commit is in flight) -> `Registered` with what is live -> the ranks
   map it and verify it -> `Adopted`. From then on the replica votes in every commit:
   `Prepare` -> `Prepared`; `Flip` -> `Flipped` (the replica now holds its output); then `Finalize` or
-  `Rollback`. Who has said `Register.copies_ahead` hears what is `Intact` while the push still runs.
+  `Rollback`. Who has said `Register.copies_ahead` hears what is `InPlace` while the push still runs.
   `Beat` at least every `Registered.beat_s` says that its loop turns.
 Adapters (docs/lora.md) go the same way beside that: `Registered` and `Adapters` say all that are live, and a commit of
 one is `Prepare` -> `Prepared`, then `Finalize` or `Rollback`; both versions are held by then, so nobody flips.
@@ -68,7 +68,7 @@ class Register(Message, tag="register", frozen=True):
     pids: list[int]  # of every rank, rank order
     layout_digest: str  # must equal the store's, or the reply is `Refused`
     adapters: list[HeldAdapter] = []  # from an earlier registration
-    copies_ahead: bool = False  # its ranks have memory of their own, to copy to what is `Intact`
+    copies_ahead: bool = False  # its ranks have memory of their own, to copy to what is `InPlace`
 
 
 class Registered(Message, tag="registered", frozen=True):
@@ -105,9 +105,9 @@ class Leaving(Message, tag="leaving", frozen=True):
     """[RANK 0] was told to stop and has drained: its ranks end now."""
 
 
-class Intact(Message, tag="intact", frozen=True):
-    """[STORE] bytes of the slot that a running push fills, proved to be its trainer's. Not answered, and it may be
-    missed: whoever has memory of its own can copy them there before it is asked to prepare.
+class InPlace(Message, tag="in_place", frozen=True):
+    """[STORE] bytes of the slot that a running push fills are there, as its trainer says. Not answered, and it may be
+    missed: whoever has memory of its own can copy them there before it is asked to prepare, and proves them then.
     """
 
     slot: int
@@ -356,7 +356,7 @@ FromApi = (
     | RollbackAdapter
     | MergeAdapter
 )
-ToReplica = Registered | Adopt | Intact | Prepare | Flip | Finalize | Rollback | Adapters | Refused
+ToReplica = Registered | Adopt | InPlace | Prepare | Flip | Finalize | Rollback | Adapters | Refused
 ToApi = Status | Result | Refused
 
 encode = msgspec.msgpack.Encoder().encode

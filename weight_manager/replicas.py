@@ -19,7 +19,7 @@ from weight_manager.messages import (
     Flipped,
     FromReplica,
     HeldAdapter,
-    Intact,
+    InPlace,
     Leaving,
     Live,
     Prepared,
@@ -155,13 +155,13 @@ class Replicas:
                 replica.told.add(message.adapter)
             self._send(replica.identity, message)
 
-    def intact(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
+    def in_place(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
         """Tell those that serve a version and copy the next one while it arrives. A queue that takes no more is none
         the worse for it: what is not heard of is copied later.
         """
         for replica in self._replicas.values():
             if replica.copies_ahead and replica.epoch:
-                self._send(replica.identity, Intact(slot, write_epoch, spans))
+                self._send(replica.identity, InPlace(slot, write_epoch, spans))
 
     def drop(self, number: int, why: str) -> None:
         """A replica did not answer: it must register again."""

@@ -36,7 +36,7 @@ class Target:
 
     __slots__ = (
         *("_copy", "_held_view", "_scratch", "_slot", "arriving", "by_sums", "contiguous", "digest", "name"),
-        *("nbytes", "patched", "received", "start", "streamed", "written"),
+        *("nbytes", "patched", "_received", "start", "streamed", "written"),
     )
 
     def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
@@ -54,7 +54,7 @@ class Target:
         """Whether the copy is one run of bytes in the slot."""
         self._scratch: Array | None = None
         self.patched = None if base is None else Patched(self._in(base))
-        self.received = Intervals()
+        self._received: Intervals | None = None  # of those that receive any
         self.arriving = 0  # of those, bytes that are not there yet
         self.written = False
         self.by_sums = False  # its trainer sends a digest of page sums
@@ -62,9 +62,21 @@ class Target:
         self.streamed: int | None = None  # of the bytes in their place, taken as each was received
 
     @property
+    def received(self) -> Intervals:
+        """Its bytes that have come in chunks."""
+        if self._received is None:
+            self._received = Intervals()
+        return self._received
+
+    @property
     def span(self) -> tuple[int, int]:
         """(offset, bytes) in the slot; of contiguous targets only."""
         return self.start, self.nbytes
+
+    def passes(self, look: Callable[[Array], bool]) -> bool:
+        """What `look` says of the elements of a contiguous one, flat, as they lie in the slot."""
+        dtype = VIEW_DTYPE[self._copy.dst_dtype]
+        return look(np.frombuffer(self._slot, dtype, self.nbytes // dtype.itemsize, self.start))
 
     def destination(self, offset: int, size: int) -> memoryview:
         """Where these bytes of the copy are received: the slot itself, or scratch for a strided target."""
@@ -157,7 +169,7 @@ class Staging:
         self._receiving = threading.Lock()  # data connections ask for destinations from threads of their own
         self.checking = 0  # checks handed out and not yet back
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
-        self._finite: set[tuple[int, int]] = set()  # (offset, bytes) of numbers
+        self._finite: set[tuple[int, int]] = set()  # (offset, bytes) of numbers: at its ends, or all if there are few
         self._little = layout.slot_bytes <= AT_ONCE_BYTES
 
     def add(self, copies: Sequence[Copy], names: Sequence[str], base: memoryview | None = None) -> int:
@@ -253,7 +265,8 @@ class Staging:
             self.verified_bytes += target.nbytes
             if target.contiguous:
                 self._digests[target.span] = target.digest
-                if self._little and finite.ready() and all_finite(self._flat(*target.span)):
+                look = all_finite if self._little else ends_finite
+                if (finite.ready() or not self._little) and target.passes(look):
                     self._finite.add(target.span)  # now, while what follows still arrives
 
     def forget(self) -> None:
@@ -283,16 +296,11 @@ class Staging:
         """`region_digests` has nothing to hash."""
         return all(one in self._digests for one in self.layout.ranges)
 
-    def _flat(self, start: int, nbytes: int) -> Array:
-        """Elements of the slot."""
-        dtype = VIEW_DTYPE[self.layout.manifest.dtype]
-        return np.frombuffer(self.slot, dtype, nbytes // dtype.itemsize, start)
-
     def non_finite(self, *, every: bool) -> list[str]:
         """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
         each region. Run it in a thread.
         """
-        if self._finite.issuperset(self.layout.ranges):
+        if (self._little or not every) and self._finite.issuperset(self.layout.ranges):
             return []
         views = region_views(self.layout, self.slot)
         if all_finite(slot_array(self.layout, self.slot)) if every else all_ends_finite(views):
@@ -321,11 +329,13 @@ def run_check(check: Check) -> list[str]:
 class Told(NamedTuple):
     """Whom a session's checks tell, in the loop, whether it has ended or not.
 
-    refused: bytes are wrong, or could not be checked. verified: a check has gone well. named: the digest of every
-    region, and parameters that are NaN or infinite, once `Checker.name` was asked for.
+    refused: bytes are wrong, or could not be checked. in_place: (offset, bytes) in the slot, that are there, checked or
+    not. verified: a check has gone well. named: the digest of every region, and parameters that are NaN or infinite,
+    once `Checker.name` was asked for.
     """
 
     refused: Callable[[PushRefused], None]
+    in_place: Callable[[list[tuple[int, int]]], None]
     verified: Callable[[Check], None]
     named: Callable[[list[int], list[str]], None]
 
@@ -349,14 +359,15 @@ class Checker:
         bytes. Arguments and what it raises: `Staging.written`.
         """
         checks = self._staging.written(digests, sums)
+        plain = [target for check in checks if not _writes(check) for target, _ in check]
+        self._tell_in_place(plain)
         runs: list[tuple[Check, list[list[tuple[int, int]]]]] = []
         for check in checks:
             parts = [target.parts() for target, _ in check]
             if all(parts):
                 runs.append((check, parts))
             else:
-                writes = any(target.scattered for target, _ in check)
-                self._run(lambda check=check: run_check(check), check, writes=writes)  # type: ignore[misc]
+                self._run(lambda check=check: run_check(check), check, writes=_writes(check))  # type: ignore[misc]
         if runs:
             self._read(runs)
         return sum(target.nbytes for check in checks for target, _ in check)
@@ -416,6 +427,7 @@ class Checker:
         def done(wrong: list[str]) -> None:
             if writes:
                 self._slots.leave(self._slot)
+                self._tell_in_place([target for target, _ in check])
             self._checked(check, wrong)
 
         def failed(error: BaseException) -> None:
@@ -426,6 +438,11 @@ class Checker:
         if writes:
             self._slots.enter(self._slot)
         self._background.submit(work, done, failed)
+
+    def _tell_in_place(self, targets: Sequence[Target]) -> None:
+        spans = [target.span for target in targets if target.contiguous]
+        if spans:
+            self._told.in_place(spans)
 
     def _checked(self, check: Check, wrong: list[str]) -> None:
         before = self._staging.verified_bytes
@@ -443,3 +460,8 @@ class Checker:
             return  # the session ended under it
         log.error("checking the weights failed", exc_info=error)
         self._told.refused(PushRefused("internal", f"checking the weights failed: {error!r}"))
+
+
+def _writes(check: Check) -> bool:
+    """Checking it puts bytes into their place first."""
+    return any(target.scattered for target, _ in check)

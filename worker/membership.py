@@ -243,7 +243,7 @@ class Membership:
                 self._on_registered(message)
             case store.Adopt():
                 self._adopt(message.live)
-            case store.Intact():
+            case store.InPlace():
                 self._actions.copy_ahead(message)
             case store.Prepare():
                 self._on_prepare(message)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_manager.dynamic_weight_manager import CopiesAhead, DynamicWeightManager
-from weight_manager.messages import Intact, Live, LiveAdapter
+from weight_manager.messages import InPlace, Live, LiveAdapter
 from worker.adapter_views import AdapterViews
 from worker.engine.base import Engine, Float32, ForwardBatch, Logits, OnDevice
 from worker.messages import Tag
@@ -286,7 +286,7 @@ class Actions:
         """Whether this rank's engine copies a version while it arrives."""
         return isinstance(self.engine, CopiesAhead)
 
-    def copy_ahead(self, message: Intact) -> None:
+    def copy_ahead(self, message: InPlace) -> None:
         """Part of the next version can be copied already. Between orders; returns at once."""
         if self.weights is not None and "weights" not in self.released:
             self.weights.copy_ahead(message.slot, message.write_epoch, message.spans)

@@ -84,7 +84,7 @@ class Ranks:
                 self.back()
         return Verdict(True)
 
-    def copy_ahead(self, message: messages.Intact) -> None:
+    def copy_ahead(self, message: messages.InPlace) -> None:
         key, held = (message.slot, message.write_epoch), self.bound
         if not self.copies_ahead or held is None or self._staged is not None or self._flipped:
             return

@@ -219,7 +219,7 @@ class LineReplicas:
             message = msgspec.structs.replace(message, adapter=self._line.name, epoch=ballot.live.epoch)
         self._audience.send(number, message)
 
-    def intact(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
+    def in_place(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
         """Adapters are small: nobody copies one before it is whole."""
 
     def drop(self, number: int, why: str) -> None:

@@ -4,7 +4,7 @@ It is filled in one of three ways, each for one thing: the `Prepare` of the very
 it was filled for.
 
     lent      a trainer on this host writes into it (rollout_client/device_slots.py), one at a time
-    ahead     this rank copies from the arena's slot what the store has found to be intact, while the rest arrives
+    ahead     this rank copies from the arena's slot what has arrived there, while the rest does
     at last   it copies what is not there by then
 
 Whatever the way, what counts is the digest of the device's memory: it is the version's, or the rank votes no. Memory

@@ -1,13 +1,13 @@
 """Two weight slots in device memory: one is computed with while the other is filled.
 
 A slot holds what this rank reads, at the distances it has in the store's arena, so that a version arrives in few large
-copies and stays in HF layout. It is copied while it arrives (`Ahead`), as far as the store has proved it, and the rest
-once it is whole. Both slots keep their addresses for as long as the process lives (memory.py).
+copies and stays in HF layout. It is copied while it arrives (`Ahead`), as far as it is in the arena, and the rest once
+it is whole. Both slots keep their addresses for as long as the process lives (memory.py).
 """
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,18 @@ def placement(layout: Layout, rank: int) -> Placement:
     return Placement(places, tuple(runs), tuple(pieces), runs[-1].target + runs[-1].nbytes)
 
 
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(offset, bytes), rising, with neighbours as one: a copy costs the host as much as a few hundred KB cost the bus.
+    Padding between them is copied too.
+    """
+    found: list[tuple[int, int]] = []
+    for start, nbytes in sorted(spans):
+        joins = bool(found) and start <= sum(found[-1]) + _GAP
+        begin = found.pop()[0] if joins else start
+        found.append((begin, start + nbytes - begin))
+    return found
+
+
 class Ahead:
     """What of a version was copied before it was whole: into which slot, and which bytes of the arena's slot.
 
@@ -104,13 +116,8 @@ class Ahead:
 
     def missing(self, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """(offset, bytes) of what is not there of these, neighbours as one."""
-        found: list[tuple[int, int]] = []
-        for start, nbytes in pieces:
-            for low, high in self._there.gaps(start, start + nbytes):
-                joins = bool(found) and low <= sum(found[-1]) + _GAP
-                begin = found.pop()[0] if joins else low
-                found.append((begin, high - begin))
-        return found
+        gaps = (gap for start, nbytes in pieces for gap in self._there.gaps(start, start + nbytes))
+        return _joined((low, high - low) for low, high in gaps)
 
 
 class Staged:
@@ -156,7 +163,7 @@ class DeviceSlots:
         """Begin to copy a part of a version into the spare slot. base: address of the arena's slot. spans: of that."""
         self._driver.enter()
         self.regions[ahead.slot].fill()
-        self._copy(ahead.slot, base, [span for span in spans if ahead.add(*span)])
+        self._copy(ahead.slot, base, _joined(span for span in spans if ahead.add(*span)))
 
     def settle(self) -> None:
         """Wait until nothing copies here any more."""

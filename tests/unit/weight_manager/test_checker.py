@@ -37,7 +37,10 @@ class Session:
         self.staging = Staging(LAYOUT, self.slot, chunked=False)
         self.staging.add(COPIES, ["small", "large", "strided", "strided"])
         self.refusals, self.verified, self.named = [], [], []
-        told = Told(self.refusals.append, self.verified.extend, lambda *found: self.named.append(found))
+        self.in_place = []
+        told = Told(
+            self.refusals.append, self.in_place.extend, self.verified.extend, lambda *found: self.named.append(found)
+        )
         slots = Slots(self.arena, background)
         self.background, self.counters = background, Counters()
         self.checker = Checker(self.staging, 0, background=background, slots=slots, counters=self.counters, told=told)
@@ -147,3 +150,37 @@ def test_what_was_looked_through_as_it_came_is_not_looked_through_again(session,
     session.settle(lambda: session.named)
     assert [names for _, names in session.named] == [[]]
     assert not looked
+
+
+def test_what_is_there_is_told_before_it_is_checked_and_once(session):
+    """But for what is put there while it is checked."""
+    arrived = session.claims()
+    session.staging.targets[0]._scratch = np.frombuffer(session.slot, np.float32)[AT["small"] : AT["small"] + 15].copy()
+    session.checker.written(enumerate(arrived))
+    spans = {region.name: one for region, one in zip(LAYOUT.regions, LAYOUT.ranges, strict=True)}
+    assert spans["large"] in session.in_place
+    assert spans["small"] not in session.in_place
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    assert sorted(session.in_place) == sorted([spans["large"], spans["small"]]), "a strided one is in no one place"
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_weights_that_are_no_numbers_at_their_ends_are_found_while_they_come(session, monkeypatch, at):
+    content = np.frombuffer(session.slot, np.float32)
+    first = AT["large"]
+    content[first if at == 0 else first + 2 * (PIECE // 4 + 1000) - 1] = np.nan
+    session.checker.written(enumerate(session.claims()))
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    session.checker.name(every=False)
+    session.settle(lambda: session.named)
+    assert [names for _, names in session.named] == [["large"]]
+
+
+@pytest.mark.parametrize("little", [True, False])
+def test_a_check_that_comes_back_after_its_session_has_ended_is_nothing(session, little):
+    all_finite(np.zeros(1, np.float32))
+    session.staging._little = little
+    session.checker.written(enumerate(session.claims()))
+    session.staging.forget()
+    session.settle(lambda: session.staging.checking == 0)
+    assert not session.refusals

@@ -369,3 +369,14 @@ def test_a_version_that_still_arrives_is_offered_to_an_engine_with_memory_of_its
 def test_an_engine_that_computes_from_the_arena_is_offered_nothing(manager, put):
     take(manager, put(1, 0))
     manager.copy_ahead(1, manager._reader.write_epoch(1), [(0, 64)])  # no more than that: nothing is raised
+
+
+def test_views_of_a_slot_are_made_once_and_go_with_its_mapping(manager, engine, put):
+    take(manager, put(1, 0))
+    first = engine.bound
+    take(manager, put(2, 1))
+    take(manager, put(3, 0))
+    assert engine.bound["embed"] is first["embed"]
+    assert engine.computes == 3
+    manager.clear_parameters()
+    assert not manager._views

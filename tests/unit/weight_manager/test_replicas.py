@@ -13,7 +13,7 @@ from weight_manager.messages import (
     Adopted,
     Beat,
     Finalize,
-    Intact,
+    InPlace,
     Leaving,
     Live,
     Register,
@@ -132,5 +132,5 @@ def test_only_who_copies_ahead_and_serves_hears_of_bytes_that_are_intact(replica
     for number in (0, 1):
         replicas.request(b"%d" % number, Adopted(OLD.epoch))
     replicas.said.clear()
-    replicas.intact(1, 7, [(0, 64)])
-    assert replicas.said == [(b"0", Intact(1, 7, [(0, 64)]))]
+    replicas.in_place(1, 7, [(0, 64)])
+    assert replicas.said == [(b"0", InPlace(1, 7, [(0, 64)]))]

@@ -150,13 +150,13 @@ def test_it_finds_an_adapter_that_a_late_store_is_not_brought(monkeypatch):
     found("stuck", faults=["reboot"], shapes=BELOW)
 
 
-def test_it_finds_bytes_that_are_called_intact_before_they_are(monkeypatch):
-    intact = Replicas.intact
+def test_it_finds_bytes_that_are_said_to_be_in_place_before_they_are(monkeypatch):
+    in_place = Replicas.in_place
 
     def early(self, slot, write_epoch, spans):
-        intact(self, slot, write_epoch, [(0, LAYOUT.slot_bytes)])
+        in_place(self, slot, write_epoch, [(0, LAYOUT.slot_bytes)])
 
-    monkeypatch.setattr(Replicas, "intact", early)
+    monkeypatch.setattr(Replicas, "in_place", early)
     found("torn", faults=["refuse"])
 
 

@@ -8,7 +8,7 @@ from weight_manager.messages import (
     Finalize,
     Flip,
     Flipped,
-    Intact,
+    InPlace,
     Prepared,
     Register,
     Registered,
@@ -243,10 +243,10 @@ def test_a_rank_with_memory_of_its_own_is_told_what_is_intact_and_another_is_not
     rig.serve()
     assert next(m for m in rig.store.seen if isinstance(m, Register)).copies_ahead
     one = rig.store.write(1, 1)
-    rig.store.send(Intact(1, one.write_epoch, [(0, 64), (128, 64)]))
-    rig.store.send(Intact(1, one.write_epoch - 1, [(0, 64)]))  # of a push that is over
+    rig.store.send(InPlace(1, one.write_epoch, [(0, 64), (128, 64)]))
+    rig.store.send(InPlace(1, one.write_epoch - 1, [(0, 64)]))  # of a push that is over
     assert rig.store.prepare("s1", one).ok
     assert ahead == [((1, one.write_epoch), [(0, 64), (128, 64)])]
-    rig.store.send(Intact(0, rig.arena.write_epoch(0), [(0, 64)]))  # none is spare between a vote and its end
+    rig.store.send(InPlace(0, rig.arena.write_epoch(0), [(0, 64)]))  # none is spare between a vote and its end
     assert rig.store.flip("s1").ok
     assert len(ahead) == 1
