@@ -184,3 +184,13 @@ def test_a_check_that_comes_back_after_its_session_has_ended_is_nothing(session,
     session.staging.forget()
     session.settle(lambda: session.staging.checking == 0)
     assert not session.refusals
+
+
+def test_where_all_are_looked_at_ends_alone_are_not_enough(session):
+    np.frombuffer(session.slot, np.float32)[AT["large"] + 5000] = np.nan
+    session.checker.written(enumerate(session.claims()))
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    session.staging._finite.update(LAYOUT.ranges)  # "strided" came as two copies; as if it had come as one
+    session.checker.name(every=True)
+    session.settle(lambda: session.named)
+    assert [names for _, names in session.named] == [["large"]]
