@@ -14,9 +14,6 @@ from tests.faults.store_process import Store
 
 torch = pytest.importorskip("torch")
 
-READ_ONLY = 8
-"""cudaHostRegisterReadOnly: a trainer's mapping of a slot is, between pushes."""
-
 
 def on(device: Any, seed: int, **to: Any) -> dict[str, Any]:
     return {name: torch.from_numpy(array).to(device, **to) for name, array in small_model.weights(seed).items()}
@@ -122,8 +119,9 @@ def test_a_driver_that_cannot_pin_is_said_once_and_torch_goes_on(
     addresses = [np.frombuffer(memory, np.uint8).ctypes.data for memory in blocked]
     register = torch.cuda.cudart().cudaHostRegister
     try:
-        for address, memory in zip(addresses, blocked, strict=True):  # already pinned: the driver says no
-            assert int(register(address, memory.nbytes, READ_ONLY)) == 0
+        for number, address in enumerate(addresses):  # already pinned: the driver says no
+            with slots.staging(number) as memory:
+                assert int(register(address, memory.nbytes, 0)) == 0
         with caplog.at_level(logging.WARNING):
             for version in 2, 3, 4:
                 assert publisher.push(tensors, version).digest == expected
