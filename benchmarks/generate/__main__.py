@@ -22,6 +22,7 @@ PIECES: list[tuple[str, str, list[str]]] = [
     *((f"throughput/{dtype}/hf", "throughput", ["--dtype", dtype, "--peer", "hf"]) for dtype in DTYPES),
     *((f"prefill/{dtype}", "prefill", ["--dtype", dtype]) for dtype in DTYPES),
     *((f"overhead/{dtype}", "overhead", ["--dtype", dtype]) for dtype in DTYPES),
+    *((f"overhead/{dtype}/64", "overhead", ["--dtype", dtype, "--sequences", "64"]) for dtype in DTYPES),
     *((f"grammar/{dtype}", "grammar", ["--dtype", dtype]) for dtype in DTYPES),
     *((f"updates/{dtype}", "updates", ["--dtype", dtype]) for dtype in DTYPES),
     ("signals/float32", "signals", []),

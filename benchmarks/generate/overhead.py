@@ -1,9 +1,10 @@
 """What HTTP, scheduler and loop add to the bare engine at 16 sequences of 32 prompt tokens and 96 new ones.
 
-    python -m benchmarks.generate.overhead --dtype float32 [--rounds 5] [--budget 270]
+    python -m benchmarks.generate.overhead --dtype float32 [--sequences 64] [--rounds 5] [--budget 270]
 
 The bare engine runs forward passes and draws tokens, in a process of its own; see `peers/bare_engine.py`. In a round
-each side runs three times in turn, and the medians are compared. `forward` counts the forward passes alone as bare.
+each side runs three times in turn (once with more sequences), and the medians are compared. `forward` counts the
+forward passes alone as bare.
 """
 
 import sys
@@ -19,15 +20,19 @@ from benchmarks.generate.servers import Service
 from benchmarks.generate.throughput import NEW_TOKENS, WARM_TOKENS
 
 COUNT, LENGTH, TURNS = 16, 32, 3
+"""COUNT: sequences of the row in the table."""
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
+    parser.add_argument("--sequences", type=int, default=COUNT, help="(%(default)s)")
     args = parser.parse_args()
-    section = Section(args.out, f"overhead/{args.dtype}", args.rounds, args.budget)
+    name = f"overhead/{args.dtype}" + (f"/{args.sequences}" if args.sequences != COUNT else "")
+    section = Section(args.out, name, args.rounds, args.budget)
     if not section.lacking:
         return
+    turns = TURNS if args.sequences <= COUNT else 1
     logs = Path(tempfile.mkdtemp(prefix="bench-generate-log-"))
     bare = Peer(
         *("bare", sys.executable, "bare_engine.py", logs / "bare.log"),
@@ -40,17 +45,17 @@ def main() -> None:
     random = np.random.default_rng()
     try:
         service.settle()
-        measure(bare, service, random, 1, WARM_TOKENS)
-        section.collect(lambda _: measure(bare, service, random, TURNS, NEW_TOKENS))
+        measure(bare, service, random, args.sequences, 1, WARM_TOKENS)
+        section.collect(lambda _: measure(bare, service, random, args.sequences, turns, NEW_TOKENS))
     finally:
         service.close()
         bare.close()
 
 
-def measure(bare: Peer, service: Service, random: np.random.Generator, turns: int, new: int) -> Round:
+def measure(bare: Peer, service: Service, random: np.random.Generator, count: int, turns: int, new: int) -> Round:
     served, alone, forward = [], [], []
     for _ in range(turns):
-        job = Job(random.integers(1000, 40000, (COUNT, LENGTH)).tolist(), 1, new)
+        job = Job(random.integers(1000, 40000, (count, LENGTH)).tolist(), 1, new)
         served.append(job.tokens / service.run(job))
         answer = bare.ask({"prompts": job.prompts, "n": 1, "max_tokens": new})
         alone.append(answer["seconds"])

@@ -48,7 +48,8 @@ def _prefill(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]
 
 def _overhead(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:
     said = f"{_of(rounds, 'over_bare'):.1%} (over forward passes alone {_of(rounds, 'over_forward'):.1%})"
-    return [(f"HTTP and scheduler over the bare engine at 16, {what[0]}", said, "<= 5 %")]
+    sequences, bar = (what[1], "") if len(what) > 1 else ("16", "<= 5 %")
+    return [(f"HTTP and scheduler over the bare engine at {sequences}, {what[0]}", said, bar)]
 
 
 def _signals(what: list[str], rounds: list[Round]) -> list[tuple[str, str, str]]:

@@ -1,6 +1,6 @@
 """Our engine without scheduler, loop and HTTP: forward passes and the drawing of tokens, and nothing else.
 
-Line in:  {"prompts": [[ids], ...], "n": 1, "max_tokens": 96}; prompts are equally long, in one prefill step together.
+Line in:  {"prompts": [[ids], ...], "n": 1, "max_tokens": 96}; prompts are equally long, as many to a prefill as fit.
 Line out: {"seconds": s, "forward_seconds": of the forward passes alone, "tokens": generated, "ids": [[ids], ...]}
 """
 
@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+STEP_TOKENS = 1024
+"""Of a prefill step, as in a service."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -53,24 +55,29 @@ def generate(engine: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
     ids = np.array(prompts, np.int32)
     done, forward, began = 0, 0.0, time.perf_counter()
     for step in range(new):
-        fed = ids[:, done:]
         at = np.arange(done, ids.shape[1])
-        batch = ForwardBatch(
-            token_ids=np.ascontiguousarray(fed.reshape(-1)),
-            positions=np.tile(at, count).astype(np.int32),
-            slots=(tables[:, at // size] * size + at % size).reshape(-1).astype(np.int32),
-            query_lens=np.full(count, len(at), np.int32),
-            context_lens=np.full(count, ids.shape[1], np.int32),
-            block_tables=tables,
-            logits_rows=(np.arange(1, count + 1) * len(at) - 1).astype(np.int32),
-            block_copies=np.zeros((0, 2), np.int32),
-        )
-        before = time.perf_counter()
-        logits = engine.forward(batch)
-        forward += time.perf_counter() - before
-        draws = sampler.sample(logits, [Pick(row, sampling, edits, row, 0, step) for row in range(count)])
+        together = max(1, STEP_TOKENS // len(at))
+        tokens: list[int] = []
+        for first in range(0, count, together):
+            fed, own = ids[first : first + together, done:], tables[first : first + together]
+            rows = len(fed)
+            batch = ForwardBatch(
+                token_ids=np.ascontiguousarray(fed.reshape(-1)),
+                positions=np.tile(at, rows).astype(np.int32),
+                slots=(own[:, at // size] * size + at % size).reshape(-1).astype(np.int32),
+                query_lens=np.full(rows, len(at), np.int32),
+                context_lens=np.full(rows, ids.shape[1], np.int32),
+                block_tables=own,
+                logits_rows=(np.arange(1, rows + 1) * len(at) - 1).astype(np.int32),
+                block_copies=np.zeros((0, 2), np.int32),
+            )
+            before = time.perf_counter()
+            logits = engine.forward(batch)
+            forward += time.perf_counter() - before
+            picks = [Pick(row, sampling, edits, first + row, 0, step) for row in range(rows)]
+            tokens += [draw.token for draw in sampler.sample(logits, picks)]
         done = ids.shape[1]
-        ids = np.concatenate([ids, np.array([[draw.token] for draw in draws], np.int32)], axis=1)
+        ids = np.concatenate([ids, np.array(tokens, np.int32)[:, None]], axis=1)
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "forward_seconds": forward, "tokens": count * new, "ids": ids.tolist()}
 
