@@ -270,8 +270,8 @@ class Lanes:
         if not text:
             self._library.learn(self._table, token, b"", 0, 0, 0, -1)
             return
-        spelling = list(self._model.text.token_bytes(token))
-        parts = [_to_json(text), _to_json(self._model.token_text(token)), _to_json(spelling)]
+        said = _to_json(text)  # which is its name, too: of a token that is whole
+        parts = [said, said, _to_json(list(text.encode()))]
         self._library.learn(self._table, token, b"".join(parts), *map(len, parts), len(text))
 
     def say(self, now: float) -> None:

@@ -81,9 +81,10 @@ class Detokenizer:
         """Of a token that is whole characters, whatever stands around it; None: it is not, or special."""
         if self._spelling is None or token_id in self.special_ids:
             return None
-        if token_id not in self.whole:
-            _Bytes(self, self._spelling, frozenset()).push(token_id)
-        return self.whole.get(token_id)
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The whole text: what the pieces of a stream and its end join to."""

@@ -92,6 +92,26 @@ def test_any_ids_can_be_streamed(tmp_path: Path, make: Any, skip: bool) -> None:
             assert whole == library.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback, _characters, _word_pieces])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_whole_token_adds_its_text_where_no_character_is_begun(tmp_path: Path, make: Any, skip: bool) -> None:
+    """Without being pushed, too: what follows it is the same."""
+    tokenizer = Tokenizer.load(_save(tmp_path, make()))
+    rng, passed = random.Random(1), 0
+    for _ in range(50):
+        ids = [rng.randrange(tokenizer.vocab_size + 5) for _ in range(40)]
+        every, some = tokenizer.stream(skip_special=skip), tokenizer.stream(skip_special=skip)
+        for i in ids:
+            text, piece = tokenizer.whole_text(i), every.push(i)
+            if text and some.at_rest:
+                assert piece == text
+                passed += 1
+            else:
+                assert piece == some.push(i)
+        assert every.finish() == some.finish()
+    assert passed > 100 or tokenizer.whole_text(ids[0]) is None
+
+
 def test_byte_fallback_replaces_bytes_one_by_one_and_keeps_what_is_a_character(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(_save(tmp_path, _byte_fallback()))
 
