@@ -159,6 +159,16 @@ class AdapterMembership:
             epochs = {name: adapter.live.epoch for name, adapter in self.live.items()}
             self._untold = not self._send(store.AdaptersHeld(epochs, self.held, self._error))
 
+    def overwritten(self, epochs: set[int]) -> None:
+        """The store has given away the slots of these: it was started again, and did not know who held what. Sequences
+        that stayed on one that is live no more end as far as they are, or every step would be thrown away for them. Of
+        one that is live still, `registered` brings the version that came after it.
+        """
+        live = {adapter.live.epoch for adapter in self.live.values()}
+        if lost := (epochs & self._held.keys()) - live:
+            log.warning("versions of adapters were overwritten while sequences stayed on them: these end")
+            self._scheduler.abort_adapters(lost)
+
     def next_order(self) -> Order | None:
         """The next thing that all ranks have to do. Call only when no order is under way."""
         idle = self._idle_epoch()

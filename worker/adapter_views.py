@@ -95,9 +95,9 @@ class AdapterViews:
         if not any(other.name == held.name for other in self._held.values()):
             self._fits.pop(held.name, None)
 
-    def fenced(self) -> bool:
-        """Whether the store has begun to overwrite a version that is held: it went on without this replica."""
-        return any(held.reader.write_epoch(held.slot) != held.write_epoch for held in self._held.values())
+    def overwritten(self) -> set[int]:
+        """Epochs that are held and whose slots the store has begun to overwrite: it went on without this replica."""
+        return {e for e, held in self._held.items() if held.reader.write_epoch(held.slot) != held.write_epoch}
 
     def _reader(self, path: str) -> ArenaReader:
         return next((h.reader for h in self._held.values() if str(h.reader.path) == path), None) or ArenaReader(path)

@@ -484,6 +484,7 @@ class Stepping:
         if self._actions.fenced:
             self.counters["fenced_steps"] += 1
             self._scheduler.discard()
+            self._adapters.overwritten(self._actions.adapters.overwritten())
             self._membership.lost_slot()
             return
         if self._scheduler.under_former:

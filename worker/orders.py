@@ -261,7 +261,7 @@ class Actions:
     @property
     def fenced(self) -> bool:
         """The store went on without this replica: what it computed with may have been overwritten meanwhile."""
-        return self.adapters.fenced() or (self.weights is not None and self.weights.fenced())
+        return bool(self.adapters.overwritten()) or (self.weights is not None and self.weights.fenced())
 
     @property
     def live(self) -> Live | None:

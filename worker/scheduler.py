@@ -371,6 +371,12 @@ class Scheduler:
         for request in [r for r in self._requests if r.adapter_name == name and not any(s.begun for s in r.live)]:
             self._end_without_adapter(request)
 
+    def abort_adapters(self, epochs: set[int]) -> None:
+        """End what computes with these versions of adapters."""
+        self.discard()
+        for request in [r for r in self._requests if any(s.begun and s.kv.adapter in epochs for s in r.live)]:
+            self._end_request(request, "abort")
+
     def hold_adapter(self, name: str, on: bool) -> None:
         """Whether nothing of this adapter may begin, for a drain until `adapter_running` is 0."""
         self._adapters.hold(name, on=on)

@@ -143,10 +143,9 @@ class Versions:
         self.held[live.epoch] = adapter, memory
         return Verdict(True)
 
-    @property
-    def void(self) -> bool:
-        """Whether the store has begun to overwrite one of them."""
-        return any(memory.write_epoch(a.live.slot) != a.live.write_epoch for a, memory in self.held.values())
+    def overwritten(self) -> set[int]:
+        """Those that the store has begun to overwrite."""
+        return {e for e, (a, memory) in self.held.items() if memory.write_epoch(a.live.slot) != a.live.write_epoch}
 
     def intact(self, epoch: int) -> bool:
         """Whether its bytes are those that its digest names."""
@@ -189,6 +188,9 @@ class Sequences:
 
     def adapter_gone(self, name: str) -> None:
         self.adapters.pop(name, None)
+
+    def abort_adapters(self, epochs: set[int]) -> None:
+        self.begun = [sequence for sequence in self.begun if sequence[1] not in epochs]
 
     def adapter_running(self, name: str) -> int:
         return sum(of == name for of, _ in self.begun)
@@ -373,8 +375,9 @@ class Replica:
             return
         held = self.ranks.bound
         assert held is not None
-        if self.void or self.versions.void:
-            self._soon(self.membership.lost_slot)  # the step is thrown away
+        if self.void or self.versions.overwritten():  # the step is thrown away
+            self._soon(lambda: self.adapters.overwritten(self.versions.overwritten()))
+            self._soon(self.membership.lost_slot)
             return
         for name, epoch in self.sequences.begun:
             if epoch not in self.versions.held:

@@ -84,7 +84,7 @@ def test_bytes_that_are_not_the_version_are_refused(store):
     store.arena.slot(0)[store.layout.regions[-1].offset] ^= 1
     with pytest.raises(WeightsRefused, match="slot 0 does not hold version 1 of a"):
         views.prepare(good)
-    assert not views.fenced()
+    assert not views.overwritten()
 
 
 def test_a_slot_that_was_given_away_is_refused_or_fences(store):
@@ -96,9 +96,9 @@ def test_a_slot_that_was_given_away_is_refused_or_fences(store):
         views.prepare(late)
     assert not table.held
     views.prepare(store.version(2, 1))
-    assert not views.fenced()
+    assert not views.overwritten()
     store.arena.bump(1)
-    assert views.fenced()
+    assert views.overwritten() == {12}
 
 
 def test_another_shape_of_the_name_is_planned_anew(store, tmp_path):

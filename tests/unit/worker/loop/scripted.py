@@ -109,11 +109,11 @@ class ScriptedApi:
     def send(self, message):
         self._socket.send(message if isinstance(message, bytes) else messages.encode(message))
 
-    def generate(self, request_id, prompt=(1, 2, 3), *, stream=True, **sampling):
+    def generate(self, request_id, prompt=(1, 2, 3), *, stream=True, adapter="", **sampling):
         options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling}
         if request_id not in self.chunks or self.finished(request_id):  # else it is refused, and the first goes on
             self.chunks[request_id] = []
-        self.send(Generate(request_id, list(prompt), SamplingParams(**options), stream=stream))
+        self.send(Generate(request_id, list(prompt), SamplingParams(**options), stream=stream, adapter=adapter))
 
     def start(self, kind, *args, **kwargs):
         """Send a control call; returns its id."""
