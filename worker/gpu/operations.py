@@ -321,7 +321,7 @@ class Operations:
 
 def splits(blocks: int, multiprocessors: int) -> int:
     """Shares of a sequence's positions, so that the device is full: a power of two, fewer the more rows there are."""
-    wanted = max(1, min(_SPLITS_MOST, 2 * multiprocessors // max(blocks, 1)))
+    wanted = max(1, min(_SPLITS_MOST, 4 * multiprocessors // max(blocks, 1)))
     return 1 << (wanted.bit_length() - 1)
 
 

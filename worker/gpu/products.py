@@ -65,22 +65,19 @@ class Skinny:
     @property
     def line(self) -> str:
         """That instantiates it."""
-        sizes = f"{self.rows}, {self.part}, {self.split}, {self.across}, {self.most}"
+        sizes = f"{self.rows}, {self.part}, {self.split}, {self.most}"
         return f"SKINNY({self.name}, {sizes}, {self.shape.kind}, {str(self.shape.normed).lower()})"
 
     @property
-    def across(self) -> int:
-        """Warps side by side: as few as keep their sums in registers, so that x is read few times; 0 = none fits."""
-        eights, most = self.rows // 8, 6 if self.most <= 16 else 8
-        fit = (n for n in (1, 2, 4, 8) if eights % n == 0 and eights // n <= most and self.part % (256 // n) == 0)
-        return next(fit, 0)
-
-    @property
     def fits(self) -> bool:
-        """Whether the kernel takes these sizes, as it asserts."""
-        sums = 8 // (self.across or 8) * -(-self.most // 16) * 16 * (self.rows + (40 - self.rows % 32) % 32) * 4
-        there = (self.rows + self.most) * self.part * 2
-        return self.across > 0 and sums <= there and self.shared <= _SKINNY_SHARED
+        """Whether the kernel takes these sizes: as it asserts, and few enough sums for the registers."""
+        tiles, eights = -(-self.most // 16), self.rows // 8
+        at_most = 6 if tiles == 1 else 16 // tiles
+        across = next((n for n in (1, 2, 4, 8) if eights % n == 0 and eights // n <= at_most), 0)
+        if not across or self.part // 8 % (4 * 8 // across):
+            return False
+        sums = 8 // across * tiles * 16 * (self.rows + (40 - self.rows % 32) % 32) * 4
+        return sums <= (self.rows + self.most) * self.part * 2 and self.shared <= _SKINNY_SHARED
 
 
 def skinny(shape: Shape, tokens: int, multiprocessors: int) -> Skinny | None:

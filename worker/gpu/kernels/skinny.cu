@@ -4,15 +4,20 @@
 // their sums in a fixed order: then each reads little of x, which every block needs and which comes from L2.
 #if !FP32
 
-// ACROSS: warps side by side, each with its rows of W; the others share the columns. MOST: the most rows of x; those that a tile of 16 has more are some row again. GATE: half of ROWS are gate's, half up's.
+// MOST: the most rows of x; those that a tile of 16 has more are some row again. GATE: half of ROWS are gate's, half up's.
 // NORM: x is the residual stream (float); `weight` goes into it before the product, and 1 / rms, one number a row, into the
 // result. grid (ceil(rows / own rows) * SPLIT), 256 threads. Rows lie in shared memory in chunks of 16 bytes, chunk c of
 // row r at c ^ (r & 7): eight rows, all banks.
-template <int ROWS, int PART, int SPLIT, int ACROSS, int MOST, int WHAT, bool NORM>
+template <int ROWS, int PART, int SPLIT, int MOST, int WHAT, bool NORM>
 __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *weight, void *y, int rows, int T, float eps) {
-  constexpr int K = PART * SPLIT, WIDTH = PART / 8, OWN = WHAT == GATE ? ROWS / 2 : ROWS;
-  constexpr int TILES = (MOST + 15) / 16, ALONG = 8 / ACROSS, NEXT = ROWS / 8 / ACROSS, STRIDE = ROWS + (40 - ROWS % 32) % 32;
-  static_assert(ROWS % (8 * ACROSS) == 0, "rows");
+  constexpr int K = PART * SPLIT, WIDTH = PART / 8, OWN = WHAT == GATE ? ROWS / 2 : ROWS, ACROSS_ALL = ROWS / 8;
+  constexpr int TILES = (MOST + 15) / 16, AT_MOST = TILES == 1 ? 6 : 16 / TILES;  // 8 weight rows each, of a warp
+  // Warps side by side: few, so that x is read few times; the others share the columns.
+  constexpr int ACROSS = ACROSS_ALL <= AT_MOST ? 1
+                       : ACROSS_ALL % 2 == 0 && ACROSS_ALL / 2 <= AT_MOST ? 2
+                       : ACROSS_ALL % 4 == 0 && ACROSS_ALL / 4 <= AT_MOST ? 4 : 8;
+  constexpr int ALONG = 8 / ACROSS, NEXT = ACROSS_ALL / ACROSS, STRIDE = ROWS + (40 - ROWS % 32) % 32;
+  static_assert(ACROSS_ALL % ACROSS == 0 && NEXT <= AT_MOST, "rows");
   static_assert(WIDTH % (4 * ALONG) == 0 && WIDTH % 8 == 0, "K");
   static_assert(ALONG * TILES * 16 * STRIDE * 4 <= (ROWS + MOST) * PART * 2, "sums lie where operands were");
   extern __shared__ __align__(128) uint4 operands[];
@@ -138,7 +143,7 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
   }
   if (SPLIT > 1) cluster_sync();  // nobody leaves while its sums are being read
 }
-#define SKINNY(name, ROWS, PART, SPLIT, ACROSS, MOST, WHAT, NORM) KERNEL __launch_bounds__(256) name(const u16 *w, \
+#define SKINNY(name, ROWS, PART, SPLIT, MOST, WHAT, NORM) KERNEL __launch_bounds__(256) name(const u16 *w, \
     const void *x, const u16 *weight, void *y, int rows, int T, float eps) { \
-    skinny<ROWS, PART, SPLIT, ACROSS, MOST, WHAT, NORM>(w, x, weight, y, rows, T, eps); }
+    skinny<ROWS, PART, SPLIT, MOST, WHAT, NORM>(w, x, weight, y, rows, T, eps); }
 #endif
