@@ -127,4 +127,5 @@ def test_every_way_of_a_product(model, product):
             error = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
             assert error.max() < 0.01, f"{way}, {rows} rows: {error}"
             tried.add(way.split(":")[0])
-    assert ("skinny" in tried) == (product != "WIDE" and (n, k) not in LIBRARYS)
+    if product != "WIDE" and (n, k) not in LIBRARYS:
+        assert "skinny" in tried
