@@ -239,6 +239,8 @@ class Scheduler:
         rows = [(at, row.sequence) for at, row in enumerate(step.rows, len(step.together)) if row.sequence.running]
         if step.former or len(self._cohort) + len(rows) != len(self._batcher.running):
             return None
+        if not (rows or len(self._cohort)):  # all that the step was launched for have ended since
+            return None
         if not all(row.decodes for row in step.rows):
             return None
         if any(not on_device(one.request.sampling) or self._may_join(one) for _, one in rows):

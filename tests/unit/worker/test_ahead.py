@@ -60,6 +60,22 @@ def test_whoever_waits_is_let_in_after_the_step_that_is_on_its_way(rig):
         replica.check_replay(name)
 
 
+def test_a_step_whose_sequences_have_all_ended_is_taken_in_and_the_next_begins(rig):
+    plain = rig()
+    plain.add("a", [1, 2, 3], max_tokens=12, temperature=0.0)
+    plain.run()
+    stop = plain.results["a", 0].tokens[5]
+    replica = rig(device=True)
+    replica.add("a", [1, 2, 3], max_tokens=12, temperature=0.0, stop_token_ids=[stop])
+    while replica.results.get(("a", 0)) is None or not replica.results["a", 0].finish:
+        replica.step()
+    assert replica.flight is not None, "launched before its last token was known"
+    replica.add("b", [4, 5], max_tokens=4, temperature=0.0)
+    replica.run()
+    assert len(replica.results["b", 0].tokens) == 4
+    replica.check_replay("b")
+
+
 KINDS = {
     "penalties": {"repetition_penalty": 1.7, "presence_penalty": 0.4, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {3: 2.0, 9: -4.0}, "top_p": 0.8},
