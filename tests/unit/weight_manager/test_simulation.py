@@ -123,7 +123,7 @@ def test_it_finds_an_adapter_that_is_served_before_it_is_recorded(monkeypatch):
 
 def test_it_finds_a_version_that_is_written_over_while_sequences_finish_on_it(monkeypatch):
     monkeypatch.setattr(Line, "_read", lambda self: set())
-    monkeypatch.setattr(Versions, "void", property(lambda self: False))  # the fence, which hides it
+    monkeypatch.setattr(Versions, "overwritten", lambda self: set())  # the fence, which hides it
     found("torn", faults=["slow"])
 
 
