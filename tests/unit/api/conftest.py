@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,15 @@ from api.model import Model
 from api.service import Service
 from tests.unit.api.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from tests.unit.api.scripted import CONTEXT, ScriptedReplica, ScriptedStore
+
+
+@pytest.fixture
+def same_signals() -> Iterator[None]:
+    """uvicorn takes over signals in the main thread; a test that starts a server has its own again after it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import signal
 import socket
 from types import SimpleNamespace
 
@@ -25,22 +24,13 @@ IDS = [*b'a "b"\\\n', *"é€".encode(), *b"xyz", 260, *b"0123456789abcdef<>&'"]
 """Of the tests' byte tokenizer: escapes, parts of characters, and a special token, between plain ones."""
 
 
-@pytest.fixture(autouse=True)
-def same_signals():
-    """uvicorn takes over signals in the main thread; a test has its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def settings():
     return {"replicas": 1}
 
 
 @pytest.fixture
-async def service(config, model, replicas, store, until):
+async def service(config, model, replicas, store, until, same_signals):
     """Of a whole server, whose streams may have lanes."""
     made = Service(config, model)
     listener = socket.create_server(("127.0.0.1", 0))

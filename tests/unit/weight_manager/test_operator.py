@@ -19,21 +19,25 @@ class Coordinator:
         raise self._error
 
 
+def an_operator(coordinator, said, lines=None):
+    """With nothing else behind it. said: what it sends."""
+    return Operator(
+        *(SimpleNamespace(), coordinator),
+        replicas=None,
+        lines=lines,
+        adapters=None,
+        files=None,
+        counters=None,
+        relay=lambda now: None,
+        send=lambda peer, message: said.append(message) or True,
+    )
+
+
 @pytest.fixture
 def ask():
     def ask(error, call):
         said = []
-        operator = Operator(
-            *(SimpleNamespace(), Coordinator(error)),
-            replicas=None,
-            lines=None,
-            adapters=None,
-            files=None,
-            counters=None,
-            relay=lambda now: None,
-            send=lambda peer, message: said.append(message) or True,
-        )
-        operator.request(b"api", call)
+        an_operator(Coordinator(error), said).request(b"api", call)
         return said
 
     return ask
@@ -56,16 +60,7 @@ def test_subscribers_hear_of_a_push_within_a_while_and_of_its_end_at_once():
     coordinator = SimpleNamespace(changes=0, idle=True, session=None, history=history)
     lines = SimpleNamespace(changes=0, idle=True)
     said = []
-    operator = Operator(
-        *(SimpleNamespace(), coordinator),
-        replicas=None,
-        lines=lines,
-        adapters=None,
-        files=None,
-        counters=None,
-        relay=lambda now: None,
-        send=lambda peer, message: said.append(message) or True,
-    )
+    operator = an_operator(coordinator, said, lines)
     operator.status = lambda call: coordinator.changes + lines.changes
     operator.request(b"api", GetStatus("", subscribe=True))
     assert said == [0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import socket
 from typing import Any
 
@@ -16,15 +15,6 @@ from api.service import Service
 @pytest.fixture
 def settings() -> dict[str, Any]:
     return {"workers": 2}
-
-
-@pytest.fixture(autouse=True)
-def same_signals():
-    """uvicorn takes over signals in the main thread; a test has its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Process:
@@ -58,7 +48,7 @@ class Process:
 
 
 @pytest.fixture
-async def processes(config, model, replicas, store, until):
+async def processes(config, model, replicas, store, until, same_signals):
     made = [Process(config, model, index) for index in range(2)]
     for process in made:
         await process.start()
