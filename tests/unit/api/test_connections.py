@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 
 import pytest
 
@@ -61,7 +60,7 @@ async def clients(address):
 
 
 @pytest.fixture
-async def server(config, model, replicas, store, until):
+async def server(config, model, replicas, store, until, same_signals):
     """A whole one."""
     service = Service(config, model)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -77,18 +76,6 @@ async def server(config, model, replicas, store, until):
 @pytest.fixture
 def address(server):
     return server.servers[0].sockets[0].getsockname()
-
-
-@pytest.fixture(autouse=True)
-def same_signals():
-    """uvicorn takes over signals in the main thread; a test has its own."""
-    assert threading.current_thread() is threading.main_thread()
-    import signal
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 async def until_closed(reader, timeout_s=HEAD_S + SLACK_S):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.api.processes.conftest import Process, same_signals  # noqa: F401  a fixture
+from tests.unit.api.processes.conftest import Process
 
 
 @pytest.fixture
