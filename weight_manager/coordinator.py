@@ -8,7 +8,7 @@ answer is ballot.py's. Everything here runs in the store's loop and returns at o
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,8 @@ from weight_manager.plan import Planned
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
 from weight_manager.slots import Slots
-from weight_manager.staging import Check, Checker, Staging, Told
+from weight_manager.staging import Checker, Staging, Told
+from weight_manager.together import Proven
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class Coordinator:
         told = Told(
             refused=lambda refusal: self._check_failed(session, refusal),
             in_place=lambda spans: self._in_place(session, spans),
-            verified=lambda check: self._verified(session, check),
+            verified=lambda copies: self._verified(session, copies),
             named=lambda digests, non_finite: self._named(session, digests, non_finite),
         )
         checker = Checker(
@@ -459,8 +460,8 @@ class Coordinator:
         if session is self.session:
             self.replicas.in_place(session.slot, session.write_epoch, spans)
 
-    def _verified(self, session: PushSession, check: Check) -> None:
-        self.below.verified(session, check)
+    def _verified(self, session: PushSession, copies: Iterable[Proven]) -> None:
+        self.below.verified(session, copies)
         self._name_if_checked(session)
 
     def _name_if_checked(self, session: PushSession) -> None:

@@ -20,3 +20,10 @@ LOOK(narrow, uint16_t, 0x7f80)     // bfloat16
 
 // size: bytes of an element, 4 or 2; p lies at a multiple of it.
 int64_t all_finite(const void *p, int64_t count, int64_t size) { return size == 4 ? wide(p, count) : narrow(p, count); }
+
+// Of rows [start, start + size) in bytes, all inside of p and at multiples of the element's size: whether all are.
+int64_t all_rows_finite(const void *p, const int64_t *starts, const int64_t *sizes, int64_t rows, int64_t size) {
+    for (int64_t i = 0; i < rows; i++)
+        if (!all_finite((const char *)p + starts[i], sizes[i] / size, size)) return 0;
+    return 1;
+}

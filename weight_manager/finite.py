@@ -2,11 +2,12 @@
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout_client.native.compiler import compiled
 from weight_manager.layout import Array
@@ -27,11 +28,21 @@ def all_finite(flat: Array) -> bool:
 
     The first use compiles its loop.
     """
-    loop = _loop()
-    if loop is not None:
-        return bool(loop(flat.ctypes.data, flat.size, flat.itemsize))
+    loops = _loops()
+    if loops is not None:
+        return bool(loops.all_finite(flat.ctypes.data, flat.size, flat.itemsize))
     step = BLOCK_BYTES // flat.itemsize
     return all(_finite(flat[start : start + step]) for start in range(0, len(flat), step))
+
+
+def all_rows_finite(flat: Array, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> bool:
+    """`all_finite` of rows of `flat`, in one call. starts, sizes: [rows] in bytes, of whole elements, inside of it."""
+    loops = _loops()
+    if loops is not None:
+        places = (array.ctypes.data for array in (flat, starts, sizes))
+        return bool(loops.all_rows_finite(*places, len(starts), flat.itemsize))
+    spans = zip((starts // flat.itemsize).tolist(), (sizes // flat.itemsize).tolist(), strict=True)
+    return all(all_finite(flat[start : start + size]) for start, size in spans)
 
 
 def ends_finite(flat: Array) -> bool:
@@ -46,20 +57,21 @@ def all_ends_finite(views: Sequence[Array]) -> bool:
 
 def ready() -> bool:
     """Whether `all_finite` needs no compiler any more."""
-    return _loop.cache_info().currsize > 0
+    return _loops.cache_info().currsize > 0
 
 
 @lru_cache(maxsize=1)
-def _loop() -> Callable[[int, int, int], int] | None:
+def _loops() -> ctypes.CDLL | None:
     """None where there is no C compiler: numpy does it, several times as slowly."""
     try:
-        loop = ctypes.CDLL(str(compiled("finite", SOURCES))).all_finite
+        loops = ctypes.CDLL(str(compiled("finite", SOURCES)))
     except OSError as error:
         log.info("weights are looked through by numpy: %s", error)
         return None
-    loop.argtypes, loop.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64], ctypes.c_int64
-    found: Callable[[int, int, int], int] = loop
-    return found
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    loops.all_finite.argtypes, loops.all_finite.restype = [pointer, number, number], number
+    loops.all_rows_finite.argtypes, loops.all_rows_finite.restype = [pointer] * 3 + [number] * 2, number
+    return loops
 
 
 def _finite(block: Array) -> bool:

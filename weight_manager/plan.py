@@ -21,6 +21,7 @@ from weight_manager.coverage import tile
 from weight_manager.errors import PushRefused
 from weight_manager.layout import ITEMSIZE, Layout, Parameter, Region
 from weight_manager.stacks import Stack, stacks
+from weight_manager.together import Laid
 
 _SHOWN = 20
 
@@ -69,6 +70,13 @@ class Planned:
         self._of: object = None
         self._copies: list[Copy] = []
         self._kept: tuple[str, ...] = ()
+        self._laid: tuple[list[Copy], Laid | None] | None = None
+
+    def laid(self, copies: list[Copy], names: Callable[[], list[str]], layout: Layout) -> Laid | None:
+        """How copies that `plan` has returned lie, if each lies in one piece. names: makes the tensor of each."""
+        if self._laid is None or self._laid[0] is not copies:
+            self._laid = copies, Laid.of(copies, names(), layout)
+        return self._laid[1]
 
     def plan(
         self, of: object, make: Callable[[], tuple[list[Copy], tuple[str, ...]]]

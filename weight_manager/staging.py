@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout_client import copying
+from rollout_client.copying import Kernels
 from rollout_client.digest import digest_of, joined, piece_spans
 from rollout_client.page_sums import both_digests
 from rollout_client.protocol import Copy
@@ -27,6 +29,7 @@ from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Array, Layout, region_di
 from weight_manager.metrics import Counters
 from weight_manager.patched import Patched
 from weight_manager.slots import Slots
+from weight_manager.together import Laid, Proven, Together
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +165,8 @@ class Staging:
         self.layout = layout
         self.slot = slot
         self.chunked = chunked
-        self.targets: list[Target] = []
+        self.together: Together | None = None  # what there is of copies, while they are looked at in shares
+        self._targets: list[Target] = []
         self.total_bytes = 0
         self.received_bytes = 0
         self.verified_bytes = 0
@@ -170,7 +174,28 @@ class Staging:
         self.checking = 0  # checks handed out and not yet back
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
         self._finite: set[tuple[int, int]] = set()  # (offset, bytes) of numbers: at its ends, or all if there are few
-        self._little = layout.slot_bytes <= AT_ONCE_BYTES
+        self.little = layout.slot_bytes <= AT_ONCE_BYTES  # looked through whole, and at once
+
+    @property
+    def targets(self) -> list[Target]:
+        """Every copy by itself. Whoever asks for them has all that follows looked at one by one."""
+        together, self.together = self.together, None
+        if together is not None:
+            self._targets = [
+                Target(*one, self.slot) for one in zip(together.laid.names, together.laid.copies, strict=True)
+            ]
+            for number in np.flatnonzero(together.proven).tolist():
+                target = self._targets[number]
+                target.written, target.digest = True, int(together.digests[number])
+                self._digests[target.span] = int(together.digests[number])
+                if together.finite:
+                    self._finite.add(target.span)
+        return self._targets
+
+    def lay(self, laid: Laid) -> None:
+        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares."""
+        self.together = Together(laid)
+        self.total_bytes = int(laid.sizes.sum())
 
     def add(self, copies: Sequence[Copy], names: Sequence[str], base: memoryview | None = None) -> int:
         """Copies of a trainer rank that joined, and the tensor each belongs to; returns the first's number.
@@ -178,7 +203,7 @@ class Staging:
         base: the slot that its patches are against.
         """
         first = len(self.targets)
-        self.targets += [Target(name, copy, self.slot, base) for name, copy in zip(names, copies, strict=True)]
+        self._targets += [Target(name, copy, self.slot, base) for name, copy in zip(names, copies, strict=True)]
         self.total_bytes += sum(t.nbytes for t in self.targets[first:])
         return first
 
@@ -258,32 +283,36 @@ class Staging:
         """A thread is done with a check, and has noted each target's digest."""
         self.checking -= 1
         if wrong:
-            message = f"the bytes in the slot are not the trainer's: {', '.join(wrong)}"
-            raise PushRefused("checksum_mismatch", message, wrong)
+            raise mismatch(wrong)
         for target, _ in check:
             assert target.digest is not None
             self.verified_bytes += target.nbytes
             if target.contiguous:
                 self._digests[target.span] = target.digest
-                look = all_finite if self._little else ends_finite
-                if (finite.ready() or not self._little) and target.passes(look):
+                look = all_finite if self.little else ends_finite
+                if (finite.ready() or not self.little) and target.passes(look):
                     self._finite.add(target.span)  # now, while what follows still arrives
 
     def forget(self) -> None:
         """The session is over; only the sums are of interest still. Its memory may go: an adapter's arena is gone when
         its last view is.
         """
-        self.targets.clear()
+        self.together = None
+        self._targets.clear()
         self._digests.clear()
         self._finite.clear()
         self.slot = memoryview(b"")
 
     def unwritten(self, first: int, count: int) -> list[str]:
         """Tensors of which a copy in this range has not been reported complete."""
+        if self.together is not None:
+            return self.together.unwritten()
         return list(dict.fromkeys(t.name for t in self.targets[first : first + count] if not t.written))
 
     def region_digests(self) -> list[int]:
         """Digest of every region; hashes what no single verified copy covers. Run it in a thread."""
+        if self.together is not None:
+            return self.together.region_digests(self.layout.ranges, self.slot)
         if not self._digests:
             return region_digests(self.layout, self.slot)
         found = ((self._digests.get(one), one) for one in self.layout.ranges)
@@ -294,13 +323,17 @@ class Staging:
     @property
     def digested(self) -> bool:
         """`region_digests` has nothing to hash."""
+        if self.together is not None:
+            return self.together.whole
         return all(one in self._digests for one in self.layout.ranges)
 
     def non_finite(self, *, every: bool) -> list[str]:
         """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
         each region. Run it in a thread.
         """
-        if (self._little or not every) and self._finite.issuperset(self.layout.ranges):
+        if self.together is not None and self.together.finite and self.together.whole:
+            return []
+        if (self.little or not every) and self._finite.issuperset(self.layout.ranges):
             return []
         views = region_views(self.layout, self.slot)
         if all_finite(slot_array(self.layout, self.slot)) if every else all_ends_finite(views):
@@ -308,6 +341,12 @@ class Staging:
         look = all_finite if every else ends_finite
         named = zip(self.layout.regions, views, strict=True)
         return list(dict.fromkeys(region.name for region, view in named if not look(view)))
+
+
+def mismatch(wrong: Sequence[str]) -> PushRefused:
+    """What ends a session whose slot holds something else in these tensors."""
+    message = f"the bytes in the slot are not the trainer's: {', '.join(wrong)}"
+    return PushRefused("checksum_mismatch", message, list(wrong))
 
 
 def run_check(check: Check) -> list[str]:
@@ -330,13 +369,13 @@ class Told(NamedTuple):
     """Whom a session's checks tell, in the loop, whether it has ended or not.
 
     refused: bytes are wrong, or could not be checked. in_place: (offset, bytes) in the slot, that are there, checked or
-    not. verified: a check has gone well. named: the digest of every region, and parameters that are NaN or infinite,
-    once `Checker.name` was asked for.
+    not. verified: these copies are the trainer's. named: the digest of every region, and parameters that are NaN or
+    infinite, once `Checker.name` was asked for.
     """
 
     refused: Callable[[PushRefused], None]
     in_place: Callable[[list[tuple[int, int]]], None]
-    verified: Callable[[Check], None]
+    verified: Callable[[Iterable[Proven]], None]
     named: Callable[[list[int], list[str]], None]
 
 
@@ -358,6 +397,9 @@ class Checker:
         """The trainer says these copies are complete: compare digests while the rest still arrives. Returns their
         bytes. Arguments and what it raises: `Staging.written`.
         """
+        together, fast = self._staging.together, copying.ready()
+        if together is not None and fast is not None and not sums:
+            return self._look(together, fast, digests)
         checks = self._staging.written(digests, sums)
         plain = [target for check in checks if not _writes(check) for target, _ in check]
         self._tell_in_place(plain)
@@ -404,6 +446,21 @@ class Checker:
             self._broken(error)
         else:
             self._told.named(*found)
+
+    def _look(self, together: Together, fast: Kernels, claims: Iterable[tuple[int, int]]) -> int:
+        """Compare a share at once."""
+        staging, (numbers, claimed) = self._staging, together.claimed(claims)
+        starts, sizes = together.laid.starts[numbers], together.laid.sizes[numbers]
+        self._told.in_place(list(zip(starts.tolist(), sizes.tolist(), strict=True)))
+        wrong, nbytes = together.check(fast, staging.slot, numbers, claimed), int(sizes.sum())
+        if wrong:
+            self._counters.add("checksum_mismatches")
+            self._told.refused(mismatch(wrong))
+            return nbytes
+        staging.verified_bytes += nbytes
+        self._counters.add("bytes_verified", nbytes)
+        self._told.verified(together.found(numbers))
+        return nbytes
 
     def _read(self, runs: Sequence[tuple[Check, list[list[tuple[int, int]]]]]) -> None:
         """What only has to be hashed: all threads share it, and the loop hears of it once."""
@@ -453,7 +510,7 @@ class Checker:
             self._told.refused(refusal)
             return
         self._counters.add("bytes_verified", self._staging.verified_bytes - before)
-        self._told.verified(check)
+        self._told.verified(Proven(t.start, t.nbytes, t.digest, t.contiguous) for t, _ in check)
 
     def _broken(self, error: BaseException) -> None:
         if not self._staging.slot:

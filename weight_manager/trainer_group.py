@@ -320,7 +320,7 @@ class TrainerGroup:
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         session, arena = self._running, self._coordinator.slots.arena
         base = self._base(begin)
-        first = session.staging.add(copies, [begin.parts[c.part].name for c in copies], base)
+        first = self._add(begin, copies, base)
         self.ranks[peer] = TrainerRank(begin, first, len(copies), now + self._config.lease_s)
         if self._complete and begin.base_version is not None:
             live = self._coordinator.history.live
@@ -336,6 +336,20 @@ class TrainerGroup:
             data_key=key,
             devices=self._devices(begin),
         )
+
+    def _add(self, begin: Begin, copies: list[Copy], base: memoryview | None) -> int:
+        """The rank's copies are part of the session from now on; the number of the first."""
+        staging = self._running.staging
+
+        def names() -> list[str]:
+            return [begin.parts[c.part].name for c in copies]
+
+        if begin.world == 1 and staging.little and not staging.chunked:
+            laid = self._coordinator.planned.laid(copies, names, staging.layout)
+            if laid is not None:
+                staging.lay(laid)
+                return 0
+        return staging.add(copies, names(), base)
 
     def _devices(self, begin: Begin) -> list[str]:
         """Sockets of ranks that may lend device memory, to a trainer that writes the whole version on this host."""

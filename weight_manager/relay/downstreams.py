@@ -5,7 +5,7 @@ The model's weights are a line, and so is each adapter. Which stores there are a
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from weight_manager import messages as inner
@@ -24,7 +24,7 @@ from weight_manager.relay.messages import FromBelow, version_of
 from weight_manager.relay.roster import Downstream, Enrolment
 from weight_manager.relay.stream import Stream
 from weight_manager.slots import Slots
-from weight_manager.staging import Check
+from weight_manager.together import Proven
 
 if TYPE_CHECKING:
     from weight_manager.coordinator import Coordinator, PushSession  # which makes us
@@ -86,11 +86,11 @@ class Downstreams:
         if session is self._session and self._stream is not None:
             self._stream.arrived(start, size)
 
-    def verified(self, session: "PushSession", check: Check) -> None:
+    def verified(self, session: "PushSession", copies: Iterable[Proven]) -> None:
         """Copies that were compared in place."""
         if session is self._session and self._stream is not None:
-            for target, _ in check:
-                self._stream.proven(target.start, target.nbytes, target.digest, contiguous=target.contiguous)
+            for copy in copies:
+                self._stream.proven(copy.start, copy.nbytes, copy.digest, contiguous=copy.contiguous)
 
     def seal(self, session: "PushSession", digest: str, digests: Sequence[int], now: float) -> None:
         """The slot is complete and intact."""

@@ -82,7 +82,7 @@ def test_what_is_true_is_verified_and_names_the_version(session):
     assert not session.refusals
     assert session.staging.checking == 0
     assert session.staging.verified_bytes == session.staging.total_bytes
-    assert sorted(target.digest for target, _ in session.verified) == sorted(claims)
+    assert sorted(copy.digest for copy in session.verified) == sorted(claims)
     session.checker.name(every=True)
     session.settle(lambda: session.named)
     assert session.named == [(region_digests(LAYOUT, session.slot), [])]
@@ -140,7 +140,7 @@ def test_what_was_looked_through_as_it_came_is_not_looked_through_again(session,
     all_finite(np.zeros(1, np.float32))
     looked = []
     monkeypatch.setattr("weight_manager.staging.all_finite", lambda flat: looked.append(flat.size) or all_finite(flat))
-    session.staging._little = True
+    session.staging.little = True
     session.checker.written(enumerate(session.claims()))
     session.settle(lambda: len(session.verified) == len(COPIES))
     assert len(looked) == len(COPIES) - 2, "a copy that is strided is looked at with its region"
@@ -179,7 +179,7 @@ def test_weights_that_are_no_numbers_at_their_ends_are_found_while_they_come(ses
 @pytest.mark.parametrize("little", [True, False])
 def test_a_check_that_comes_back_after_its_session_has_ended_is_nothing(session, little):
     all_finite(np.zeros(1, np.float32))
-    session.staging._little = little
+    session.staging.little = little
     session.checker.written(enumerate(session.claims()))
     session.staging.forget()
     session.settle(lambda: session.staging.checking == 0)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from weight_manager import finite
-from weight_manager.finite import BLOCK_BYTES, ENDS, all_finite, ends_finite
+from weight_manager.finite import BLOCK_BYTES, ENDS, all_finite, all_rows_finite, ends_finite
 
 SIZE = 3 * (BLOCK_BYTES // 2) + 5
 
@@ -10,8 +10,8 @@ SIZE = 3 * (BLOCK_BYTES // 2) + 5
 @pytest.fixture(params=["compiled", "numpy"], autouse=True)
 def loop(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(finite, "_loop", lambda: None)
-    elif finite._loop() is None:
+        monkeypatch.setattr(finite, "_loops", lambda: None)
+    elif finite._loops() is None:
         pytest.skip("no C compiler here")
 
 
@@ -48,3 +48,11 @@ def test_few_elements(size):
 
 def test_infinities_that_cancel_out_are_seen():
     assert not all_finite(np.array([np.inf, -np.inf, 1], np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("at", "found"), [(9, True), (10, False), (29, False), (30, True), (49, True), (50, False)])
+def test_rows_are_looked_at_and_nothing_between_them(dtype, at, found):
+    flat = make(dtype, at, np.nan)
+    starts, sizes = (np.array(rows, np.int64) * flat.itemsize for rows in ([50, 10], [20, 20]))
+    assert all_rows_finite(flat, starts, sizes) is found

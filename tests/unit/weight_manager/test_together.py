@@ -1,0 +1,185 @@
+"""Copies of a small push, looked at in shares: the same findings as one by one."""
+
+import numpy as np
+import pytest
+
+from rollout_client import copying
+from rollout_client.digest import digest_of
+from rollout_client.page_sums import digest_of_sums, page_sums
+from rollout_client.protocol import Copy
+from weight_manager.arena import Arena
+from weight_manager.background import Background
+from weight_manager.errors import PushRefused
+from weight_manager.finite import all_finite
+from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
+from weight_manager.metrics import Counters
+from weight_manager.slots import Slots
+from weight_manager.staging import Checker, Staging, Told
+from weight_manager.together import Laid
+
+NAMES = [f"t{number}" for number in range(6)]
+LAYOUT = make_layout(Manifest("M", "float32", tuple(Parameter(name, (5, 7 + i)) for i, name in enumerate(NAMES))), 1)
+SIZES = [size // 4 for _, size in LAYOUT.ranges]
+COPIES = [Copy(i, (SIZES[i],), 0, (1,), LAYOUT.regions[i].offset // 4, (1,), "float32") for i in (3, 0, 5, 1, 4, 2)]
+OF_COPY = [NAMES[copy.part] for copy in COPIES]
+
+
+class Session:
+    """A slot that its trainer has filled, and what became of its checks."""
+
+    def __init__(self, folder, background, laid):
+        self.arena = Arena.create(folder, "together", LAYOUT.slot_bytes)
+        self.slot = self.arena.slot(0)
+        self.content = np.frombuffer(self.slot, np.float32)
+        self.content[:] = np.random.default_rng(0).standard_normal(self.content.size)
+        self.staging = Staging(LAYOUT, self.slot, chunked=False)
+        self.staging.lay(laid)
+        self.refusals, self.verified, self.named, self.in_place = [], [], [], []
+        told = Told(
+            self.refusals.append, self.in_place.extend, self.verified.extend, lambda *found: self.named.append(found)
+        )
+        slots, self.counters = Slots(self.arena, background), Counters()
+        self.checker = Checker(self.staging, 0, background=background, slots=slots, counters=self.counters, told=told)
+
+    def claims(self):
+        """What an honest trainer says."""
+        ranges = (LAYOUT.ranges[copy.part] for copy in COPIES)
+        return [(number, digest_of(self.slot[a : a + n])) for number, (a, n) in enumerate(ranges)]
+
+
+@pytest.fixture
+def laid():
+    return Laid.of(COPIES, OF_COPY, LAYOUT)
+
+
+@pytest.fixture
+def session(tmp_path, laid):
+    if copying.prepare(60.0) is None:
+        pytest.skip("no C compiler here")
+    all_finite(np.zeros(1, np.float32))  # compiled by now
+    background = Background(1, "verify")
+    made = Session(tmp_path, background, laid)
+    yield made
+    background.close()
+    made.arena.close(unlink=True)
+
+
+@pytest.fixture(params=["together", "one by one"])
+def either(request, session):
+    if request.param == "one by one":
+        assert len(session.staging.targets) == len(COPIES)
+    return session
+
+
+def test_shares_make_a_version_at_once(session):
+    claims = session.claims()
+    for share in (claims[:2], claims[2:]):
+        size = sum(LAYOUT.ranges[COPIES[number].part][1] for number, _ in share)
+        assert session.checker.written(share) == size
+        assert session.staging.checking == 0
+    assert session.staging.verified_bytes == session.staging.total_bytes == sum(SIZES) * 4
+    assert session.counters.values()["bytes_verified"] == sum(SIZES) * 4
+    spans = [LAYOUT.ranges[copy.part] for copy in COPIES]
+    assert session.in_place == spans
+    assert [(copy.start, copy.nbytes) for copy in session.verified] == spans
+    assert [copy.digest for copy in session.verified] == [digest for _, digest in claims]
+    assert session.staging.digested
+    session.checker.name(every=True)
+    assert session.named == [(region_digests(LAYOUT, session.slot), [])]
+
+
+@pytest.mark.parametrize("number", range(len(COPIES)))
+def test_a_byte_that_is_another_ends_the_session_by_name(session, number):
+    claims, (start, size) = session.claims(), LAYOUT.ranges[COPIES[number].part]
+    session.slot[start + size - 1] ^= 1
+    session.checker.written(claims)
+    (refusal,) = session.refusals
+    assert (refusal.code, refusal.tensors) == ("checksum_mismatch", [OF_COPY[number]])
+    assert OF_COPY[number] in refusal.message
+    assert session.counters.values()["checksum_mismatches"] == 1
+    assert not session.verified
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("number", [0, len(COPIES) - 1])
+def test_what_is_no_number_is_named(either, number, value):
+    start, size = LAYOUT.ranges[COPIES[number].part]
+    either.content[start // 4 + size // 8] = value
+    either.checker.written(either.claims()[:3])
+    either.checker.written(either.claims()[3:])
+    assert either.staging.non_finite(every=True) == [OF_COPY[number]]
+
+
+def test_tensors_that_were_not_reported_are_named(either):
+    assert either.staging.unwritten(0, len(COPIES)) == OF_COPY
+    either.checker.written(either.claims()[1:4])
+    assert either.staging.unwritten(0, len(COPIES)) == [OF_COPY[0], *OF_COPY[4:]]
+    either.checker.written([either.claims()[0], *either.claims()[4:]])
+    assert not either.staging.unwritten(0, len(COPIES))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"), [([-1], "bad_message"), ([len(COPIES)], "bad_message"), ([2, 2], "duplicate_tensor")]
+)
+def test_copies_that_are_none_or_come_twice_are_refused(either, numbers, code):
+    claims = either.claims()
+    with pytest.raises(PushRefused) as refused:
+        either.checker.written([(number, claims[number % len(claims)][1]) for number in numbers])
+    assert refused.value.code == code
+    assert refused.value.tensors == ([OF_COPY[2]] if code == "duplicate_tensor" else [])
+
+
+def test_a_copy_that_comes_again_is_refused(either):
+    either.checker.written(either.claims()[:2])
+    with pytest.raises(PushRefused, match=OF_COPY[1]):
+        either.checker.written(either.claims()[1:2])
+
+
+def test_whoever_asks_for_copies_one_by_one_finds_what_was_proven(session):
+    """A GPU's sums are compared one by one, and what came before them stays proven."""
+    claims = session.claims()
+    session.checker.written(claims[:3])
+    assert [target.digest for target in session.staging.targets] == [*(d for _, d in claims[:3]), None, None, None]
+    session.checker.written(claims[4:])
+    (start, size) = LAYOUT.ranges[COPIES[3].part]
+    session.checker.written([], [(3, digest_of_sums(page_sums(np.frombuffer(session.slot, np.uint8, size, start))))])
+    while session.staging.checking:
+        session.checker._background.deliver()
+    assert not session.refusals
+    assert session.staging.verified_bytes == session.staging.total_bytes
+    assert session.staging.region_digests() == region_digests(LAYOUT, session.slot)
+
+
+def test_what_is_no_number_stays_so_one_by_one(session):
+    session.content[LAYOUT.ranges[COPIES[1].part][0] // 4] = np.nan
+    session.checker.written(session.claims()[:3])
+    assert len(session.staging.targets) == len(COPIES)
+    session.checker.written(session.claims()[3:])
+    while session.staging.checking:
+        session.checker._background.deliver()
+    assert session.staging.non_finite(every=True) == [OF_COPY[1]]
+
+
+def test_what_no_copy_is_all_of_is_hashed_when_the_version_is_named(session):
+    """A part of a version: the rest is carried over from the live one."""
+    session.staging.lay(Laid.of(COPIES[:4], OF_COPY[:4], LAYOUT))
+    session.checker.written(session.claims()[:4])
+    assert not session.staging.digested
+    assert session.staging.region_digests() == region_digests(LAYOUT, session.slot)
+    session.content[LAYOUT.ranges[4][0] // 4] = np.nan
+    assert session.staging.non_finite(every=True) == [NAMES[4]]
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        Copy(0, (3, 2), 0, (2, 1), 0, (4, 1), "float32"),
+        Copy(0, (4,), 0, (1,), 0, (1,), "bfloat16"),
+        Copy(0, (4,), 0, (1,), LAYOUT.slot_bytes // 4 - 3, (1,), "float32"),
+        Copy(0, (4,), 0, (1,), -1, (1,), "float32"),
+    ],
+    ids=["strided", "of another dtype", "beyond the slot", "before the slot"],
+)
+def test_other_copies_are_not_looked_at_in_shares(copy):
+    assert Laid.of([*COPIES, copy], [*OF_COPY, "t0"], LAYOUT) is None
+    assert Laid.of([], [], LAYOUT) is None

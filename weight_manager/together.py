@@ -1,0 +1,133 @@
+"""Copies of a small push that lie each in one piece: looked at together, a share of them in a few calls.
+
+An adapter is hundreds of copies, and a trainer pushes the same ones again and again. What Python does for each by
+itself takes longer than hashing its bytes. `Laid` is what all pushes of one plan have in common, `Together` what one
+push has come to. Both are used by the store's loop alone, which hashes a share itself: that takes less than to wake a
+thread for it and to hear of it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_client.copying import Kernels
+from rollout_client.digest import PIECE, digest_of
+from rollout_client.protocol import Copy
+from weight_manager import finite
+from weight_manager.errors import PushRefused
+from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Layout
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Proven(NamedTuple):
+    """A copy whose bytes in the slot are its trainer's: its first byte, bytes, and their digest."""
+
+    start: int
+    nbytes: int
+    digest: int | None
+    contiguous: bool
+
+
+class Laid(NamedTuple):
+    """names, starts, sizes: [copies] tensor, first byte in the slot, bytes. of_region: [regions] the copy that is all
+    of a region, -1 where none is.
+    """
+
+    copies: list[Copy]
+    names: list[str]
+    starts: Int64
+    sizes: Int64
+    of_region: Int64
+
+    @classmethod
+    def of(cls, copies: list[Copy], names: list[str], layout: Layout) -> "Laid | None":
+        """None if some copy is strided, large, or not inside the slot."""
+        dtype = layout.manifest.dtype
+        size = ITEMSIZE[dtype]
+        if not copies or any(copy.dst_strides != (1,) or copy.dst_dtype != dtype for copy in copies):
+            return None
+        starts, sizes = (size * np.array([(c.dst_offset, c.shape[0]) for c in copies], np.int64)).T.copy()
+        if starts.min() < 0 or (starts + sizes).max() > layout.slot_bytes or sizes.max() > PIECE:
+            return None
+        at = {one: number for number, one in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True))}
+        of_region = np.array([at.get(one, -1) for one in layout.ranges], np.int64)
+        return cls(copies, names, starts, sizes, of_region)
+
+
+class Together:
+    """written, digests: [copies] reported complete; found in the slot, once they are the trainer's. finite: all of them
+    that were looked at are numbers, and all were looked at.
+    """
+
+    def __init__(self, laid: Laid) -> None:
+        self.laid = laid
+        self.written = np.zeros(len(laid.names), np.bool_)
+        self.proven = np.zeros(len(laid.names), np.bool_)
+        self.digests = np.zeros(len(laid.names), np.uint64)
+        self.finite = True
+
+    def claimed(self, claims: Iterable[tuple[int, int]]) -> tuple[Int64, npt.NDArray[np.uint64]]:
+        """(copies, digests) that a trainer says are complete. Raises PushRefused for a copy that is none, or came
+        twice.
+        """
+        held = list(claims)
+        numbers = np.array([number for number, _ in held], np.int64)
+        wrong = (numbers < 0) | (numbers >= len(self.written))
+        if wrong.any():
+            what = f"copy {numbers[wrong][0]} is none of the {len(self.written)} placed"
+            raise PushRefused("bad_message", what)
+        twice = self.written[numbers]
+        if twice.any() or len(np.unique(numbers)) < len(numbers):
+            name = self.laid.names[numbers[twice][0] if twice.any() else _repeated(numbers)]
+            raise PushRefused("duplicate_tensor", f"{name} was reported complete twice", [name])
+        self.written[numbers] = True
+        return numbers, np.array([digest for _, digest in held], np.uint64)
+
+    def check(self, fast: Kernels, slot: memoryview, numbers: Int64, claimed: npt.NDArray[np.uint64]) -> list[str]:
+        """Compare what lies in the slot, and see whether it is numbers; names of the tensors that differ."""
+        starts, sizes = self.laid.starts[numbers], self.laid.sizes[numbers]
+        found = fast.digests(np.frombuffer(slot, np.uint8), starts, sizes)
+        same = found == claimed
+        self.digests[numbers[same]] = found[same]
+        self.proven[numbers[same]] = True
+        if not same.all():
+            return list(dict.fromkeys(self.laid.names[number] for number in numbers[~same].tolist()))
+        dtype = VIEW_DTYPE[self.laid.copies[0].dst_dtype]
+        look = self.finite and finite.ready()  # else a thread compiles it, once all is there
+        self.finite = look and finite.all_rows_finite(np.frombuffer(slot, dtype), starts, sizes)
+        return []
+
+    def found(self, numbers: Int64) -> Iterator[Proven]:
+        """These copies, which are proven."""
+        rows = (self.laid.starts, self.laid.sizes, self.digests)
+        for start, size, digest in zip(*(row[numbers].tolist() for row in rows), strict=True):
+            yield Proven(start, size, digest, contiguous=True)
+
+    @property
+    def whole(self) -> bool:
+        """Every region is a copy that is proven."""
+        return bool((self.laid.of_region >= 0).all() and self.proven.all())
+
+    def region_digests(self, ranges: Sequence[tuple[int, int]], slot: memoryview) -> list[int]:
+        """Digest of every region; hashes what no single proven copy covers."""
+        if self.whole:
+            digests: list[int] = self.digests[self.laid.of_region].tolist()
+            return digests
+        return [
+            int(self.digests[number]) if number >= 0 and self.proven[number] else digest_of(slot[start : start + size])
+            for number, (start, size) in zip(self.laid.of_region.tolist(), ranges, strict=True)
+        ]
+
+    def unwritten(self) -> list[str]:
+        """Tensors of which a copy has not been reported complete."""
+        if self.written.all():
+            return []
+        return list(dict.fromkeys(self.laid.names[number] for number in np.flatnonzero(~self.written).tolist()))
+
+
+def _repeated(numbers: Int64) -> int:
+    values, counts = np.unique(numbers, return_counts=True)
+    return int(values[counts > 1][0])
