@@ -191,7 +191,7 @@ class Store:
             router = router or Router(self._context, endpoint, max_message, backlog, keys)
         except zmq.ZMQError as error:
             raise StartError(f"cannot listen on {endpoint}: {error.strerror}") from error
-        if file is not None:
+        if file is not None and not _says(file, router.endpoint):  # it may be all that a full disk has left
             file.write_text(router.endpoint + "\n")
         self._routers.append(router)
         self._watching.add(router.socket)
@@ -399,6 +399,13 @@ def bound_before(endpoint: str, file: Path) -> str | None:
         return f"{host}:{urlsplit(file.read_text().strip()).port or port}"
     except (OSError, ValueError):
         return None
+
+
+def _says(file: Path, text: str) -> bool:
+    try:
+        return file.read_text().strip() == text
+    except OSError:
+        return False
 
 
 def lock_run_dir(run_dir: Path) -> BinaryIO:

@@ -66,7 +66,13 @@ class Child:
             os.close(write_end)
         self.pid = self._process.pid
         self._read_end = read_end
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # nobody would notice its end
+            self._process.kill()
+            self._process.wait()
+            os.close(read_end)
+            raise
         self._loop.add_reader(self._read_end, self._read)
         self._loop.add_reader(self._pidfd, self._reap)
 

@@ -22,6 +22,10 @@ _SHARED = "api"
 """What several API processes share."""
 
 
+def _useless(path: Path, error: OSError) -> OSError:
+    return OSError(f"the run directory {path} cannot be used: {error.strerror}; choose another one (--run-dir)")
+
+
 class AlreadyRunning(RuntimeError):
     """Another supervisor holds this directory; the message names it."""
 
@@ -35,11 +39,18 @@ class RunDir:
             most = _SOCKET_PATH - _LONGEST_NAME
             raise OSError(f"{path} is too long for the sockets in it: choose a run directory of at most {most} bytes")
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.stat().st_uid != os.getuid():
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = path.stat().st_uid
+        except OSError as error:
+            raise _useless(path, error) from None
+        if owner != os.getuid():
             raise PermissionError(f"{path} belongs to another user; choose another run directory")
-        self._fd = self._lock()
-        self._clean()
+        try:
+            self._fd = self._lock()
+            self._clean()
+        except OSError as error:
+            raise _useless(path, error) from None
 
     @property
     def crashes(self) -> Path:

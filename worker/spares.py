@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
@@ -63,8 +64,12 @@ class Spares:
             elif len(self._waiting) < self._count:
                 self.disturb()
                 name = f"spare-{len(self._waiting)}"
-                child = Child(name, self._argv, os.environ, signal.SIGKILL, self._output, told=True)
-                self._waiting.append(child)
+                try:
+                    child = Child(name, self._argv, os.environ, signal.SIGKILL, self._output, told=True)
+                except (OSError, subprocess.SubprocessError) as error:  # no memory for a process: tried again later
+                    log.warning("a spare process cannot be started: %s", error)
+                else:
+                    self._waiting.append(child)
             else:
                 await asyncio.sleep(_LOOK_S)
         log.error("%d spare processes ended before they were needed: no more are made", self._lost)

@@ -72,10 +72,12 @@ class Supervisor:
         try:
             return await self._watch(lives)
         finally:
-            for task in filter(None, (control, spares)):
+            beside = [task for task in (control, spares) if task]
+            for task in beside:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            for ended in await asyncio.gather(*beside, return_exceptions=True):
+                if isinstance(ended, Exception):  # whatever it was, the units end in order
+                    log.error("status and restarts, or spare processes, had failed", exc_info=ended)
             if self._spares:
                 await self._spares.close()
             await self._shut_down(lives)

@@ -1,9 +1,11 @@
 """Processes that live and die together: the store, the API, or all ranks of one replica."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,10 +22,10 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["store", "fleet", "replica", "api", "api-worker"]
 EXIT_CONFIG = 78
-"""sysexits' EX_CONFIG: starting again would end the same way, so nobody tries."""
+"""sysexits' EX_CONFIG: starting again would end the same way, so nobody tries, unless it has run before."""
 _USAGE = 2
 _START_S = 10.0
-"""A first start that ends this soon, with status 1, said why; a second one would say the same."""
+"""A first start that ends this soon, with status 1, said why: a second one would say the same. Longer ones have run."""
 _FOLLOW_S = 2.0
 """That the others of a unit have once the first has ended as it was asked to."""
 _REPORTS = 50
@@ -96,17 +98,23 @@ class Unit:
         self._failures: deque[float] = deque()
         self._stopping = asyncio.Event()
         self._cycling = False
+        self._has_run = False
 
     async def run(self) -> None:
         """Start, watch, restart. Returns once stopped or given up."""
         while not self._stopping.is_set():
-            self._start()
-            await self._until_one_ends()
-            if self._stopping.is_set():
-                await self._stop()
-                break
-            planned, self._cycling = self._cycling, False
-            await self._end_rest(planned)
+            try:
+                self._start()
+            except (OSError, subprocess.SubprocessError) as error:  # no memory for a process, or too many of them
+                await self._abandon(error)
+                planned = False
+            else:
+                await self._until_one_ends()
+                if self._stopping.is_set():
+                    await self._stop()
+                    break
+                planned, self._cycling = self._cycling, False
+                await self._end_rest(planned)
             self.restarts += 1
             if planned:
                 continue
@@ -156,8 +164,10 @@ class Unit:
         ]
 
     def _start(self) -> None:
+        self._children = []
         extra = self.spec.incarnation() if self.spec.incarnation else [{} for _ in self.spec.processes]
-        self._children = [self._child(spec, more) for spec, more in zip(self.spec.processes, extra, strict=True)]
+        for spec, more in zip(self.spec.processes, extra, strict=True):
+            self._children.append(self._child(spec, more))
         self.state = "running"
         for child in self._children:
             log.info("started %s", child.name, extra={"unit": self.spec.name, "child": child.pid})
@@ -173,6 +183,13 @@ class Unit:
 
     async def _until_one_ends(self) -> None:
         await _first(self._stopping.wait(), *(child.wait() for child in self._children))
+
+    async def _abandon(self, error: Exception) -> None:
+        """One could not be started: those before it go, and all are tried again as after an end."""
+        log.error("%s cannot be started: %s", self.spec.name, error, extra={"unit": self.spec.name})
+        self.kill()
+        await self._all_ended()
+        self._note_exits()
 
     async def _end_rest(self, planned: bool) -> None:
         """One ended, so the others go: the ranks of a replica are of no use one by one."""
@@ -211,17 +228,24 @@ class Unit:
         self._failures.append(now)
         while self._failures[0] < now - self.spec.restart.within_s:
             self._failures.popleft()
-        first = self._children[0]
-        lived = now - first.started
-        if first.status in (EXIT_CONFIG, _USAGE) or (self.restarts == 1 and first.status == 1 and lived < _START_S):
+        first = self._children[0] if self._children else None
+        if first is not None and first.status is not None and self._said_why(first, now):
             self.why_gave_up = f"{first.name} cannot start ({describe(first.status)})"
         elif len(self._failures) >= self.spec.restart.give_up:
             self.why_gave_up = f"{self.spec.name} ended {len(self._failures)} times in {self.spec.restart.within_s:g} s"
         if self.why_gave_up:
-            last = f"; its last words: {first.lines[-1]}" if first.lines else ""
+            last = f"; its last words: {first.lines[-1]}" if first is not None and first.lines else ""
             log.critical("%s: given up%s", self.why_gave_up, last, extra={"unit": self.spec.name})
             return None
         return self.spec.restart.delay(len(self._failures))
+
+    def _said_why(self, first: Child, now: float) -> bool:
+        """Whether a second start would end as this one did."""
+        lived = now - first.started
+        self._has_run |= lived >= _START_S
+        if self._has_run:
+            return False  # what it was told is right, so that something else is wrong now, and may be mended
+        return first.status in (EXIT_CONFIG, _USAGE) or (self.restarts == 1 and first.status == 1)
 
     def _report(self, planned: bool) -> None:
         """A readable account of a process that ended without being asked to."""
@@ -229,16 +253,20 @@ class Unit:
             if child.status in (None, 0) or (planned and child.status == -signal.SIGTERM):
                 continue  # a planned end may come before the process has its handler
             assert child.status is not None
-            how, lived = describe(child.status), time.monotonic() - child.started
-            self._crashes.mkdir(parents=True, exist_ok=True)
-            now = datetime.now(UTC)
-            path = self._crashes / f"{now:%Y%m%dT%H%M%S.%f}-{child.name}.txt"
+            how, lived, now = describe(child.status), time.monotonic() - child.started, datetime.now(UTC)
             head = f"{child.name} (pid {child.pid}): {how} after {lived:.1f} s, at {now.isoformat(timespec='seconds')}"
+            path = self._crashes / f"{now:%Y%m%dT%H%M%S.%f}-{child.name}.txt"
             lines = "\n".join(child.lines)
-            path.write_text(f"{head}\nrestarts before: {self.restarts}\n\nlast output:\n{lines}\n")
-            log.error("%s; report: %s", head, path, extra={"unit": self.spec.name})
-        for old in sorted(self._crashes.glob("*.txt"))[:-_REPORTS]:
-            old.unlink(missing_ok=True)
+            try:
+                self._crashes.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"{head}\nrestarts before: {self.restarts}\n\nlast output:\n{lines}\n")
+            except OSError as error:  # a full disk is no reason not to start it again
+                log.error("%s; no report could be written: %s", head, error, extra={"unit": self.spec.name})
+            else:
+                log.error("%s; report: %s", head, path, extra={"unit": self.spec.name})
+        with contextlib.suppress(OSError):
+            for old in sorted(self._crashes.glob("*.txt"))[:-_REPORTS]:
+                old.unlink(missing_ok=True)
 
 
 async def _first(*awaitables: object) -> None:

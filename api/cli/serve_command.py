@@ -56,7 +56,12 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
         run_dir.close()
         return _refuse(str(error))
     try:
-        written, worker = config.write(), config.worker
+        written = config.write()
+    except OSError as error:
+        run_dir.close()
+        return _refuse(f"{run_dir.path} cannot be written to: {error.strerror}; make room, or choose another --run-dir")
+    try:
+        worker = config.worker
         replicas = 0 if config.fleet else config.api.replicas
         units = units_of_service(
             written,

@@ -7,7 +7,7 @@ and the others pass such requests on.
 | what | where it is, and who writes it | when a process dies |
 |---|---|---|
 | connections, requests | in the process that took them | they are lost, nothing else is |
-| pauses, what is cleared | in the lead; `api/said.json` tells others | learned from the replicas again |
+| pauses, what is cleared | in the lead; `api/board` tells others (board.py) | learned from the replicas again |
 | names of versions | version_names.json, the lead's | stay |
 | control verbs, loads, HTTP updates | in the lead (forwarding.py, passing.py) | 503 or 504, or its successor does it |
 | open and held requests, loads | `api/board`, a row for each (board.py) | its successor sets the row to 0 |

@@ -2,19 +2,24 @@
 
 One row per process, written by that process only; 64-bit cells, so that none is ever half written. Readers may be a
 few milliseconds behind, which lets a limit be overshot by what arrives in that time, and by no more.
+
+Behind the rows stands what the lead says, twice: what it says next goes where nobody reads, and counts once the number
+of the news says so.
 """
 
-import mmap
-import os
 import time
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
+from api.processes.mapped import mapped
+
 _BEAT, _NEWS, _OPEN, _HELD, _FIRST_LOAD = range(5)
 LOADS = 4096
 """Cells for loads of replicas; a replica's is its number modulo this."""
 _ROW = _FIRST_LOAD + LOADS
+SAID = 128
+"""Cells for what the lead says: its length in bytes, then the bytes."""
 
 
 class Board:
@@ -23,13 +28,10 @@ class Board:
     def __init__(self, directory: Path, index: int, count: int) -> None:
         self.index = index
         self.count = count
-        directory.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(directory / "board", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, count * _ROW * 8)  # the same size from all of them; new bytes are zeros
-            self._cells = memoryview(mmap.mmap(fd, count * _ROW * 8)).cast("q")
-        finally:
-            os.close(fd)
+        cells = count * _ROW + 2 * SAID  # the same from all of them
+        self._cells = memoryview(mapped(directory / "board", cells * 8)).cast("q")
+        self._places = [self._cells[count * _ROW + i * SAID :][:SAID] for i in range(2)]
+        self._saying = b""
         self._own = index * _ROW
         self._others = [row * _ROW for row in range(count) if row != index]
         for cell in range(_OPEN, _ROW):  # of a predecessor that has died
@@ -49,9 +51,22 @@ class Board:
         """Changes whenever the lead has said something new."""
         return self._cells[_NEWS]
 
-    def tell(self) -> None:
-        """[LEAD] There is something new in what it says."""
+    def tell(self, saying: bytes | None = None) -> None:
+        """[LEAD] There is something new: it says this from now on; None: something else has changed."""
+        self._saying = self._saying if saying is None else saying
+        place = self._places[(self.news + 1) % 2]
+        place[0] = len(self._saying)
+        place[1:].cast("B")[: len(self._saying)] = self._saying
         self._cells[_NEWS] += 1
+
+    def said(self) -> tuple[int, bytes]:
+        """(news, what the lead says since then); of a lead that has said nothing yet, nothing."""
+        while True:
+            news = self.news
+            place = self._places[news % 2]
+            saying = bytes(place[1:].cast("B")[: place[0]])
+            if self.news == news:  # else it may have been written over meanwhile
+                return news, saying
 
     def count_requests(self, open_: int, held: int) -> None:
         """How many prompts this process has, and how many of them wait for a replica."""

@@ -5,10 +5,13 @@ A client that repeats an id has to find the request that runs, whichever process
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 class Claims:
@@ -53,6 +56,9 @@ class Claims:
                         return int(owner)
                     if owner:
                         break  # ours, of a request that is being let go
+                except OSError as error:  # a full disk: it runs here, and what repeats it elsewhere may, too
+                    log.warning("the id of a request cannot be written down: %s", error)
+                    break
         self._held[name] += 1
         return None
 

@@ -4,11 +4,11 @@ A counter that went back to zero when one of several processes died would make t
 takes for a restart of everything and counts all of it again.
 """
 
-import mmap
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from api.processes.mapped import mapped
 
 NAMES = 2048
 _NAME_BYTES = 120
@@ -19,14 +19,8 @@ class Counts:
     """Named counters of process `index`; the names written so far are taken over from its predecessor."""
 
     def __init__(self, directory: Path, index: int) -> None:
-        directory.mkdir(mode=0o700, exist_ok=True)
         self._directory = directory
-        fd = os.open(directory / f"counts-{index}", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, _SIZE)
-            self._bytes = mmap.mmap(fd, _SIZE)
-        finally:
-            os.close(fd)
+        self._bytes = mapped(directory / f"counts-{index}", _SIZE)
         self._cells = memoryview(self._bytes)[: NAMES * 8].cast("q")
         self._at = {name: at for at, (name, _) in enumerate(_read(memoryview(self._bytes)))}
 

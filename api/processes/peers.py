@@ -1,7 +1,6 @@
 """One API process among several: what it tells the others of its requests, and what the lead has told it."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +12,9 @@ from api.processes.board import Board
 from api.processes.claims import Claims
 from api.processes.counts import Counts
 from worker.messages import PauseMode, Tag
-from worker.run_dir import replace
 
 if TYPE_CHECKING:
     from api.replicas import Replica
-
-log = logging.getLogger(__name__)
 
 LEAD = 0
 LOADS_EVERY_S = 0.002
@@ -35,7 +31,7 @@ class SaidPause(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What the lead tells the others: api/said.json."""
+    """What the lead tells the others, on the board."""
 
     paused: SaidPause | None = None
     cleared: tuple[Tag, ...] = ()
@@ -52,7 +48,6 @@ class Peers:
         self.counts = Counts(directory, index)
         self.claims = Claims(directory, index)
         self.directory = directory
-        self._said = directory / "said.json"
         self._run_dir = run_dir
         self._seen = -1
         self.on_news: Callable[[], None] = lambda: None
@@ -73,23 +68,15 @@ class Peers:
         if paused is not None:
             until = None if paused.lease_until == float("inf") else paused.lease_until
             pause = SaidPause(paused.mode, paused.clear_cache, until, paused.since)
-        replace(self._said, msgspec.json.encode(Said(pause, tuple(sorted(cleared)))))
-        self.board.tell()
+        self.board.tell(msgspec.json.encode(Said(pause, tuple(sorted(cleared)))))
 
     def look(self, intents: Intents) -> bool:
         """Take over what the lead has said since the last look. Returns whether there was anything; it costs nothing
         when there was not."""
-        news = self.board.news
-        if news == self._seen:
+        if self.board.news == self._seen:
             return False
-        try:
-            said = msgspec.json.decode(self._said.read_bytes(), type=Said)
-        except FileNotFoundError:
-            said = Said()
-        except (OSError, msgspec.DecodeError) as error:
-            log.error("%s cannot be read: %s", self._said, error)
-            return False
-        self._seen = news
+        self._seen, saying = self.board.said()
+        said = msgspec.json.decode(saying, type=Said) if saying else Said()
         pause = said.paused
         intent = None
         if pause is not None:

@@ -6,13 +6,13 @@ after `TRIES` they go on without the lock, and at worst two requests are counted
 """
 
 import fcntl
-import mmap
 import os
 import struct
 from hashlib import blake2b
 from pathlib import Path
 
 from api.errors import TooMany
+from api.processes.mapped import mapped
 
 SETS, WAYS, TRIES = 4096, 4, 100
 _BUCKET = struct.Struct("<Qdd")  # hash of the client (0 = free), requests left, when that was (monotonic seconds)
@@ -23,11 +23,9 @@ class SharedRateLimit:
 
     def __init__(self, per_s: float, directory: Path) -> None:
         self._per_s = per_s
-        size = SETS * WAYS * _BUCKET.size
-        directory.mkdir(mode=0o700, exist_ok=True)
-        self._fd = os.open(directory / "rate", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._fd, size)
-        self._table = mmap.mmap(self._fd, size)
+        path = directory / "rate"
+        self._table = mapped(path, SETS * WAYS * _BUCKET.size)
+        self._fd = os.open(path, os.O_RDWR)  # to lock it by
 
     def take(self, client: str, now: float) -> None:
         """Count one request. now: of the system's monotonic clock. Raises TooMany saying when to come back."""

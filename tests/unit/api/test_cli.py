@@ -1,6 +1,8 @@
 """The command line, up to where it hands over: the supervisor and the service have tests of their own."""
 
+import errno
 import json
+import os
 from datetime import datetime
 
 import httpx
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from api.cli import app, serve_command
 from api.cli.connect import url_of
+from api.config import ServeConfig
 from rollout_client.http import RolloutClient
 
 
@@ -86,6 +89,19 @@ def test_serve_refuses_with_one_line_that_says_what_to_change(run, model_dir, ru
     assert result.exit_code == 2
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_serve_into_a_full_disk_says_so_in_one_line(run, model_dir, run_dir, monkeypatch):
+    def full(_config):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "config.json")
+
+    monkeypatch.setattr(serve_command, "must_fit", lambda _config: None)  # there are no weights
+    monkeypatch.setattr(ServeConfig, "write", full)  # stands for a full disk
+    result = run("serve", str(model_dir), "--run-dir", str(run_dir / "run"))
+    assert result.exit_code == 2
+    assert "No space left on device; make room, or choose another --run-dir" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (run_dir / "run").exists()
 
 
 def test_a_service_that_is_not_there(run, monkeypatch):

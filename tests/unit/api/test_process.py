@@ -21,6 +21,14 @@ def test_a_free_port_is_written_down_and_kept_over_a_restart(config):
     second.close()
 
 
+def test_what_is_written_down_already_is_not_written_again(config):
+    """A disk that is full since would lose it: a file is empty before it is written."""
+    listen(config).close()
+    written = (config.run_dir / "http_url").stat().st_mtime_ns
+    listen(config).close()
+    assert (config.run_dir / "http_url").stat().st_mtime_ns == written
+
+
 def test_a_taken_port_says_what_to_do(config):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,20 @@ def test_a_path_too_long_for_sockets_is_refused_before_anything_is_made(tmp_path
     with pytest.raises(OSError, match=r"too long for the sockets in it: choose a run directory of at most 90 bytes"):
         RunDir(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("path", ["/proc/no-such-place", "{file}/run"])
+def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path, path):
+    (tmp_path / "file").touch()
+    path = path.format(file=tmp_path / "file")
+    with pytest.raises(OSError, match=f"the run directory {path} cannot be used: .*; choose another one .--run-dir."):
+        RunDir(Path(path))
+
+
+def test_a_directory_that_cannot_be_written_says_what_to_do(tmp_path):
+    (tmp_path / "run" / "lock").mkdir(parents=True)  # as a read-only disk would, it lets nobody open this to write
+    with pytest.raises(OSError, match="cannot be used: Is a directory; choose another one"):
+        RunDir(tmp_path / "run")
 
 
 def test_a_directory_removed_under_a_service_is_no_error_at_its_end(tmp_path):

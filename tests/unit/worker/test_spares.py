@@ -134,3 +134,24 @@ def test_a_spare_that_is_told_nothing_ends(tmp_path):
     model.write_text('{"worker": {"model_dir": "/nowhere", "engine": "fake"}}')
     command = [sys.executable, "-m", "worker", "--config", str(model), "--spare"]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=20).returncode == 0
+
+
+def test_a_service_that_can_start_no_spare_ends_in_order_all_the_same(tmp_path, caplog):
+    """Nothing is there to be run; a system that has no room for a process refuses it in the same way."""
+    claimed = RunDir(tmp_path / "run")
+    lines = []
+    spares = Spares((str(tmp_path / "nothing"),), 1, lambda *_: None, calm_s=0.05)
+    polite = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked to')));"
+    polite += "print('here', flush=True); time.sleep(60)"
+    store = UnitSpec("store", "store", (ProcessSpec("store", (sys.executable, "-c", polite)),), QUICK)
+    supervisor = Supervisor([store], claimed, lambda name, line: lines.append(line), spares)
+
+    async def main():
+        running = asyncio.create_task(supervisor.main())
+        await until(lambda: "here" in lines and caplog.text.count("a spare process cannot be started") > 1)
+        supervisor._stop.set()
+        return await asyncio.wait_for(running, 20)
+
+    assert asyncio.run(main()) == 0
+    assert lines == ["here", "asked to"]
+    claimed.close()

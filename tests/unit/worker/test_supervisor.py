@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
-from tests.unit.worker.supervising import SLEEP, alive, ask, pids, supervise, unit, until
+import worker.unit
+from tests.unit.worker.supervising import QUICK, SLEEP, alive, ask, pids, python, supervise, unit, until
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.supervisor_messages import (
     Failed,
@@ -17,6 +19,7 @@ from worker.supervisor_messages import (
     Restart,
     Shutdown,
 )
+from worker.unit import ProcessSpec, UnitSpec
 
 
 @pytest.fixture
@@ -66,6 +69,54 @@ def test_a_crash_leaves_a_readable_report(run_dir, lines):
     assert report.endswith("loading\nno such tensor: lm_head\n")
 
 
+def test_a_report_that_cannot_be_written_keeps_nobody_from_coming_back(run_dir, lines, caplog):
+    """A full disk says so in the same way: with an OSError."""
+    run_dir.crashes.write_text("not a directory")
+
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        first = pids(supervisor)
+        os.kill(first["replica-0"], signal.SIGKILL)
+        await until(lambda: pids(supervisor)["replica-0"] not in (None, first["replica-0"]))
+        assert pids(supervisor)["api"] == first["api"]
+
+    assert supervise([unit("replica-0", "replica", SLEEP), unit("api", "api", SLEEP)], run_dir, lines, script) == 0
+    assert "killed by SIGKILL" in caplog.text
+    run_dir.crashes.unlink()
+
+
+def test_ranks_that_cannot_be_started_are_tried_again_together(run_dir, lines, tmp_path, caplog):
+    """The program of one is not there yet; a system without memory or room for a process refuses it in the same way."""
+    program = tmp_path / "program"
+    ranks = (python("rank-0", SLEEP), ProcessSpec("rank-1", (str(program),)))
+    patient = replace(QUICK, give_up=1000)
+    started = []
+
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].restarts > 2)
+        assert not any(pids(supervisor)[name] for name in ("rank-0", "rank-1"))
+        assert pids(supervisor)["api"]
+        program.write_text(f"#!{sys.executable}\n{SLEEP}")
+        program.chmod(0o700)
+        await until(lambda: all(pids(supervisor).values()))
+        started.extend(pids(supervisor).values())
+
+    units = [UnitSpec("replica-0", "replica", ranks, patient, stop_s=2.0), unit("api", "api", SLEEP)]
+    assert supervise(units, run_dir, lines, script) == 0
+    assert started
+    assert not any(map(alive, started))
+    assert "replica-0 cannot be started" in caplog.text
+
+
+def test_a_unit_that_can_never_be_started_is_given_up_in_words(run_dir, lines, tmp_path):
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+        assert "store" in supervisor.units[0].why_gave_up
+
+    store = UnitSpec("store", "store", (ProcessSpec("store", (str(tmp_path / "nothing"),)),), QUICK)
+    assert supervise([store, unit("api", "api", SLEEP)], run_dir, lines, script) == 1
+
+
 def test_a_unit_that_keeps_ending_is_given_up_and_the_service_with_it(run_dir, lines):
     async def script(supervisor):
         await until(lambda: supervisor.units[0].state == "gave_up")
@@ -82,6 +133,18 @@ def test_a_first_start_that_says_why_it_cannot_be_is_not_tried_again(run_dir, li
         assert "cannot start" in supervisor.units[0].why_gave_up
 
     assert supervise([unit("store", "store", f"raise SystemExit({status})")], run_dir, lines, script) == 1
+
+
+@pytest.mark.parametrize("status", [2, 78])
+def test_what_has_run_before_is_tried_again_whatever_it_says(run_dir, lines, monkeypatch, status):
+    """A port that another has for a moment, a disk that is full: what was right before may be right again."""
+    monkeypatch.setattr(worker.unit, "_START_S", 0.1)
+
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].restarts > 2)
+
+    code = f"import time; time.sleep(0.2); raise SystemExit({status})"
+    supervise([unit("api", "api", code, restart=replace(QUICK, give_up=1000))], run_dir, lines, script)
 
 
 def test_one_replica_given_up_leaves_the_others_running(run_dir, lines):

@@ -1,5 +1,6 @@
 """What API processes share without asking each other: the board, counters, claims of ids, rates."""
 
+import errno
 import os
 from collections import Counter
 
@@ -33,6 +34,56 @@ def test_news_go_on_counting_when_the_lead_is_another(tmp_path):
     seen = other.news
     Board(tmp_path / "api", 0, 2).tell()
     assert other.news > seen
+
+
+def test_what_the_lead_says_is_whole_and_the_newest(tmp_path):
+    lead, other = Board(tmp_path / "api", 0, 2), Board(tmp_path / "api", 1, 2)
+    assert other.said() == (0, b"")
+    for saying in (b"paused", b"", b"x" * 1016, b"going on"):
+        lead.tell(saying)
+        assert other.said() == (other.news, saying)
+        lead.tell()
+        assert other.said() == (other.news, saying), "news of something else"
+
+
+def test_what_is_read_while_the_lead_speaks_is_read_again(tmp_path):
+    lead, other = Board(tmp_path / "api", 0, 2), Board(tmp_path / "api", 1, 2)
+    lead.tell(b"first")
+    others = other._places[1]
+
+    class Overtaken:
+        """Stands for a lead that says two things more while the first is read."""
+
+        def __getitem__(self, key):
+            found = others[key]
+            if isinstance(key, slice):
+                other._places[1] = others
+                lead.tell(b"second")
+                lead.tell(b"third")
+            return found
+
+    other._places[1] = Overtaken()
+    assert other.said() == (3, b"third")
+
+
+def test_no_page_of_a_table_is_left_to_be_had_later(tmp_path):
+    """One that the disk has no room for would end the process that touches it first."""
+    Board(tmp_path / "api", 0, 2)
+    Counts(tmp_path / "api", 0)
+    SharedRateLimit(4, tmp_path / "api")
+    tables = {path.name: path.stat() for path in (tmp_path / "api").iterdir()}
+    assert set(tables) == {"board", "counts-0", "rate"}
+    for name, stat in tables.items():
+        assert stat.st_blocks * 512 >= stat.st_size, name
+
+
+def test_a_table_without_room_says_what_to_do(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)  # stands for a full disk
+    with pytest.raises(OSError, match="board gets no memory: No space left on device; make room there, or choose"):
+        Board(tmp_path / "api", 0, 2)
 
 
 def test_a_session_has_one_home_and_the_others_stay_when_one_goes():
@@ -86,6 +137,20 @@ def test_claims_of_a_process_that_died_are_given_up_by_its_successor(tmp_path):
         with other.claimed(["a"]) as mine:
             assert mine is None
         assert len(os.listdir(tmp_path / "claims")) == 1, "b is the other's"
+
+
+def test_an_id_that_cannot_be_written_down_refuses_nobody(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = Claims(tmp_path, 0)
+    monkeypatch.setattr(os, "symlink", full)  # stands for a full disk
+    with one.claimed(["a"]) as mine, one.claimed(["a"]) as again:
+        assert (mine, again) == (None, None)
+    monkeypatch.undo()
+    with one.claimed(["a"]) as mine:
+        assert mine is None
+        assert len(os.listdir(tmp_path / "claims")) == 1
 
 
 def test_a_rate_is_of_all_processes_together(tmp_path):
