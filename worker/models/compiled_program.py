@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from worker.cpu.native import Native
+from worker.cpu.onednn import SUM, PostOp
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import Linear
 from worker.models.kv_memory import KvMemory
+from worker.models.many_product import ADD, GATED, GATED_GELU, MOST, SET, TURNED, ManyProduct
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Angles, Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
@@ -63,11 +65,42 @@ def gating(
 class CompiledProgram(Program):
     """`Program` of 1 token or a multiple of 16; head_dim is a multiple of 16."""
 
-    def __init__(self, parts: Parts, tokens: int, native: Native, attend: NativeAttention) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        tokens: int,
+        native: Native,
+        attend: NativeAttention,
+        part_of: Callable[[NamedSlot], int | None],
+    ) -> None:
         super().__init__(parts, tokens)
         assert native.number("norm_bytes") == ctypes.sizeof(_Norm)
         assert native.number("gate_bytes") == ctypes.sizeof(_Gate)
-        self._native, self._attend = native, attend
+        self._native, self._attend, self._part_of_many = native, attend, part_of
+
+    def linear(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
+        """dst = weight @ src, or added to it, by many.c where it can."""
+        mode = ADD if list(post) == [SUM] else SET
+        if (post and mode == SET) or not self._many(mode, weight, None, src, dst):
+            super().linear(weight, src, dst, post)
+
+    def logits(self, h: Rows, head: NamedSlot, bias: NamedSlot | None, cap: float) -> Rows:
+        """Turned over as they are made."""
+        turned = self._token_major("logits_rows", head.shape[0])
+        if not self._many(TURNED, head, bias, h, turned):
+            return super().logits(h, head, bias, cap)
+        if cap:
+            self.cap(turned, cap)
+        return turned
+
+    def _many(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> bool:
+        """Record a product of many.c's; whether it has one."""
+        part = self._part_of_many(weight) if 16 <= self._tokens <= MOST else None
+        if part is None:
+            return False
+        words = (self._native, mode, weight, bias, part, src, dst)
+        self._steps.append(ManyProduct(*words, lambda rows: self._buffer("product", rows)))
+        return True
 
     def begin(self, batch: ForwardBatch, kv: KvMemory, angles: Sequence[Angles]) -> None:
         """Set what differs from step to step: angles of the positions, indices into the cache."""
@@ -100,12 +133,16 @@ class CompiledProgram(Program):
         return into
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
-        """activation(gate) * up, from one product."""
-        both = gate_up.weight.shape[0]
-        products, made = self._buffer("gate_up", both), self._buffer("gated", both // 2, self._compute)
+        """activation(gate) * up, from one product; by itself where many.c makes it and no adapter comes between."""
+        both, gelu = gate_up.weight.shape[0], self._spec.activation == "gelu_tanh"
+        made = self._buffer("gated", both // 2, self._compute)
+        mode = GATED_GELU if gelu else GATED
+        if self._adapters is None and self._many(mode, gate_up.weight, gate_up.bias, h, made):
+            return made
+        products = self._buffer("gate_up", both)
         self.linear(gate_up.weight, h, products)
         self._adapt(gate_up.weight, h, products)
-        gelu, bias = self._spec.activation == "gelu_tanh", gate_up.bias
+        bias = gate_up.bias
         self._steps.append(gating(self._native, products, made, lambda: bias.address if bias else 0, gelu=gelu))
         return made
 

@@ -18,6 +18,7 @@ from worker.models.decoder import draft_hidden, hidden
 from worker.models.few_product import MOST, part_of_onednn
 from worker.models.kv_memory import KvMemory, slots_before
 from worker.models.low_rank import LowRank, NativeLowRank, PlainLowRank
+from worker.models.many_product import is_fast
 from worker.models.mkl_attention import BlockedAttention
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_experts import RoutedExperts
@@ -263,7 +264,14 @@ class OneDnnBackend:
         assert self._native is not None
         if few:
             return SingleProgram(parts, columns, self._native, self._attention, self._part_of)
-        return CompiledProgram(parts, columns, self._native, self._attention)
+        return CompiledProgram(parts, columns, self._native, self._attention, self._part_of_many)
+
+    def _part_of_many(self, weight: NamedSlot) -> int | None:
+        assert self._native is not None
+        rows, columns = weight.shape
+        if not is_fast(self._native, weight):
+            return None
+        return self._part(rows // self._stacked(weight.name), columns, weight.dtype == np.uint16)
 
     def _part_of(self, weight: NamedSlot) -> int:
         rows, columns = weight.shape
@@ -277,15 +285,9 @@ class OneDnnBackend:
     def _record_head(self, columns: int, few: bool) -> tuple[Program, Rows, Float32]:
         """Final norm and vocabulary projection of `columns` residual columns -> logits [columns, vocab]."""
         program, weights = self._new_program(self._head_parts, columns, few), self._weights.by_role
-        buffers, rows = self._head_parts.buffers, weights.head.shape[0]
-        x, logits = buffers("last", self._spec.hidden_size, columns), buffers("logits", rows, columns)
-        program.linear(weights.head, program.norm(x, weights.norm), logits)
-        program.add_bias(logits, weights.head_bias)
-        if self._spec.logit_cap:
-            program.cap(logits, self._spec.logit_cap)
-        token_major = buffers("logits_rows", rows, columns).reshape(columns, rows)
-        program.copy(logits.T, token_major)
-        self._heads[columns, few] = program, x, token_major
+        x = self._head_parts.buffers("last", self._spec.hidden_size, columns)
+        logits = program.logits(program.norm(x, weights.norm), weights.head, weights.head_bias, self._spec.logit_cap)
+        self._heads[columns, few] = program, x, logits
         return self._heads[columns, few]
 
     def _logits(self, x: Rows, rows: npt.NDArray[np.int32]) -> Float32 | None:

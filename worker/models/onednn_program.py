@@ -46,6 +46,10 @@ Step = Callable[[], object]
 """Recorded work; what it returns is an error unless it is false."""
 
 
+_LINE = 64
+"""Bytes of a cache line."""
+
+
 def _scalar(value: float) -> Rows:
     return np.full((1, 1), value, np.float32)
 
@@ -53,6 +57,13 @@ def _scalar(value: float) -> Rows:
 def _row(operand: Operand) -> Rows:
     assert isinstance(operand, np.ndarray)
     return operand.T
+
+
+def _in_whole_lines(size: int, dtype: np.dtype[Any]) -> Rows:
+    """Zeros [size] that begin where a cache line does: a vector of 16 floats then lies in one."""
+    memory = np.zeros(size + _LINE // dtype.itemsize, dtype)
+    start = -memory.ctypes.data % _LINE // dtype.itemsize
+    return memory[start : start + size]
 
 
 class Buffers:
@@ -66,7 +77,7 @@ class Buffers:
         """[rows, columns]."""
         key = (name, rows, np.dtype(dtype))
         if key not in self._flat:
-            self._flat[key] = np.zeros(rows * self._columns, dtype)
+            self._flat[key] = _in_whole_lines(rows * self._columns, np.dtype(dtype))
         return self._flat[key][: rows * columns].reshape(rows, columns)
 
 
@@ -281,6 +292,17 @@ class Program(ABC):
             self._steps.append(self._dnn.inner_product(src.T, weight, dst.T, flipped))
         else:
             self._steps.append(self._dnn.matmul(weight, src, dst, post))
+
+    def logits(self, h: Rows, head: NamedSlot, bias: NamedSlot | None, cap: float) -> Rows:
+        """head @ h + bias, each capped where cap is not 0, as [T, vocabulary]."""
+        turned = self._token_major("logits_rows", head.shape[0])
+        made = self._buffer("logits", head.shape[0])
+        self.linear(head, h, made)
+        self.add_bias(made, bias)
+        if cap:
+            self.cap(made, cap)
+        self.copy(made.T, turned)
+        return turned
 
     def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:
         """dst += what the adapters of the step's tokens make of src, beside `weight`'s product with it."""

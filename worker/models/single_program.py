@@ -33,7 +33,7 @@ class SingleProgram(CompiledProgram):
     """
 
     def __init__(self, parts: Parts, columns: int, native: Native, attend: NativeAttention, part_of: PartOf) -> None:
-        super().__init__(parts, columns, native, attend)
+        super().__init__(parts, columns, native, attend, lambda _: None)
         self.count = 1
         self._part_of = part_of
         self._compute = np.dtype(np.float32)
@@ -64,6 +64,14 @@ class SingleProgram(CompiledProgram):
         mode = GATED if self._spec.activation == "silu" else GATED_GELU
         self._product(mode, gate_up.weight, gate_up.bias, h, made)
         return made
+
+    def logits(self, h: Rows, head: NamedSlot, bias: NamedSlot | None, cap: float) -> Rows:
+        """Written token by token."""
+        turned = self._token_major("logits_rows", head.shape[0])
+        self._product(SET, head, bias, h, turned.T)
+        if cap:
+            self.cap(turned, cap)
+        return turned
 
     def add_experts(self, x: Rows, h: Rows, experts: Experts[NamedSlot], moe: MoeSpec) -> Rows:
         """Add experts as for many tokens, but from a norm that has been written: who routes reads it as it is."""

@@ -47,13 +47,13 @@ def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypa
 def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
     """A reference kernel gives the right numbers a thousand times too slowly, so only its name shows it."""
     engine = checkpoint(name, dtype=dtype).engine()
-    run = feeder(engine, [list(range(40)), list(range(20))])
-    for counts in ({0: 1}, {1: 12}, {0: 30, 1: 2}):
+    run = feeder(engine, [list(range(40)), list(range(20)), list(range(40))])
+    for counts in ({0: 1}, {1: 12}, {0: 38, 1: 2, 2: 40}):  # few tokens, and up to 64, have products of our own
         run.step(counts)
     used, dnn = engine._backend, onednn.load()
     recorded = [program for program, *_ in (*used._programs.values(), *used._heads.values())]
     kernels = [dnn.implementation(step) for p in recorded for step in p._steps if hasattr(step, "kept")]
-    assert len(kernels) > 20
+    assert any("matmul" in kernel for kernel in kernels)
     assert not [kernel for kernel in kernels if "ref" in kernel]
 
 

@@ -1,0 +1,181 @@
+// Products of a weight with the activations of 16, 32, 48 or 64 tokens: what a step of many sequences is made of.
+//
+// A block is a few rows of the weight and all tokens: its sums stay in the registers, a token in each lane, and each
+// number of the weight that is read meets all of them. Meanwhile the rows of the next block are fetched, no nearer than
+// the second cache: the nearest is full of activations. What follows a product (bias, gate, residual, turning logits
+// over) is done to the sums of some rows while they are near.
+// A lane adds up in the order of oneDNN's product, see single.c: a token has the same bits beside any number of others.
+
+#include <string.h>
+
+#include "vectors.h"
+
+enum { SET, ADD, GATED, GATED_GELU, TURNED };  // as in single.c; TURNED: set, y being [tokens, rows]
+
+typedef struct {
+    const void *weights;  // [rows, columns], row_step elements from one row to the next; GATED*: gate's, then up's
+    const float *bias;    // [rows of weights] or null
+    const void *x;        // [columns, tokens]; [tokens, columns] when token_major; bfloat16 when narrow
+    void *y;              // [rows, tokens] or, when TURNED, [tokens, rows]; bfloat16 when narrow and GATED*
+    int64_t rows, columns, narrow, token_major, mode, row_step;  // columns is a multiple of 16
+    int64_t part;     // columns that are added up before their sum is added to the others'
+    int64_t tokens;   // 16, 32, 48 or 64
+    int64_t threads;  // of the team
+    float *scratch;   // (columns + 2 * CLAIM) * tokens floats for each thread
+    int64_t next_claim, next_thread;  // counters, zero before a run
+} Many;
+
+#define CLAIM 48  // rows a thread takes at a time, or half of them where there are few: a multiple of all blocks' rows
+#define SUMS 24        // vectors of sums in a block
+
+// Sums of R rows of `words` words, for V * 16 tokens; x: [words, tokens], a word being a float or two bfloat16.
+static inline INLINE void block(const char *w, int64_t stride, const float *x, int64_t words, int64_t part, float *sums,
+                                const char *ahead, const int R, const int V, const int narrow) {
+    const int T = V * 16;
+    for (int64_t start = 0; start < words; start += part) {
+        const int64_t end = start + part < words ? start + part : words;
+        f32x16 a[SUMS];
+#pragma GCC unroll 32
+        for (int i = 0; i < R * V; i++) a[i] = splat(0);
+        for (int64_t line = start; line < end; line += 16) {
+            for (int r = 0; r < R; r++) __builtin_prefetch(ahead + r * stride + line * 4, 0, 2);
+            const int64_t until = line + 16 < end ? line + 16 : end;
+#pragma GCC unroll 1
+            for (int64_t at = line; at < until; at++) {
+                f32x16 there[4];
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) there[v] = load(x + at * T + v * 16);
+#pragma GCC unroll 32
+                for (int r = 0; r < R; r++) {
+                    const f32x16 word = splat(*(const four_bytes *)(w + r * stride + at * 4));
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; v++)
+                        a[r * V + v] = narrow ? fused_pairs(word, there[v], a[r * V + v]) : fused(word, there[v], a[r * V + v]);
+                }
+            }
+        }
+#pragma GCC unroll 32
+        for (int i = 0; i < R * V; i++) {
+            f32x16 *to = (f32x16 *)(sums + i * 16);
+            *to = start ? a[i] + *to : a[i];
+        }
+    }
+}
+
+// Sums [count, tokens] of the weight's rows from `row` on. after: the rows that are read next.
+static inline INLINE void sums_of(const Many *s, const float *x, int64_t row, int64_t count, float *sums, int64_t after,
+                                  const int R, const int V, const int narrow) {
+    const int64_t size = narrow ? 2 : 4, stride = s->row_step * size;
+    const char *all = s->weights;
+    for (int64_t r = 0; r < count; r += R) {
+        const int64_t next = r + R < count ? row + r + R : after;
+        block(all + (row + r) * stride, stride, x, s->columns * size / 4, s->part * size / 4, sums + r * V * 16,
+              all + next * stride, R, V, narrow);
+    }
+}
+
+static inline int is_gated(const Many *s) { return s->mode == GATED || s->mode == GATED_GELU; }
+
+// Sums of `count` rows from `begin` on, [count, tokens], turned over to where they belong.
+static inline void turn(const Many *s, const float *sums, int64_t begin, int64_t count) {
+    for (int64_t r = 0; r < count; r += 16)
+        for (int64_t t = 0; t < s->tokens; t += 4) {
+            f32x16 turned[4];
+            load_across((const char *)(sums + r * s->tokens + t), s->tokens * 4, turned);
+            for (int i = 0; i < 4; i++) *(f32x16 *)((float *)s->y + (t + i) * s->rows + begin + r) = turned[i];
+        }
+}
+
+// The same with what follows the product. ups: of up's rows when GATED*. first: rows before it were another claim's; so
+// were some that are turned over, and get the same numbers again.
+static inline INLINE void finish(const Many *s, float *sums, const float *ups, int64_t begin, int64_t first,
+                                 int64_t count, const int narrow) {
+    const int64_t T = s->tokens;
+    const int gated = is_gated(s);
+    if (s->bias && !gated)
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t t = 0; t < T; t += 16) *(f32x16 *)(sums + r * T + t) += s->bias[begin + r];
+    if (s->mode == TURNED) {
+        turn(s, sums, begin, count);
+        return;
+    }
+    for (int64_t r = first - begin; r < count; r++)
+        for (int64_t t = 0; t < T; t += 16) {
+            const int64_t at = (begin + r) * T + t;
+            f32x16 made = load(sums + r * T + t);
+            if (gated) {
+                f32x16 up = load(ups + r * T + t);
+                if (s->bias) made += s->bias[begin + r], up += s->bias[s->rows + begin + r];
+                store_any(s->y, at, (s->mode == GATED ? silu(made) : gelu(made)) * up, narrow);
+            } else if (s->mode == ADD)
+                *(f32x16 *)((float *)s->y + at) += made;
+            else
+                *(f32x16 *)((float *)s->y + at) = made;
+        }
+}
+
+// Activations as blocks read them. Every thread makes its own: cheaper than waiting for another to do it.
+static inline INLINE const float *prepared(const Many *s, float *made, const int narrow) {
+    const int64_t T = s->tokens, words = s->columns / (narrow ? 2 : 1);
+    if (!s->token_major && !narrow) return s->x;
+    for (int64_t t = 0; t < T; t += 16)
+        if (s->token_major)
+            for (int64_t at = 0; at < words; at += 4) {
+                f32x16 turned[4];
+                load_across((const char *)s->x + (t * words + at) * 4, words * 4, turned);
+                for (int i = 0; i < 4; i++) *(f32x16 *)(made + (at + i) * T + t) = turned[i];
+            }
+        else
+            for (int64_t at = 0; at < words; at++) {
+                u32x16 first = (u32x16)load_any(s->x, 2 * at * T + t, 1), second = (u32x16)load_any(s->x, (2 * at + 1) * T + t, 1);
+                *(u32x16 *)(made + at * T + t) = first >> 16 | second;
+            }
+    return made;
+}
+
+static inline INLINE void claims(Many *s, const int R, const int V, const int narrow) {
+    float *made = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * (s->columns + 2 * CLAIM) * s->tokens;
+    float *sums = made + s->columns * s->tokens, *ups = sums + CLAIM * s->tokens;
+    const float *x = prepared(s, made, narrow);
+    // Of few rows less is taken at a time, since at the end one thread waits for another.
+    const int64_t size = s->rows < 32 * CLAIM && CLAIM / 2 % R == 0 && s->mode != TURNED ? CLAIM / 2 : CLAIM;
+    const int gated = is_gated(s);
+    int64_t first;
+    while ((first = __atomic_fetch_add(&s->next_claim, size, __ATOMIC_RELAXED)) < s->rows) {
+        // The last claim begins where it is whole. The next of this thread is likely to begin as far on as all take.
+        const int64_t begin = first + size <= s->rows ? first : s->rows - size, next = first + size * s->threads;
+        sums_of(s, x, begin, size, sums, gated ? s->rows + begin : next, R, V, narrow);
+        if (gated) sums_of(s, x, s->rows + begin, size, ups, next, R, V, narrow);
+        finish(s, sums, ups, begin, first, size, narrow);
+    }
+}
+
+static inline INLINE void of_tokens(Many *s, const int narrow) {
+    switch (s->tokens) {
+        case 16: narrow ? claims(s, 24, 1, 1) : claims(s, 16, 1, 0); break;  // rows and tokens fit the nearest cache
+        case 32: claims(s, 12, 2, narrow); break;
+        case 48: claims(s, 8, 3, narrow); break;
+        default: claims(s, 6, 4, narrow);
+    }
+}
+
+// Run on every thread of a team.
+void many(void *data) {
+    Many *s = data;
+    s->narrow ? of_tokens(s, 1) : of_tokens(s, 0);
+}
+
+// For the caller to see that it means the same structure, and which weights this processor is fast with.
+int64_t many_bytes(void) { return sizeof(Many); }
+int64_t many_scratch(void) { return 2 * CLAIM; }
+int64_t many_least(void) { return CLAIM; }
+#ifdef __AVX512F__
+int64_t many_wide(void) { return 1; }
+#else
+int64_t many_wide(void) { return 0; }
+#endif
+#ifdef __AVX512BF16__
+int64_t many_narrow(void) { return 1; }
+#else
+int64_t many_narrow(void) { return 0; }
+#endif
