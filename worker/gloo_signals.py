@@ -53,10 +53,10 @@ class GlooSignals:
         return list(self._pids)
 
     def agree(self, order: Order | None) -> Order:
-        """One broadcast of six integers, and one more when the order has details."""
+        """One broadcast of six integers, and one more when the order has details: anything that these do not say."""
         details = b""
         if order is not None:
-            if order.session or order.live is not None or order.tags or order.arena_path:
+            if order != Order(order.signal, order.phase, order.vote, order.step):
                 details = _encode(order)
             self._header[:] = (self.ticks + 1, order.signal, order.phase, order.vote, order.step, len(details))
         self._broadcast(self._header_tensor, 0)

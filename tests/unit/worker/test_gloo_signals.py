@@ -18,7 +18,8 @@ import numpy as np
 from worker.gloo_signals import GlooSignals
 from worker.process_groups import join
 from worker.orders import GroupDead, Order, Phase, Signal
-from weight_manager.messages import Live
+from weight_manager.adapters.plan import AdapterShape
+from weight_manager.messages import Live, LiveAdapter
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
 joined = join(rank, size, deadline_s=30)
 signals = GlooSignals(joined.signal, rank, size)
@@ -96,6 +97,25 @@ tell(orders=got == orders, batches=same, votes=signals.vote((rank, 10 + rank)),
         assert result["words"] == ["rank 0 " * 100, "", "rank 2 " * 100]
         assert result["pids"][rank] == result["mine"]
     assert len({tuple(result["pids"]) for result in results}) == 1
+
+
+def test_no_field_of_an_order_stays_behind(three):
+    """Each alone: an order that is sent without one has the ranks do something else, or nothing."""
+    three.run(
+        """
+live = Live("run", 7, 3, 1, "ab", 9)
+values = {"signal": Signal.ADAPTER, "phase": Phase.FORGET, "vote": True, "step": True, "session": "s", "live": live,
+          "arena_path": "/dev/shm/a", "tags": ("kv_cache",), "epoch": 5,
+          "adapter": LiveAdapter("policy-a", live, "/dev/shm/b", AdapterShape("float32", ()))}
+got = {name: signals.agree(Order(**{name: value}) if rank == 0 else None) for name, value in values.items()}
+tell(same={name: getattr(got[name], name) == value for name, value in values.items()},
+     all=set(values) == set(Order.__struct_fields__))
+""",
+    )
+    for rank in range(3):
+        result = three.result(rank)
+        assert result["all"], "an order has a field that is not looked at here"
+        assert all(result["same"].values()), result["same"]
 
 
 def test_one_slow_rank_is_waited_for_without_spinning(three):
