@@ -1,6 +1,7 @@
 """HTTP connections that do not wait for ever for their clients, and never more of them than there is room for.
 
     waiting for a head  -head complete->  reading a body  -body complete->  answering  -answered->  kept open
+    any of them         -refused, or answered for the last time before its body came->  lingering
 
 A head has to be complete `head_timeout_s` after the connection was made, or after its first byte when the connection
 was kept open. A body, and a client that reads its answer, may take as long as they like but have to get on: `PACE`
@@ -12,6 +13,11 @@ itself counts neither. Fields after a chunked body are ignored: the application 
 
 When all places are taken, the connection goes that has waited longest for a head, or else was kept open longest; when
 all are at work, it is the new one, with 503.
+
+Whom we refuse may be sending still, and a socket that is closed with bytes unread is reset: the client's next write
+fails, and most look for no answer after that. So a refusal is followed by an end, what still comes is read and dropped,
+and the socket is closed when the client closes, or `linger_s` later. A client that lingers has no place and no request;
+of `lingerers` the first goes for each that comes. A server that leaves waits for them: it is not long.
 """
 
 import asyncio
@@ -33,7 +39,8 @@ HEAD_BYTES = 64 << 10
 AHEAD = 128
 """Requests of one connection that wait for the one before them."""
 OTHER_FILES = 512
-"""File descriptors that the process needs for anything but HTTP clients: links to replicas and the store, files."""
+"""File descriptors that the process needs for anything but HTTP clients that have a place: links to replicas and the
+store, files, clients that linger."""
 WRITE_NOW = "rollout.write_now"
 """ASGI extension: a function of bytes that writes a part of the body and says whether it did, without an await. It does
 not where the client has to catch up first, has gone, or has had no status yet: `send` is for all of that."""
@@ -47,18 +54,27 @@ WRITE_REST = "rollout.write_rest"
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+UNREADABLE = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close"
+    b"\r\n\r\n%b"
+)
+LINGER_BYTES = 4 << 20
+"""Of what comes from a client that lingers, so much is read; the rest stays with the kernels, and the client waits."""
 
 
 @dataclass
 class Room:
-    """The places of a server. waiting, kept: connections without a request, those that came first in front."""
+    """The places of a server. waiting, kept, lingering: connections without a request, the first to come in front."""
 
     places: int
     head_timeout_s: float
     stall_timeout_s: float
+    linger_s: float = 1.0
+    lingerers: int = 64
     taken: set["Connection"] = field(default_factory=set)
     waiting: dict["Connection", None] = field(default_factory=dict)
     kept: dict["Connection", None] = field(default_factory=dict)
+    lingering: dict["Connection", None] = field(default_factory=dict)
     turned_away: int = 0
 
     def enter(self, one: "Connection") -> bool:
@@ -86,9 +102,19 @@ class Room:
         if one in self.taken:
             self.kept[one] = None
 
+    def lingers(self, one: "Connection") -> None:
+        """A connection has had its last word from us: its place is free, and another may have to stop lingering."""
+        self.leave(one)
+        if len(self.lingering) >= self.lingerers:
+            first = next(iter(self.lingering))
+            self.leave(first)
+            first.give_way()
+        self.lingering[one] = None
+
     def leave(self, one: "Connection") -> None:
         """A connection has ended: its place is free."""
         self.taken.discard(one)
+        self.lingering.pop(one, None)
         self.works(one)
 
 
@@ -104,6 +130,9 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of a head that is not complete
         self._received = 0  # bytes of the body since it was last looked at
         self._writing: asyncio.TimerHandle | None = None
+        self._lingers = False
+        self._dropped = 0  # bytes that came meanwhile
+        self._closing: asyncio.TimerHandle | None = None
         self._socket = -1
         self._on_lost: Callable[[], None] = _nothing
 
@@ -112,24 +141,29 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; it may have to be turned away."""
         super().connection_made(transport)
+        self._outlet = _Outlet(transport, self._end)
         if not self._room.enter(self):
             transport.write(FULL)
-            transport.close()
+            self._linger()
             return
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a head or a body."""
-        if self.transport.is_closing():
+        """Bytes of a head or a body, or those that nobody wants any more."""
+        if self._lingers:
+            self._drop(data)
+        if self._is_over:
             return
         super().data_received(data)
+        if self._is_over:
+            return  # it could not be read
         self._received += len(data)
         self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
         if self._head_bytes > HEAD_BYTES:
             self._refuse(LONG)
             return
         self._look()
-        if self._reading is None and self._is_between and not self.transport.is_closing():
+        if self._reading is None and self._is_between:
             self._await_head()  # the first bytes on a connection that was kept open
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -137,14 +171,25 @@ class Connection(HttpToolsProtocol):
         self._on_lost()
         self._stop_reading()
         self._stop_writing()
+        if self._closing is not None:
+            self._closing.cancel()
         self._room.leave(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         """Answered; the next request may be here already."""
         self._on_lost = _nothing
+        if self._lingers:
+            return
         super().on_response_complete()
         self._look()
+
+    # What the server calls
+
+    def shutdown(self) -> None:
+        """Close, now or after the answer that is being given."""
+        if not self._lingers:
+            super().shutdown()
 
     # What the application calls
 
@@ -175,11 +220,11 @@ class Connection(HttpToolsProtocol):
 
     def _write_rest(self, rest: bytes) -> None:
         """See WRITE_REST."""
-        if not self.transport.is_closing():
+        if not self._is_over:
             self.transport.write(rest)
 
     def _takes_chunks(self, cycle: RequestResponseCycle) -> bool:
-        paused, over = self.flow.write_paused, cycle.response_complete or self.transport.is_closing()
+        paused, over = self.flow.write_paused, cycle.response_complete or self._is_over
         return cycle.response_started and cycle.chunked_encoding is True and not (paused or over)
 
     # What the parser calls
@@ -200,13 +245,11 @@ class Connection(HttpToolsProtocol):
         """The head of a request is complete."""
         self._in_head = False
         super().on_headers_complete()
+        self.cycle.transport = self._outlet  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be read. What is being answered is not mixed with the refusal of what came after it."""
-        if self._is_between:
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
+        """Refuse what cannot be read."""
+        self._refuse(UNREADABLE % (len(msg), msg.encode("ascii")))
 
     # What flow control calls
 
@@ -234,7 +277,7 @@ class Connection(HttpToolsProtocol):
                 self._stop_reading()  # answered before its body was complete
             if self.cycle is not None:
                 self._room.rests(self)
-            if self._in_head and self._reading is None and not self.transport.is_closing():
+            if self._in_head and self._reading is None and not self._is_over:
                 self._await_head()  # a part of it came with the request before it
             return
         self._room.works(self)
@@ -270,15 +313,62 @@ class Connection(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._reading = None
-        if self.transport.is_closing():
-            return
-        self._refuse(LATE)
+        if not self._is_over:
+            self._refuse(LATE)
 
     def _refuse(self, words: bytes) -> None:
-        """Close; with these words if they cannot end up inside another answer."""
-        if self._is_between or not (self.cycle.response_started or self.pipeline):
+        """Close; with these words unless they could be taken for the answer to an earlier request, or end up in it."""
+        reads_body = not self._is_between and self.cycle.more_body and not self.cycle.response_started
+        if self._is_between or (reads_body and not self.pipeline):
             self.transport.write(words)
-        self.transport.close()
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _end(self) -> None:
+        """Close after an answer, or in the midst of one that cannot go on."""
+        if self._lingers:
+            return
+        if self.cycle.more_body or self.pipeline:
+            self._linger()
+        else:
+            self.transport.close()
+
+    # After the last word
+
+    @property
+    def _is_over(self) -> bool:
+        return self._lingers or self.transport.is_closing()
+
+    def _linger(self) -> None:
+        """End what we say, and whatever of a request was left; see above."""
+        self._lingers = True
+        self._room.lingers(self)
+        self._stop_reading()
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._closing = self.loop.call_later(self._room.linger_s, self._close)
+
+    def _drop(self, data: bytes) -> None:
+        self._dropped += len(data)
+        if self._dropped > LINGER_BYTES:
+            self.flow.pause_reading()
+
+    def _close(self, before: int | None = None) -> None:
+        """Close, but let a client finish reading a long answer. before: bytes of it that were unwritten last time."""
+        left = self.transport.get_write_buffer_size()
+        if not left:
+            self.transport.close()
+        elif before is None or before - left >= PACE * self._room.stall_timeout_s:
+            self._closing = self.loop.call_later(self._room.stall_timeout_s, self._close, left)
+        else:
+            self.transport.abort()
 
     def give_way(self) -> None:
         """Close at once: another needs the place."""
@@ -293,6 +383,13 @@ class Connection(HttpToolsProtocol):
         if self._writing is not None:
             self._writing.cancel()
         self._writing = None
+
+
+class _Outlet:
+    """What answers see of their connection's transport: how it is closed is the connection's matter."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
 def _nothing() -> None:

@@ -1,4 +1,8 @@
-"""Clients that are slow, silent or too many, on real sockets."""
+"""Clients that are slow, silent or too many, on real sockets.
+
+What is cut off is waited for as long as a busy machine may take; that it is the right thing that cut it shows in what
+else would have come first. Whoever must not be cut off has limits that a busy machine does not reach.
+"""
 
 import asyncio
 import contextlib
@@ -7,18 +11,25 @@ import socket
 
 import pytest
 
-from api.connections import Connection, Room, places
+from api.connections import PACE, Connection, Room, places
 from api.server import Server
 from api.service import Service
 
 HEAD_S, STALL_S, ROOM = 0.4, 0.4, 8
 GET = b"GET /live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
-SLACK_S = 1.0
+DEADLINE_S = 30.0
+STALL_OF_PATIENT_S = 1.5
 
 
 @pytest.fixture
-def settings():
-    return {"head_timeout_s": HEAD_S, "stall_timeout_s": STALL_S, "max_connections": ROOM, "max_body_bytes": 16 << 20}
+def settings(request):
+    """Those of a test that is marked with others are beside these."""
+    limits = {"head_timeout_s": HEAD_S, "stall_timeout_s": STALL_S, "max_connections": ROOM}
+    return limits | {"max_body_bytes": 16 << 20} | getattr(request, "param", {})
+
+
+def where(**limits):
+    return pytest.mark.parametrize("settings", [limits], indirect=True, ids=[""])
 
 
 class Clients:
@@ -36,7 +47,7 @@ class Clients:
     async def answered(self, request=GET):
         reader, writer = await self.open()
         writer.write(request)
-        line = await asyncio.wait_for(reader.readline(), 30)
+        line = await asyncio.wait_for(reader.readline(), DEADLINE_S)
         return int(line.split()[1]), reader, writer
 
     async def status(self, request=GET):
@@ -78,21 +89,30 @@ def address(server):
     return server.servers[0].sockets[0].getsockname()
 
 
-async def until_closed(reader, timeout_s=HEAD_S + SLACK_S):
+async def until_closed(reader):
     """What came before the end, and after how long it came."""
     clock = asyncio.get_running_loop().time
     began, got = clock(), b""
     with contextlib.suppress(ConnectionError):
-        got = await asyncio.wait_for(reader.read(), timeout_s)
+        got = await asyncio.wait_for(reader.read(), DEADLINE_S)
     return got, clock() - began
 
 
-async def dribble(writer, data, every_s=0.05):
-    with contextlib.suppress(ConnectionError):
-        for byte in data:
-            writer.write(bytes([byte]))
-            await writer.drain()
-            await asyncio.sleep(every_s)
+@contextlib.asynccontextmanager
+async def dribbling(writer, data, every_s=0.05):
+    """One byte after the other goes on being sent meanwhile; data are more than can be sent before DEADLINE_S."""
+    assert len(data) * every_s > DEADLINE_S
+
+    async def dribble():
+        with contextlib.suppress(ConnectionError):
+            for byte in data:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(every_s)
+
+    task = asyncio.create_task(dribble())
+    yield
+    task.cancel()
 
 
 def body_of(length, text=b"x"):
@@ -102,11 +122,10 @@ def body_of(length, text=b"x"):
 
 async def test_a_head_that_dribbles_is_cut_off(clients):
     reader, writer = await clients.open()
-    dribbling = asyncio.create_task(dribble(writer, b"GET /live HTTP/1.1\r\nhost: " + b"a" * 100))
-    got, after_s = await until_closed(reader)
+    async with dribbling(writer, b"GET /live HTTP/1.1\r\nhost: " + b"a" * 1000):
+        got, after_s = await until_closed(reader)
     assert got.startswith(b"HTTP/1.1 408 ")
-    assert HEAD_S * 0.9 < after_s < HEAD_S + SLACK_S
-    dribbling.cancel()
+    assert after_s > HEAD_S * 0.9
 
 
 async def test_a_client_that_says_nothing_is_cut_off(clients):
@@ -116,15 +135,14 @@ async def test_a_client_that_says_nothing_is_cut_off(clients):
 
 
 async def test_a_second_head_that_dribbles_is_cut_off(clients):
-    status, reader, writer = await clients.answered()
+    status, reader, writer = await clients.answered(GET.replace(b"GET", b"HEAD"))
     assert status == 200
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
     await asyncio.sleep(HEAD_S * 2)
     assert not reader.at_eof(), "a connection that is kept open may be silent"
-    dribbling = asyncio.create_task(dribble(writer, GET + b"x" * 50, 0.2))
-    got, after_s = await until_closed(reader)
-    assert b"HTTP/1.1 408 " in got
-    assert after_s < HEAD_S + SLACK_S
-    dribbling.cancel()
+    async with dribbling(writer, GET + b"x" * 200, 0.2):
+        got, _ = await until_closed(reader)
+    assert got.startswith(b"HTTP/1.1 408 "), "before it was complete"
 
 
 async def test_a_kept_connection_serves_many_requests(clients):
@@ -132,36 +150,37 @@ async def test_a_kept_connection_serves_many_requests(clients):
     for _ in range(4):
         await asyncio.sleep(HEAD_S / 2)
         writer.write(GET)
-        while b"HTTP/1.1 200" not in await asyncio.wait_for(reader.readline(), 30):
-            pass
+        await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 200"), DEADLINE_S)
 
 
 async def test_requests_in_one_packet_are_all_answered(clients):
     _, reader, writer = await clients.answered(GET * 3)
     await asyncio.sleep(0.1)
     writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-    assert (await asyncio.wait_for(reader.read(), 30)).count(b"HTTP/1.1 200") == 3
+    assert (await asyncio.wait_for(reader.read(), DEADLINE_S)).count(b"HTTP/1.1 200") == 3
 
 
 async def test_a_body_that_dribbles_is_cut_off(clients):
     reader, writer = await clients.open()
-    writer.write(body_of(1000))
-    dribbling = asyncio.create_task(dribble(writer, b"y" * 200))
-    got, after_s = await until_closed(reader, STALL_S * 2 + SLACK_S)
+    writer.write(body_of(10_000))
+    async with dribbling(writer, b"y" * 1000):
+        got, after_s = await until_closed(reader)
     assert got.startswith(b"HTTP/1.1 408 ")
-    assert after_s < STALL_S * 2 + SLACK_S
-    dribbling.cancel()
+    assert after_s > STALL_S * 0.9
 
 
+@where(stall_timeout_s=STALL_OF_PATIENT_S)
 async def test_a_long_body_that_gets_on_is_taken(clients):
     """Longer in all than any timeout."""
-    body = json.dumps({"prompt": "A", "max_tokens": 1, "session_id": ""}).encode().ljust(8000)
+    parts = 12
+    part_s, part = STALL_OF_PATIENT_S * 1.5 / parts, int(PACE * STALL_OF_PATIENT_S) + 1
+    body = json.dumps({"prompt": "A", "max_tokens": 1, "session_id": ""}).encode().ljust(parts * part)
     reader, writer = await clients.open()
     writer.write(body_of(len(body), b""))
-    for start in range(0, len(body), 500):
-        writer.write(body[start : start + 500])
-        await asyncio.sleep(STALL_S / 4)
-    assert b" 408 " not in await asyncio.wait_for(reader.readline(), 30)
+    for start in range(0, len(body), part):
+        writer.write(body[start : start + part])
+        await asyncio.sleep(part_s)
+    assert b" 408 " not in await asyncio.wait_for(reader.readline(), DEADLINE_S)
 
 
 async def test_an_answer_may_take_longer_than_any_client(clients, replicas):
@@ -173,26 +192,29 @@ async def test_an_answer_may_take_longer_than_any_client(clients, replicas):
     await asyncio.sleep(max(HEAD_S, STALL_S) * 2.5)
     assert not reader.at_eof()
     await clients.answered(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), DEADLINE_S)
 
 
-async def test_a_client_that_does_not_read_is_cut_off(clients):
+async def test_a_client_that_does_not_read_is_cut_off(clients, server, until):
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(raw, clients.address)
     await loop.sock_sendall(raw, b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 8)
-    await asyncio.sleep(STALL_S * 4 + 0.5)
+    await until(lambda: server.server_state.connections)
+    await until(lambda: not server.server_state.connections)
     got = 0
     with contextlib.suppress(ConnectionError):
-        while part := await asyncio.wait_for(loop.sock_recv(raw, 1 << 20), 30):
+        while part := await asyncio.wait_for(loop.sock_recv(raw, 1 << 20), DEADLINE_S):
             got += len(part)
     assert 0 < got < 8 * 1_500_000, "it ends before all was sent"
     raw.close()
 
 
+@where(stall_timeout_s=STALL_OF_PATIENT_S)
 async def test_a_client_that_reads_slowly_gets_it_all(clients):
+    """Over longer than any timeout."""
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.setblocking(False)
@@ -201,10 +223,11 @@ async def test_a_client_that_reads_slowly_gets_it_all(clients):
     await loop.sock_sendall(
         raw, b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     )
-    got = b""
-    while part := await asyncio.wait_for(loop.sock_recv(raw, 64 << 10), 30):
+    began, got = loop.time(), b""
+    while part := await asyncio.wait_for(loop.sock_recv(raw, 4 << 10), DEADLINE_S):
         got += part
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.01)
+    assert loop.time() - began > STALL_OF_PATIENT_S * 1.5
     head, _, body = got.partition(b"\r\n\r\n")
     length = next(int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
     assert len(body) == length
@@ -223,45 +246,43 @@ async def test_slow_clients_do_not_keep_others_out(clients):
 async def test_silent_kept_connections_make_room_too(clients):
     kept = [await clients.answered() for _ in range(ROOM)]
     assert await clients.status() == 200
-    assert (await until_closed(kept[0][1]))[1] < SLACK_S, "the one that rested longest"
+    await until_closed(kept[0][1])  # the one that rested longest
+    assert not any(reader.at_eof() for _, reader, _ in kept[1:])
 
 
-async def test_when_all_are_at_work_the_next_is_told_to_come_again(clients):
+async def test_when_all_are_at_work_the_next_is_told_to_come_again(clients, server, until):
     assert await clients.status(b"POST /pause HTTP/1.1\r\nhost: localhost\r\n\r\n") == 200
-    await asyncio.sleep(0.05)
     body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
     busy = [await clients.open() for _ in range(ROOM)]
     for _, writer in busy:
         writer.write(body_of(len(body), body))
-    await asyncio.sleep(0.2)
+    await until(lambda: len(server.server_state.tasks) == ROOM)
     got, _ = await until_closed((await clients.open())[0])
     assert got.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in got
     busy[0][1].close()
-    await asyncio.sleep(0.1)
+    await until(lambda: len(server.server_state.tasks) < ROOM)
     assert await clients.status(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n") == 200
     for reader, _ in busy[1:]:
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), DEADLINE_S)
 
 
 async def test_a_head_without_an_end_is_refused(clients):
     reader, writer = await clients.open()
     writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"x: " + b"a" * 66_000)
-    got, after_s = await until_closed(reader, 3)
-    assert got.startswith(b"HTTP/1.1 431 ")
-    assert after_s < HEAD_S, "not because of its time"
+    got, _ = await until_closed(reader)
+    assert got.startswith(b"HTTP/1.1 431 "), "not because of its time"
 
 
 async def test_a_part_of_a_head_that_came_with_a_request_is_due(clients):
     _, reader, _ = await clients.answered(GET + b"GET /li")
-    _, after_s = await until_closed(reader, HEAD_S * 3 + SLACK_S)
-    assert after_s < HEAD_S + SLACK_S
+    assert b"HTTP/1.1 408 " in (await until_closed(reader))[0]
 
 
 async def test_what_a_second_request_lacks_does_not_end_up_in_the_first_answer(clients):
-    """The first is held in a pause; the second is none of HTTP, or its body does not come."""
+    """The first is held in a pause; the second is none of HTTP, or has no end, or its body does not come."""
     body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
-    for second in (b"nonsense", body_of(1000)):
+    for second in (b"nonsense", b"GET / HTTP/1.1\r\nx: " + b"a" * 70_000, body_of(1000)):
         await clients.answered(b"POST /pause HTTP/1.1\r\nhost: localhost\r\n\r\n")
         reader, writer = await clients.open()
         writer.write(body_of(len(body), body))
@@ -269,7 +290,7 @@ async def test_what_a_second_request_lacks_does_not_end_up_in_the_first_answer(c
         writer.write(second)
         await asyncio.sleep(STALL_S * 2.5)
         await clients.answered(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        got, _ = await until_closed(reader, STALL_S * 3 + SLACK_S)
+        got, _ = await until_closed(reader)
         assert not got or got.startswith(b"HTTP/1.1 200 "), "the first answer is the first"
         assert got.count(b"HTTP/1.1 408 ") == got.count(b"HTTP/1.1 200 "), "the second is late once it is its turn"
 
@@ -279,7 +300,7 @@ async def test_requests_without_end_before_an_answer_are_refused(clients):
     body = json.dumps({"prompt": "A", "max_tokens": 1}).encode()
     reader, writer = await clients.open()
     writer.write(body_of(len(body), body) + GET * 2000)
-    await asyncio.wait_for(reader.read(), HEAD_S)
+    await asyncio.wait_for(reader.read(), DEADLINE_S)
     await clients.answered(b"POST /resume HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
 
@@ -295,7 +316,7 @@ async def test_a_client_that_offers_another_protocol_is_served_by_this_one(clien
     offer = GET.replace(b"\r\n\r\n", b"\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n\r\n")
     _, reader, writer = await clients.answered(offer)
     writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-    assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.read(), 30)
+    assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.read(), DEADLINE_S)
 
 
 def test_room_is_what_the_system_gives(monkeypatch):
@@ -333,6 +354,7 @@ def test_nothing_is_left_of_connections_that_are_gone():
     assert issubclass(Connection, asyncio.Protocol)
 
 
+@where(stall_timeout_s=2 * DEADLINE_S)
 async def test_a_stream_to_a_client_that_reads_slowly_is_whole_and_piles_up_no_further_than_its_buffer(
     server, address, replicas, until
 ):
@@ -355,10 +377,11 @@ async def test_a_stream_to_a_client_that_reads_slowly_is_whole_and_piles_up_no_f
             replica.gate.release()
         await asyncio.sleep(0.002)
         most = max(most, connection.transport.get_write_buffer_size())
+    await until(lambda: any(replica.gate.locked() for replica in replicas))  # all of them are made
     step = 400 * samples  # bytes of a token of each
     assert most < (64 << 10) + 2 * step, "the high-water mark, and what went over it"
     got = b""
-    while part := await asyncio.wait_for(loop.sock_recv(raw, 64 << 10), 30):
+    while part := await asyncio.wait_for(loop.sock_recv(raw, 64 << 10), DEADLINE_S):
         got += part
     raw.close()
     said = b"".join(_chunks(got.partition(b"\r\n\r\n")[2])).split(b"\n\n")
