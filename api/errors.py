@@ -108,6 +108,7 @@ FROM_STORE: dict[ErrorCode, type[ApiError]] = {
     "non_finite": BadInput,
     "base_mismatch": Conflict,
     "unknown_adapter": NotFound,
+    "unknown_plan": Conflict,
     "unknown_session": Conflict,
     "lease_expired": Conflict,
     "refused": Conflict,

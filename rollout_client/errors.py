@@ -108,6 +108,7 @@ BY_CODE: dict[ErrorCode, type[PushError]] = {
     "non_finite": InvalidPush,
     "base_mismatch": InvalidPush,
     "unknown_adapter": InvalidPush,
+    "unknown_plan": Busy,  # not seen outside: the push begins again with its parts
     "unknown_session": SessionLost,
     "lease_expired": SessionLost,
     "refused": PushRefused,

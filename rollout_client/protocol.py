@@ -15,6 +15,9 @@ A push, step by step:
  3. [TRAINER] `Begin`: the version, the in-flight policy and every part (name, dtype, shape, slice) that
     this trainer rank holds. [STORE] plans part -> copies and answers `Placement` with a session, a lease
     and the copies; or `Error` with every tensor that is wrong, and nothing is staged.
+    A `Placement` may name its plan; the trainer's next `Begin` with the same parts may give that name instead of them,
+    and the answer then leaves the copies out that have stayed as they were. A store that does not know the plan any
+    more says so, and is sent the parts.
     With ``world > 1`` every trainer rank sends its own `Begin`; the first opens the session, the others
     join it, and the proof that every served byte is covered exactly once is made when the last joined.
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
@@ -82,6 +85,7 @@ ErrorCode = Literal[
     "non_finite",
     "base_mismatch",
     "unknown_adapter",
+    "unknown_plan",
     "unknown_session",
     "lease_expired",
     "refused",
@@ -157,6 +161,7 @@ class Begin(Message, tag="begin", frozen=True):
     base_digest: str = ""  # of the version that this rank's patches would be against; chunked sessions only
     devices: bool = False  # every part lies on a GPU, and could be copied into ranks' memory too (device_slots.py)
     adapter: AdapterPush | None = None  # None: the model's own weights
+    plan: str = ""  # the parts are those for which a `Placement` has named this plan; `parts` is empty then
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -185,6 +190,7 @@ class Placement(Message, tag="placement", frozen=True):
     devices: list[str] = []  # sockets of ranks on this host's GPUs that may be filled beside the slot (device_slots.py)
     arena_path: str = ""  # of an adapter, which has an arena of its own; "": that of `Welcome`
     arena_nonce: bytes = b""
+    plan: str = ""  # names parts and copies; that of `Begin` again: `copies` is empty, they are what they were
 
 
 class Chunk(Message, tag="chunk", frozen=True):

@@ -40,10 +40,12 @@ from rollout_client.protocol import (
     AdapterPush,
     Begin,
     Committed,
+    Copy,
     Hello,
     InFlight,
     Merge,
     Message,
+    Part,
     Placement,
     Seal,
     Sealed,
@@ -55,6 +57,15 @@ from rollout_client.shm_transport import ShmTransport
 from rollout_client.tensors import Named, Source, sources
 from rollout_client.transport import Reporter, Transport
 from rollout_client.zmq_transport import ZmqTransport
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the store answered to these parts, and calls by this name."""
+
+    name: str
+    parts: list[Part]
+    copies: list[Copy]
 
 
 @dataclass(frozen=True)
@@ -152,6 +163,7 @@ class WeightPublisher:
         self._kept: dict[str, Kept] = {}  # of the model's last push, "", and of each adapter's
         self._shm: ShmTransport | None = None
         self._adapter_shm: dict[str, ShmTransport] = {}
+        self._plans: dict[str, _Plan] = {}  # of the last push, likewise
         self._welcomed: tuple[tuple[int, int] | None, Welcome] | None = None  # on which connection, and how
         self._lock = threading.Lock()
         copying.prepare()
@@ -287,6 +299,7 @@ class WeightPublisher:
             self._connect(min(self._connect_timeout_s, _left(deadline)), name)
             self._ask(Unload(name, _left(deadline)), Unloaded, deadline)
             self._kept.pop(name, None)
+            self._plans.pop(name, None)
             shm = self._adapter_shm.pop(name, None)
             if shm is not None:
                 shm.close()
@@ -442,13 +455,21 @@ class WeightPublisher:
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""
         patience = min(deadline, time.monotonic() + self._busy_timeout_s)
+        whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
-            message = msgspec.structs.replace(begin, parts=[source.part for source in held])
+            parts, plan = [source.part for source in held], self._plans.get(whose)
+            if plan is not None and begin.world == 1 and plan.parts == parts:
+                message = msgspec.structs.replace(begin, plan=plan.name)
+            else:
+                message, plan = msgspec.structs.replace(begin, parts=parts), None
             try:
                 reply = self._ask(message, (Placement, Committed), deadline)
                 assert isinstance(reply, Placement | Committed)
-                return reply, held
+                return self._planned(reply, whose, plan, parts), held
             except Busy as busy:
+                if busy.code == "unknown_plan" and plan is not None:
+                    del self._plans[whose]
+                    continue
                 if not busy.retryable or time.monotonic() + BUSY_PAUSE_S > patience:
                     raise
                 time.sleep(BUSY_PAUSE_S)
@@ -457,6 +478,17 @@ class WeightPublisher:
                 if error.code != "duplicate_tensor" or len(fewer) == len(held):
                     raise
                 held = fewer
+
+    def _planned(
+        self, reply: Placement | Committed, whose: str, plan: _Plan | None, parts: list[Part]
+    ) -> Placement | Committed:
+        """The answer to these parts with its copies, which are kept if they have a name. plan: that was asked for."""
+        if not isinstance(reply, Placement) or not reply.plan:
+            return reply
+        if plan is not None and reply.plan == plan.name:
+            return msgspec.structs.replace(reply, copies=plan.copies)
+        self._plans[whose] = _Plan(reply.plan, parts, reply.copies)
+        return reply
 
     def _ask(self, message: Message, answer: type[R] | tuple[type[R], ...], deadline: float) -> R:
         """The store keeps the deadline that it is told; it gets a little longer to say so."""

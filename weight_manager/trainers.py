@@ -36,6 +36,7 @@ from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
 from weight_manager.history import MAX_VERSION, Intent
+from weight_manager.known_plans import KnownPlans
 from weight_manager.messages import MergeAdapter
 from weight_manager.metrics import Counters
 from weight_manager.trainer_group import SessionRequest, TrainerGroup
@@ -73,6 +74,7 @@ class Trainers:
         self._store_id = secrets.token_hex(8)
         self._peers: OrderedDict[bytes, Hello] = OrderedDict()
         self._groups: OrderedDict[str, TrainerGroup] = OrderedDict()
+        self._plans = KnownPlans()
 
     def request(self, peer: bytes, request: Request) -> None:
         """Take any message but a chunk."""
@@ -169,6 +171,7 @@ class Trainers:
         if hello is None:
             raise PushRefused("unauthorized", "say Hello first")
         self._coordinator.check_root()
+        begin = self._plans.complete(begin)
         self._check(begin)
         line = self._lines.for_push(begin.adapter, begin.parts) if begin.adapter is not None else None
         coordinator = self._coordinator if line is None else line.coordinator
@@ -197,7 +200,7 @@ class Trainers:
         over = [session for session, group in self._groups.items() if group.outcome is not None]
         for session in over[: len(self._groups) - SESSIONS]:
             del self._groups[session]
-        return placement
+        return self._plans.name(begin, placement)
 
     def _merge(self, peer: bytes, request: Merge) -> None:
         hello = self._peers.get(peer)

@@ -176,6 +176,23 @@ def test_adapters_survive_the_death_of_the_store(store, replica, push_adapter, l
     assert one.adapters["policy-b"].live.epoch > max(epochs.values())
 
 
+def test_a_trainer_whose_plan_is_not_what_it_was_pushes_on(store, replica, run):
+    """The store was started again; then another trainer's push of another shape came in between."""
+    with WeightPublisher(store.endpoint, run_id=run) as publisher, WeightPublisher(store.endpoint, run_id=run) as other:
+        for version in (1, 2):
+            publisher.push_adapter("policy-a", adapter(version), ADAPTER_CONFIG, version)
+        store.end(signal.SIGKILL)
+        store.start()
+        store.wait_live()
+        one = replica(0)
+        for version in (3, 4):
+            publisher.push_adapter("policy-a", adapter(version), ADAPTER_CONFIG, version)
+            assert one.adapter_served("policy-a") == (version, adapter_digest(adapter(version)))
+        other.push_adapter("policy-a", adapter(5, 8), ADAPTER_CONFIG | {"r": 8}, 5)
+        publisher.push_adapter("policy-a", adapter(6), ADAPTER_CONFIG, 6)
+        assert one.adapter_served("policy-a") == (6, adapter_digest(adapter(6)))
+
+
 def test_bytes_that_changed_while_no_store_was_there_are_not_taken_over(store, push_adapter, loaded):
     push_adapter(1, 1)
     store.end(signal.SIGKILL)

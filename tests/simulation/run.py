@@ -420,6 +420,7 @@ class Run:
         self.counter[0] += 3
         last.run(last.train(1, 0))
         world.run(world.now + 15)
+        self.counts["named_plans"] = sum(t.named_plans for t in (*self.trainers, *self.adapter_trainers))
         if last.done != 1:
             raise world.violated(f"stuck: a push does not go through any more: {last.last}")
         self._agree("after one more push")

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -157,3 +158,77 @@ def test_tied_memory_given_twice_is_sent_once(store, publisher):
     assert [p.name for p in store.begun.parts] == ["a", "b", "untied here"]
     with pytest.raises(errors.InvalidPush, match="tied was also sent as a"):
         publisher().push({"a": A, "b": B, "tied": A.copy()}, 1)
+
+
+def name_plans(store, names):
+    """Have the store name its plans, one after the other, and leave copies out that it has said under a name."""
+    place, known = store.on[wire.Begin], {}
+
+    def answer(begin, payload):
+        if begin.plan and begin.plan not in known:
+            return wire.Error("unknown_plan", "send the parts", retryable=True)
+        placement = place(begin, payload)
+        if begin.plan and known[begin.plan] == placement.copies:
+            return msgspec.structs.replace(placement, plan=begin.plan, copies=[])
+        known[name := next(names)] = placement.copies
+        return msgspec.structs.replace(placement, plan=name)
+
+    store.on[wire.Begin] = answer
+    return known
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_the_same_tensors_are_named_and_not_described_again(store, publisher, transport):
+    client = publisher(transport=transport)
+    store.place(TWO)
+    name_plans(store, iter("xyz"))
+    for version in (1, 2, 3):
+        store.payload.clear()
+        client.push({"a": A + version, "b": B}, version)
+        assert store.digests == {0: xxh(A + version), 1: xxh(B)}
+    assert [(begin.plan, len(begin.parts)) for begin in store.of(wire.Begin)] == [("", 2), ("x", 0), ("x", 0)]
+    store.payload.clear()
+    client.push({"a": A.astype(np.float16), "b": B}, 4)
+    assert (store.begun.plan, store.begun.parts[0].dtype) == ("", "float16")
+
+
+def test_a_store_that_has_forgotten_a_plan_is_sent_the_parts(store, publisher):
+    client = publisher()
+    store.place(TWO)
+    known = name_plans(store, iter("xyz"))
+    client.push({"a": A, "b": B}, 1)
+    known.clear()
+    client.push({"a": A, "b": B}, 2)
+    client.push({"a": A, "b": B}, 3)
+    assert [(begin.plan, len(begin.parts)) for begin in store.of(wire.Begin)] == [("", 2), ("x", 0), ("", 2), ("y", 0)]
+    assert store.digests == {0: xxh(A), 1: xxh(B)}
+
+
+def test_a_plan_whose_copies_have_changed_is_taken_as_it_is_said(store, publisher):
+    client = publisher()
+    store.place(TWO)
+    known = name_plans(store, iter("xyz"))
+    client.push({"a": A, "b": B}, 1)
+    store.place([Copy(0, (12,), 0, (1,), 32, (1,), "float32"), Copy(1, (5,), 0, (1,), 0, (1,), "float32")])
+    name_plans(store, iter("yz")).update(known)
+    client.push({"a": A, "b": B}, 2)
+    assert store.begun.plan == "x"
+    slot = np.frombuffer(store.arena.slot(0), np.float32)
+    np.testing.assert_array_equal(slot[:5], B)
+    np.testing.assert_array_equal(slot[32:44], A.reshape(-1))
+
+
+def test_ranks_of_several_describe_what_they_push(store, publisher):
+    """Their parts belong to a push together; a store names no plan for one of them."""
+    client = publisher()
+    store.place(TWO)
+    name_plans(store, iter("xyz"))
+    client.push({"a": A, "b": B}, 1)
+    client.push({"a": A, "b": B}, 2, rank=0, world=2)
+    assert (store.begun.plan, len(store.begun.parts)) == ("", 2)
+
+
+def test_a_store_that_knows_no_plan_though_none_was_named_is_an_error(store, publisher):
+    store.on[wire.Begin] = lambda m, _: wire.Error("unknown_plan", "send the parts")
+    with pytest.raises(errors.PushError, match="send the parts"):
+        publisher().push({"a": A, "b": B}, 1)
