@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from worker.config import WorkerConfig, read_worker_config
 from worker.cpu.tuning import tune
 from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
-from worker.engine.base import Engine, EngineSpec
-from worker.engine.sizes import engine_spec
+from worker.engine.base import Engine
 from worker.event_loop import EventLoop
 from worker.gpu.driver import CudaError
 from worker.grammar import Grammars
@@ -41,6 +41,10 @@ from worker.tokenizer import Tokenizer
 from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+EngineMaker = Callable[[WorkerConfig, dict[str, Any], int], tuple[Engine, Sampler | None]]
+"""What `worker.engine=MODULE:FUNCTION` names: from the worker's config, the checkpoint's config.json and the rank, an
+engine, and a sampler where the scheduler's own cannot draw from what it answers."""
 
 EXIT_USAGE = 2
 """The configuration is wrong: starting again would not help."""
@@ -122,7 +126,7 @@ def build_loop(
     lap("layout and ranks")
     try:
         lends_at = socket_of(channel.run_dir, replica) if channel else None
-        engine = _engine(config, hf_config, layout, world, lends_at, lap)
+        engine, sampler = _engine(config, hf_config, layout, world, lends_at, lap)
     except ValueError as error:  # what it does not serve, as its engine says it
         raise StartError(str(error)) from error
     engine.allocate_kv()
@@ -148,7 +152,7 @@ def build_loop(
             logprobs_mode=config.logprobs_mode,
             prefix_caching=config.prefix_caching,
             speculative=config.speculative != "off",
-            sampler=_sampler(config, engine.spec),
+            sampler=sampler,
         )
         lap("tokenizer")
         leader = Leader(
@@ -209,20 +213,14 @@ def _engine(
     world: _World,
     lends_at: Path | None,
     lap: Callable[[str], None],
-) -> Engine:
-    """lends_at: the socket of a rank that lends device memory. lap: told of the engine's own stages. Raises ValueError
-    for what the engine does not serve.
+) -> tuple[Engine, Sampler | None]:
+    """The engine of one rank, and the sampler that draws from what it answers (None: the scheduler's own).
+
+    lends_at: the socket of a rank that lends device memory. lap: told of the engine's own stages. Raises ValueError for
+    what the engine does not serve.
     """
-    if config.engine == "fake":
-        from worker.engine.fake_engine import FakeEngine  # noqa: PLC0415  tests only
-
-        return FakeEngine(
-            fake_spec(config, hf_config), rank=world.rank, step_s=config.fake.step_s, kv_weights=config.fake.kv_weights
-        )
-    if config.engine == "stand-in":
-        from worker.engine.stand_in_engine import StandInEngine  # noqa: PLC0415  benchmarks only
-
-        return StandInEngine(fake_spec(config, hf_config), config.fake.step_s)
+    if config.engine != "paddle":
+        return _made(config, hf_config, world.rank)
     if config.device == "gpu":
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 
@@ -230,23 +228,19 @@ def _engine(
         gpu = GpuEngine(config, layout, world.replica, world.rank, lap)
         if lends_at is not None:
             gpu.lend_at(lends_at)
-        return gpu
+        return gpu, None
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
-    return PaddleEngine(config, layout.manifest, world.tp_group, world.rank)
+    return PaddleEngine(config, layout.manifest, world.tp_group, world.rank), None
 
 
-def _sampler(config: WorkerConfig, spec: EngineSpec) -> Sampler | None:
-    if config.engine != "stand-in":
-        return None
-    from worker.engine.stand_in_engine import StandInSampler  # noqa: PLC0415  benchmarks only
-
-    return StandInSampler(min(spec.vocab_size, config.fake.ids_below or spec.vocab_size))
-
-
-def fake_spec(config: WorkerConfig, hf_config: dict[str, Any]) -> EngineSpec:
-    """Sizes of the engines that compute nothing, read from the same fields as a model's."""
-    return engine_spec(config, hf_config, int(hf_config.get("max_position_embeddings", 2048)))
+def _made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[Engine, Sampler | None]:
+    module, _, function = config.engine.partition(":")
+    try:
+        make: EngineMaker = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"worker.engine {config.engine}: {error}") from error
+    return make(config, hf_config, rank)
 
 
 def _tokenizer(config: WorkerConfig) -> Tokenizer | None:

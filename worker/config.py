@@ -2,22 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-
-class FakeEngineConfig(BaseModel):
-    """A deterministic engine that stands in for the model, for tests of everything around it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    step_s: float = Field(default=0.0, ge=0, le=10)
-    """Seconds every forward pass sleeps, to stand for work."""
-    kv_weights: bool = False
-    """KV written under other weights changes the logits, as in a real model."""
-    ids_below: int | None = Field(default=None, ge=2)
-    """The stand-in's tokens are smaller, so that a tokenizer of fewer entries than the vocabulary has text for each."""
 
 
 class WorkerConfig(BaseModel):
@@ -33,10 +20,11 @@ class WorkerConfig(BaseModel):
     """Ranks that share one replica's matrices (tensor parallelism)."""
     device: Literal["cpu", "gpu"] = "cpu"
     """gpu: NVIDIA's, with a driver of 580 or later and the `gpu` extra."""
-    engine: Literal["paddle", "fake", "stand-in"] = "paddle"
-    """fake serves no model; see `fake`. stand-in answers at once, for measuring what everything else costs."""
-    fake: FakeEngineConfig = FakeEngineConfig()
-    """Settings of the fake engine."""
+    engine: str = Field(default="paddle", pattern=r"^(paddle|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    """paddle computes the model. MODULE:FUNCTION makes another engine in its place (`worker.boot.EngineMaker`), for
+    tests and benchmarks of everything around the model."""
+    engine_options: dict[str, Any] = {}
+    """What such a function reads here."""
 
     give_up_steps: bool = True
     """A step of 0.2 s and more is given up for a weight update and done again, of tp=1 on a CPU, in the first 40 % of

@@ -29,7 +29,7 @@ def wait(config_path: Path) -> list[str] | None:
 
 
 def _load(device: str, threads: int | None, ranks_on_host: int) -> None:
-    import tokenizers  # noqa: PLC0415, F401  the fake engine needs none of this
+    import tokenizers  # noqa: PLC0415, F401  an engine of tests needs none of this
 
     import worker.boot  # noqa: PLC0415
 

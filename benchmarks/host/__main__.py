@@ -106,11 +106,11 @@ def start(directory: Path, most: int, replicas: int = 1, workers: int = 1, step_
     """A service around the stand-in; `most`: sequences at once."""
     checkpoint(directory, VOCABULARY)
     settings = {
-        "worker.engine": "stand-in",
+        "worker.engine": "benchmarks.host.stand_in:made",
         "worker.max_batch": most,
         "worker.max_tokens_per_step": max(2048, 2 * most),
         "worker.num_blocks": most * 32 + 256,
-        "worker.fake": json.dumps({"ids_below": WITH_TEXT, "step_s": step_s}),
+        "worker.engine_options": json.dumps({"ids_below": WITH_TEXT, "step_s": step_s}),
         "api.max_requests": 8192,
     }
     many = ("--replicas", str(replicas), "--api-workers", str(workers))

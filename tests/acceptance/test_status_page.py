@@ -15,6 +15,7 @@ from rollout_client.http import RequestFailed, RolloutClient
 from rollout_client.publisher import WeightPublisher
 from tests.acceptance.chromium import Chromium
 from tests.acceptance.tools import tool
+from tests.fake_engine import ENGINE
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
@@ -22,7 +23,7 @@ from tests.reference.checkpoint import Checkpoint
 OUT = Path(__file__).parents[2] / "out" / "status-page"
 DATA, ADMIN, PUSH = "data-token-01234567", "admin-token-01234567", "push-token-01234567"
 VERSIONS = 6
-SLOW = ("--set", 'worker.fake={"step_s": 0.02}')
+SLOW = ("--set", 'worker.engine_options={"step_s": 0.02}')
 """An engine that takes its time, so that requests are seen running."""
 
 pytestmark = pytest.mark.timeout(180)
@@ -40,7 +41,7 @@ def live(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> It
     for name, token in (("data", DATA), ("admin", ADMIN), ("push", PUSH)):
         (secrets / name).write_text(token)
         flags += [f"--{name}-token-file", str(secrets / name)]
-    yield from running(checkpoint.directory, "--replicas", "2", "--set", "worker.engine=fake", *SLOW, *flags)
+    yield from running(checkpoint.directory, "--replicas", "2", "--set", ENGINE, *SLOW, *flags)
 
 
 @pytest.fixture(scope="module")

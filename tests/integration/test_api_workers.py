@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.fake_engine import ENGINE
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ def two(tiny: Checkpoint) -> Iterator[LiveService]:
 @pytest.fixture
 def paced(tiny: Checkpoint) -> Iterator[LiveService]:
     """As `two`, with the engine that stands for one: a step takes 20 ms, so no request ends before it is aborted."""
-    pace = ("--set", "worker.engine=fake", "--set", 'worker.fake={"step_s": 0.02}')
+    pace = ("--set", ENGINE, "--set", 'worker.engine_options={"step_s": 0.02}')
     yield from running(tiny.directory, "--replicas", "2", "--api-workers", "2", *pace)
 
 

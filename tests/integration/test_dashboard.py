@@ -12,6 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_client.errors import InvalidPush
+from tests.fake_engine import ENGINE
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
@@ -27,7 +28,7 @@ PROMETHEUS_ADDS = {"instance", "job"}
 @pytest.fixture(scope="module")
 def samples(tiny: Checkpoint) -> Iterator[dict[str, set[str]]]:
     """Sample name -> its label names, after requests, a push, a refused push and a pause."""
-    flags = ("--set", "worker.engine=fake", "--set", "api.vllm_metrics=true")
+    flags = ("--set", ENGINE, "--set", "api.vllm_metrics=true")
     for live in running(tiny.directory, *flags):
         yield scrape(live, tiny)
 

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.fake_engine import ENGINE
 from tests.integration.live import LiveService
 from tests.processor import calm
 from tests.reference.checkpoint import Checkpoint
@@ -55,7 +56,7 @@ def test_a_replica_told_to_stop_finishes_what_it_runs(tiny: Checkpoint, tp: int)
 
 
 def test_a_service_told_to_stop_hands_over_what_running_requests_have(tiny: Checkpoint) -> None:
-    paced = ("--set", "worker.engine=fake", "--set", 'worker.fake={"step_s": 0.02}')  # none can end before the pause
+    paced = ("--set", ENGINE, "--set", 'worker.engine_options={"step_s": 0.02}')  # none can end before the pause
     live = LiveService(tiny.directory, "--set", "api.shutdown_s=0.2", *paced)
     try:
         live.start()

@@ -3,10 +3,11 @@
 import httpx
 import pytest
 
+from tests.fake_engine import ENGINE
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
 
-SETTINGS = ("worker.engine=fake", 'worker.fake={"step_s": 6}', "worker.hang_s=2", "api.silence_s=1")
+SETTINGS = (ENGINE, 'worker.engine_options={"step_s": 6}', "worker.hang_s=2", "api.silence_s=1")
 """Of the fake engine, whose step stands for one of a large model: it goes from operation to operation for 6 s."""
 
 

@@ -27,7 +27,7 @@ PROMPT = [5, 9, 17, 33]
 @pytest.fixture
 def no_model(monkeypatch):
     """An engine that needs no Paddle: for what is about processes and not about tokens."""
-    monkeypatch.setenv("PADDLE_ROLLOUT_ENGINE", "fake")
+    monkeypatch.setenv("PADDLE_ROLLOUT_ENGINE", "tests.fake_engine:made")
 
 
 def rank_processes(service):

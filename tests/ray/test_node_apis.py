@@ -19,7 +19,7 @@ HEADERS = {"authorization": f"Bearer {DATA_TOKEN}"}
 @pytest.fixture
 def service(serve, tmp_path, monkeypatch):
     """Two replicas on the head's node, whose API is the head's, and one on each of two others."""
-    monkeypatch.setenv("PADDLE_ROLLOUT_ENGINE", "fake")
+    monkeypatch.setenv("PADDLE_ROLLOUT_ENGINE", "tests.fake_engine:made")
     token = tmp_path / "data-token"
     token.write_text(DATA_TOKEN)
     made = serve("--replicas", "4", "--data-token-file", str(token))

@@ -1,1 +1,1 @@
-"""Engines: the contract, the Paddle one, and a deterministic fake for tests."""
+"""Engines: the contract, its sizes, and the engine on Paddle; the one on a GPU is worker/gpu."""

@@ -1,7 +1,8 @@
 """The engine's contract: forward passes over views of a weight slot. Everything else is not its business.
 
 The loop calls `forward` with the same `ForwardBatch` on every rank; rank 0 gets logits and samples, the
-others get None. An engine never sees versions, requests or sockets, so tests run the loop with a fake.
+others get None. An engine never sees versions, requests or sockets, so tests run the loop with a fake
+(tests/fake_engine.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence

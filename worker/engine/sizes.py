@@ -10,7 +10,9 @@ PLAIN_TOKENS = 1024
 
 
 def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: int) -> EngineSpec:
-    """Sizes for the scheduler: what was configured, else what the checkpoint says."""
+    """Sizes for the scheduler: what was configured, else what the checkpoint says. max_positions: its longest context,
+    in tokens.
+    """
     length, block_size = config.max_model_len or max_positions, config.block_size
     blocks = config.num_blocks or max(config.max_batch * _plain_blocks(length, block_size), -(-length // block_size))
     return EngineSpec(

@@ -14,8 +14,8 @@ import pytest
 from rollout_client.spans import Span as ReplySpan
 from rollout_client.spans import forward_passes
 from tests.engine_cases import in_one_array
+from tests.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.engine.base import CANNOT_BE_SAMPLED, Drawn, EngineSpec, Extras, Float32, ForwardBatch, Tops
-from worker.engine.fake_engine import FakeAdapters, FakeEngine, adapted, fake_logits, mixed_logits, views_hash
 from worker.grammar import Compiled, Grammars, Refused
 from worker.logit_edits import LogitEdits
 from worker.membership import update_sequences

@@ -6,13 +6,13 @@ import pytest
 
 from rollout_client.peft import AdapterConfig
 from rollout_client.protocol import Part
+from tests.fake_engine import FakeAdapters, views_hash
 from weight_manager.adapters.plan import AdapterPlanner, adapter_layout
 from weight_manager.arena import Arena
 from weight_manager.dynamic_weight_manager import WeightsRefused
 from weight_manager.layout import Manifest, Parameter, make_layout, rank_views, region_digests, version_digest
 from weight_manager.messages import Live, LiveAdapter
 from worker.adapter_views import AdapterViews
-from worker.engine.fake_engine import FakeAdapters, views_hash
 
 BASE = make_layout(
     Manifest("M", "float32", tuple(Parameter(f"model.layers.{i}.self_attn.q_proj.weight", (6, 4)) for i in range(3))), 1

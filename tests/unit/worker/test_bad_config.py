@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from worker.boot import EXIT_USAGE, run_rank
+from worker.config import WorkerConfig
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,6 +39,30 @@ def test_what_an_engine_does_not_serve_is_one_line_and_not_tried_again(
     (said,) = map(json.loads, capfd.readouterr().err.splitlines())
     assert said["message"] == "cannot start: device gpu: speculative decoding is not served"
     assert "traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ("nowhere_at_all:made", "worker.engine nowhere_at_all:made: No module named 'nowhere_at_all'"),
+        ("json:made", "worker.engine json:made: module 'json' has no attribute 'made'"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_one_line(
+    engine: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.boot._claim_signals", lambda channel: None)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    path = tmp_path / "service.json"
+    path.write_text(json.dumps({"worker": {"model_dir": str(tmp_path), "engine": engine}}))
+    assert run_rank(path, 0, 0) == EXIT_USAGE
+    (said,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert said["message"] == f"cannot start: {why}"
+
+
+def test_a_word_that_is_no_engine_is_refused_with_the_config() -> None:
+    with pytest.raises(ValueError, match="engine"):
+        WorkerConfig(model_dir=Path("/nowhere"), engine="fake")
 
 
 def test_a_rank_reads_its_config_before_paddle_is_loaded() -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.fake_engine import FakeEngine
 from worker.engine.base import EngineSpec, ForwardBatch
-from worker.engine.fake_engine import FakeEngine
 from worker.messages import Generate, SamplingParams
 from worker.pace import FIRST, LEAST, Pace, attended
 from worker.scheduler import Scheduler

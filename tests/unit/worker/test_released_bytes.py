@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.fake_engine import FakeEngine
 from worker.adapter_views import AdapterViews
 from worker.boot import _NoGroups
 from worker.engine.base import EngineSpec
-from worker.engine.fake_engine import FakeEngine
 from worker.orders import Actions, Order, Phase, Signal
 
 

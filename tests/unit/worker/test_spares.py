@@ -131,7 +131,7 @@ def test_nothing_is_made_while_something_starts(play):
 
 def test_a_spare_that_is_told_nothing_ends(tmp_path):
     model = tmp_path / "config.json"
-    model.write_text('{"worker": {"model_dir": "/nowhere", "engine": "fake"}}')
+    model.write_text('{"worker": {"model_dir": "/nowhere", "engine": "tests.fake_engine:made"}}')
     command = [sys.executable, "-m", "worker", "--config", str(model), "--spare"]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=20).returncode == 0
 

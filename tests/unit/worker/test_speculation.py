@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker.engine.fake_engine import fake_logits
+from tests.fake_engine import fake_logits
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.sampler import Pick, Sampler

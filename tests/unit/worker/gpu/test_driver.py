@@ -88,7 +88,7 @@ def test_how_much_is_missing_is_said_too(cuda):
 
 
 def test_a_rank_says_so_in_a_line_and_leaves(tmp_path):
-    config = {"worker": {"model_dir": str(tmp_path), "engine": "fake"}}
+    config = {"worker": {"model_dir": str(tmp_path), "engine": "tests.fake_engine:made"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     script = (
         "import sys; from pathlib import Path; from worker import boot\n"

@@ -37,7 +37,7 @@ def test_the_device_that_a_rank_will_compute_on_is_entered_beside_its_imports(tm
         "{}",
         '{"worker": 1}',
         '{"worker": {"device": "cpu"}}',
-        '{"worker": {"device": "gpu", "engine": "fake"}}',
+        '{"worker": {"device": "gpu", "engine": "tests.fake_engine:made"}}',
     ],
 )
 def test_a_rank_without_a_device_or_a_good_config_touches_none(tmp_path, asked, text):

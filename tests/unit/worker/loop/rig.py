@@ -10,14 +10,14 @@ from pathlib import Path
 
 import zmq
 
+from tests.fake_engine import replay
 from tests.unit.worker.loop.scripted import ScriptedApi, ScriptedStore
 from weight_manager.arena import Arena
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
 from worker.boot import build_loop
 from worker.channel import Channel
-from worker.config import FakeEngineConfig, WorkerConfig
-from worker.engine.fake_engine import replay
+from worker.config import WorkerConfig
 from worker.messages import Drain
 from worker.service import units_of_service
 
@@ -45,9 +45,9 @@ class Rig:
         model.mkdir()
         for name, document in {"config": MODEL, **config.pop("files", {})}.items():
             (model / f"{name}.json").write_text(json.dumps(document))
-        fake = FakeEngineConfig(**config.pop("fake", {}))
+        engine = {"engine": "tests.fake_engine:made", "engine_options": config.pop("fake", {})}
         options = {"max_batch": 8, "max_tokens_per_step": 64, "num_blocks": 64, "block_size": 4, **config}
-        self.config = WorkerConfig(model_dir=model, engine="fake", fake=fake, **options)
+        self.config = WorkerConfig(model_dir=model, **engine, **options)
         self.layout = make_layout(manifest_for(MODEL, "float32"), self.config.tp)
         self.arena = Arena.create(run_dir, "rig", self.layout.slot_bytes)
         self.context = zmq.Context()

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import zmq
 
+from tests.fake_engine import views_hash
 from weight_manager import messages as store_messages
 from weight_manager.layout import rank_views, region_digests, version_digest
 from weight_manager.messages import Live
 from worker import messages
-from worker.engine.fake_engine import views_hash
 from worker.messages import CallFailed, Chunk, Chunks, Done, Generate, GetStats, SamplingParams, Stats, Tokens
 
 PATIENCE_S = 30.0

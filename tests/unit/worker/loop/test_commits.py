@@ -2,6 +2,8 @@ import time
 
 import pytest
 
+from tests import fake_engine
+from tests.fake_engine import FakeEngine
 from weight_manager import messages as store_messages
 from weight_manager.messages import (
     Adopted,
@@ -15,8 +17,6 @@ from weight_manager.messages import (
     Rollback,
     RolledBack,
 )
-from worker.engine import fake_engine
-from worker.engine.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])

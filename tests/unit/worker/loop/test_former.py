@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from tests.fake_engine import fake_logits
 from tests.unit.worker.loop.rig import MODEL
 from weight_manager.messages import Rollback, RolledBack
-from worker.engine.fake_engine import fake_logits
 from worker.messages import Clear, Generate, Reload, SamplingParams
 from worker.sampler import Sampler
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import fake_engine
+from tests.fake_engine import FakeEngine
 from tests.unit.worker.conftest import Ahead
 from weight_manager.messages import Finalize, Finalized, Rollback, RolledBack
-from worker.engine import fake_engine
-from worker.engine.fake_engine import FakeEngine
 from worker.messages import Abort, Pause, Resume
 
 

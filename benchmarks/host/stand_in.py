@@ -1,7 +1,7 @@
 """An engine that costs nothing: what a token costs outside the model shows as all that is left.
 
 It stands for a device that samples for itself and answers at once. Nothing is computed and no logits exist; tokens
-come from `StandInSampler`, a fixed sequence per request. For `make bench-host` only: no weights, versions or KV cells
+come from `StandInSampler`, a fixed sequence per request. No weights, versions or KV cells
 are looked at, so nothing it generates proves anything.
 """
 
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from worker.config import WorkerConfig
 from worker.engine.base import Adapters, Drawn, EngineSpec, Float32, ForwardBatch, Logits, never
+from worker.engine.sizes import engine_spec
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.sampler import Asked, Draw, Pick, Sampler, Scored
@@ -79,3 +81,12 @@ class StandInSampler(Sampler):
     ) -> list[Scored] | Draw:
         """Every prompt token has the same logprob."""
         return [[(target, _LOGPROB, 1)] for target in targets]
+
+
+def made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[StandInEngine, StandInSampler]:
+    """A `worker.boot.EngineMaker`. Options: step_s, and ids_below: tokens are below it, so that a tokenizer of fewer
+    entries than the vocabulary has text for each.
+    """
+    options = config.engine_options
+    spec = engine_spec(config, hf_config, int(hf_config.get("max_position_embeddings", 2048)))
+    return StandInEngine(spec, options["step_s"]), StandInSampler(min(spec.vocab_size, options["ids_below"]))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.fake_engine import FakeEngine, fake_logits, replay, views_hash
 from worker.engine.base import EngineSpec, ForwardBatch
-from worker.engine.fake_engine import FakeEngine, fake_logits, replay, views_hash
 
 SPEC = EngineSpec(vocab_size=16, max_model_len=32, block_size=4, num_blocks=4, eos_token_ids=())
 

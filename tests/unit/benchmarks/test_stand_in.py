@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from benchmarks.host.stand_in import StandInEngine, StandInSampler
 from worker.engine.base import EngineSpec, ForwardBatch
-from worker.engine.stand_in_engine import StandInEngine, StandInSampler
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.sampler import Pick

@@ -16,8 +16,12 @@ import numpy.typing as npt
 import xxhash
 
 from weight_manager.layout import Extent
+from worker.config import WorkerConfig
 from worker.engine.base import AdapterModule, Adapters, EngineSpec, Float32, ForwardBatch, Interrupted, never
+from worker.engine.sizes import engine_spec
 
+ENGINE = "worker.engine=tests.fake_engine:made"
+"""For `serve --set`: ranks compute with this engine. `worker.engine_options` are arguments of `FakeEngine`."""
 _EMPTY = -1
 _SLICE_S = 0.001
 """How often a step that stands for work looks whether it is to be given up."""
@@ -187,3 +191,9 @@ class FakeEngine:
             return self._weights
         assert isinstance(self.adapters, FakeAdapters)
         return adapted(self._weights, self.adapters.held[epoch])
+
+
+def made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[FakeEngine, None]:
+    """A `worker.boot.EngineMaker`."""
+    spec = engine_spec(config, hf_config, int(hf_config.get("max_position_embeddings", 2048)))
+    return FakeEngine(spec, rank=rank, **config.engine_options), None
