@@ -47,7 +47,9 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 SINGLES = 2
-"""Events of one token after which a lane is worth it: a model that is ahead of its readers makes larger ones."""
+"""Events of one token after which a stream gets a lane (api/lanes.py): a model that is ahead of its readers makes
+larger ones.
+"""
 KEEP_ALIVE_S = 10.0
 """Silence after which a comment is sent: proxies cut what says nothing for a minute, and pauses take longer."""
 to_json = msgspec.json.Encoder().encode
@@ -66,11 +68,11 @@ class Frame:
     """Data events of payloads that differ in one place: what is around it is written once."""
 
     def __init__(self, payload: Any) -> None:
-        """payload: with HOLE in that place."""
+        """payload: has HOLE in the one place that differs."""
         self._before, self._after = event(payload).split(to_json(HOLE))
 
     def event(self, filling: Any) -> bytes:
-        """The event with this in that place."""
+        """The event whose payload has `filling` where HOLE was."""
         return self._before + to_json(filling) + self._after
 
 
@@ -105,7 +107,7 @@ class Stream(Response, ABC):
 
     @abstractmethod
     async def _say(self, send: Send) -> None:
-        """All events, with `_send`. Cancelled when the client goes away."""
+        """Send all events with `_send`. Cancelled when the client goes away."""
 
     async def _pump(self, send: Send) -> None:
         self._sent = self._loop.time()
@@ -209,7 +211,7 @@ class Outlet:
         self._due.append(stream)
 
     def rest(self, stream: "TokenStream") -> None:
-        """It has said an event of one token, and may go on by a lane once that is written."""
+        """Note that a stream has said an event of one token: it may go on by its lane once that is written."""
         if not self._rested:
             asyncio.get_running_loop().call_soon(self._flushed)
         self._rested.append(stream)
@@ -268,7 +270,7 @@ class TokenStream(Stream):
         self._last: Chunk | None = None  # what was said last
         self._singles = 0  # events of one token since one of more
         self._wake: asyncio.Future[None] | None = None
-        """The task waits for it; until it is done, what comes is written without the task."""
+        """What the stream's task waits for; until it is done, what comes is written without the task."""
 
     async def _say(self, send: Send) -> None:
         with ExitStack() as stack:
@@ -314,7 +316,7 @@ class TokenStream(Stream):
             self._outlet.rest(self)
 
     def change_over(self) -> None:
-        """Go on by the lane, if nothing has come between."""
+        """Go on by the stream's lane, if nothing has come since `rest`."""
         waits = self._begun and self._flying and self._wake is not None and not self._wake.done()
         if waits and self._lane is not None and self._last is not None and not self._unsent:
             socket = self._extensions[SOCKET](self._lane.close)
@@ -332,7 +334,7 @@ class TokenStream(Stream):
             self._write()
 
     def say_now(self) -> None:
-        """What has come, without an await where that can be; else the task goes on with it."""
+        """Say what has come, without an await where that is possible; else have the stream's task say it."""
         wake = self._wake
         if wake is None or wake.done():  # it is at work, and looks again before it waits
             return

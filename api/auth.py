@@ -28,7 +28,7 @@ OTHER_SITES = {"cross-site", "same-site"}
 
 
 async def require_data(request: Request, given: DataToken) -> None:
-    """Dependency of data routes."""
+    """FastAPI dependency of data routes. Raises Unauthorized, Forbidden, or TooMany over the rate of a client."""
     service: Service = request.app.state.service
     config = service.config
     _check(request, given, [config.data_token, config.admin_token] if config.data_token else [])
@@ -37,7 +37,7 @@ async def require_data(request: Request, given: DataToken) -> None:
 
 
 async def require_admin(request: Request, given: AdminToken) -> None:
-    """Dependency of control routes."""
+    """FastAPI dependency of control routes. Raises Unauthorized, Forbidden."""
     config = request.app.state.service.config
     token = config.admin_token or config.data_token
     _check(request, given, [token] if token else [], other=config.data_token)

@@ -33,11 +33,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 log = logging.getLogger(__name__)
 
 PACE = 1024
-"""Bytes a second."""
+"""Bytes a second below which a client that sends a body, or reads an answer, counts as stalled."""
 HEAD_BYTES = 64 << 10
 """Most bytes of request line and header fields together."""
 AHEAD = 128
-"""Requests of one connection that wait for the one before them."""
+"""Most requests of one connection that wait for the one before them; a client that sends more is cut off."""
 OTHER_FILES = 512
 """File descriptors that the process needs for anything but HTTP clients that have a place: links to replicas and the
 store, files, clients that linger."""
@@ -393,7 +393,7 @@ class _Outlet:
 
 
 def _nothing() -> None:
-    """Nobody has to know."""
+    """Do nothing: what `_idle_socket` is given where nobody has to know that the descriptor is closed."""
 
 
 def places(wanted: int) -> int:

@@ -156,7 +156,7 @@ def is_written(text: str) -> bool:
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression between slashes."""
+    """A regular expression as Lark has it: between slashes."""
     return re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
 
 
@@ -176,7 +176,7 @@ def _as_lark(text: str) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """Objects that list their properties have no others, unless they say so."""
+    """A JSON schema in which objects that list their properties have no others, unless they say so."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):

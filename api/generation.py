@@ -36,7 +36,7 @@ _PROCESS = secrets.token_hex(4)
 
 
 LANDED = -1
-"""In place of a sample's index: the flight has ended (or failed: see `error`)."""
+"""What a watcher is told in place of a sample's index when the flight has ended (or failed: see `error`)."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def spans(self) -> list[Span]:
-        """They cover [0, len(token_ids)). A list that has been given out stays as it is."""
+        """The sample's spans, which cover [0, len(token_ids)). A list that has been given out stays as it is."""
         if self._spans and self._spans[-1].end != len(self.token_ids):
             last = self._spans[-1]
             grown = Span(last.version, last.start, len(self.token_ids), last.recomputed, last.adapter_version)
@@ -136,7 +136,7 @@ class Flight:
 
     @property
     def sequences(self) -> int:
-        """How much it loads a replica."""
+        """Sequences that the flight adds to a replica's load."""
         return self.request.sampling.n
 
     def new_attempt(self) -> Generate:
@@ -152,7 +152,9 @@ class Flight:
         return self.sequences == 1 and len(self._watchers[0]) == 1 and self.lane is None
 
     def watch(self, index: int, watcher: Callable[[], None]) -> None:
-        """It is called when there is something of that sample, and whenever more comes; LANDED: when the flight has."""
+        """Have `watcher` called with the sample's index when there is something of it and whenever more comes, and with
+        LANDED when the flight has ended.
+        """
         if self.lane is not None:
             self.lane.close()  # it says things to one only
         landed = self.done.is_set()
@@ -200,7 +202,7 @@ class Flight:
                 self.add(Chunk(self.request.request_id, sample.index, [], [], spans, finish="abort"))
 
     def fail(self, error: ApiError) -> None:
-        """It never ran and never will."""
+        """End the flight with an error: it never ran and never will."""
         self.error = error
         self._end()
 
@@ -249,11 +251,11 @@ class Reader:
         return not self._new and self._told == len(self._flight.samples[self._index].token_ids)
 
     def pass_by(self, tokens: int) -> None:
-        """So many were told already, without being taken."""
+        """Skip so many tokens, which a lane (api/lanes.py) has told already."""
         self._told += tokens
 
     def come(self) -> None:
-        """There is something new."""
+        """Call `stir`, as there is something new, unless that was told and not taken yet."""
         if not self._new:
             self._new = True
             self._stir(self)
@@ -284,19 +286,19 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
-    """Its name; "" = the base alone."""
+    """Name of the adapter to compute with; "" = the base alone."""
     session: str = ""
     min_version: int | None = None
     version_timeout_s: float = 60.0
     max_staleness: int | None = None
     prompt_text: str = ""
-    """Of a conversation, as the template wrote it."""
+    """Text of a conversation's prompt, as the chat template wrote it."""
     may_cut: bool = True
     """Whether max_tokens is cut to what the context leaves; otherwise more is refused, as other servers do."""
     score_from: list[int] | None = None
-    """Per prompt: nothing is sampled, its tokens from this one on are scored."""
+    """Index of the first token to score, for each prompt; nothing is sampled then. None = this is no score."""
     weight_version: int | None = None
-    """The one that scores, and no other."""
+    """The version that has to score, and no other; None = whichever is live."""
 
     def same_work(self, other: "Ask") -> bool:
         """Whether both would sample or score the same (how it is delivered does not matter)."""
@@ -389,7 +391,7 @@ class Generations:
         return job
 
     def close(self, job: Job) -> None:
-        """Nobody watches this job any more."""
+        """Give a job up: nobody watches it any more."""
         if self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
         for flight in job.flights:
@@ -460,7 +462,7 @@ class Generations:
 
 
 async def _nobody(request_ids: list[str] | None, timeout_s: float) -> int:
-    """There is no other process of the API."""
+    """End requests that other processes of the API run: none, where there is one process."""
     return 0
 
 

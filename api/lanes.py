@@ -42,18 +42,18 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class Holes:
-    """What stands in a pattern for what is filled in. No client can guess them."""
+    """Values that stand in the pattern of an event for what C fills in. They are random, so no client can send one."""
 
     token = 1 << 52 | secrets.randbits(52)
     logprob = (1 << 48 | secrets.randbits(48)) + 0.5
     length = 1 << 52 | secrets.randbits(52)
-    """Tokens, with this one."""
+    """Stands for the number of output tokens, this one included."""
     offset = 1 << 52 | secrets.randbits(52)
-    """Characters of the text before it."""
+    """Stands for the number of characters of the text before this token."""
     text = secrets.token_hex(16)
     name = secrets.token_hex(16)
     spelling: Any = secrets.token_hex(16)
-    """The list of the token's bytes."""
+    """Stands for the list of the token's bytes."""
 
     @classmethod
     def chunk(cls, like: Chunk) -> Chunk:
@@ -81,7 +81,7 @@ def _no_offset() -> int:
 
 
 def _ignored(ids: Sequence[int]) -> None:
-    """It makes no difference to what is said next."""
+    """Ignore ids that were said: they make no difference to what is said next."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Words:
     pattern: Callable[[Chunk], bytes | None] = _no_pattern
     """The event of a chunk of holes; None: what events look like is not known before the token is there."""
     offset: Callable[[], int] = _no_offset
-    """Characters of the text so far, if the pattern has a hole for that."""
+    """Says how many characters the text has so far, if the pattern has a hole for that."""
     passed: Callable[[Sequence[int]], None] = _ignored
-    """Told of ids that were said with the pattern."""
+    """Is told of ids that were said with the pattern."""
 
 
 class _Stuck(ctypes.Structure):
@@ -103,7 +103,9 @@ class _Stuck(ctypes.Structure):
 
 
 class Lane:
-    """Of a flight that has one sample and one stream. Made by `Lanes.take`."""
+    """The lane of one flight with one sample and one stream: while open, it takes the flight's tokens and says an event
+    for each in C. Made by `Lanes.take`.
+    """
 
     def __init__(self, lanes: "Lanes", handle: int, flight: "Flight", reader: "Reader", words: Words) -> None:
         self._lanes = lanes
@@ -128,11 +130,13 @@ class Lane:
 
     @property
     def said_at(self) -> float:
-        """Loop time of the last event that it said."""
+        """When the lane said its last event, in loop time."""
         return self._lanes.said_at(self.handle)
 
     def settle(self) -> None:
-        """Its tokens to the sample, until it is opened again. What was not said is for the stream to say."""
+        """Close the lane until it is opened again, and give its tokens to the sample. What was not said is for the
+        stream to say.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -185,7 +189,7 @@ class Lanes:
         self._library = self._table = None
 
     def take(self, flight: "Flight", reader: "Reader", words: Words) -> Lane | None:
-        """A closed one, where there can be one."""
+        """A closed lane for a flight; None where there can be none."""
         if self._library is None or not flight.is_alone:
             return None
         handle = self._library.take(self._table)
@@ -196,7 +200,7 @@ class Lanes:
 
     @property
     def any_open(self) -> bool:
-        """Whether `take_in` may find a lane."""
+        """Whether any lane is open, so that `take_in` has something to do."""
         return self._open > 0
 
     # What a lane asks for
@@ -214,7 +218,9 @@ class Lanes:
         return opened
 
     def settle(self, handle: int) -> tuple[list[int], list[float], bool]:
-        """Of an open one, ids and logprobs since then, and whether the last of them has not been said."""
+        """Close a lane. Ids and logprobs that came since it was opened, and whether the last of them has not
+        been said.
+        """
         self._open -= 1
         pending = ctypes.c_int64()
         count = self._library.taken(self._table, handle, pending)
@@ -223,11 +229,11 @@ class Lanes:
         return ids.tolist(), logprobs.tolist(), bool(pending.value)
 
     def said_at(self, handle: int) -> float:
-        """See Lane."""
+        """When the lane of this handle said its last event, in loop time."""
         return float(self._library.said_at(self._table, handle)) if self._library is not None else 0.0
 
     def give_back(self, lane: Lane) -> None:
-        """It is not used any more."""
+        """Take a lane back: its handle may be given to another flight."""
         self._taken.pop(lane.handle, None)
         if self._library is not None:
             self._library.give_back(self._table, lane.handle)
@@ -235,7 +241,7 @@ class Lanes:
     # What goes through them
 
     def handles(self, flights: Iterable["Flight | None"]) -> "array[int]":
-        """For `take_in`: of sequences whose flights these are."""
+        """Handles of the lanes of these flights, in their order, as `take_in` wants them."""
         return array("q", [0 if flight is None or flight.lane is None else flight.lane.handle for flight in flights])
 
     def take_in(self, handles: "array[int]", message: Tokens, logprobs: Sequence[float]) -> "list[int] | array[int]":
@@ -289,7 +295,7 @@ class Lanes:
 
 
 def _typed(library: Any) -> Any:
-    """With the types of lanes.c."""
+    """The library, with the types of the functions in lanes.c."""
     pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kinds: dict[str, tuple[Any, list[Any]]] = {
         "lanes_new": (pointer, [long]),

@@ -12,11 +12,11 @@ from api.schemas.sglang import Loads
 from worker.messages import GetStats
 
 LIVE_S = 0.25
-"""How long replicas may take over their answer."""
+"""Seconds that replicas may take over their answer; then the last one heard is told."""
 
 
 async def now(fleet: Fleet) -> list[Loads]:
-    """Per replica, by index. Within LIVE_S."""
+    """The load of every replica, by index, asked of all of them for LIVE_S seconds at most."""
     calls = [replica.link.start_call(GetStats) for replica in fleet.replicas if replica.link.up]
     if calls:
         done, late = await asyncio.wait(calls, timeout=LIVE_S)

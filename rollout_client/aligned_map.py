@@ -15,7 +15,7 @@ HUGE = 2 << 20
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE, _MADV_POPULATE_WRITE = 25, 23
-"""Python has no names for them yet."""
+"""Values of Linux's MADV_COLLAPSE and MADV_POPULATE_WRITE, which Python's mmap module does not name yet."""
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)

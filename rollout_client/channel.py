@@ -178,7 +178,9 @@ class Channel:
         )
 
     def _answer(self, losses: int, end: float) -> Reply | None:
-        """The next one. losses: when the question was sent; with more, ConnectionLost once a store is there again."""
+        """The next answer. losses: `self.losses` when the question was sent; with more of them, raises ConnectionLost
+        once a store is there again.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor.events, zmq.POLLIN)

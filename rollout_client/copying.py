@@ -40,7 +40,7 @@ WIRE_DTYPE: dict[str, np.dtype[Any]] = {
 SHARE = 6 << 20
 """Bytes of a small push that are moved before the store hears of them, and checks them while the next are."""
 BLOCK = 64 << 10
-"""Elements: 256 KiB of float32, so that a block, its cast and what the cast needs stay in L2."""
+"""Elements of a block: 256 KiB of float32, so that a block, its cast and what the cast needs stay in L2."""
 
 
 def source_view(flat: Array, copy: Copy) -> Array:
@@ -301,7 +301,7 @@ class Kernels:
         self._casts[src_dtype, dst_dtype](target.ctypes.data, source.ctypes.data, target.size)
 
     def hasher(self) -> "Hasher":
-        """xxh3-64 of what comes."""
+        """A running xxh3-64 of what it is given."""
         return Hasher(self._hash)
 
     def difference(self, before: Array, after: Array, most: int, into: "Hasher") -> tuple[Array, Array] | None:
@@ -373,7 +373,7 @@ class Hasher:
         functions["64bits_reset"](self.state)
 
     def update(self, array: Array) -> None:
-        """The next bytes; contiguous."""
+        """Hash the next bytes, a contiguous array."""
         self._functions["64bits_update"](self.state, array.ctypes.data, array.nbytes)
 
     def intdigest(self) -> int:

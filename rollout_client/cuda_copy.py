@@ -240,7 +240,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Loan:
-    """Memory of ranks, as it is written to."""
+    """Memory of ranks on a GPU that a push copies into, beside the slot."""
 
     slots: LentSlots
     stream: Any
@@ -287,7 +287,7 @@ class _Batch:
             self._events.append(summing.record_event())
 
     def lend(self, loan: _Loan) -> None:
-        """Start to copy it into the memory of ranks, too."""
+        """Start to copy the batch into the memory of ranks, too."""
         if self._ready is not None:
             loan.stream.wait_event(self._ready)
         for piece in self._pieces:
@@ -299,7 +299,7 @@ class _Batch:
         return all(event.query() for event in self._events)
 
     def wait(self) -> None:
-        """Wait until it is done."""
+        """Wait until everything of the batch has arrived."""
         for event in self._events:
             event.synchronize()
 

@@ -19,7 +19,7 @@ from rollout_client.digest import PIECE, joined
 from rollout_client.page_sums import PAGE, digest_of_sums, pages
 
 TINY = 240
-"""xxh3 has rules of its own for so few bytes."""
+"""Bytes up to which xxh3 has rules of its own, which the kernel does not have."""
 _WARPS, _PER_WARP = 8, 8
 THREADS = 32 * (_WARPS + 1)
 """Threads of a block of the kernel `xxh3`; there is a block for each piece."""
@@ -148,7 +148,7 @@ class CudaHash:
 
 
 class Hashing:
-    """A launch. It keeps what it reads alive."""
+    """Digests that are being computed. Keeps the tensors alive that are read."""
 
     def __init__(self, torch: Any, kernel: Any, tensors: Sequence[Any], stream: Any) -> None:
         self._kept = [t.clone() if t.data_ptr() % 8 else t for t in tensors]  # words must lie on their own boundary
@@ -189,7 +189,7 @@ class CudaSums:
 
 
 class Summing:
-    """Sums that are under way. It keeps what it reads alive."""
+    """Sums that are being computed. Keeps the tensors alive that are read."""
 
     def __init__(self, torch: Any, tensors: Sequence[Any]) -> None:
         self._torch = torch

@@ -38,7 +38,9 @@ DONE = b"\1"
 READY = b"\2"
 BUFFER = 4 << 20
 BLOCK_BYTES = 1 << 20
-"""Hashed and handed to the kernel at a time: system calls and Python cost little, and it is still in the cache."""
+"""Bytes that are hashed and handed to the kernel at a time: system calls and Python cost little, and they are still in
+the cache.
+"""
 CONNECT_S = 2.0
 TURN_S = 0.05
 

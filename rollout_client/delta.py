@@ -49,7 +49,7 @@ class Kept:
         self._known &= places
 
     def settle(self, digest: str) -> None:
-        """The push went live under this digest."""
+        """Note that the push went live under this digest: it is what later patches are against."""
         self.digest = digest
         self._known = set(self._held)
 
@@ -76,7 +76,7 @@ def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 SPAN = 2 << 20
-"""Bytes that one patch is for."""
+"""Bytes of a copy that one patch is for."""
 WORTH = 0.5
 """A patch is sent if it is smaller than this share of its span: making one and applying it cost time, too."""
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 2.0
 """Seconds that an answer of a rank is waited for, which may be copying another version."""
 LONGEST = 1 << 20
-"""Bytes of a message."""
+"""Most bytes of a message."""
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
@@ -198,7 +198,7 @@ class LentSlots:
                 self._without(lent, error)
 
     def filled(self) -> int:
-        """Every byte of the version has been sent here and has arrived; how many ranks have it now."""
+        """Tell every rank that all bytes of the version have arrived. Returns how many ranks have it now."""
         for lent in list(self._good):
             try:
                 lent.filled()
@@ -207,7 +207,7 @@ class LentSlots:
         return len(self._good)
 
     def close(self) -> None:
-        """Once no copy is under way. Idempotent."""
+        """Unmap everything; no copy is under way. Idempotent."""
         for lent in self._slots:
             lent.close()
         self._slots, self._good = [], []

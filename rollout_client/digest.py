@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 PIECE = 16 << 20
-"""Bytes."""
+"""Bytes that are hashed by themselves: the digest of more is taken over the digests of such pieces."""
 
 
 def digest_of(content: Any) -> int:
@@ -47,7 +47,7 @@ class Digest:
         self._room = PIECE
 
     def update(self, raw: memoryview) -> None:
-        """The next bytes."""
+        """Hash the next bytes."""
         while len(raw) > self._room:
             self._state.update(raw[: self._room])
             raw = raw[self._room :]

@@ -17,7 +17,7 @@ import xxhash
 from rollout_client.digest import Digest, digest_of
 
 PAGE = 4096
-"""Bytes."""
+"""Bytes of a page, whose sum stands for it."""
 BLOCK = 2 << 20
 """Bytes that are hashed and then summed while they are still near the core. With smaller blocks a few threads
 spend their time handing Python's lock to each other."""
@@ -33,7 +33,7 @@ def pages(nbytes: int) -> int:
 
 
 def page_sums(raw: Bytes) -> npt.NDArray[np.int64]:
-    """[n] uint8 -> [pages(n)] little-endian int64."""
+    """The sum of each page: [n] uint8 -> [pages(n)] little-endian int64."""
     whole = raw.size // PAGE * PAGE
     sums = np.empty(pages(raw.size), "<i8")
     np.add.reduce(raw[:whole].view("<i8").reshape(-1, PAGE // 8), axis=1, out=sums[: whole // PAGE])

@@ -61,7 +61,7 @@ def differing(before: Array, after: Array) -> Array:
 
 
 def to_gaps(index: Array) -> Array:
-    """Rising indices -> uint8 gaps."""
+    """Rising indices as the gaps between them, uint8."""
     between = np.diff(index, prepend=-1) - 1
     skips = between // SKIP
     gaps = np.full(index.size + int(skips.sum()), SKIP, np.uint8)

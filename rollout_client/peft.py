@@ -93,7 +93,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         return index is not None and int(index[1]) in ([layers] if isinstance(layers, int) else layers)
 
     def rank(self, module: str) -> int:
-        """r of a module."""
+        """The rank (PEFT's r) of a module's adapter."""
         return _of_pattern(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:

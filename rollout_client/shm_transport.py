@@ -77,7 +77,7 @@ TOGETHER_BYTES = 8 << 20
 
 
 class Moved(NamedTuple):
-    """A copy that is in its place, or one of the pieces that it was parted into, with the digest of that."""
+    """A copy, or one of the pieces of a large one, that is in its place; and the digest of it."""
 
     copy: int
     digest: int
@@ -87,7 +87,7 @@ class Moved(NamedTuple):
 
 
 class Gathered:
-    """Pieces, until a copy has all of its."""
+    """Collects the digests of a copy's pieces until all are there."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, Moved]] = {}
@@ -200,7 +200,7 @@ AT_ONCE_BYTES = 64 << 20
 LISTEN_S = 0.005
 """The store is listened to this often, not after every batch: what is done beside copying is taken from the copies."""
 Job = tuple[int, list[tuple[int, Copy]]]
-"""A part and its numbered copies."""
+"""A part of the trainer's, and its copies with their numbers."""
 
 
 class ShmTransport(Transport):

@@ -98,7 +98,7 @@ def _source(name: str, value: Any) -> Source:
 
 
 def elements(part: Part) -> int:
-    """How many a part has."""
+    """How many elements a part has."""
     return part.flat[1] - part.flat[0] if part.flat is not None else prod(part.local_shape or part.shape)
 
 

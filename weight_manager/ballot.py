@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a yes of a voter stands for."""
+    """How many stores and replicas a voter's yes stands for: a store below votes for its whole subtree."""
 
     stores: int = 0
     replicas: int = 1

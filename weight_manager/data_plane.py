@@ -115,7 +115,7 @@ class Receiver(ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Once. Raises RuntimeError where there is no thread to be had."""
+        """Start the thread; to be called once. Raises RuntimeError where there is no thread to be had."""
         self._thread.start()
 
     def finished(self) -> None:
@@ -199,7 +199,7 @@ class TrainerReceiver(Receiver):
         return True
 
     def _receive(self, copy: int, place: memoryview) -> int:
-        """Digest of what is in its place then."""
+        """Receive a copy into its place. Returns the digest of what is there then."""
         state, done, told, size = Digest(), 0, 0, len(place)
         while done < size:
             piece = place[done : done + PIECE_BYTES]

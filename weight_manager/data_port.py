@@ -86,7 +86,9 @@ class DataPort:
         return min(times, default=None)
 
     def close(self) -> None:
-        """Connections that were handed over are not ours."""
+        """Stop listening, and close connections that nobody has been given. Those that were handed over are
+        left alone.
+        """
         self._watching.unwatch(self._socket.fileno())
         self._socket.close()
         for stranger in list(self._strangers.values()):

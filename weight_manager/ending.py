@@ -22,11 +22,13 @@ ORPHANED_S = 3.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BEGIN = 0
 _ENDS = frozenset((*_SIGNALS, _BEGIN))
-"""Numbers in the pipe."""
+"""Numbers in the pipe that ask for the end: signals, and what `begin` writes."""
 
 
 class Ending:
-    """Made in the main thread before anything that has to be removed."""
+    """Sees to it that the store's process ends in time and leaves no arena behind. Made in the main thread before
+    anything that has to be removed.
+    """
 
     def __init__(self, parent: int, *, orphaned_s: float = ORPHANED_S, asked_s: float = ASKED_S) -> None:
         """parent: the process without which this one makes no sense."""
@@ -45,11 +47,11 @@ class Ending:
         threading.Thread(target=self._listen, name="ending", daemon=True).start()
 
     def made(self, arena: Path) -> None:
-        """This file must not outlive the process, nor must those that were told of before."""
+        """Remember an arena's file: it must not outlive the process, nor must those that were told of before."""
         self._arenas.append(arena)
 
     def spare(self) -> None:
-        """Whoever made them has removed them, or they are to stay for the next one."""
+        """Forget all files: whoever made them has removed them, or they are to stay for the next life of the store."""
         self._arenas.clear()
 
     def tell(self, stop: Callable[[], None]) -> None:

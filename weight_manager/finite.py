@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 SOURCES = (Path(__file__).with_name("finite.c"),)
 
 BLOCK_BYTES = 256 << 10
-"""Both passes over a block of bfloat16 find it in the core's cache."""
+"""Bytes of a block: so few that the second pass over a block of bfloat16 finds it in the core's cache."""
 ENDS = 1024
 _INFINITY = 0x7F80
 """Bits of bfloat16; NaN has more, with either sign."""
@@ -62,7 +62,7 @@ def ready() -> bool:
 
 @lru_cache(maxsize=1)
 def _loops() -> ctypes.CDLL | None:
-    """None where there is no C compiler: numpy does it, several times as slowly."""
+    """The compiled loops; None where there is no C compiler: numpy does the same, several times as slowly."""
     try:
         loops = ctypes.CDLL(str(compiled("finite", SOURCES)))
     except OSError as error:

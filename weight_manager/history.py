@@ -28,12 +28,12 @@ RESERVE = 64
 
 
 MAX_VERSION = (1 << 63) - 1
-"""Versions travel as signed 64-bit integers between ranks."""
+"""Largest version: they travel as signed 64-bit integers between ranks."""
 Source = Literal["push", "disk", "snapshot", "relay", "rollback", "merge"]
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One commit."""
+    """One commit, as the history file and the status show it."""
 
     run_id: str
     version: int
@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The file."""
+    """Contents of the history file, weights.json."""
 
     layout: str = ""  # digest of the layout the arena's slots follow
     arena: str = ""  # path
@@ -113,7 +113,7 @@ class History:
     """The log and what is live. Every change is in the file before the method returns; OSError changes nothing."""
 
     synced = True
-    """A change is on the disk by then, and not only what every process reads."""
+    """Whether a change is on the disk when a method returns, and not only where every process reads it."""
 
     def __init__(self, path: Path, keep: int) -> None:
         """Reads `path` if it exists. Raises StartError when it is there and cannot be understood."""
@@ -138,14 +138,14 @@ class History:
         return next((r for r in reversed(self.saved.records) if r.run_id == run_id), None)
 
     def next_epoch(self) -> int:
-        """A number no replica has seen. Burnt even if the commit then fails."""
+        """Take an epoch that no replica has seen. It is used up even if the commit then fails."""
         if self._next >= self.saved.reserved:
             self._write(self.saved)
         self._next += 1
         return self._next - 1
 
     def moved(self, arena: Path, layout: str) -> None:
-        """A new arena: whatever the old one held is gone, nothing is live."""
+        """Note a new arena: whatever the old one held is gone, nothing is live."""
         empty = msgspec.structs.replace(self.saved, live=None, previous=None, unmerged=None, doubt=None)
         self._write(msgspec.structs.replace(empty, arena=str(arena), layout=layout))
 
@@ -175,22 +175,26 @@ class History:
         return self.saved.unmerged if record.source == "rollback" and self.is_merged(live.digest) else None
 
     def may_go_live(self, live: Live) -> None:
-        """Every rank here has flipped to `live`, but the store above has the word: a restart must find the bytes."""
+        """Note that every rank here has flipped to `live` and the store above decides: a restart must find its
+        bytes.
+        """
         self._write(msgspec.structs.replace(self.saved, doubt=live))
 
     def remember(self, members: list[str]) -> None:
-        """Stores below that may serve for a lease after a crash of this one."""
+        """Note which stores below may serve for a lease after a crash of this one."""
         names = sorted(set(members))
         if names != self.saved.members:
             self._write(msgspec.structs.replace(self.saved, members=names))
 
     def forget_slot(self, slot: int) -> None:
-        """The slot is being given away: after a crash from here on nobody may trust what is noted of it."""
+        """Forget what a slot holds, as it is being given away: after a crash from here on nobody may trust what is
+        noted of it.
+        """
         previous, doubt = (v if v and v.slot != slot else None for v in (self.saved.previous, self.saved.doubt))
         self.saved = msgspec.structs.replace(self.saved, previous=previous, doubt=doubt)
 
     def forget_previous(self) -> None:
-        """Nobody vouches for its slot any more."""
+        """Forget the previous version: nobody vouches for its slot any more."""
         if self.saved.previous is not None or self.saved.unmerged is not None:
             self.saved = msgspec.structs.replace(self.saved, previous=None, unmerged=None)
 

@@ -12,7 +12,7 @@ from weight_manager.arena import Arena
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.2
-"""How often it looks whether a push is over."""
+"""Seconds between two looks whether a push is over."""
 PAUSES_S = (0.0, 1.0, 5.0, 30.0, 120.0)
 """Before each round: a page that somebody just holds does not move, and a push may begin at any moment."""
 

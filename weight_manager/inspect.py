@@ -16,7 +16,7 @@ from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Layout, region_views
 from weight_manager.messages import Live
 
 MAX_READ = 4 << 20
-"""Bytes of one answer."""
+"""Most bytes of one answer."""
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ class Intervals:
         self._stops: list[int] = []
 
     def add(self, start: int, stop: int) -> bool:
-        """False, and nothing added, if any of it is there already."""
+        """Add a range. False, and nothing is added, if any of it is there already."""
         if start == stop:
             return True
         i = bisect.bisect_right(self._starts, start)
@@ -34,7 +34,7 @@ class Intervals:
         return True
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What of [start, stop) is not there."""
+        """The parts of [start, stop) that are not there, in order."""
         found = []
         i = max(bisect.bisect_right(self._starts, start) - 1, 0)
         for begin, end in zip(self._starts[i:], self._stops[i:], strict=True):
@@ -48,5 +48,5 @@ class Intervals:
         return found
 
     def covers(self, size: int) -> bool:
-        """[0, size) is all there."""
+        """Whether all of [0, size) is there."""
         return size == 0 or (self._starts == [0] and self._stops == [size])

@@ -25,7 +25,7 @@ from rollout_client.protocol import Dtype
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGN = 64
-"""Bytes. Every group starts on a cache line, whatever came before it."""
+"""Bytes to a multiple of which every group starts: a cache line, whatever came before it."""
 PAGE = 4096
 FORMAT = 2
 """The format of slots and their digests: what a release with another one left behind is not taken for the same."""
@@ -112,7 +112,7 @@ class Layout:
 
     @cached_property
     def stretches(self) -> "Stretches":
-        """What is hashed of a slot, one after the other."""
+        """The stretches of a slot that are hashed, one after the other."""
         cut = [piece_spans(*one) for one in self.ranges]
         starts, sizes = np.array([one for pieces in cut for one in pieces], np.int64).T.copy()
         return Stretches(starts, sizes, np.cumsum([0, *map(len, cut)], dtype=np.int64))
@@ -136,7 +136,7 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, flat: Array) -> Array:
-        """The view."""
+        """The tensor as a view of `flat`."""
         return flat[self.start : self.start + prod(self.shape)].reshape(self.shape)
 
 

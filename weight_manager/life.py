@@ -95,14 +95,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Late, or said twice: nothing changes."""
+    """The event came late or twice: nothing changes."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Bug:
-    """Cannot be."""
+    """The event cannot come in this state: a bug of ours. `Life.fire` raises IllegalTransition."""
 
     why: str
 
@@ -299,7 +299,7 @@ def bound(role: Role, state: State) -> Bound:
 
 
 def may_end(role: Role, state: State) -> tuple[Event, ...]:
-    """What undoes a version in this state."""
+    """The events that undo a version in this state."""
     cells = ((event, CELLS[role, state, event]) for event in (*ABORTS, E.UNWRITTEN))
     return tuple(event for event, cell in cells if isinstance(cell, Go))
 
@@ -313,7 +313,7 @@ class Life:
         self.trail: deque[tuple[State, Event, State, str]] = deque(maxlen=keep)
 
     def cell(self, event: Event) -> Cell:
-        """What the event would do."""
+        """What the table says of the event in the state that the version is in."""
         return CELLS[self.role, self.state, event]
 
     def fire(self, event: Event, note: str = "") -> Cell:
@@ -345,5 +345,5 @@ class Life:
 
     @property
     def ended_by(self) -> Event | None:
-        """What undid it."""
+        """The event that undid the version; None = it was not undone."""
         return next((event for _, event, to, _ in reversed(self.trail) if to is State.UNDOING or event in ABORTS), None)

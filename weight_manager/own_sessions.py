@@ -41,17 +41,17 @@ class OwnSession:
         self._deadline = 0.0
 
     def sealed(self, session: PushSession) -> None:
-        """Owner: every byte is there and matches; go on to the commit."""
+        """`Owner.sealed`: every byte is there and matches; go on to the commit."""
         now = time.monotonic()
         self._coordinator.commit(session, max(self._deadline - now, 0.1), now)
 
     def committed(self, session: PushSession, report: Committed) -> None:
-        """Owner: live."""
+        """`Owner.committed`: the version is live; say so to `done`."""
         session.staging.forget()
         self._done(report)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
-        """Owner: gone."""
+        """`Owner.ended`: the session has come to nothing; say why to `done`."""
         session.staging.forget()
         self._done(refusal)
 
@@ -96,7 +96,7 @@ class DiskLoad(OwnSession):
         self._coordinator.seal(session, self._deadline, time.monotonic())
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
-        """Owner: gone; the thread stops at its next copy."""
+        """`Owner.ended`: as for any session of ours; the thread stops at its next copy."""
         self._cancelled.set()
         super().ended(session, refusal)
 
@@ -122,6 +122,6 @@ class RollbackToPrevious(OwnSession):
         self._coordinator.seal(session, self._deadline, now)
 
     def committed(self, session: PushSession, report: Committed) -> None:
-        """Owner: live."""
+        """`Owner.committed`: the version is live; say so to `done`."""
         log.info("back to %s", session.intent, extra=session.extra())
         super().committed(session, report)

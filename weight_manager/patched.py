@@ -28,7 +28,7 @@ class Patched:
         self._plain = Intervals()
 
     def plain(self, offset: int, size: int) -> None:
-        """These bytes come as they are."""
+        """Note bytes that come as they are, not as a patch."""
         self._plain.add(offset, offset + size)
 
     def patch(self, offset: int, span: int, sizes: Sequence[int]) -> list[memoryview] | None:

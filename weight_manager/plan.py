@@ -166,7 +166,7 @@ class _Planner:
             yield from self._cut(index, piece, p)
 
     def _cut(self, index: int, piece: "_Piece", p: Parameter) -> Iterator[Copy]:
-        """The copies of a piece of one tensor."""
+        """The copies that bring a piece of one tensor to all regions that it overlaps."""
         for region in self.regions[p.name]:
             copy = self._copy(index, piece, region)
             if copy is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _LOOK_S = 0.1
-"""Between two looks at the clock, in processor time of the whole process."""
+"""Seconds of the whole process's processor time between two looks at the clock."""
 
 
 class OverLimit(Exception):

@@ -15,7 +15,7 @@ from weight_manager.errors import PushRefused
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""Slots that keep their memory, if nothing else is said."""
+"""How many slots keep their memory, if nothing else is said."""
 
 
 class Slots:

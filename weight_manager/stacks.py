@@ -43,7 +43,7 @@ class Stack:
 
 
 def stacks(manifest: Manifest) -> dict[str, Stack]:
-    """Every one by its name. Of a layer's experts it is transformers 5's, without ``.weight``: [experts, n, k]."""
+    """Every stack by its name. That of a layer's experts is transformers 5's, without ``.weight``: [experts, n, k]."""
     groups: dict[str, list[Parameter]] = {}
     for p in manifest.parameters:
         if p.fused is not None:

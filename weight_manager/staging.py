@@ -380,7 +380,9 @@ class Told(NamedTuple):
 
 
 class Checker:
-    """One session's checks."""
+    """Checks one session's bytes in the slot, on threads: copies against the digests that were sent, and whether
+    weights are numbers.
+    """
 
     def __init__(
         self, staging: Staging, slot: int, *, background: Background, slots: Slots, counters: Counters, told: Told
@@ -520,5 +522,5 @@ class Checker:
 
 
 def _writes(check: Check) -> bool:
-    """Checking it puts bytes into their place first."""
+    """Whether checking these targets puts bytes into their place first."""
     return any(target.scattered for target, _ in check)

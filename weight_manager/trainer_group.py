@@ -219,12 +219,12 @@ class TrainerGroup:
             self._coordinator.commit(session, max(self._sealed_by - now, 0.0), now)
 
     def committed(self, session: PushSession, report: Committed) -> None:
-        """Owner: live."""
+        """`Owner.committed`: the version is live; answer the ranks that asked."""
         self._over_with(report)
         self._reply_all(Commit, report)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
-        """Owner: gone."""
+        """`Owner.ended`: the session has come to nothing; answer the ranks that wait."""
         self._over_with(refusal)
         self._reply_all(Abort, Aborted(session.id))
         self._reply_all((Seal, Commit), refusal.to_wire(session.id))

@@ -22,7 +22,7 @@ from worker.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 2.0
-"""After a version that is live could not be held: what is live then is tried."""
+"""Seconds until what is live is tried again, after a live version could not be held."""
 
 
 @dataclass
@@ -242,7 +242,7 @@ class AdapterMembership:
             self._send(store.Finalized(owed, 0.0))
 
     def _adopt(self) -> None:
-        """What is wanted and has come is live."""
+        """Make live here what is wanted and has been prepared."""
         for adapter in list(self._wanted.values()):
             held = self._held.get(adapter.live.epoch)
             if held is not None:
@@ -265,7 +265,7 @@ class AdapterMembership:
         return adapter.live.epoch if adapter is not None else 0
 
     def _idle_epoch(self) -> int | None:
-        """A version that nobody needs any more."""
+        """The epoch of a version that nobody needs any more; None = there is none."""
         needed = {a.live.epoch for a in (*self.live.values(), *self._wanted.values())}
         needed |= {s.adapter.live.epoch for s in self._sessions.values()}
         idle = self._held.keys() - needed

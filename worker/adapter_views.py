@@ -19,7 +19,9 @@ from weight_manager.messages import LiveAdapter
 from worker.engine.base import Adapters
 
 QUICK_BYTES = 64 << 20
-"""So many are hashed and packed in some ten milliseconds at most, less than a step of a model with such adapters."""
+"""Bytes of a version that are hashed and packed in some ten milliseconds: less than a step of a model with such
+adapters.
+"""
 
 
 @dataclass(frozen=True)

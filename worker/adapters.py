@@ -36,7 +36,7 @@ class AdapterTable:
         self._held: set[int] = set()
 
     def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
-        """Every module's place checked. Raises ValueError naming the adapter and the tensor."""
+        """Check where every module's A and B lie, for `hold`. Raises ValueError naming the adapter and the tensor."""
         changes: dict[str, Factors] = {}
         for module in modules:
             if module.name not in self._shapes:
@@ -60,7 +60,7 @@ class AdapterTable:
             self._held.add(epoch)
 
     def forget(self, epoch: int) -> None:
-        """Let go of it, between steps."""
+        """Let go of a version, between steps."""
         self._held.discard(epoch)
         self._low_rank.drop(epoch)
 

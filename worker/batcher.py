@@ -145,7 +145,7 @@ class Step:
         return not self.rows and not self.together
 
     def took(self, seconds: float) -> None:
-        """The step ran so long. Steps of decodes wait for memory and say nothing of prompts."""
+        """Learn from a step that took `seconds`. Steps of decodes wait for memory and say nothing of prompts."""
         if 2 * self._prompt_tokens >= self.tokens and not self.draft:
             cells = self._cells + sum(attended(row.length, row.start) for row in self.rows)
             self.pace.ran(self.tokens, cells, seconds)
@@ -156,7 +156,7 @@ class Step:
         return len(self.together) + sum(row.length for row in self.rows)
 
     def batch(self, kv: KvCache, cohort: Cohort) -> ForwardBatch:
-        """What the engine gets."""
+        """The step as the engine gets it."""
         rows = self._batch_of_rows(kv, [(copy.source, copy.target) for copy in kv.copies]) if self.rows else None
         return _both(cohort.batch() if self.together else None, rows)
 
@@ -251,7 +251,7 @@ class Batcher:
 
     @property
     def lets_in(self) -> bool:
-        """Somebody waits, and there is a seat: the next step may be another."""
+        """Somebody waits and there is a seat, so the next step may be of others than this one."""
         return bool(self.waiting) and len(self.running) < self._max_batch
 
     @property
@@ -269,7 +269,7 @@ class Batcher:
         insort(self.running, sequence, key=_by_order)
 
     def drop(self, sequence: Sequence) -> None:
-        """A sequence is gone; its blocks are given back."""
+        """Remove a sequence and give its blocks back."""
         self._cohort.leave(sequence)
         (self.running if sequence.running else self.waiting).remove(sequence)
         sequence.running = False
@@ -316,7 +316,9 @@ class Batcher:
         self._take(step, [sequence for sequence in self.running if sequence.wants_draft])
 
     def _make_way(self, admit: bool) -> None:
-        """The head of the queue displaces running sequences of lower priority."""
+        """Send running sequences back for the head of the queue, where their priority is lower and there is no room for
+        it.
+        """
         head = next((sequence for sequence in self.waiting if self._may_run(sequence, admit)), None)
         while head and self.running and self.running[-1].order[0] > head.order[0]:
             reused, _ = self._reusable(head)
@@ -393,7 +395,9 @@ class Batcher:
                 step.take(sequence, length)
 
     def _may_run(self, sequence: Sequence, admit: bool) -> bool:
-        """One that has not begun gets the adapter that is live now, to begin with."""
+        """Whether a sequence may run in this step. One that has not begun gets the version of its adapter that is live
+        now.
+        """
         if sequence.begun:
             return True
         request = sequence.request

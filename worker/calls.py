@@ -57,7 +57,7 @@ class Calls:
         return self._current is not None
 
     def take(self, origin: bytes, message: Call) -> None:
-        """Queue it, or answer at once when it cannot be."""
+        """Queue a call, or answer at once why it cannot be carried out."""
         under_way = self._current.message if self._current else None
         same = type(under_way) is type(message)
         if isinstance(under_way, Clear | Reload) and isinstance(message, Clear | Reload):

@@ -24,7 +24,7 @@ from worker.sampler import Asked, inverse_temperature, is_greedy
 from worker.sequence import Ending, Line, Sequence, Version
 
 _KEPT = 256
-"""Steps whose tokens are kept before every sequence is brought up."""
+"""Steps whose tokens stay in arrays at most; then `bring_up` gives every sequence its own."""
 _NO_COPIES: Int32 = np.zeros((0, 2), np.int32)
 _ROW = np.dtype(
     [
@@ -46,14 +46,16 @@ _ROW = np.dtype(
 
 
 class Ended(NamedTuple):
-    """A sequence, which has left, and what its newest token ended it with."""
+    """A sequence that has left the cohort, and what its newest token ended it with."""
 
     sequence: Sequence
     ending: Ending
 
 
 class Cohort:
-    """most: rows. vocab_size: tokens are below it."""
+    """The running sequences that need nothing but their next token, a row of arrays each. most: rows there can be.
+    vocab_size: token ids are below it.
+    """
 
     def __init__(self, kv: KvCache, metrics: GenerationMetrics, vocab_size: int, most: int) -> None:
         self.sequences: list[Sequence] = []
@@ -123,12 +125,12 @@ class Cohort:
         self._changed()
 
     def bring_up(self) -> None:
-        """All sequences have all of their tokens: other weights make the next ones."""
+        """Give every sequence the tokens that came since the last time: other weights make the next ones."""
         for row in range(len(self)):
             self._bring_up(row)
 
     def leave(self, sequence: Sequence) -> None:
-        """Bring it up, and let it go; nothing when it is not here."""
+        """Give a sequence its tokens and let it go; nothing happens when it is not here."""
         row = sequence.row
         if row < 0:
             return

@@ -78,7 +78,7 @@ class Detokenizer:
         return known
 
     def whole_text(self, token_id: int) -> str | None:
-        """Of a token that is whole characters, whatever stands around it; None: it is not, or special."""
+        """Text of a token that is whole characters, whatever stands around it; None: it is not, or special."""
         if self._spelling is None or token_id in self.special_ids:
             return None
         try:

@@ -61,6 +61,6 @@ class Draining:
         return self._abort()
 
     def finish(self) -> None:
-        """Answer whoever asked for it."""
+        """Answer whoever asked for the drain."""
         if self._owed:
             self._send(self._owed[0], Done(self._owed[1].call))

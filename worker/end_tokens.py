@@ -13,7 +13,8 @@ from worker.json_files import read_object
 _IDS = ("config.json", "generation_config.json")
 _NAMED = ("special_tokens_map.json", "tokenizer_config.json")
 _TOKENS = ("eos_token", "eot_token")
-"""End of a text, and of a turn where that is another token (under its own key, or in extra_special_tokens)."""
+"""Keys of tokens that end a text, or a turn where that is another token (a key of its own, or in extra_special_tokens).
+"""
 
 
 def end_tokens(model_dir: Path, id_of: Callable[[str], int | None]) -> dict[int, list[str]]:

@@ -51,7 +51,7 @@ _ALONE_AFTER_OVERRUN_S = 0.5
 _LONG_S = 0.2
 """Where steps are shorter than this a version soon has its turn, and what would be computed twice costs more."""
 _GRACE_S = 0.01
-"""A step younger than this is not asked about."""
+"""Seconds for which a step that has begun is not given up."""
 _LITTLE = 0.4
 """The part of a usual step that is thrown away at most: those who are served then wait for 1.4 steps, and what the
 commit itself takes. In a steady run it waits for a step's end 0.18 steps long on average."""
@@ -97,7 +97,7 @@ class EventLoop:
             raise
 
     def tick(self) -> None:
-        """One turn."""
+        """One turn of the loop."""
         self._moved()
         self.receive()
         order = self.agree()
@@ -354,12 +354,12 @@ class Interrupting:
         return usual if usual >= _LONG_S else 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._began = self._clock()
         self._most_s = 0.0 if self._spared else _LITTLE * self.usual_s
 
     def ended(self, seconds: float) -> None:
-        """The step is through, and took so long."""
+        """Note that the step is through and took so many seconds."""
         self._recent.append(seconds)
         self._spared = False
 
@@ -404,7 +404,7 @@ class Stepping:
 
     @property
     def paused(self) -> bool:
-        """Nothing runs because somebody wants it so."""
+        """Whether the worker is paused: nothing runs because somebody wants it so."""
         return self._lifecycle.state is WorkerState.PAUSED
 
     @property
@@ -510,7 +510,7 @@ class Stepping:
         return self._scheduler.venture(session.live.version, session.live.epoch)
 
     def dropped(self) -> None:
-        """The step that was ventured is not to be."""
+        """Throw away the step that was ventured."""
         self._scheduler.discard()
 
     def tidy(self) -> None:

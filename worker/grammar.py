@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 _Ids = npt.NDArray[np.int64]
 FILL = np.float32(-1e30)
-"""Stands for a logit that is masked where a row has to stay finite."""
+"""A masked logit, where a row has to stay finite."""
 _KEPT = 64
-"""Compiled grammars that are remembered: a step of RL sends the same one thousands of times."""
+"""How many compiled grammars are remembered: a step of RL sends the same one thousands of times."""
 _THREADS = 2
 _POOLS = 3
 """Of so many threads each. What is compiled for ever cannot be stopped: while all threads of one have such a grammar,
@@ -39,10 +39,12 @@ _STACK = 512 << 20
 names the next: the largest grammar that may be sent needs 100 MB, and a stack that ends takes the process along.
 """
 _COMPILE_S = 20.0
-"""From arrival to compiled; beyond it the request is refused."""
+"""Seconds from a grammar's arrival to its being compiled; beyond them its requests are refused."""
 _MASK_S = 0.1
 _MASK_S_PER_TOKEN = 0.002
-"""Processor time that the masks of a request may take: so much, and so much more per token. Usual ones take 0.00001."""
+"""Processor seconds that the masks of a request may take: _MASK_S, and this much more for each token. Usual masks take
+0.00001.
+"""
 
 
 class Budget:
@@ -53,7 +55,9 @@ class Budget:
 
 
 class Matcher:
-    """How far the output of one sequence has come. ends: ids that end it; they are open where the grammar may end."""
+    """Where in its grammar the output of one sequence is. ends: ids that end the sequence; they may follow where the
+    grammar may end.
+    """
 
     def __init__(
         self, matcher: "LLMatcher", vocab_size: int, reserved: _Ids, ends: frozenset[int], budget: Budget
@@ -69,11 +73,13 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """The grammar lets nothing follow, and no end token can say so."""
+        """Whether the output is complete: the grammar lets nothing follow, and the sequence has no end token to
+        say so.
+        """
         return not self._ends and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def record(self, token: int) -> None:
-        """This token is part of the output now."""
+        """Take a token that is part of the output now."""
         if token not in self._ends:
             self._matcher.consume_token(token)
         self._budget.left_s += _MASK_S_PER_TOKEN
@@ -101,7 +107,9 @@ class Matcher:
         return ""
 
     def bits(self) -> npt.NDArray[np.int32] | str:
-        """Ids that may follow, as bits [ceil(vocab / 32)], the lowest first; or why none can. Kept until `record`."""
+        """Ids that may follow, as int32 [ceil(vocab / 32)] of bits, the lowest id first; or why none can. Kept until
+        `record`.
+        """
         problem = "" if self._known else self._compute()
         return problem or self._bits[0]
 
@@ -124,7 +132,9 @@ class Matcher:
 
 
 class Compiled:
-    """A grammar that sequences can follow. Each gets a matcher of its own, those of a request one budget."""
+    """A grammar that sequences can follow. Each sequence has a matcher of its own, those of one request share a
+    budget.
+    """
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int, reserved: _Ids) -> None:
         self._matcher = matcher
@@ -133,7 +143,7 @@ class Compiled:
         self._budget = Budget()
 
     def of_request(self) -> "Compiled":
-        """The same with a budget of its own."""
+        """The same grammar for another request, which has a budget of its own."""
         return Compiled(self._matcher, self._vocab, self._reserved)
 
     def matcher(self, ends: frozenset[int]) -> Matcher:
@@ -142,13 +152,15 @@ class Compiled:
 
 
 class Refused(NamedTuple):
-    """Why a grammar is none that can be followed."""
+    """The answer for a grammar that cannot be followed. why: in words for the client."""
 
     why: str
 
 
 class _Begun(NamedTuple):
-    """A grammar that was sent. since: when, in seconds. pool: whose threads compile it."""
+    """A grammar that is being compiled, or has been. since: when it was sent, monotonic seconds. pool: whose threads
+    compile it.
+    """
 
     future: "Future[Compiled | Refused]"
     since: float
@@ -156,7 +168,7 @@ class _Begun(NamedTuple):
 
     @property
     def late(self) -> bool:
-        """Its requests are refused."""
+        """Whether compiling takes too long: requests with this grammar are refused."""
         return not self.future.done() and time.monotonic() - self.since > _COMPILE_S
 
 
@@ -204,7 +216,9 @@ class Grammars:
         return None
 
     def _free_pool(self) -> ThreadPoolExecutor | None:
-        """The first that has a thread for what comes. None: all that there may be are at grammars that are late."""
+        """The first pool with a thread for another grammar; one more is made while there are fewer than _POOLS. None:
+        all threads are at grammars that are late.
+        """
         late = [begun.pool for begun in self._found.values() if begun.late and begun.future.running()]
         for pool in self._pools:
             if late.count(pool) < _THREADS:
@@ -222,7 +236,7 @@ class Grammars:
             threading.stack_size(usual)
 
     def close(self) -> None:
-        """Compile nothing that has not begun."""
+        """Drop grammars that wait to be compiled; what is being compiled goes on until the process ends."""
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -255,7 +269,9 @@ class Grammars:
         return compiled if row.max() == 0 else Refused("the grammar cannot be followed: no token begins it")
 
     def _of_library(self) -> "LLTokenizer":
-        """The vocabulary as the library wants it; two threads may make it twice, once."""
+        """The vocabulary as llguidance wants it, made on first use. Two threads that come at the same time both make
+        it.
+        """
         if self._library is None:
             from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
 

@@ -44,7 +44,7 @@ from worker.stats import Subscribers, memory_of, of_scheduler
 log = logging.getLogger(__name__)
 
 _NAMELESS = b"\0"
-"""How ROUTER's own names of connections begin."""
+"""How the names begin that ZMQ's ROUTER gives to connections without one of their own."""
 _POLL_WORK_S = 0.002
 """How often background work is asked for while nothing else happens."""
 

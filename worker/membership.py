@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 _REGISTER_AGAIN_S = 2.0
 """Seconds between two tries of a registration that nobody answered."""
 _FLIPS = 8
-"""Commits whose waits for a flip tell how long the next may take."""
+"""How many of the last commits' waits for their flip are kept: they tell how long the next may take."""
 _FORGOTTEN_S = 0.1
-"""Before we register again with a store that does not know us any more."""
+"""Seconds until a replica registers again with a store that does not know it any more."""
 
 
 @dataclass
@@ -60,7 +60,9 @@ class Session:
 
 
 class Membership:
-    """One replica as the store knows it."""
+    """Rank 0's side of a replica's membership: what the store is told of it, and what the store wants becomes
+    orders.
+    """
 
     def __init__(
         self,
@@ -330,7 +332,7 @@ class Membership:
             self.register()
 
     def _conclude(self, session: Session) -> None:
-        """The version is live everywhere."""
+        """Serve the session's version for good: the store has recorded it."""
         self._orders.append(Order(Signal.UPDATE, Phase.FINALIZE, session=session.id, live=session.live))
         self.stalls.append(self._stall(session))
         self.session = None

@@ -15,7 +15,7 @@ FIRST = 64
 COARSE = 64
 """A longer chunk that is cut is cut to a multiple of this: the engine records a program for every size."""
 _NEWEST = 0.5
-"""Weight of a step beside those before it at its order of magnitude."""
+"""Weight of a new step beside those before it of the same order of magnitude."""
 _FADED = 0.9
 """Weight that is left of what was seen elsewhere: it tells of lengths that have not come since, of speed the newest."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _LONGEST_NAME = len("/replica-999.sock")
 _SOCKET_PATH = 107
-"""What Linux takes as the path of a socket."""
+"""Longest path of a socket that Linux takes, in bytes."""
 _OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json")
 
 
@@ -19,7 +19,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 _SHARED = "api"
-"""What several API processes share."""
+"""Name of the directory below it with what several API processes share."""
 
 
 def _useless(path: Path, error: OSError) -> OSError:

@@ -101,7 +101,7 @@ class Begun:
         self._drawing, self._columns, self._picks, self._problems = drawing, columns, picks, problems
 
     def drawn(self) -> tuple[Drawn, list[Draw]]:
-        """Wait for them."""
+        """Wait for the tokens: of the rows asked for in columns, then of picks one by one."""
         drawn, columns = self._drawing.drawn(), self._columns
         draws = draws_of(drawn, columns)
         for i, problem in self._problems.items():
@@ -131,7 +131,9 @@ class Spread(NamedTuple):
 
 
 class RowSampler:
-    """Keeps the buffers of one row; one owner thread. Logits are rows of float32, each of them C-contiguous."""
+    """Draws tokens from rows of logits on the CPU, and keeps the buffers of one row. One owner thread. Rows are
+    float32, each of them C-contiguous.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab = vocab_size
@@ -230,7 +232,9 @@ class Sampler:
             ]
 
     def plain(self, sampling: SamplingParams) -> bool:
-        """Its token and logprob are all that is told, and of the same temperature; unless its logits are edited."""
+        """Whether a draw is plain, if nothing edits its logits: only its token and logprob are told, and both are of
+        one temperature.
+        """
         if sampling.reports_others or sampling.sampling_mask:
             return False
         return not self._raw or is_greedy(sampling) or sampling.temperature == 1.0
@@ -264,7 +268,7 @@ class Sampler:
         return logits.begin(asked.rows, asked.inverse_temperature, asked.greedy, numbers, asked.cuts, extras)
 
     def _extras(self, plain: int, picks: Sequence[Pick], problems: dict[int, str]) -> Extras | None:
-        """Of so many plain rows, then of picks; None when all are plain."""
+        """What makes rows more than plain draws: `plain` rows that are, then the picks'; None when all are plain."""
         edits = [pick.edits if pick.edits.active and i not in problems else None for i, pick in enumerate(picks)]
         others = [_others(pick.sampling) for pick in picks]
         tops = [0 if ids else pick.sampling.logprobs for ids, pick in zip(others, picks, strict=True)]
@@ -531,7 +535,7 @@ def _grammar_bits(edits: LogitEdits) -> npt.NDArray[np.int32] | str | None:
 
 
 def _others(sampling: SamplingParams) -> list[int]:
-    """Ids whose logprobs are wanted, beside the token's own."""
+    """Ids that the request names whose logprobs are wanted beside the token's own, each once."""
     ids = sampling.logprob_token_ids
     return list(dict.fromkeys(ids)) if ids else ids
 
@@ -566,12 +570,12 @@ def _finite(row: Float32) -> bool:
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """The most likely id is taken."""
+    """Whether the most likely id is taken, and none is drawn."""
     return sampling.temperature < _COLD
 
 
 def inverse_temperature(sampling: SamplingParams) -> float:
-    """What logits are multiplied by."""
+    """What logits are multiplied by before the softmax; 1 where the most likely id is taken."""
     return 1.0 if is_greedy(sampling) else 1.0 / sampling.temperature
 
 

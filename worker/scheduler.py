@@ -164,7 +164,7 @@ class Scheduler:
         return self._step.batch(self._kv, cohort)
 
     def bring_up(self) -> None:
-        """Every sequence has all of its tokens, as it must before `enter`: done ahead of it, that has less to do."""
+        """Give every sequence all of its tokens. `enter` does so, too, and has less to do after this."""
         self._cohort.bring_up()
 
     def _turns(self, former: Version | None) -> list[tuple[bool, bool]]:
@@ -468,7 +468,7 @@ class Scheduler:
         return list(request.live)
 
     def _scores(self, step: Step, logits: Float32 | Logits) -> dict[Sequence, list[Scored] | Draw]:
-        """Of each sequence that is scored."""
+        """The scores of each sequence that has some in this step, or a Draw that says why it has none."""
         asked: dict[Sequence, Scoring] = {}
         at = len(step.together)
         for row in step.rows:

@@ -18,11 +18,12 @@ from worker.sampler import Draw, Pick
 from worker.speculation import Proposal
 
 Ending = tuple[FinishReason, int | str | None]
-"""Finish reason, and the stop id or string behind it."""
+"""Why a sequence ends: its finish reason, and the stop id or string that caused it (None: an end token, or the limit).
+"""
 
 
 class StopRules:
-    """Shared by the n sequences of a request. limit: most tokens each may have."""
+    """What ends the sequences of a request, which share it. limit: most output tokens of each."""
 
     def __init__(self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], limit: int) -> None:
         self.eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
@@ -34,7 +35,7 @@ class StopRules:
 
 
 class StopCheck:
-    """The progress of one sequence against its rules. stream: needed when there are stop strings."""
+    """Watches one sequence for the ends that its rules name. stream: its text; needed when there are stop strings."""
 
     def __init__(self, rules: StopRules, stream: TextStream | None) -> None:
         self._rules = rules
@@ -70,7 +71,7 @@ PromptLogprobs = list[list[tuple[int, float, int]]]
 
 
 class Version(NamedTuple):
-    """Base weights by number and epoch."""
+    """A version of the base weights: its number, and the epoch that names its commit."""
 
     version: int
     epoch: int
@@ -110,7 +111,7 @@ class Request:
 
     @property
     def adapter_version(self) -> int | None:
-        """The version of the adapter that computes it."""
+        """Version of the adapter that computes the request; None = the base alone does."""
         return self.adapter.version if self.adapter else None
 
     @property
@@ -123,7 +124,7 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation. tokens: prompt, then output. index: which of the n samples."""
+    """One continuation of a request's prompt. tokens: prompt, then output. index: which of the request's n samples."""
 
     request: Request
     index: int
@@ -150,7 +151,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key: priority, arrival, index."""
+        """Sort key (priority, arrival, index); the lowest runs first."""
         return (*self.request.order, self.index)
 
     @property
@@ -160,12 +161,14 @@ class Sequence:
 
     @property
     def partial(self) -> bool:
-        """No token has come of what is computed, so none says under which weights that was."""
+        """Whether no token has been drawn from the KV that the sequence holds, so that no span says which weights made
+        it.
+        """
         return not self.length or self.renewing
 
     @property
     def pending(self) -> int:
-        """Known tokens without KV; 1 = decoding."""
+        """How many known tokens have no KV yet; 1 = the sequence decodes."""
         return len(self.tokens) - self.kv.computed
 
     @property
@@ -175,7 +178,9 @@ class Sequence:
 
     @property
     def feed(self) -> int:
-        """Tokens for the next step: what is pending, and a proposed one. Before a draft, not the last known token."""
+        """How many tokens the next step is fed: those pending, and a proposed one. Before a draft all but the last
+        known one.
+        """
         if not self._proposed:
             return self.pending
         if self.pending > 1 or self.draft is None:
@@ -192,7 +197,7 @@ class Sequence:
         return self._spans[0].version if self._spans else None
 
     def pick(self, row: int) -> Pick:
-        """The draw of the next token from this row of the step's logits."""
+        """What the sampler needs to draw the next token from row `row` of the step's logits."""
         request = self.request
         return Pick(row, request.sampling, self.edits, request.seed, self.index, self.length)
 
@@ -226,7 +231,9 @@ class Sequence:
         stop_reason: int | str | None = None,
         error: str = "",
     ) -> Chunk:
-        """Everything not yet reported. live_version: what the span of an empty output shows."""
+        """The message of everything that no chunk has reported yet. live_version: what the span of an empty output
+        shows.
+        """
         request, first = self.request, not self._reported
         reported = Chunk(
             request_id=request.request_id,
@@ -269,7 +276,9 @@ class Sequence:
 def accepted(
     origin: bytes, g: Generate, arrival: int, now: float, spec: EngineSpec, context: int, speculative: bool
 ) -> Request:
-    """Number `arrival` of the API connection `origin`. Without a seed of its own it gets a random one."""
+    """The request of a `Generate` that came from the API connection `origin` as number `arrival`. Without a seed of its
+    own it gets a random one. context: most tokens a sequence may have.
+    """
     sampling, room = g.sampling, context - len(g.prompt_ids)
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     return Request(
@@ -323,13 +332,15 @@ class Line:
 
 
 class Telling:
-    """Makes messages of what a tick produced. Each connection is told who the columns are of when that changes."""
+    """Makes the messages to API connections of what a tick produced. A line of tokens names its sequences only where
+    they are others than those of the connection's last line.
+    """
 
     def __init__(self) -> None:
         self._rosters: dict[bytes, int] = {}  # the last that each connection was told
 
     def messages(self, origin: bytes, items: Iterable[Chunk | Line]) -> Iterator[Chunks | Tokens]:
-        """For one connection, in the order in which it happened."""
+        """The messages for one connection, in the order in which things happened."""
         chunks: list[Chunk] = []
         for item in items:
             if isinstance(item, Chunk):
@@ -343,7 +354,7 @@ class Telling:
             yield Chunks(chunks)
 
     def forget(self, origin: bytes) -> None:
-        """An API connection is gone."""
+        """Forget an API connection, which is gone."""
         self._rosters.pop(origin, None)
 
     def _tokens(self, origin: bytes, line: Line) -> Tokens:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 SOURCES = (_HERE / "sampling.c", _HERE / "cpu" / "vectors.h")
 _FLAGS = ("-ffp-contract=off",)
-"""Or the bits would be those of one processor's fused multiply-adds, which numpy has not."""
+"""Compiler flags without which the bits would be those of one processor's fused multiply-adds, which numpy has not."""
 
 
 class _Row(ctypes.Structure):
@@ -248,7 +248,7 @@ def _sums(blocks: Float32) -> Float32:
 
 
 class Truncation(Protocol):
-    """The three, as `messages.SamplingParams` means them."""
+    """top_k, top_p and min_p, as `messages.SamplingParams` means them."""
 
     @property
     def top_k(self) -> int:

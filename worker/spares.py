@@ -21,7 +21,7 @@ CALM_S = 8.0
 """After any start, until a spare is made: about what a start takes."""
 _LOOK_S = 1.0
 _TRIES = 3
-"""So many spares ended before they were needed, and no more are made."""
+"""After so many spares that ended before they were needed no more are made."""
 
 
 class Spares:

@@ -13,7 +13,9 @@ from worker.engine.base import Float64
 from worker.softmax import locate
 
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
-"""Purposes of random numbers (`random_streams.uniforms`); 0 is a plain draw."""
+"""Purposes of random numbers (`random_streams.uniforms`) beside 0, which is a plain draw: to draft, to accept, to
+replace.
+"""
 
 
 class Proposal(NamedTuple):

@@ -28,7 +28,7 @@ from worker.unit import Unit, UnitSpec
 log = logging.getLogger(__name__)
 
 STOP_ORDER = (("api", "api-worker"), ("replica",), ("fleet",), ("store",))
-"""Kinds that go together."""
+"""Kinds of units in the order in which they are stopped; those of one entry go together."""
 NEEDED = ("api", "replica", "fleet", "store")
 """Kinds without any unit of which nothing works; an API process that does not lead is only missed."""
 

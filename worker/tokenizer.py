@@ -17,7 +17,9 @@ from worker.json_files import read_object
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _SHORT = 1024
-"""Characters. Longer texts are encoded as batches of one: only for batches the library lets other threads run."""
+"""Most characters of a text that is encoded by itself. Longer ones are encoded as batches of one: only for batches the
+library lets other threads run.
+"""
 
 
 class Tokenizer:
@@ -80,7 +82,7 @@ class Tokenizer:
         return self._detokenizer.token_bytes(token_id)
 
     def whole_text(self, token_id: int) -> str | None:
-        """Of a token that is whole characters, whatever stands around it; None: it is not, or special."""
+        """Text of a token that is whole characters, whatever stands around it; None: it is not, or special."""
         return self._detokenizer.whole_text(token_id)
 
     @property

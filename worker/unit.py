@@ -27,7 +27,7 @@ _USAGE = 2
 _START_S = 10.0
 """A first start that ends this soon, with status 1, said why: a second one would say the same. Longer ones have run."""
 _FOLLOW_S = 2.0
-"""That the others of a unit have once the first has ended as it was asked to."""
+"""Seconds that the other processes of a unit have once the first has ended as it was asked to."""
 _REPORTS = 50
 """Crash reports kept, the newest."""
 
@@ -43,9 +43,9 @@ class RestartPolicy:
     max_s: float = 10.0
     """The most between two tries."""
     give_up: int = 8
-    """So many ends ..."""
+    """So many ends of the unit ..."""
     within_s: float = 60.0
-    """... within this time, and it is given up."""
+    """... within this many seconds, and the unit is given up."""
 
     def delay(self, failures: int) -> float:
         """Seconds before the next start, after `failures` >= 1 recent ends."""

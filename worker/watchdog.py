@@ -18,14 +18,14 @@ LOOK_S = 1.0
 
 
 class Watchdog:
-    """limit_s: how long nothing may move."""
+    """Ends this process when neither a turn of the loop nor an operation of a step has come for limit_s seconds."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._moves = 0
 
     def moved(self) -> None:
-        """Something was done. Called by one thread."""
+        """Note that something was done. Called by one thread."""
         self._moves += 1
 
     def start(self) -> None:

@@ -18,7 +18,9 @@ class Adapter(Strict):
     run_id: str | None
     version: int | None
     epoch: int | None
-    """Which commit of this service it was, of the model's and all adapters'."""
+    """Number of the commit that made it live, in the one row of numbers that the model's and all adapters' commits
+    have.
+    """
     digest: str | None
     rank: int
     """The largest rank among its modules."""
@@ -31,7 +33,7 @@ class Adapter(Strict):
     previous: dict[str, Any] | None
     """What a rollback goes back to."""
     session: dict[str, Any] | None
-    """The push in progress."""
+    """The push of this adapter that is in progress; None = there is none."""
     last_error: dict[str, Any] | None
     last_push: dict[str, Any] | None
     replicas: dict[str, int | None]
@@ -39,7 +41,7 @@ class Adapter(Strict):
 
 
 class AdaptersResponse(Strict):
-    """All that are loaded, by name."""
+    """Every adapter that is loaded, or is being pushed for the first time, by name."""
 
     adapters: list[Adapter]
 
@@ -50,7 +52,7 @@ class AdapterLoadRequest(Strict):
     name: AdapterName
     path: str = Field(min_length=1, max_length=4096)
     version: Version | None = None
-    """None: one above the live one."""
+    """Number of the new version; None = one above the live one."""
     in_flight: AdapterInFlight = "keep"
     """What becomes of running sequences of this adapter; finish: they stay on the version they began with."""
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
@@ -81,7 +83,7 @@ class AdapterAbortRequest(Strict):
 
 
 class AdapterReport(Strict):
-    """The commit's report."""
+    """What the commit that made a version of the adapter live has reported."""
 
     name: str
     version: int

@@ -40,13 +40,13 @@ class UpdateWeights(Lenient):
 
 
 class Tags(Lenient):
-    """ "weight", "kv_cache" or both with a comma; missing = both."""
+    """What to release or bring back: "weight", "kv_cache" or both with a comma; missing = both."""
 
     tags: str | None = None
 
 
 class AbortRequests(Lenient):
-    """All, or some by exact id."""
+    """Which requests to end: those with these exact ids, or all."""
 
     abort_all: bool | None = False
     req_ids: Names | None = None

@@ -33,7 +33,7 @@ class Health(BaseModel):
 
 
 class Alive(BaseModel):
-    """The process answers."""
+    """Answer of /live: the process answers."""
 
     status: str = "ok"
     uptime_s: float

@@ -8,7 +8,7 @@ from api.schemas.base import Digests, Strict
 
 
 class RollbackRequest(Strict):
-    """Back to the previous version, on every store of the fleet or on none."""
+    """Go back to the previous version, on every store of the fleet or on none."""
 
     in_flight: Literal["keep", "recompute", "abort", "wait"] = "keep"
     deadline_s: float = Field(default=60.0, gt=0, le=600)
@@ -44,7 +44,7 @@ class SlotChecksums(Strict):
     digest: str
     ranks: dict[str, dict[str, str]]
     differ: list[str]
-    """Names of the baseline that are not so, or not there."""
+    """Names of the baseline whose digests are others now, or that are not there."""
 
 
 class TensorBytes(Strict):

@@ -10,25 +10,25 @@ Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class LoadVllmAdapter(Asked):
-    """/v1/load_lora_adapter."""
+    """Body of vLLM's /v1/load_lora_adapter."""
 
     lora_name: LoraName
     lora_path: Directory
     """A directory that PEFT saved, below the roots that the operator allows."""
     load_inplace: bool = False
-    """Replace the one of this name; without it a name that is loaded is refused."""
+    """True: replace the adapter of this name. False: a name that is loaded is refused."""
     is_3d_lora_weight: Literal[False] = False
     """Experts of an adapter are named one by one, as PEFT saves them."""
 
 
 class UnloadAdapter(Asked):
-    """/v1/unload_lora_adapter, and SGLang's /unload_lora_adapter."""
+    """Body of vLLM's /v1/unload_lora_adapter, and of SGLang's /unload_lora_adapter."""
 
     lora_name: LoraName
 
 
 class LoadSglangAdapter(Asked):
-    """/load_lora_adapter."""
+    """Body of SGLang's /load_lora_adapter."""
 
     lora_name: LoraName
     lora_path: Directory
@@ -43,4 +43,4 @@ class AdapterUpdated(Lenient):
     success: bool
     error_message: str | None
     loaded_adapters: dict[str, str]
-    """Every name, to itself."""
+    """Names of the loaded adapters, each mapped to itself: SGLang has the path there."""

@@ -25,7 +25,7 @@ def _no_reserved(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_names(tools: list[dict[str, Any]]) -> list[str]:
-    """Raises ValueError for what cannot be called."""
+    """Names of the tools. Raises ValueError for one that cannot be called."""
     names = []
     for i, tool in enumerate(tools):
         function = tool.get("function")
@@ -69,7 +69,7 @@ class Template(Asked):
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     """Given to the chat template."""
     chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
-    """Instead of the checkpoint's."""
+    """A chat template that is used instead of the checkpoint's; see `ApiConfig.trust_request_chat_template`."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_no_reserved)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
     """Given to the chat template."""
@@ -108,22 +108,22 @@ class StreamOptions(Asked):
     """What streams carry beside text."""
 
     include_usage: bool | None = False
-    """An event of its own at the end."""
+    """True: a stream ends with an event that holds the numbers of its tokens."""
     continuous_usage_stats: bool | None = False
     """With include_usage: every event also says how many tokens there are so far."""
 
     @property
     def running(self) -> bool:
-        """Whether every event has its usage."""
+        """Whether every event of a stream tells the numbers of tokens so far."""
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
 COMPLETION_TOKENS = 16
-"""Of a completion that does not say how many, as OpenAI and everybody after them has it."""
+"""Output tokens of a completion whose request does not say how many, as OpenAI and everybody after them has it."""
 
 
 class CompletionRequest(OpenAiStructured, Scheduling, VllmSampling, Truncation):
-    """/v1/completions."""
+    """Body of /v1/completions."""
 
     rid: Rid | None = None
     """SGLang's name for request_id."""
@@ -163,7 +163,7 @@ class NamedTool(Lenient):
 
 
 class ChatRequest(OpenAiStructured, Scheduling, VllmSampling, Template, Truncation):
-    """/v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     rid: Rid | None = None
     """SGLang's name for request_id."""
@@ -224,7 +224,7 @@ class ChatRequest(OpenAiStructured, Scheduling, VllmSampling, Template, Truncati
 
 
 class ChatTokensRequest(ChatRequest):
-    """/v1/chat/completions/tokens: the turn after others whose token ids the client has kept."""
+    """Body of /v1/chat/completions/tokens: the turn after others whose token ids the client has kept."""
 
     tokens: Annotated[Ids, Field(min_length=1)]
     """The prompt, instead of what the chat template would make of the messages."""
@@ -240,11 +240,11 @@ class VersionSpan(Lenient):
     end: int
     recomputed: bool
     adapter_version: str | None = None
-    """And under this version of the request's adapter."""
+    """The version of the request's adapter under which they were sampled; None = without an adapter."""
 
 
 class Usage(Lenient):
-    """Numbers of tokens."""
+    """How many tokens a request had in its prompts and in its outputs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -281,7 +281,7 @@ class CompletionChoice(Lenient):
 
 
 class CompletionResponse(Lenient):
-    """Also each event of a stream, whose choices hold what is new."""
+    """Answer of /v1/completions. Each event of a stream is one, too; its choices hold what is new."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -328,7 +328,7 @@ class ToolCall(Lenient):
 
 
 class ChatMessage(Lenient):
-    """What was said. In streams its pieces, with an `index` in each piece of a call."""
+    """One message of the model. In streams pieces of it, with an `index` in each piece of a call."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -356,7 +356,7 @@ class ChatChoice(Lenient):
 
 
 class ChatResponse(Lenient):
-    """Also each event of a stream (object chat.completion.chunk)."""
+    """Answer of /v1/chat/completions. Each event of a stream is one, too (object chat.completion.chunk)."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
@@ -384,14 +384,14 @@ class ModelCard(Lenient):
 
 
 class ModelList(Lenient):
-    """The served model first."""
+    """Answer of /v1/models: the served model first, then its adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class TokenizeRequest(Template):
-    """Text, or a conversation. One of them."""
+    """Body of /tokenize: either a text or a conversation."""
 
     model: str | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -404,7 +404,7 @@ class TokenizeRequest(Template):
 
 
 class TokenizeResponse(Lenient):
-    """Ids."""
+    """Answer of /tokenize: token ids."""
 
     count: int
     max_model_len: int
@@ -421,7 +421,7 @@ class DetokenizeRequest(Asked):
 
 
 class DetokenizeResponse(Lenient):
-    """Text, under vLLM's and SGLang's name for it."""
+    """Answer of /detokenize: the text, under vLLM's and SGLang's name for it."""
 
     prompt: str
     text: str

@@ -13,11 +13,13 @@ Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
 Schema = dict[str, Any] | bool | Text
-"""An object, true, or either as JSON."""
+"""A JSON schema: an object or a boolean, or either written as JSON."""
 
 
 def _one(found: list[Constraint], *names: str) -> Constraint | None:
-    """The one constraint there is. Any object, and a schema of objects, are one: libraries ask for both."""
+    """The one constraint among those found; None = there is none. "Any object" beside a schema of objects is no second
+    one, as client libraries ask for both. Raises ValueError for several.
+    """
     if any(c.kind == "json" and c != ANY_OBJECT and _of_objects(c.value) for c in found):
         found = [c for c in found if c != ANY_OBJECT]
     if len(found) > 1:
@@ -62,13 +64,13 @@ def _tags(value: Any) -> dict[str, Any]:
 
 
 class StructuredOutputs(Lenient):
-    """vLLM's. One of the first six."""
+    """vLLM's `structured_outputs`: one of the first six fields says what the output is held to."""
 
     json_: Schema | None = Field(default=None, alias="json")
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
-    """Lark, EBNF (GBNF), or llguidance's own JSON."""
+    """A grammar in Lark, in EBNF (GBNF), or in llguidance's own JSON."""
     json_object: bool | None = None
     structural_tag: dict[str, Any] | Text | None = None
     disable_any_whitespace: bool | None = False
@@ -108,7 +110,9 @@ class StructuredOutputs(Lenient):
 
 
 class JsonSchemaFormat(Lenient):
-    """OpenAI's. name, description and strict make no difference: the schema is followed in any case."""
+    """`json_schema` of OpenAI's response_format. name, description and strict make no difference: the schema is
+    followed in any case.
+    """
 
     schema_: dict[str, Any] | bool = Field(alias="schema")
 
@@ -160,7 +164,7 @@ def _formatted(value: Schema) -> Schema:
 
 
 class OpenAiStructured(Structured):
-    """On OpenAI's routes, with names of vLLM's earlier releases and SGLang's."""
+    """What output is held to on OpenAI's routes, also by names of vLLM's earlier releases and of SGLang."""
 
     response_format: ResponseFormat | None = None
     guided_json: Annotated[Schema, AfterValidator(_formatted)] | None = None
@@ -188,7 +192,7 @@ class OpenAiStructured(Structured):
 
 
 class SglangStructured(Asked):
-    """In SGLang's sampling_params."""
+    """What output is held to, as SGLang's sampling_params say it."""
 
     json_schema: Annotated[Schema, AfterValidator(_formatted)] | None = None
     """"$$ANY$$": any object."""
@@ -218,7 +222,7 @@ class NativeConstraint(Strict):
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
-    """Lark, EBNF (GBNF), or llguidance's own JSON."""
+    """A grammar in Lark, in EBNF (GBNF), or in llguidance's own JSON."""
 
     @property
     def constraint(self) -> Constraint:

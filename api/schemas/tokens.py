@@ -11,16 +11,16 @@ from worker.messages import FinishReason
 
 
 class TokenSampling(VllmSampling):
-    """sampling_params."""
+    """`sampling_params` of /inference/v1/generate."""
 
     logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP)] | None = None
     """Top alternatives per token; None = no logprobs at all, -1 = the whole vocabulary, where that is 128 at most."""
     sampling_mask: bool | None = False
-    """Ours: also report the ids that a grammar, top-k, top-p and min-p left open."""
+    """An extension of ours: also report the ids that a grammar, top-k, top-p and min-p left open."""
 
 
 class TokenRequest(Scheduling):
-    """What to continue, and how."""
+    """Body of /inference/v1/generate: token ids to continue, and how."""
 
     token_ids: Annotated[Ids, Field(min_length=1)]
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
@@ -63,7 +63,7 @@ class TokenChoice(Lenient):
 
 
 class TokenResponse(Lenient):
-    """Also each event of a stream, whose choices hold what is new."""
+    """Answer of /inference/v1/generate. Each event of a stream is one, too; its choices hold what is new."""
 
     request_id: str
     model: str

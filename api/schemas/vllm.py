@@ -20,7 +20,7 @@ class IsPaused(Lenient):
 
 
 class AbortRequests(Lenient):
-    """Empty or missing = all."""
+    """Body of /abort_requests: exact ids of the requests to end; empty or missing = all."""
 
     request_ids: Names | None = None
 
@@ -55,7 +55,7 @@ class InitTransfer(Lenient):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Every key, whichever place it was sent in."""
+        """Every key of the body, whether it was sent in init_info or beside it."""
         return {**(self.model_extra or {}), **self.init_info}
 
 
@@ -82,7 +82,9 @@ class UpdateInfo(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _over_zmq(cls, info: Any) -> Any:
-        """Handles and sparse updates are bytes that would have to come some other way."""
+        """Raises ValueError for handles and sparse updates: their bytes would have to come in a way that is not offered
+        here.
+        """
         other = [key for key in info if key not in {*cls.model_fields, *PACKING}] if isinstance(info, dict) else []
         if given := [key for key in other if info[key] not in (None, False)]:
             raise ValueError(f"{', '.join(given[:5])}: the bytes of tensors arrive over ZMQ, from a WeightPublisher")
@@ -122,7 +124,7 @@ class WeightChecker(Lenient):
 
 
 class WeightCheck(Lenient):
-    """Keys are dp<replica>:tp<rank>:<parameter>."""
+    """Answer of /weight_checker. Keys are dp<replica>:tp<rank>:<parameter>."""
 
     checksums: dict[str, str] | None = None
     match: bool | None = None
@@ -197,7 +199,7 @@ class VllmConfig(Lenient):
 
 
 class ServerInfo(Lenient):
-    """vLLM's nested keys and SGLang's flat ones."""
+    """Answer of /server_info: vLLM's nested keys and SGLang's flat ones."""
 
     vllm_config: VllmConfig
     tp_size: int

@@ -35,7 +35,7 @@ from weight_manager.plan import place, prove
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 1 << 20
-"""Bytes. The store's loop reads it."""
+"""Largest adapter_config.json in bytes: the store's loop reads it."""
 Done = Callable[[Outcome], None]
 
 
@@ -50,7 +50,9 @@ class AdapterCalls:
         self._files = files
 
     def load(self, request: LoadAdapter, done: Done) -> None:
-        """A directory as the next version. Raises PushRefused, also for what is wrong with the directory."""
+        """Make a directory the adapter's next version. Raises PushRefused, also for what is wrong with the
+        directory.
+        """
         self._model.check_root()
         directory = below_roots(request.path, (*self._config.disk_roots, self._config.model), (CONFIG, WEIGHTS))
         config, parts = read_head(directory)
@@ -72,7 +74,7 @@ class AdapterCalls:
         self._lines.unload(request.name, time.monotonic() + self._config.patience(request.deadline_s), done)
 
     def rollback(self, request: RollbackAdapter, done: Done) -> None:
-        """The version that was live before, from the slot that still holds it. Raises PushRefused."""
+        """Make the version that was live before live again, from the slot that still holds it. Raises PushRefused."""
         self._model.check_root()
         line: Line = self._lines.find(request.name)
         owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))

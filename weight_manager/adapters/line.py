@@ -78,7 +78,9 @@ class LineHistory(History):
             self._lies_in(Path(self.saved.arena))
 
     def next_epoch(self) -> int:
-        """An epoch of the model's row of numbers; see History."""
+        """The next epoch, from the one row of numbers that the model and all adapters share; see
+        `History.next_epoch`.
+        """
         return self._epochs.next_epoch()
 
     def begin(self, name: str, shape: AdapterShape, arena: Path, layout: str, records: list[Record]) -> None:
@@ -90,11 +92,11 @@ class LineHistory(History):
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The folder of the line's history."""
         return self._path_of.parent
 
     def remove(self) -> None:
-        """The line is over: a restart must not find it."""
+        """Remove the line's files: it is over, and a restart must not find it."""
         self._path_of.unlink(missing_ok=True)
 
     def _lies_in(self, arena: Path) -> None:
@@ -102,7 +104,9 @@ class LineHistory(History):
 
 
 class Line:
-    """A name's versions of one shape. `coordinator` drives them."""
+    """A line: the versions of one adapter that have one shape, in an arena of their own. `coordinator` drives their
+    pushes.
+    """
 
     def __init__(
         self,
@@ -153,7 +157,7 @@ class Line:
 
     @property
     def live(self) -> LiveAdapter | None:
-        """What its name stands for."""
+        """The version that its name stands for; None = nothing is live yet."""
         live = self.history.live
         return None if live is None else self.described(live)
 
@@ -178,12 +182,12 @@ class Line:
         return LiveAdapter(self.name, live, str(self.arena.path), self.shape)
 
     def close(self) -> None:
-        """The line is over: nothing of it stays on disk or in shared memory."""
+        """End the line: nothing of it stays on disk or in shared memory."""
         self.history.remove()
         self.release()
 
     def release(self) -> None:
-        """Nothing of it stays in shared memory."""
+        """Give the line's shared memory back."""
         self._pages.close()
         self.arena.close(unlink=True)
 

@@ -50,7 +50,7 @@ class _Leaving:
 
 
 class Lines:
-    """Owned by the store's loop."""
+    """All lines (adapters/line.py) of the store, by the adapters' names. Owned by the store's loop."""
 
     def __init__(
         self,
@@ -148,7 +148,9 @@ class Lines:
         return line
 
     def pushed(self, name: str) -> Coordinator:
-        """Of the line of this name that something is pushed to, if there is one. Raises PushRefused unknown_adapter."""
+        """The coordinator of the line of this name that something is pushed to, else of the live one. Raises
+        PushRefused unknown_adapter.
+        """
         opened = next((line for line in self._opened if line.name == name), None)
         return (opened or self.find(name)).coordinator
 
@@ -186,7 +188,7 @@ class Lines:
             raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
 
     def _shape(self, push: AdapterPush, parts: list[Part]) -> AdapterShape:
-        """Of a push; that of the last one of this name, if nothing but its numbers has changed since."""
+        """The shape of a push: that of the last push of this name where nothing but its numbers has changed."""
         asked, known = (push.config, parts), self._shapes.get(push.name)
         if known is None or known[0] != asked:
             known = self._shapes[push.name] = asked, self.planner.shape(*asked, self._config.max_adapter_rank)

@@ -41,7 +41,7 @@ class AdapterShape(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """The largest rank of its modules."""
         return max(module.rank for module in self.modules)
 
 

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHRINK = 0.8
-"""Of a deadline, for the subtree below: its stores must be heard of before we have to answer ourselves."""
+"""Share of a deadline that the subtree below is given: its stores must be heard of before we have to answer ourselves.
+"""
 
 
 class Downstreams:
-    """Nobody, unless stores may join."""
+    """The stores below, as one line's sessions see them: what is staged there, who votes, who has to catch up. There
+    are none unless stores may join.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Downstreams:
     # a session, as the coordinator tells it
 
     def begin(self, session: "PushSession", now: float) -> None:
-        """Bytes are about to arrive in its slot."""
+        """Begin a session for the stores below: bytes are about to arrive in its slot."""
         if not self._members.wanted:
             return
         self._session, self._stream = session, Stream(self._layout)
@@ -87,13 +90,13 @@ class Downstreams:
             self._stream.arrived(start, size)
 
     def verified(self, session: "PushSession", copies: Iterable[Proven]) -> None:
-        """Copies that were compared in place."""
+        """Log copies as good for the stores below: their bytes were compared in place."""
         if session is self._session and self._stream is not None:
             for copy in copies:
                 self._stream.proven(copy.start, copy.nbytes, copy.digest, contiguous=copy.contiguous)
 
     def seal(self, session: "PushSession", digest: str, digests: Sequence[int], now: float) -> None:
-        """The slot is complete and intact."""
+        """Tell the stores below that the slot is complete and intact."""
         if session is not self._session or self._stream is None:
             return
         self._stream.finish(digests)
@@ -116,7 +119,7 @@ class Downstreams:
             self._late.offer(store)
 
     def ended(self, session: "PushSession", refusal: PushRefused) -> None:
-        """Nothing came of it."""
+        """End the session for the stores below: nothing came of it."""
         if session is not self._session:
             return
         self._session, self._stream, self._patience = None, None, float("inf")

@@ -21,7 +21,7 @@ class Lease:
 
     @property
     def closed(self) -> bool:
-        """Nothing may be served here."""
+        """Whether the lease has run out, so that nothing may be served here."""
         return time.monotonic() >= self.until
 
     def left_s(self, now: float) -> float:

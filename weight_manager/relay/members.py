@@ -74,7 +74,7 @@ class Members:
         return {name: until for name, until in times.items() if until > now}
 
     def unloaded(self, adapter: str) -> None:
-        """An adapter is live here no more."""
+        """Note that an adapter is live here no more; stores below unload it."""
         for store in self.roster.all():
             store.beginning |= {adapter}  # until it says otherwise
             self._keep_live(store)
@@ -164,7 +164,7 @@ class Members:
 
     @property
     def _settled(self) -> bool:
-        """Of the model: it is known what is live."""
+        """Whether it is known what is live of the model: no commit is in question."""
         return next((coordinator.settled for coordinator in self.lines()), True)
 
     def _beat(self, store: Downstream, beat: wire.Beat, now: float) -> None:

@@ -42,11 +42,13 @@ from weight_manager.staging import Staging
 log = logging.getLogger(__name__)
 
 AGAIN_S = 60.0
-"""After a data connection that failed."""
+"""Seconds for which chunks are wanted after a data connection that failed."""
 
 
 class DataRoute:
-    """Kept over sessions, and over new connections to the store above."""
+    """How bytes come from the store above: by a data connection, or as chunks. Kept over sessions, and over new
+    connections to that store.
+    """
 
     def __init__(self, endpoint: str) -> None:
         """endpoint: of its ZMQ socket, tcp://host:port."""
@@ -58,7 +60,7 @@ class DataRoute:
         return "" if time.monotonic() < self._closed_until else self._host
 
     def failed(self, why: str) -> None:
-        """Chunks are wanted for a while."""
+        """Note a data connection that failed: chunks are wanted for a while."""
         self._closed_until = time.monotonic() + AGAIN_S
         log.warning("the data port of the store above %s: ZMQ frames for the next %g s", why, AGAIN_S)
 
@@ -378,14 +380,14 @@ class Relayed:
             self._voice.send(wire.no(order, cell.why))
 
     def sealed(self, session: PushSession) -> None:
-        """Owner: every byte is there, here and below."""
+        """`Owner.sealed`: every byte is there, here and below."""
         if session.role is Role.CATCH_UP:
             self._coordinator.commit(session, self._config.max_deadline_s, time.monotonic())
         else:
             self._voice.send(wire.Staged(self.id, self._coordinator.below.stores()))
 
     def committed(self, session: PushSession, report: Committed) -> None:
-        """Owner: live."""
+        """`Owner.committed`: the version is live here."""
         self._data.end(session)
         if session.role is Role.CATCH_UP:
             version = wire.VersionName(session.intent.run_id, report.version, report.digest)
@@ -395,7 +397,7 @@ class Relayed:
         self._voice.beat_soon()
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
-        """Owner: gone."""
+        """`Owner.ended`: the session has come to nothing here."""
         self._data.end(session)
         match session.life.ended_by:
             case Event.WITHDRAWN:  # it waits to hear that we are back
@@ -427,7 +429,7 @@ class Relayed:
             self._coordinator.abort(session, refusal, now)
 
     def refuse(self, refusal: PushRefused, now: float) -> None:
-        """It cannot be staged here."""
+        """Tell the store above that this session cannot be staged here."""
         failed = wire.Failed(self.id, refusal.code, refusal.message, refusal.tensors, refusal.retryable)
         self._voice.send(failed)
         if self._stage.catch_up:

@@ -148,7 +148,9 @@ TURN_BYTES = 8 << 20
 
 
 class Roster:
-    """absent: stores that are away and may still be serving -> until when."""
+    """The stores that have joined, and how messages and bytes go to each. absent: stores that are away and may still be
+    serving -> until when.
+    """
 
     def __init__(self, known: list[str], lease_s: float) -> None:
         """known: stores that had a lease of our last life."""

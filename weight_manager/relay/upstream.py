@@ -214,7 +214,7 @@ class Upstream:
         self._ask_again = now + FAILED_AGAIN_S
 
     def beat_soon(self) -> None:
-        """The lease is due now."""
+        """Ask for a lease at the next tick."""
         self._next_beat = 0.0
 
     def _lost(self, why: str, now: float, pause_s: float = 0.0) -> None:

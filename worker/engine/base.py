@@ -95,7 +95,7 @@ class ForwardBatch:
 
 
 def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
-    """One step of the sequences of both, neither of which is a draft."""
+    """One step of the sequences of both batches, first's before second's. Neither is a draft or of former weights."""
     columns = max(first.block_tables.shape[1], second.block_tables.shape[1])
     tables = [
         np.pad(batch.block_tables, ((0, 0), (0, columns - batch.block_tables.shape[1]))) for batch in (first, second)
@@ -116,7 +116,7 @@ def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
 
 
 MOST_TOPS = 1024
-"""Most other ids whose logprobs a device reports with a token."""
+"""Most ids whose logprobs a device reports beside a token's own."""
 CANNOT_BE_SAMPLED = -9999.0
 """Logprob of an id that was asked for and cannot be sampled: JSON has no infinity, and vLLM's clients know this one."""
 
@@ -173,12 +173,12 @@ class Drawing(Protocol):
     """Tokens being drawn on a device."""
 
     def drawn(self) -> Drawn:
-        """Wait for them."""
+        """Wait for the tokens of all rows."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether all are drawn at once; else no step can follow."""
+        """Whether the tokens of all rows are drawn in one launch; else no step can follow."""
         ...
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> "Logits":
@@ -187,7 +187,9 @@ class Drawing(Protocol):
 
 
 class Logits(Protocol):
-    """Rows of logits [L, vocab] of a step on a device, perhaps still under way; rows asked for come as arrays."""
+    """Rows of logits [L, vocab] of a step on a device, perhaps still under way. Indexing fetches rows as float32
+    arrays.
+    """
 
     @overload
     def __getitem__(self, rows: int) -> Float32: ...
@@ -209,11 +211,13 @@ class Logits(Protocol):
         ...
 
     def score(self, rows: Int64, inverse_temperature: Float32, tokens: Int64, tops: Sequence[int]) -> Drawn:
-        """What `begin` would say of these tokens, had they been drawn; so many of the likeliest ids beside each."""
+        """What `begin` would report of these tokens, had they been drawn. tops: how many of the likeliest ids are
+        reported beside each.
+        """
         ...
 
     def wait(self) -> None:
-        """Wait until the step is through, and what has been begun to be drawn from it."""
+        """Wait until the step, and every drawing that was begun from it, is through."""
         ...
 
 
@@ -246,14 +250,18 @@ class Deterministic:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the scheduler, and whoever asks, needs to know of an engine."""
+    """An engine's sizes, which the scheduler plans by (in tokens and KV blocks), and what is told of it to whoever
+    asks.
+    """
 
     vocab_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
     eos_token_ids: tuple[int, ...] = ()
-    """Of the checkpoint's files (`worker.end_tokens`), which no engine reads: given by whoever makes the scheduler."""
+    """Ids that end a generation. They are in the checkpoint's files (`worker.end_tokens`), which no engine reads:
+    whoever makes the scheduler adds them.
+    """
     kernels: Kernels = Kernels()
     deterministic: Deterministic = Deterministic()
 
@@ -263,7 +271,7 @@ class Interrupted(Exception):
 
 
 def never() -> bool:
-    """Nobody asks for a step to be given up."""
+    """`Engine.asked` where nobody ever wants a step to be given up: False."""
     return False
 
 
@@ -272,7 +280,7 @@ class OnDevice(Protocol):
     """An engine whose weights and KV cache lie in a device's memory."""
 
     def free_memory(self) -> int:
-        """Bytes of it that nobody has, as the device says."""
+        """Bytes of the device's memory that nobody has, as its driver says."""
         ...
 
 
@@ -291,7 +299,7 @@ class AdapterModule(Protocol):
 
     @property
     def scale(self) -> float:
-        """As PEFT works it out from alpha and rank."""
+        """What B A is multiplied by, as PEFT works it out from alpha and rank."""
         ...
 
 
@@ -315,7 +323,7 @@ class Adapters(Protocol):
         ...
 
     def forget(self, epoch: int) -> None:
-        """Let go of it, between steps: its array is read no more. Nothing for an unknown epoch."""
+        """Let go of a version, between steps: its array is read no more. Nothing happens for an unknown epoch."""
         ...
 
 

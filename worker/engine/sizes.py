@@ -6,7 +6,7 @@ from worker.config import WorkerConfig
 from worker.engine.base import EngineSpec
 
 PLAIN_TOKENS = 1024
-"""That a sequence is expected to have, where nothing else is said."""
+"""Tokens that a sequence is expected to have, where nothing else is said."""
 
 
 def engine_spec(config: WorkerConfig, hf_config: dict[str, Any], max_positions: int) -> EngineSpec:

@@ -38,7 +38,7 @@ EDIT = np.dtype(
         ("unused", np.int32),
     ]
 )
-"""As in kernels/sampling.cu."""
+"""The layout of one edit, as kernels/sampling.cu has it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Packed:
 
 
 class Seats:
-    """Who has which seat. One owner thread."""
+    """Gives sequences that are drawn with penalties or masks a seat each: a row of words on the device, one for every
+    id of the vocabulary, that says what of its output counts. One owner thread.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -67,7 +69,7 @@ class Seats:
         self._turn = 0
 
     def begin(self) -> None:
-        """Those that are asked for from now on keep their seats until the next turn."""
+        """Begin a turn: sequences that are asked for from now on keep their seats until the next one."""
         self._turn += 1
 
     def of(self, edits: LogitEdits) -> tuple[int, int | None]:

@@ -117,7 +117,7 @@ class NcclGroups:
             raise GroupDead(self._dead)
 
     def prove(self) -> None:
-        """Sum one element, after a failed step. Raises GroupDead if that fails, too."""
+        """Sum one element over all ranks, after a failed step. Raises GroupDead if that fails, too."""
         if self._dead:
             raise GroupDead(self._dead)
         self._driver.enter()

@@ -127,7 +127,7 @@ class Operations:
         self._way = ""  # imposed while ways are timed
 
     def begin(self, step: StepInputs) -> None:
-        """The step that follows; block copies are the caller's."""
+        """Set the step that the next launches are of; block copies are the caller's."""
         self._step = step
 
     @property
@@ -143,7 +143,7 @@ class Operations:
         return Rows(self._buffers.residual, width)
 
     def norm(self, x: Rows, weight: Tensor | None) -> Rows:
-        """Done by whoever reads it."""
+        """Rows that are normed by whoever reads them."""
         assert weight is not None, "served.py refuses layers without it"
         return replace(x, norm=weight)
 

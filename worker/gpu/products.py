@@ -59,12 +59,12 @@ class Skinny:
 
     @property
     def blocks(self) -> int:
-        """Of the grid."""
+        """Thread blocks of the grid."""
         return -(-self.shape.n // (self.rows // 2 if self.shape.kind == "GATE" else self.rows)) * self.split
 
     @property
     def line(self) -> str:
-        """That instantiates it."""
+        """The line of source that instantiates the kernel."""
         sizes = f"{self.rows}, {self.part}, {self.split}, {self.most}"
         return f"SKINNY({self.name}, {sizes}, {self.shape.kind}, {str(self.shape.normed).lower()})"
 

@@ -25,7 +25,7 @@ class ReferenceOps:
         self._batch: ForwardBatch
 
     def begin(self, batch: ForwardBatch) -> None:
-        """The step that follows."""
+        """Set the step that the next operations are of."""
         self._batch, size = batch, self._block_size
         blocks = self._cache.reshape(2, self._spec.layers, -1, size, self._kv_heads, self._spec.head_dim)
         for source, target in batch.block_copies:

@@ -185,7 +185,7 @@ class Ops(Protocol[W, X]):
 
 
 class DraftOps(Ops[W, X], Protocol):
-    """Those of a backend that computes drafting layers, too."""
+    """Operations of a backend that computes drafting layers, too."""
 
     def joined(self, x: X, norm: W, previous_norm: W) -> X:
         """x normed, and below it the hidden states before the step's tokens normed: [T, 2 * hidden]."""
@@ -223,7 +223,9 @@ def _attended(ops: Ops[W, X], index: int, x: X, layer: Layer[W]) -> X:
 
 
 def _behind(ops: Ops[W, X], x: X, a: X, layer: Layer[W], moe: MoeSpec | None) -> X:
-    """What follows attention."""
+    """A layer behind its attention: the residual stream with what the MLP or the experts add. a: what attention has
+    added to.
+    """
     x = ops.add_projected(x, a, layer.out, layer.attended_norm)
     h = ops.norm(x, layer.post_norm)
     if isinstance(layer.mlp, Mlp):
@@ -259,7 +261,7 @@ class Backend(Protocol):
         ...
 
     def release_kv(self) -> int:
-        """Free it; bytes freed."""
+        """Free the cache; bytes freed."""
         ...
 
     def forward(self, batch: ForwardBatch) -> Float32 | None:

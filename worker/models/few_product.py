@@ -17,7 +17,7 @@ from worker.cpu.onednn import OneDnn
 from worker.models.onednn_weights import NamedSlot
 
 MOST = 8
-"""Tokens; more are as fast through oneDNN's products."""
+"""Most tokens that the kernel takes; more are as fast through oneDNN's products."""
 SET, ADD, GATED, GATED_GELU = 0, 1, 2, 3
 _PARTS = (1024, 512, 2048, 256, 384, 768, 64, 128, 192, 320, 448)
 """Columns, the likeliest first; a whole row is tried before all."""
@@ -128,7 +128,7 @@ def part_of_onednn(native: Native, dnn: OneDnn, rows: int, columns: int, *, narr
 
 
 def _by_onednn(dnn: OneDnn, weight: Rows, x: Rows) -> npt.NDArray[np.uint32]:
-    """Bits of the first MOST tokens."""
+    """Bits of the results of the first MOST tokens, as oneDNN computes them among many."""
     made = np.zeros((len(weight), x.shape[1]), np.float32)
     if dnn.matmul(weight, x, made)():
         raise RuntimeError("a oneDNN primitive failed")

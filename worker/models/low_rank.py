@@ -66,7 +66,7 @@ class LowRank(Protocol):
         ...
 
     def drop(self, epoch: int) -> None:
-        """Let go of it and of its array; between steps."""
+        """Let go of a version and of its array; between steps."""
         ...
 
     def begin(self, batch: ForwardBatch) -> None:
@@ -177,7 +177,7 @@ class NativeLowRank:
         return Packing(self._native, self._sites, changes, pairs=self._narrow)
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
-        """Copy it, as bfloat16 if it is or the base."""
+        """Copy a version, as bfloat16 if it or the base is."""
         assert isinstance(plan, Packing)
         self._held[epoch] = plan.copy(flat, narrow=self._narrow or flat.dtype == np.uint16)
 

@@ -33,7 +33,7 @@ from worker.models.single_program import SingleProgram, fits
 log = logging.getLogger(__name__)
 
 _SUMMED = ("o_proj.weight", "down_proj.weight")
-"""Products that are summed over the ranks."""
+"""Names of the linears whose products are summed over the ranks."""
 _STACKED = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
 """Weights of all experts, one below the other."""
 _NO_PRODUCTS = ("mtp_linear_proj.0.weight", "correction_bias")
@@ -145,11 +145,11 @@ class OneDnnBackend:
         self._heads: dict[tuple[int, bool], tuple[Program, Rows, Float32]] = {}
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
-        """Addresses, and float32 copies of vectors. No matrix is copied."""
+        """What `bind` takes: addresses, and float32 copies of vectors. No matrix is copied."""
         return self._weights.prepare(views)
 
     def bind(self, prepared: Any) -> None:
-        """Some hundred pointers are set; no memory is touched."""
+        """Set some hundred pointers to a version; no memory of weights is touched."""
         self._weights.bind(prepared)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:

@@ -118,7 +118,9 @@ class Packing:
         self._turns = np.array(turns, np.int64).reshape(-1, 7)
 
     def copy(self, flat: Array, *, narrow: bool) -> Packed:
-        """Pack a version, on the thread that calls. narrow: as bfloat16, rounded where `flat` is float32."""
+        """A packed version of `flat`, made on the thread that calls. narrow: as bfloat16, rounded where `flat` is
+        float32.
+        """
         assert narrow or not self._pairs
         dtype = np.dtype(np.uint16 if narrow else np.float32)
         spare = [memory for memory in self._spare if memory.dtype == dtype]

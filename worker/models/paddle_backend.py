@@ -51,7 +51,7 @@ class PaddleBackend:
         return collect(self._spec, tensors), names
 
     def bind(self, prepared: tuple[Weights[Any], dict[int, str]] | None) -> None:
-        """Two references change hands."""
+        """Compute with these weights from now on; two references change hands."""
         self._weights, self._ops.names = prepared or (None, {})
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
