@@ -74,11 +74,11 @@ async def score(
     push begins that needs its memory; then the reply is 409.
     """
     service.model.check_ids(body.stop_token_ids, "stop_token_ids")
-    edits = body.edits(*await _written(body, service.model))
+    sampling = body.sampling(*await _written(body, service.model))
     wanted = body.weight_version
     ask = Ask(
         prompts=[prompt + tokens for prompt, tokens in zip(body.prompt_ids, body.token_ids, strict=True)],
-        sampling=msgspec.structs.replace(edits, max_tokens=0, temperature=body.temperature, prompt_logprobs=0),
+        sampling=msgspec.structs.replace(sampling, max_tokens=0, prompt_logprobs=0),
         request_id=body.request_id or "",
         priority=body.priority,
         cache_salt=body.cache_salt,

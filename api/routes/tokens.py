@@ -37,7 +37,6 @@ async def generate(body: TokenRequest, request: Request, service: Uses, x_sessio
     params = wanted.params(
         # Ranks come with alternatives only, and an entry has its rank.
         logprobs=max(1, top_n) if wanted.logprobs is not None and not wanted.logprob_token_ids else 0,
-        sampling_mask=bool(wanted.sampling_mask),
         bad_words=await banned(wanted.bad_words, service.model),
         grammar=constrained(wanted.constraint, service.model),
     )

@@ -9,15 +9,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from api.fields import check
+from worker.messages import SamplingParams
 
 MAX_SEQUENCES = 4096
-"""Prompts times n in one request."""
+"""Most sequences of one request: its prompts times n."""
 MAX_BIASED = 1024
-"""Tokens with a bias, as vLLM has it."""
+"""Most tokens with a bias in one request, as vLLM has it."""
 MAX_TOP = 128
-"""Alternatives with a logprob, per token. TRL asks a teacher for 100."""
+"""Most alternatives with a logprob per token. TRL asks a teacher for 100."""
 MAX_FIELDS = 256
-"""No body has so many."""
+"""Most fields of one body, far more than any route has; a body of more is refused before it is validated."""
 T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -129,7 +130,7 @@ class ErrorBody(BaseModel):
 
 
 ERROR = {"$ref": "#/components/schemas/ErrorBody"}
-"""api/openapi.py writes it into the document."""
+"""Reference to the schema of `ErrorBody`, which api/openapi.py adds to the OpenAPI document."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": said, "content": {"application/json": {"schema": ERROR}}}
     for status, said in {
@@ -138,3 +139,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 """For `responses=` of routers. By reference: FastAPI builds a validator for each model on each route, 0.2 s in all."""
+
+
+def sampling_params(body: BaseModel, **read: Any) -> SamplingParams:
+    """The sampling that a body asks for, as the worker takes it.
+
+    Fields that bear the worker's names are taken as they are, null as the worker's default; read: what is called or
+    written otherwise in the body, and goes before them.
+    """
+    names = SamplingParams.__struct_fields__
+    same = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    return SamplingParams(**(same | read))

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import Field, model_validator
 
 from api.schemas.base import (
@@ -20,6 +19,7 @@ from api.schemas.base import (
     Texts,
     TopN,
     Version,
+    sampling_params,
 )
 from api.schemas.structured import NativeConstraint
 from worker.messages import FinishReason, PauseMode, SamplingParams
@@ -43,31 +43,22 @@ class _Edits(Strict):
     stop_token_ids: Ids = Field(default_factory=list)
     ignore_eos: bool = False
 
-    def edits(self, bad_words: list[list[int]], grammar: str) -> SamplingParams:
-        """As the worker wants them. bad_words: theirs as ids. grammar: of the constraint."""
-        return SamplingParams(
-            min_tokens=self.min_tokens,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=bad_words,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            grammar=grammar,
-        )
+    def sampling(self, bad_words: list[list[int]], grammar: str) -> SamplingParams:
+        """The sampling as the worker takes it. bad_words: their token ids. grammar: that of the constraint, ""
+        = none.
+        """
+        return sampling_params(self, bad_words=bad_words, grammar=grammar)
 
 
 class _Request(_Edits):
-    """How a request is run, of whatever it asks for."""
+    """How a request is run, whether it generates or scores."""
 
     request_id: RequestId | None = None
-    """For /v1/rollout/abort. Repeating one that still runs joins it."""
+    """A name by which /v1/rollout/abort finds the request. A request with the id of one that still runs joins that."""
     session: str = Field(default="", max_length=256)
     """Requests of one session prefer one replica, which has their prompts cached; also the header X-Session-ID."""
     priority: Priority = 0
-    """Lower runs first."""
+    """Requests with a lower number run first."""
     cache_salt: str = Field(default="", max_length=256)
     """Prompts share cached prefixes only under equal salts."""
     adapter: str = Field(default="", max_length=128)
@@ -97,7 +88,7 @@ class GenerateRequest(_Request):
     """0 or -1 = off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: Seed | None = None
-    """The n samples of one prompt use streams derived from it."""
+    """Seed of the request's random numbers: each of the n samples of a prompt has a stream derived from it."""
     stop: Texts | str = Field(default_factory=list)
     logprobs: TopN = 0
     """Top alternatives per token, beside the sampled token's own logprob, which always comes."""
@@ -118,21 +109,9 @@ class GenerateRequest(_Request):
         return self
 
     def sampling(self, bad_words: list[list[int]], grammar: str) -> SamplingParams:
-        """As the worker wants it. bad_words: theirs as ids. grammar: of the constraint."""
-        return msgspec.structs.replace(
-            self.edits(bad_words, grammar),
-            n=self.n,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            seed=self.seed,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            sampling_mask=self.sampling_mask,
-        )
+        """The request's sampling as the worker takes it; as for `_Edits`."""
+        top_k, stop = max(self.top_k, 0), [self.stop] if isinstance(self.stop, str) else self.stop
+        return sampling_params(self, top_k=top_k, stop=stop, bad_words=bad_words, grammar=grammar)
 
 
 class VersionSpan(Strict):
@@ -173,13 +152,13 @@ class Output(Strict):
     text: str | None
     """None when the checkpoint has no tokenizer."""
     logprobs: list[float]
-    """Of the distribution sampled from; finite."""
+    """One a token, of the distribution that it was sampled from (or as `worker.logprobs_mode` says); always finite."""
     finish_reason: FinishReason | None
-    """None only in streams, before the end."""
+    """Why the sample ended; None only in streams, before the end."""
     stop_reason: int | str | None = None
     spans: list[VersionSpan]
     adapter_version: int | None = None
-    """Of the last token, where the request has an adapter."""
+    """The version of the request's adapter that made the last token; None = the request names no adapter."""
     top_logprobs: list[list[TokenLogprob]] | None = None
     ranks: list[int] | None = None
     sampling_masks: list[list[int]] | None = None
@@ -189,7 +168,7 @@ class Output(Strict):
 
 
 class Usage(Strict):
-    """Numbers of tokens."""
+    """How many tokens a request had in its prompts and in its outputs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -202,7 +181,7 @@ class GenerateResponse(Strict):
     request_id: str
     model: str
     adapter: str | None = None
-    """That of the request, if any."""
+    """The adapter that the request names; None = it names none."""
     outputs: list[Output]
     usage: Usage | None = None
 
@@ -212,9 +191,9 @@ class ScoreRequest(_Request):
     edits sampled."""
 
     prompt_ids: ManyIds
-    """What came before: one list for each of token_ids, of one token at least."""
+    """What came before the scored tokens: one list for each list of token_ids, of one token at least."""
     token_ids: ManyIds
-    """What is scored: what a sample's token_ids are."""
+    """The tokens to score: what the token_ids of samples are."""
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     """What they were sampled at. top_p, top_k and min_p change no logprob, and are no fields here."""
     weight_version: Version | None = None
@@ -240,16 +219,16 @@ class Score(Strict):
     logprobs: list[float] | None
     """Of each token, -9999 for one that could not have been sampled; None when it was aborted before all were known."""
     weight_version: int
-    """What they were computed under, all of them and their prompt."""
+    """The version that computed all of them, and their prompt."""
     adapter_version: int | None = None
     """Version of the request's adapter that computed them too."""
     finish_reason: FinishReason
-    """length, or abort."""
+    """length: all tokens were scored. abort: scoring was ended before."""
     cached_tokens: int = 0
 
 
 class ScoreResponse(Strict):
-    """In the order of the request."""
+    """Answer of /v1/rollout/score: one score for each list of the request, in its order."""
 
     request_id: str
     model: str
@@ -279,7 +258,7 @@ class PauseState(Strict):
     mode: PauseMode | None = None
     lease_left_s: float | None = None
     held: int
-    """Requests that wait."""
+    """Requests that wait for the pause to end."""
 
 
 class AbortRequest(Strict):
@@ -299,7 +278,7 @@ class LoadRequest(Strict):
 
     path: str = Field(min_length=1, max_length=4096)
     version: Version | None = None
-    """None: one above the live one."""
+    """Number of the new version; None = one above the live one."""
     in_flight: Literal["keep", "recompute", "abort", "wait"] = "keep"
     """What becomes of running sequences at the commit."""
     deadline_s: float = Field(default=180.0, gt=0, le=3600)
@@ -308,7 +287,7 @@ class LoadRequest(Strict):
 
 
 class LoadResponse(Strict):
-    """The commit's report."""
+    """What the commit that made the directory live has reported."""
 
     version: int | None
     report: dict[str, Any]
@@ -329,7 +308,7 @@ class ReplicaWeights(Strict):
     ready: bool
     running: int
     store: dict[str, Any] | None = None
-    """Epoch, pids, last beat: the store's view."""
+    """What the store knows of the replica: its epoch, its pids, and when it was last heard of."""
     kernels: str = ""
     """What computes: compiled (full speed), onednn (no C compiler: half of it), paddle; empty until it has said so."""
     kernels_why: str = ""
@@ -378,7 +357,7 @@ class MemoryResponse(Strict):
 
 
 class Ok(Strict):
-    """It is done; what was asked for has no other answer."""
+    """Answer of routes that have nothing to tell but that it is done."""
 
     ok: bool = True
 
@@ -391,7 +370,7 @@ class ApiPlace(Strict):
 
 
 class ApisResponse(Strict):
-    """This one first, then those of other nodes."""
+    """Answer of /v1/rollout/apis: this API first, then those of other nodes."""
 
     apis: list[ApiPlace]
 

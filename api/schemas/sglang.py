@@ -23,6 +23,7 @@ from api.schemas.base import (
     Seed,
     Texts,
     TopN,
+    sampling_params,
 )
 from api.schemas.openai import VersionSpan
 from api.schemas.structured import SglangStructured, Text
@@ -30,13 +31,13 @@ from api.schemas.vllm_sampling import Stop, stops_of, top_k_of
 from worker.messages import SamplingParams
 
 PerPrompt = Field(max_length=MAX_SEQUENCES, fail_fast=True)
-"""A value for each prompt of a batch."""
+"""Bounds of a list that has a value for each prompt of a batch."""
 Salt = Annotated[str, Field(max_length=256)]
 From = Annotated[int, Field(ge=-1, lt=1 << 31)]
 
 
 class SglangSampling(SglangStructured):
-    """sampling_params."""
+    """`sampling_params` of SGLang's /generate."""
 
     generates = True
 
@@ -60,23 +61,14 @@ class SglangSampling(SglangStructured):
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
 
     def params(self, *, top_n: int, prompt_logprobs: int | None, ids: list[int], grammar: str) -> SamplingParams:
-        """As the worker wants it."""
-        return SamplingParams(
-            n=self.n or 1,
+        """The sampling as the worker takes it. top_n: likeliest ids to report. ids: or these. grammar: "" = none."""
+        return sampling_params(
+            self,
             max_tokens=self.max_new_tokens,
             min_tokens=self.min_new_tokens or 0,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
             top_k=top_k_of(self.top_k),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias or {},
             seed=self.sampling_seed,
             stop=stops_of(self.stop),
-            stop_token_ids=self.stop_token_ids or [],
-            ignore_eos=bool(self.ignore_eos),
             logprobs=top_n,
             logprob_token_ids=ids,
             prompt_logprobs=prompt_logprobs,
@@ -103,7 +95,8 @@ class SglangGenerate(Scheduled):
     lora_path: LoraName | Annotated[list[LoraName | None], PerPrompt] | None = None
     """Name of the adapter to compute with, one for all prompts or one each; null: the base alone."""
     prompts: Texts | ManyIds | None = None
-    """Older TRL; then the fields below count, and ids and logprobs per sample are answered."""
+    """Prompts as older releases of TRL send them. The fields below count then, and the answer is a `LegacyTrlOutput`.
+    """
     n: Annotated[int, Field(ge=1, le=1024)] | None = 1
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
@@ -111,10 +104,10 @@ class SglangGenerate(Scheduled):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: RepetitionPenalty | None = 1.0
     max_tokens: Count | None = None
-    """Null: 16 tokens."""
+    """Most tokens of an output; null = 16."""
     guided_decoding_regex: Text | None = None
     structured_outputs_regex: Text | None = None
-    """The same under its later name."""
+    """guided_decoding_regex under its later name."""
     generation_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -136,7 +129,7 @@ OLDER_TRL |= {"guided_decoding_regex", "structured_outputs_regex"}
 
 
 class MetaInfo(Lenient):
-    """About one sample. Logprob entries are [logprob, token id, text or null]."""
+    """What SGLang tells of one sample beside its text. Logprob entries are [logprob, token id, text or null]."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -169,18 +162,18 @@ class LegacyTrlOutput(Lenient):
     completion_ids: list[list[int]]
     logprobs: list[list[float]]
     weight_version: str
-    """Of the last sample's last token."""
+    """Name of the version that made the last token of the last sample."""
     weight_versions: list[list[VersionSpan]]
 
 
 class SglangPause(Asked):
-    """/pause_generation."""
+    """Body of /pause_generation."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class SglangContinue(Asked):
-    """/continue_generation. Says nothing that matters here."""
+    """Body of /continue_generation; nothing in it makes a difference here."""
 
 
 class Said(Lenient):
@@ -196,7 +189,7 @@ SAFETENSORS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai
 
 
 class DiskUpdate(Asked):
-    """/update_weights_from_disk. A pause in force stays in force; generation goes on beside the update otherwise."""
+    """Body of /update_weights_from_disk. A pause in force stays in force; else generation goes on beside the update."""
 
     model_path: str = Field(min_length=1, max_length=4096)
     load_format: Annotated[str, Field(max_length=64)] | None = None
@@ -222,7 +215,7 @@ class DiskUpdated(Lenient):
 
 
 class NewVersion(Asked):
-    """/update_weight_version. new_version names what is live."""
+    """Body of /update_weight_version: new_version becomes a name of the live version."""
 
     new_version: str = Field(min_length=1, max_length=256)
     abort_all_requests: bool | None = False
@@ -243,7 +236,7 @@ class WeightVersion(Lenient):
 
 
 class AbortRid(Asked):
-    """/abort_request: one by its exact id, or all."""
+    """Body of /abort_request: ends one request by its exact id, or all."""
 
     rid: str | None = None
     abort_all: bool | None = False
@@ -256,7 +249,7 @@ class Aborted(Said):
 
 
 class ModelInfo(Lenient):
-    """/model_info."""
+    """Answer of /model_info."""
 
     model_path: str
     tokenizer_path: str
@@ -268,7 +261,9 @@ class ModelInfo(Lenient):
 
 
 class MemoryTags(Asked):
-    """Which memory; none or null = all of it. There are no CUDA graphs: that tag names nothing."""
+    """Which memory to release or bring back; none or null = all. The tag cuda_graph is accepted and names
+    nothing here.
+    """
 
     tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(max_length=16, fail_fast=True)] | None = (
         None
@@ -276,14 +271,14 @@ class MemoryTags(Asked):
 
 
 class WeightsByName(Asked):
-    """/get_weights_by_name: the first truncate_size rows."""
+    """Body of /get_weights_by_name, which answers the first truncate_size rows."""
 
     name: str = Field(min_length=1, max_length=1024)
     truncate_size: Annotated[int, Field(ge=1, le=1000)] = 100
 
 
 class WeightsChecker(Asked):
-    """/weights_checker. Nothing is quantized here: allow_quant_error allows nothing that compare would meet."""
+    """Body of /weights_checker. Nothing is quantised here, so allow_quant_error makes no difference."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
     skip_tensor_list: Names | None = None
@@ -291,11 +286,13 @@ class WeightsChecker(Asked):
     selector: Literal["target", "draft", "all"] | None = "all"
     """A drafting layer is part of the model here: there is no other runner to select."""
     baseline: Digests | None = None
-    """Ours, for compare: the checksums of an earlier answer instead of the snapshot."""
+    """An extension of ours, for action compare: the checksums of an earlier answer, instead of the snapshot."""
 
 
 class WeightsChecked(Lenient):
-    """How it went; not a success: 400, and the message says what differs. ranks and checksums: of action checksum."""
+    """Answer of /weights_checker. Without success the status is 400 and the message says what differs. ranks and
+    checksums are there for action checksum only.
+    """
 
     success: bool = True
     message: str = ""
@@ -320,6 +317,6 @@ class Loads(Lenient):
 
 
 class LoadsV1(Lenient):
-    """/v1/loads."""
+    """Answer of /v1/loads."""
 
     loads: list[Loads]

@@ -1,6 +1,6 @@
 """Sampling as OpenAI's and vLLM's clients say it: every field may be missing or null."""
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -16,11 +16,10 @@ from api.schemas.base import (
     Seed,
     Texts,
     TopN,
+    sampling_params,
 )
 from api.schemas.structured import Structured
 from worker.messages import SamplingParams
-
-T = TypeVar("T")
 
 TOP_K_OFF = 100_000_000
 """What some clients send for "off"; so do 0 and -1."""
@@ -28,12 +27,12 @@ Stop = str | Texts | None
 
 
 def top_k_of(top_k: int | None) -> int:
-    """0 = off, whichever way it was said."""
+    """top_k as the worker takes it: 0 = off, whichever way the client said that."""
     return top_k if top_k is not None and 0 < top_k < TOP_K_OFF else 0
 
 
 def stops_of(stop: Stop) -> list[str]:
-    """A list, whichever way it was said; what is empty stops nothing."""
+    """Stop strings as a list, whether one or several were sent; empty ones are left out, as they stop nothing."""
     return [s for s in ([stop] if isinstance(stop, str) else stop or []) if s]
 
 
@@ -67,45 +66,14 @@ class VllmSampling(Structured):
     """With logprobs: report these ids instead of the most likely ones."""
     prompt_logprobs: TopN | None = None
 
-    def params(
-        self,
-        *,
-        logprobs: int,
-        max_tokens: int | None = None,
-        prompt_logprobs: int | None = None,
-        sampling_mask: bool = False,
-        bad_words: list[list[int]] | None = None,
-        grammar: str = "",
-    ) -> SamplingParams:
-        """As the worker wants it. bad_words: theirs as ids. grammar: of what the output is constrained to."""
-
-        def given(value: T | None, default: T) -> T:
-            return default if value is None else value
-
-        return SamplingParams(
-            n=given(self.n, 1),
-            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
-            min_tokens=given(self.min_tokens, 0),
-            temperature=given(self.temperature, 1.0),
-            top_p=given(self.top_p, 1.0),
-            top_k=top_k_of(self.top_k),
-            min_p=given(self.min_p, 0.0),
-            repetition_penalty=given(self.repetition_penalty, 1.0),
-            presence_penalty=given(self.presence_penalty, 0.0),
-            frequency_penalty=given(self.frequency_penalty, 0.0),
-            logit_bias=self.logit_bias or {},
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=bad_words or [],
-            seed=self.seed,
-            stop=stops_of(self.stop),
-            stop_token_ids=self.stop_token_ids or [],
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=logprobs,
-            logprob_token_ids=self.logprob_token_ids or [],
-            prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
-            sampling_mask=sampling_mask,
-            grammar=grammar,
-        )
+    def params(self, *, logprobs: int, bad_words: list[list[int]], grammar: str, **read: int | None) -> SamplingParams:
+        """The sampling as the worker takes it. logprobs: likeliest ids to report. bad_words: their token ids. grammar:
+        what the output is held to, "" = nothing. read: max_tokens or prompt_logprobs, where the route reads others.
+        """
+        read = {name: value for name, value in read.items() if value is not None}
+        top_k, stop = top_k_of(self.top_k), stops_of(self.stop)
+        edits = {"bad_words": bad_words, "grammar": grammar}
+        return sampling_params(self, top_k=top_k, stop=stop, logprobs=logprobs, **edits, **read)
 
 
 class Scheduling(Scheduled):
