@@ -2,28 +2,21 @@
 
 A tick reads: receive -> agree -> act -> schedule -> step -> reply. Weights change in `act` and nowhere else.
 
-A device that samples for itself computes the next step while the host takes in the tokens of the last one:
-then a tick takes the tokens of the step that the tick before launched, and launches the next. Before anything happens
-that steps are not indifferent to, what is on its way is taken in.
+A device that samples for itself computes the next step while the host takes in the tokens of the last one: then a tick
+takes the tokens of the step that the tick before launched *ahead*, and launches the next. What else happens in a tick
+does not go with a step under way (`Order.beside_steps` says what does): then what was launched is taken in first.
 
 Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
-take. So it begins the next step under the weights it has flipped to. No token is drawn of that before they are final;
-after a rollback it is thrown away, and what it wrote is written anew.
-
-A step that stands between a commit and its flip is given up while little is lost: what was computed is thrown away
-and computed again. Weights change between two steps, and a step of a large model on a few cores takes longer than a
-push. So a step that runs alone (one rank: several would have to stop at the same place) ends early once the store says
-something, but only in its first part; later the commit waits for its end, or those who are served would wait for nearly
-two steps. The step after one that was given up runs to its end, and short steps are left alone.
+take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token is drawn of that
+before they are final; after a rollback it is thrown away, and what it wrote is written anew (ADR 22).
 """
 
 import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -32,6 +25,7 @@ import numpy as np
 from weight_manager.life import State
 from worker.adapter_membership import AdapterMembership
 from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, OnDevice, never
+from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.orders import DONE, FAILED, Actions, Order, Phase, Report, Signal, Signals, Verdict, judge
@@ -48,16 +42,6 @@ _ALONE_S = 5.0
 _OVERRUN_S = 25.0
 """A step that failed after so long waited in vain for a rank that stands still; that rank will give no word."""
 _ALONE_AFTER_OVERRUN_S = 0.5
-_LONG_S = 0.2
-"""Where steps are shorter than this a version soon has its turn, and what would be computed twice costs more."""
-_GRACE_S = 0.01
-"""Seconds for which a step that has begun is not given up."""
-_LITTLE = 0.4
-"""The part of a usual step that is thrown away at most: those who are served then wait for 1.4 steps, and what the
-commit itself takes. In a steady run it waits for a step's end 0.18 steps long on average."""
-_RECENT = 8
-"""Steps whose median is the usual one. A trainer that copies slows those before a commit down: by what they took, a
-quick step that is nearly through, or a slow one that has lasted longer than most, would seem to have just begun."""
 _PREPARING, _PROMPT, _LONGEST = 1 / 4, 1 / 8, 3 / 4
 """Usual steps for which none begins: while a version is prepared; then until its flip, if flips come at once, and at
 most. The last is what another replica needs to finish a step that it does not give up, and to prepare: a step begun
@@ -79,7 +63,7 @@ class EventLoop:
         self._actions = actions
         self._leader = leader
         self._step_error = ""
-        self._flight: Logits | None = None  # of a step launched ahead of its tick
+        self._ahead: Logits | None = None  # of a step launched ahead of its tick
         self._ventured = False  # under weights that are not final yet
         self._alone: threading.Timer | None = None
         self._moved = moved
@@ -102,12 +86,12 @@ class EventLoop:
         self.receive()
         order = self.agree()
         if order is None or not order.beside_steps:
-            self.land()  # what was launched ahead is over before anything else happens
+            self.take_in()  # what was launched ahead is over before anything else happens
         if order is None:
             self.reply()
             return
         self.act(order)
-        if not self.fly_on():
+        if not self.go_on_ahead():
             self.step(self.schedule(order))
         if order.phase is Phase.FLIP:
             self.venture()
@@ -151,22 +135,22 @@ class EventLoop:
         if batch is not None:
             self._compute(lambda: self._actions.forward(batch), ahead=True)
 
-    def fly_on(self) -> bool:
+    def go_on_ahead(self) -> bool:
         """Take the tokens of the step that was launched ahead, the next one launched behind it; False: none was."""
-        flight = self._taken()
-        if flight is not None:
-            self._compute(lambda: flight, ahead=True)
-        return flight is not None
+        logits = self._taken()
+        if logits is not None:
+            self._compute(lambda: logits, ahead=True)
+        return logits is not None
 
-    def land(self) -> None:
+    def take_in(self) -> None:
         """Take the tokens of the step that was launched ahead, if one was, and launch none behind it. One that was
         ventured waits until it is known whether its weights are final, and is thrown away if no step follows it then.
         """
-        ventured, flight = self._ventured, self._taken()
-        if flight is not None and self._leader and ventured:
+        ventured, logits = self._ventured, self._taken()
+        if logits is not None and self._leader and ventured:
             self._leader.stepping.dropped()
-        elif flight is not None:
-            self._compute(lambda: flight, ahead=False)
+        elif logits is not None:
+            self._compute(lambda: logits, ahead=False)
 
     def venture(self) -> None:
         """Rank 0 of one rank, whose device has flipped: launch the next step while the store decides."""
@@ -183,23 +167,24 @@ class EventLoop:
         if logits is None or isinstance(logits, np.ndarray):
             self._leader.stepping.dropped()
         else:
-            self._flight, self._ventured = logits, True
+            self._ahead, self._ventured = logits, True
             self._leader.stepping.tidy()
 
     def _taken(self) -> Logits | None:
         if self._ventured and self._leader and self._leader.membership.holding:
             return None
-        flight, self._flight, self._ventured = self._flight, None, False
-        return flight if flight is not None and self._leader and self._leader.stepping.flying else None
+        logits, self._ahead, self._ventured = self._ahead, None, False
+        return logits if logits is not None and self._leader and self._leader.stepping.launched_ahead else None
 
     def _compute(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> None:
+        """Have a step computed, or take one that was, and hand its logits on. ahead: launch the step behind it, too."""
         began = time.monotonic()
         try:
             logits = launch()
             if self._leader:
                 assert logits is not None
                 if ahead and self._signals.size == 1:
-                    self._flight = self._leader.stepping.follow(logits)
+                    self._ahead = self._leader.stepping.follow(logits)
                 self._leader.stepping.stepped(logits, began)
         except Interrupted:
             assert self._leader is not None
@@ -336,42 +321,6 @@ class Deciding:
         return None
 
 
-class Interrupting:
-    """Rank 0's policy. The engine calls `asked` between its operations and raises `Interrupted` when it is true."""
-
-    def __init__(self, waiting: Callable[[], bool], clock: Callable[[], float]) -> None:
-        """waiting: whether a message of the store lies unread."""
-        self._waiting = waiting
-        self._clock = clock
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._began = self._most_s = 0.0  # of a step that may be given up, until it has lasted so long
-        self._spared = False
-
-    @property
-    def usual_s(self) -> float:
-        """Seconds of a step, as the last ones went; 0 where they are too short for a commit to mind."""
-        usual = median(self._recent) if self._recent else 0.0
-        return usual if usual >= _LONG_S else 0.0
-
-    def begin(self) -> None:
-        """Note that a step begins."""
-        self._began = self._clock()
-        self._most_s = 0.0 if self._spared else _LITTLE * self.usual_s
-
-    def ended(self, seconds: float) -> None:
-        """Note that the step is through and took so many seconds."""
-        self._recent.append(seconds)
-        self._spared = False
-
-    def given_up(self) -> None:
-        """The step was given up; the next one is spared."""
-        self._spared = True
-
-    def asked(self) -> bool:
-        """Whether the step should be given up."""
-        return _GRACE_S <= self._clock() - self._began < self._most_s and self._waiting()
-
-
 class Stepping:
     """Steps run only while SERVING, and not between a flip and the store's last word on it."""
 
@@ -465,9 +414,9 @@ class Stepping:
         return batch
 
     @property
-    def flying(self) -> bool:
+    def launched_ahead(self) -> bool:
         """The next step has been launched already, and still counts."""
-        return self._scheduler.flying
+        return self._scheduler.launched_ahead
 
     def follow(self, logits: Float32 | Logits) -> Logits | None:
         """Launch the step after the one under way, where a device can and it is known which; its logits."""
@@ -495,7 +444,7 @@ class Stepping:
         self._scheduler.apply(logits, seconds)
         self.counters["steps"] += 1
         self.seconds.append(seconds)
-        if self._scheduler.flying:
+        if self._scheduler.launched_ahead:
             self._begun()
 
     def venture(self) -> ForwardBatch | None:

@@ -13,8 +13,9 @@ from worker.calls import Calls
 from worker.channel import Channel, Send
 from worker.config import WorkerConfig
 from worker.draining import Draining
-from worker.event_loop import Asker, Deciding, Interrupting, Stepping
+from worker.event_loop import Asker, Deciding, Stepping
 from worker.grammar import Grammars
+from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.messages import (

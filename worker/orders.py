@@ -336,8 +336,8 @@ class Actions:
         skip = "weights" in self.released
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
-                flying = order.step and isinstance(self.engine, OnDevice)  # which goes on meanwhile
-                work.run_in_background(lambda: None if skip else self._prepare(order), 0.0 if flying else _PREPARE_S)
+                computing = order.step and isinstance(self.engine, OnDevice)  # which goes on meanwhile
+                work.run_in_background(lambda: None if skip else self._prepare(order), 0.0 if computing else _PREPARE_S)
             case Signal.ADAPTER, Phase.PREPARE:
                 if order.adapter is not None and self.adapters.is_quick(order.adapter):
                     work.run(lambda: self._prepare_adapter(order))

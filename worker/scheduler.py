@@ -253,7 +253,7 @@ class Scheduler:
         return self._step is not None and self._step.former
 
     @property
-    def flying(self) -> bool:
+    def launched_ahead(self) -> bool:
         """A step was launched ahead between two ticks, and nothing has thrown it away since."""
         return self._step is not None
 
