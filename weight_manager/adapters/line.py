@@ -6,9 +6,8 @@ whom it asks, which slots are still read, and where epochs come from.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -22,9 +21,10 @@ from weight_manager.data_plane import DataPlane
 from weight_manager.history import History, Record
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
-from weight_manager.messages import Finalize, HeldAdapter, Live, LiveAdapter, Prepare, ToReplica
+from weight_manager.messages import Finalize, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.relay.members import Members
+from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainer_group import Answer, TrainerGroup
@@ -36,30 +36,6 @@ KEPT = 3
 SNAPSHOT_SUFFIX = ".weights"
 UNKNOWN_S = 3.0
 """After a restart of the store no slot is given away so long: replicas register at once, and say what they read."""
-
-
-class Audience(Protocol):
-    """The model's replicas, as an adapter's line sees them (replicas.py)."""
-
-    def numbers(self) -> set[int]:
-        """The numbers of all registered replicas."""
-        ...
-
-    def send(self, number: int, message: ToReplica) -> None:
-        """Send a message to a replica by number."""
-        ...
-
-    def drop(self, number: int, why: str) -> None:
-        """A replica did not answer: it must register again."""
-        ...
-
-    def held(self) -> Iterable[HeldAdapter]:
-        """Every version of any adapter that one of them holds."""
-        ...
-
-    def serving(self, name: str) -> set[int]:
-        """Replicas that begin sequences under an adapter's name."""
-        ...
 
 
 class LineHistory(History):
@@ -118,7 +94,7 @@ class Line:
         background: Background,
         files: Background,
         counters: Counters,
-        audience: Audience,
+        audience: Replicas,
         members: Members,
         data: Callable[[Slots], DataPlane],
         went_live: Callable[["Line", set[int]], None],
@@ -205,7 +181,7 @@ class Line:
 class LineReplicas:
     """Voters on a line's versions: the model's replicas, told whose version it is."""
 
-    def __init__(self, line: Line, audience: Audience, went_live: Callable[[Line, set[int]], None]) -> None:
+    def __init__(self, line: Line, audience: Replicas, went_live: Callable[[Line, set[int]], None]) -> None:
         self._line = line
         self._audience = audience
         self._went_live = went_live

@@ -17,7 +17,7 @@ from typing import Any
 from rollout_client.errors import ArenaError
 from rollout_client.peft import AdapterConfig, check_name
 from rollout_client.protocol import AdapterPush, Part
-from weight_manager.adapters.line import SNAPSHOT_SUFFIX, Audience, Line, LineHistory
+from weight_manager.adapters.line import SNAPSHOT_SUFFIX, Line, LineHistory
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout
 from weight_manager.arena import Arena, sweep
 from weight_manager.background import Background
@@ -34,6 +34,7 @@ from weight_manager.messages import Adapters, LiveAdapter
 from weight_manager.metrics import Counters
 from weight_manager.own_sessions import DiskLoad, Outcome
 from weight_manager.relay.members import Members
+from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.snapshot import read_adapter_head, read_snapshot
 
@@ -62,7 +63,7 @@ class Lines:
         background: Background,
         files: Background,
         counters: Counters,
-        audience: Audience,
+        audience: Replicas,
         members: Members,
         data: Callable[[Slots], DataPlane],
         made: Callable[[Path], None],

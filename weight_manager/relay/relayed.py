@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollout_client.data_socket import CONNECT_S, MAGIC, READY
@@ -38,6 +38,9 @@ from weight_manager.messages import Live
 from weight_manager.relay import messages as wire
 from weight_manager.relay.roster import CLAIM, END, RECORD
 from weight_manager.staging import Staging
+
+if TYPE_CHECKING:
+    from weight_manager.relay.upstream import Upstream  # which makes us
 
 log = logging.getLogger(__name__)
 
@@ -155,26 +158,6 @@ CREDIT_STEP = 1 << 20
 Order = wire.Claims | wire.Seal | wire.Prepare | wire.Flip | wire.Finalize
 
 
-class Voice(Protocol):
-    """How a session speaks to the store above (upstream.py)."""
-
-    def send(self, message: wire.FromBelow) -> None:
-        """Queue a message."""
-        ...
-
-    def over(self, session: str, stall_ms: dict[str, float] | None = None) -> None:
-        """A finalize or rollback is carried out."""
-        ...
-
-    def failed_to_catch_up(self, now: float) -> None:
-        """Join again, later."""
-        ...
-
-    def beat_soon(self) -> None:
-        """Ask for a lease now."""
-        ...
-
-
 class Relayed:
     """Owner of the session. voted: the last question of the store above that was answered yes. line: whose version it
     is, an adapter's name; "" = the model's."""
@@ -183,7 +166,7 @@ class Relayed:
         self,
         stage: wire.Stage,
         coordinator: Coordinator,
-        voice: Voice,
+        voice: "Upstream",
         config: StoreConfig,
         data: DataPlane,
         route: DataRoute,
