@@ -4,13 +4,13 @@ The distribution sampled from is softmax(edited logits / temperature), cut by to
 closes is an edit. Logprobs are those of that distribution before the cut ("processed"), or of the untouched logits
 ("raw"). Temperature 0 takes the most likely id (the lowest of equals) and reports logprobs at temperature 1. Sums and
 logarithms are `softmax`'s, whichever way a row goes: a token's logprob is the same number drawn in a batch, alone,
-beside others' or scored.
+beside others' or scored (scoring.py).
 
 A device draws the same tokens from its logits by the same numbers, and reports all but more than 1,024 other ids'
-logprobs; it scores what is not edited. For the rest rows are fetched.
+logprobs. For the rest rows are fetched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -77,19 +77,6 @@ class Asked(NamedTuple):
     seeds: UInt64
     samples: UInt64
     positions: UInt64
-
-
-Scored = list[tuple[int, float, int]]
-"""(id, logprob, rank) of a token, then of the most likely others."""
-
-
-class Scoring(NamedTuple):
-    """Tokens to score: targets[i] under row `first + i` of a step's logits. sampling, edits: as in `Sampler.score`."""
-
-    first: int
-    targets: Sequence[int]
-    sampling: SamplingParams
-    edits: LogitEdits | None
 
 
 class Begun:
@@ -315,99 +302,6 @@ class Sampler:
                     found.append((self._reported(row, pick, token, spread), kept))
         return found
 
-    def score(
-        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None
-    ) -> list[Scored] | Draw:
-        """(id, logprob, rank) of each target under its row of logits [L, vocab], then of the most likely others.
-
-        At the request's temperature and after its edits, so that scoring what was sampled gives the logprobs it was
-        sampled with; mode "raw": at 1, of the untouched logits. edits: where the output is before the first target;
-        None = nothing is edited. A Draw says why there is no score: a row is not finite, or the grammar had not let a
-        target follow. What any other edit closes has the logprob of an id that cannot be sampled.
-        """
-        scores: list[Scored] = []
-        others = sampling.prompt_logprobs or 0
-        inverse = 1.0 if self._raw else inverse_temperature(sampling)
-        scaled = self._softmax.scaled
-        with np.errstate(all="ignore"):
-            for row, target in zip(logits, targets, strict=True):
-                shown = row if self._raw or edits is None else self._edited(row, edits, target)
-                if isinstance(shown, Draw):
-                    return shown
-                weighed = self._softmax.weigh(shown, inverse)
-                if not (weighed.finite if shown is row else np.isfinite(weighed.peak)):
-                    return _BROKEN if shown is row else _ALL_MASKED
-                best = [(int(i), rank) for rank, i in enumerate(largest(scaled, others), 1)] if others else []
-                ranked = [(target, _rank(scaled, target)), *(entry for entry in best if entry[0] != target)]
-                lowest = CANNOT_BE_SAMPLED
-                scores.append([(i, max(lowest, logprob(scaled, i, weighed.norm)), rank) for i, rank in ranked])
-                if edits is not None:
-                    edits.record(target)
-        return scores
-
-    def score_all(self, logits: Float32 | Logits, asked: Sequence[Scoring]) -> list[list[Scored] | Draw]:
-        """`score` of each: all that nothing edits at once, where the logits are on a device."""
-        found: list[list[Scored] | Draw | None] = [None] * len(asked)
-        there = [] if isinstance(logits, np.ndarray) else [i for i, one in enumerate(asked) if self._scored_there(one)]
-        if there and not isinstance(logits, np.ndarray):
-            scores = iter(self._score_there(logits, [asked[i] for i in there]))
-            for i in there:
-                found[i] = next(scores)
-        return [
-            self.score(logits[first : first + len(targets)], targets, sampling, edits) if scored is None else scored
-            for scored, (first, targets, sampling, edits) in zip(found, asked, strict=True)
-        ]
-
-    def _scored_there(self, one: Scoring) -> bool:
-        plain = self._raw or one.edits is None or not one.edits.active
-        return plain and (one.sampling.prompt_logprobs or 0) <= MOST_TOPS
-
-    def _score_there(self, logits: Logits, asked: Sequence[Scoring]) -> Iterator[list[Scored] | Draw]:
-        counts = [len(one.targets) for one in asked]
-        rows = np.concatenate([np.arange(one.first, one.first + len(one.targets)) for one in asked])
-        inverse = np.array([1.0 if self._raw else inverse_temperature(one.sampling) for one in asked], np.float32)
-        targets = np.array([target for one in asked for target in one.targets], np.int64)
-        others = np.repeat([one.sampling.prompt_logprobs or 0 for one in asked], counts)
-        found = logits.score(rows, np.repeat(inverse, counts), targets, others.tolist())
-        assert found.tops is not None
-        tokens, logprobs, ranks = targets.tolist(), found.logprobs.tolist(), found.tops.ranks.tolist()
-        ids, of_ids = found.tops.ids.tolist(), found.tops.logprobs.tolist()
-        at = 0
-        for count, one in zip(counts, asked, strict=True):
-            if one.edits is not None:
-                for target in one.targets:
-                    one.edits.record(target)
-            part, most = range(at, at + count), one.sampling.prompt_logprobs or 0
-            at += count
-            if not found.finite[part.start : part.stop].all():
-                yield _BROKEN
-                continue
-            yield [
-                [
-                    (tokens[i], logprobs[i], ranks[i]),
-                    *(
-                        (other, value, rank)
-                        for rank, (other, value) in enumerate(zip(ids[i][:most], of_ids[i][:most], strict=True), 1)
-                        if other not in (tokens[i], -1)
-                    ),
-                ]
-                for i in part
-            ]
-
-    def _edited(self, row: Float32, edits: LogitEdits, target: int) -> Float32 | Draw:
-        """The row as it is where nothing is edited; a Draw when the target could not have been drawn from it."""
-        if not edits.active:
-            return row
-        if not _finite(row):
-            return _BROKEN
-        edited = self._softmax.scaled
-        edited[:] = row
-        if problem := edits.apply(edited):
-            return Draw(0, 0.0, error=problem)
-        if edits.grammar is not None and edited[target] == -np.inf:
-            return Draw(0, 0.0, error=f"token {target} is not what the constraint lets follow")
-        return edited
-
     def _sample_plain(self, logits: Float32, picks: Sequence[Pick]) -> list[Draw]:
         return draws_of(self.draw(logits, _asked_of(picks)))
 
@@ -420,12 +314,12 @@ class Sampler:
         for i, pick in enumerate(picks):
             grammar, row = pick.edits.grammar, logits[pick.row]
             assert grammar is not None
-            if not _finite(row):
-                problems[i] = _BROKEN
+            if not is_finite(row):
+                problems[i] = BROKEN
             elif problem := grammar.restrict(row, rows[i], FILL):
                 problems[i] = Draw(0, 0.0, error=problem)
             elif rows[i].max() == FILL:
-                problems[i] = _ALL_MASKED
+                problems[i] = ALL_MASKED
             if i in problems:
                 rows[i] = 0.0
         moved = [pick._replace(row=i) for i, pick in enumerate(picks)]
@@ -447,8 +341,8 @@ class Sampler:
     def _spread(self, row: Float32, pick: Pick) -> Spread | Draw:
         """Fill the buffers from a row; a Draw when nothing can be drawn."""
         if pick.edits.active:
-            if not _finite(row):
-                return _BROKEN
+            if not is_finite(row):
+                return BROKEN
             self._softmax.scaled[:] = row
             row = self._softmax.scaled
             if problem := pick.edits.apply(row):
@@ -456,8 +350,8 @@ class Sampler:
         sampling = pick.sampling
         spread = self._rows.spread(row, inverse_temperature(sampling), sampling, greedy=is_greedy(sampling))
         if not (spread.weighed.finite or pick.edits.active):
-            return _BROKEN
-        return spread if np.isfinite(spread.weighed.peak) else _ALL_MASKED
+            return BROKEN
+        return spread if np.isfinite(spread.weighed.peak) else ALL_MASKED
 
     def _shares(self, spread: Spread) -> Float64:
         """The distribution that is drawn from, [vocab]."""
@@ -481,15 +375,17 @@ class Sampler:
         if sampling.logprob_token_ids:
             ids = dict.fromkeys((token, *sampling.logprob_token_ids))
             top = [(i, max(CANNOT_BE_SAMPLED, logprob(shown, i, weighed.norm))) for i in ids]
-            draw = draw._replace(top=top, rank=_rank(shown, token))
+            draw = draw._replace(top=top, rank=rank_of(shown, token))
         elif sampling.logprobs:
             top = [(int(i), logprob(shown, int(i), weighed.norm)) for i in largest(shown, sampling.logprobs)]
-            draw = draw._replace(top=top, rank=_rank(shown, token))
+            draw = draw._replace(top=top, rank=rank_of(shown, token))
         return draw
 
 
-_ALL_MASKED = Draw(0, 0.0, error="every token is masked")
-_BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
+ALL_MASKED = Draw(0, 0.0, error="every token is masked")
+"""No token, as no id is open."""
+BROKEN = Draw(0, 0.0, error="logits are not finite", broken=True)
+"""No token, as a row of the engine's logits is not finite."""
 
 
 def on_device(sampling: SamplingParams) -> bool:
@@ -556,7 +452,7 @@ def draws_of(drawn: Drawn, start: int = 0) -> list[Draw]:
     tokens, logprobs, finite = (column[start:].tolist() for column in drawn[:3])
     closed = [False] * len(tokens) if drawn.closed is None else drawn.closed[start:].tolist()
     return [
-        Draw(token, logprob) if sound else _ALL_MASKED if masked else _BROKEN
+        Draw(token, logprob) if sound else ALL_MASKED if masked else BROKEN
         for token, logprob, sound, masked in zip(tokens, logprobs, finite, closed, strict=True)
     ]
 
@@ -565,7 +461,8 @@ def _numbers(picks: Sequence[Pick], purpose: int = 0) -> Float64:
     return uniforms([p.seed for p in picks], [p.sample for p in picks], [p.position for p in picks], purpose)
 
 
-def _finite(row: Float32) -> bool:
+def is_finite(row: Float32) -> bool:
+    """Whether all logits of a row [vocab] are numbers."""
     return bool(np.isfinite(row.max()) and np.isfinite(row.min()))
 
 
@@ -579,5 +476,6 @@ def inverse_temperature(sampling: SamplingParams) -> float:
     return 1.0 if is_greedy(sampling) else 1.0 / sampling.temperature
 
 
-def _rank(row: Float32, token: int) -> int:
+def rank_of(row: Float32, token: int) -> int:
+    """How many logits of a row [vocab] are larger than the token's, plus one: 1 = the most likely."""
     return int(np.count_nonzero(row > row[token])) + 1

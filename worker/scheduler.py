@@ -23,7 +23,8 @@ from worker.live_adapters import AdapterVersion, LiveAdapters
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
-from worker.sampler import Begun, Draw, LogprobsMode, Pick, Sampler, Scored, Scoring, draws_of, on_device
+from worker.sampler import Begun, Draw, LogprobsMode, Pick, Sampler, draws_of, on_device
+from worker.scoring import Scored, Scorer, Scoring
 from worker.sequence import Line, Request, Sequence, StopCheck, Version, accepted, refusal
 from worker.tokenizer import Tokenizer
 
@@ -71,6 +72,7 @@ class Scheduler:
         self._adapters = LiveAdapters()
         self._batcher = Batcher(self._kv, self._cohort, self._adapters, max_batch, self._metrics)
         self._sampler = sampler or Sampler(spec.vocab_size, logprobs_mode)
+        self._scorer = Scorer(spec.vocab_size, logprobs_mode)
         self._drafting = Drafting(self._sampler, self._kv, self._metrics, self._advance)
         self._requests: dict[Request, None] = {}  # in order of arrival
         self._empty: list[Request] = []
@@ -481,7 +483,7 @@ class Scheduler:
                 edits = sequence.edits if request.as_sampled else None
                 asked[sequence] = Scoring(at, targets, request.sampling, edits)
             at += row.wanted
-        scores = self._sampler.score_all(logits, list(asked.values())) if asked else []
+        scores = self._scorer.score_all(logits, list(asked.values())) if asked else []
         return dict(zip(asked, scores, strict=True))
 
     @staticmethod

@@ -71,33 +71,12 @@ def serve(
     log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, typer.Option(help="[info]")] = None,
 ) -> None:
     """Serve a checkpoint until Ctrl-C. Every option is also a variable PADDLE_ROLLOUT_<OPTION>."""
+    options = dict(locals())  # each by its name, which is that of a field of `ServeOptions`
+    settings = options.pop("set_") or []
+    files = {token: options.pop(f"{token}_file") for token in ("data_token", "admin_token", "push_token")}
     from api.cli import serve_command as command  # noqa: PLC0415  commands load what they need, --help nothing
 
-    options = {
-        "model": model,
-        "name": name,
-        "replicas": replicas,
-        "ray": ray,
-        "address": address,
-        "tp": tp,
-        "dtype": dtype,
-        "device": device,
-        "speculative": speculative,
-        "deterministic": deterministic,
-        "sum_parts": sum_parts,
-        "host": host,
-        "port": port,
-        "api_workers": api_workers,
-        "push_endpoint": push_endpoint,
-        "max_model_len": max_model_len,
-        "served_model_name": served_model_name,
-        "tool_call_parser": tool_call_parser,
-        "reasoning_parser": reasoning_parser,
-        "run_dir": run_dir,
-        "log_level": log_level,
-    }
-    files = {"data_token": data_token_file, "admin_token": admin_token_file, "push_token": push_token_file}
-    raise typer.Exit(command.run(options, files, set_ or []))
+    raise typer.Exit(command.run(options, files, settings))
 
 
 @app.command()

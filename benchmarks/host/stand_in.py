@@ -15,9 +15,8 @@ import numpy.typing as npt
 from worker.config import WorkerConfig
 from worker.engine.base import Adapters, Drawn, EngineSpec, Float32, ForwardBatch, Logits, never
 from worker.engine.sizes import engine_spec
-from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.sampler import Asked, Draw, Pick, Sampler, Scored
+from worker.sampler import Asked, Draw, Pick, Sampler
 
 _LOGPROB = -1.25
 _STRIDE = 7919
@@ -75,12 +74,6 @@ class StandInSampler(Sampler):
         tokens = 1 + (asked.seeds + asked.positions * np.uint64(_STRIDE)) % np.uint64(self._limit - 1)
         count = len(tokens)
         return Drawn(tokens.astype(np.int64), np.full(count, _LOGPROB), np.ones(count, np.bool_))
-
-    def score(
-        self, logits: Float32, targets: Sequence[int], sampling: SamplingParams, edits: LogitEdits | None = None
-    ) -> list[Scored] | Draw:
-        """Every prompt token has the same logprob."""
-        return [[(target, _LOGPROB, 1)] for target in targets]
 
 
 def made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[StandInEngine, StandInSampler]:

@@ -9,7 +9,8 @@ from worker.gpu.drawing import Drawing
 from worker.gpu.driver import CudaError, Driver, Module
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.sampler import Pick, RowSampler, Sampler, Scoring
+from worker.sampler import Pick, RowSampler, Sampler
+from worker.scoring import Scorer, Scoring
 
 MACROS = {
     "HEAD_DIM": 64,
@@ -260,14 +261,14 @@ def test_given_tokens_have_the_hosts_scores(driver, vocab, rows, mode):
         Scoring(half, targets[half:], SamplingParams(prompt_logprobs=0), None),
     ]
     drawing = drawing_from(driver, logits)
-    found = Sampler(vocab, mode).score_all(drawing.logits(rows), asked)
-    expected = Sampler(vocab, mode).score_all(logits, asked)
+    found = Scorer(vocab, mode).score_all(drawing.logits(rows), asked)
+    expected = Scorer(vocab, mode).score_all(logits, asked)
     for mine, hosts in zip(found, expected, strict=True):
         for a, b in zip(mine, hosts, strict=True):
             assert [(i, rank) for i, _, rank in a] == [(i, rank) for i, _, rank in b]
             np.testing.assert_allclose([p for _, p, _ in a], [p for _, p, _ in b], atol=3e-5)
     logits[2, 3] = np.nan
-    broken = Sampler(vocab, mode).score_all(drawing_from(driver, logits).logits(rows), asked)
+    broken = Scorer(vocab, mode).score_all(drawing_from(driver, logits).logits(rows), asked)
     assert broken[0].broken
     assert len(broken[1]) == rows - half
 

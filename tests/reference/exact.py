@@ -19,7 +19,7 @@ from worker.config import WorkerConfig
 from worker.engine.base import ForwardBatch
 from worker.engine.paddle_engine import PaddleEngine
 from worker.messages import SamplingParams
-from worker.sampler import Sampler
+from worker.scoring import Scorer
 
 _LENGTH = 256
 _BLOCK = 16
@@ -42,7 +42,7 @@ class ExactReplay:
         )
         self._engine = PaddleEngine(config, checkpoint.manifest, None, 0)
         self._engine.allocate_kv()
-        self._sampler = Sampler(self._engine.spec.vocab_size)
+        self._scorer = Scorer(self._engine.spec.vocab_size)
 
         @lru_cache(maxsize=64)
         def prepared(version: int) -> object:
@@ -66,7 +66,7 @@ class ExactReplay:
                 logits.append(made.copy())
                 begin = end
             rows = np.concatenate(logits)[len(prompt) - 1 + one.start :]
-            scores = self._sampler.score(rows, tokens[one.start : one.end], SamplingParams(temperature=temperature))
+            scores = self._scorer.score(rows, tokens[one.start : one.end], SamplingParams(temperature=temperature))
             assert isinstance(scores, list), scores
             found += [entries[0][1] for entries in scores]
         return found

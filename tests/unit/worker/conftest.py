@@ -22,6 +22,7 @@ from worker.membership import update_sequences
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encode
 from worker.sampler import Draw, Pick, RowSampler, Sampler
 from worker.scheduler import Scheduler
+from worker.scoring import Scorer
 from worker.sequence import Line, Version
 from worker.softmax import Cut, Softmax, largest
 from worker.softmax import logprob as row_logprob
@@ -335,7 +336,7 @@ class Rig:
         result, sent = self.results[request_id, index], self.sent[request_id]
         prompt, sampling = sent.prompt_ids, sent.sampling
         assert self.covers(result)
-        sampler = Sampler(self.spec.vocab_size)
+        scorer = Scorer(self.spec.vocab_size)
         for one in forward_passes([ReplySpan(*msgspec.structs.astuple(s)) for s in result.spans], len(prompt)):
             for at in range(one.start, one.end):
                 known, token = prompt + result.tokens[:at], result.tokens[at]
@@ -343,7 +344,7 @@ class Rig:
                 assert bool(adapters) == bool(sent.adapter)
                 logits = self.logits(known, one.versions[: len(known)], sent.adapter, adapters)
                 if self.speculative and sampling.temperature > 0:  # which token depends on the drafts, too
-                    score = sampler.score(logits[None], [token], sampling)
+                    score = scorer.score(logits[None], [token], sampling)
                     assert isinstance(score, list)
                     draw = Draw(token, score[0][0][1])
                 else:
@@ -354,7 +355,7 @@ class Rig:
             for at, said in enumerate(chunk.prompt_logprobs or (), start=max(1, sent.score_from)):
                 first = result.spans[0]
                 logits = self.logits(prompt[:at], [first.version] * at, sent.adapter, [first.adapter_version] * at)
-                score = sampler.score(logits[None], [prompt[at]], sampling)
+                score = scorer.score(logits[None], [prompt[at]], sampling)
                 assert isinstance(score, list)
                 assert score[0][0][1] == said[0][1], f"{request_id} prompt token {at} of {result.spans}"
 

@@ -13,6 +13,7 @@ from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
 from worker.sampler import Draw, Pick, Sampler
+from worker.scoring import Scorer
 from worker.softmax import open_ids, truncates
 
 VOCAB = 1000
@@ -230,18 +231,18 @@ def test_sampling_mask_lists_what_the_cut_left() -> None:
 
 def test_scores_are_what_sampling_would_have_reported() -> None:
     logits = _logits(4)
-    sampler = Sampler(VOCAB)
+    sampler, scorer = Sampler(VOCAB), Scorer(VOCAB)
     sampling = SamplingParams(temperature=0.7, prompt_logprobs=3)
     draws = sampler.sample(logits, [_pick(row, temperature=0.7, logprobs=3) for row in range(4)])
-    scores = sampler.score(logits, [draw.token for draw in draws], sampling)
+    scores = scorer.score(logits, [draw.token for draw in draws], sampling)
     assert isinstance(scores, list)
     for draw, entries in zip(draws, scores, strict=True):
         assert entries[0] == (draw.token, pytest.approx(draw.logprob, abs=1e-6), draw.rank)
         others = [(i, rank) for rank, (i, _) in enumerate(draw.top, 1) if i != draw.token]
         assert [(i, rank) for i, _, rank in entries[1:]] == others
-    assert isinstance(sampler.score(logits, [0] * 4, SamplingParams(prompt_logprobs=0)), list)
+    assert isinstance(scorer.score(logits, [0] * 4, SamplingParams(prompt_logprobs=0)), list)
     logits[2, 0] = np.nan
-    broken = sampler.score(logits, [0] * 4, sampling)
+    broken = scorer.score(logits, [0] * 4, sampling)
     assert isinstance(broken, Draw)
     assert broken.broken
 
@@ -249,7 +250,7 @@ def test_scores_are_what_sampling_would_have_reported() -> None:
 def test_a_closed_token_has_the_score_of_one_that_cannot_be_sampled() -> None:
     sampling = SamplingParams(prompt_logprobs=0, bad_words=[[3], [4, 5]])
     edits = LogitEdits(sampling, [0], frozenset())
-    scores = Sampler(VOCAB).score(_logits(4), [3, 5, 4, 5], sampling, edits)
+    scores = Scorer(VOCAB).score(_logits(4), [3, 5, 4, 5], sampling, edits)
     assert isinstance(scores, list)
     assert [entries[0][1] == -9999.0 for entries in scores] == [True, False, False, True]
 

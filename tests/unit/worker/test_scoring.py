@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from worker.messages import SamplingParams
-from worker.sampler import Sampler
+from worker.scoring import Scorer
 
 MakeRig = Callable[..., Any]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -329,13 +329,13 @@ def test_any_mixture_of_requests_updates_and_pushes_scores_the_version_it_names_
                 replica.scheduler.abort({str(int(rng.integers(number + 1)))})
                 replica.collect()
     replica.run()
-    sampler, how = Sampler(32), SamplingParams(prompt_logprobs=0)
+    scorer, how = Scorer(32), SamplingParams(prompt_logprobs=0)
     for name, version in wanted.items():
         last = replica.results[name, 0].last
         if last.finish == "length":
             known, at = replica.sent[name].prompt_ids, len(PROMPT)
             rows = np.stack([replica.logits(known[:i], [version] * i) for i in range(at, len(known))])
-            assert last.prompt_logprobs == sampler.score(rows, known[at:], how)
+            assert last.prompt_logprobs == scorer.score(rows, known[at:], how)
             assert last.spans[-1].version == version
         else:
             assert (last.finish, last.fault) in (("error", "version"), ("abort", ""))

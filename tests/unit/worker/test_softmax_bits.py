@@ -9,6 +9,7 @@ from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.random_streams import uniforms
 from worker.sampler import Pick, RowSampler, Sampler
+from worker.scoring import Scorer
 from worker.softmax import Softmax, exponentials, largest
 
 VOCABULARIES = [1, 2, 15, 16, 17, 63, 64, 255, 256, 257, 1000, 49152]
@@ -134,7 +135,7 @@ def test_a_tokens_logprob_is_one_number_whichever_way_it_comes(mode, temperature
     if not compiled:
         by_numpy()
     logits = _logits(40, 3000)
-    sampler = Sampler(3000, mode)
+    sampler, scorer = Sampler(3000, mode), Scorer(3000, mode)
     ways = [
         SamplingParams(temperature=temperature),
         SamplingParams(temperature=temperature, top_k=2999),
@@ -145,7 +146,7 @@ def test_a_tokens_logprob_is_one_number_whichever_way_it_comes(mode, temperature
         found: dict[int, set[float]] = {}
         picks = [Pick(row, way, LogitEdits(way, [1], frozenset()), 5, 0, row) for way in ways]
         draws = [*sampler.sample(logits, picks), *(sampler.sample(logits, [pick])[0] for pick in picks)]
-        scored = sampler.score(logits[row : row + 1], [draws[0].token], ways[0])
+        scored = scorer.score(logits[row : row + 1], [draws[0].token], ways[0])
         assert isinstance(scored, list)
         found.setdefault(draws[0].token, set()).add(scored[0][0][1])
         for draw in draws:

@@ -9,7 +9,8 @@ from worker.gpu.drawing import Drawing
 from worker.gpu.edits import Seats
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
-from worker.sampler import Pick, Sampler, Scoring
+from worker.sampler import Pick, Sampler
+from worker.scoring import Scorer, Scoring
 
 
 @pytest.fixture
@@ -78,8 +79,8 @@ def test_rows_that_the_buffer_has_no_room_for_are_made_as_they_are_asked_for(dev
     np.testing.assert_array_equal(there[7], logits[7])
     how = SamplingParams(prompt_logprobs=2)
     asked = [Scoring(2, list(range(7)), how, None), Scoring(0, [5, 6], how, None)]
-    sampler = Sampler(vocab)
-    for mine, hosts in zip(sampler.score_all(there, asked), sampler.score_all(logits, asked), strict=True):
+    sampler, scorer = Sampler(vocab), Scorer(vocab)
+    for mine, hosts in zip(scorer.score_all(there, asked), scorer.score_all(logits, asked), strict=True):
         assert [[(i, rank) for i, _, rank in row] for row in mine] == [[(i, r) for i, _, r in row] for row in hosts]
     picks = [Pick(row, SamplingParams(), LogitEdits(SamplingParams(), [], frozenset()), 7, 0, row) for row in (9, 4, 9)]
     found, expected = sampler.sample(there, picks), sampler.sample(logits, picks)

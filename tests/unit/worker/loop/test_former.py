@@ -8,7 +8,7 @@ from tests.fake_engine import fake_logits
 from tests.unit.worker.loop.rig import MODEL
 from weight_manager.messages import Rollback, RolledBack
 from worker.messages import Clear, Generate, Reload, SamplingParams
-from worker.sampler import Sampler
+from worker.scoring import Scorer
 
 PROMPT, TOKENS = [1, 2, 3], [7, 8, 9, 10, 11, 12]
 HOW = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -38,9 +38,9 @@ def answer(rig, name):
 
 
 def derived(rig, version, tokens=TOKENS):
-    known, sampler, vocab = PROMPT + tokens, Sampler(MODEL["vocab_size"]), MODEL["vocab_size"]
+    known, scorer, vocab = PROMPT + tokens, Scorer(MODEL["vocab_size"]), MODEL["vocab_size"]
     rows = [fake_logits(rig.store.hashes[version], known[:at], vocab) for at in range(len(PROMPT), len(known))]
-    return [sampler.score(row[None], [token], HOW)[0][0][1] for row, token in zip(rows, tokens, strict=True)]
+    return [scorer.score(row[None], [token], HOW)[0][0][1] for row, token in zip(rows, tokens, strict=True)]
 
 
 def scores(chunk):
