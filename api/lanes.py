@@ -188,6 +188,11 @@ class Lanes:
             self._library.lanes_delete(self._table)
         self._library = self._table = None
 
+    def settle_all(self) -> None:
+        """Settle every lane: what is said beside the tokens is not what their patterns have any more."""
+        for lane in list(self._taken.values()):
+            lane.settle()
+
     def take(self, flight: "Flight", reader: "Reader", words: Words) -> Lane | None:
         """A closed lane for a flight; None where there can be none."""
         if self._library is None or not flight.is_alone:

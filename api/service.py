@@ -49,7 +49,7 @@ class Service:
         self.fleet = Fleet(config, self.peers, self.outlet.lanes)
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.adapters = AdapterNames(model, self.weights)
-        self.versions = VersionNames(self.weights, config.state_dir or config.run_dir)
+        self.versions = VersionNames(self.weights, config.state_dir or config.run_dir, self.outlet.lanes.settle_all)
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.weight_checks = WeightChecks(self.control)
         self.http_push = HttpPush(self.weights, self.versions)

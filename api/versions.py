@@ -42,10 +42,12 @@ class VersionNames:
     Names are in state_dir/version_names.json too, so that a restarted API calls versions what it called them before.
     """
 
-    def __init__(self, weights: Weights, state_dir: Path) -> None:
+    def __init__(self, weights: Weights, state_dir: Path, renamed: Callable[[], None] = lambda: None) -> None:
+        """renamed: called whenever a version has got another name here, whichever process gave it."""
         self._weights = weights
         self._path = state_dir / FILE
         self._given = _read(self._path)
+        self._renamed = renamed
         self._writing = asyncio.Lock()
         self.on_given: Callable[[], None] = lambda: None
 
@@ -75,6 +77,7 @@ class VersionNames:
             self._given[live.version] = Given(live.run_id, live.version, live.digest, name)
         while len(self._given) > KEPT:
             del self._given[next(iter(self._given))]
+        self._renamed()
         async with self._writing:
             await asyncio.to_thread(_write, self._path, list(self._given.values()))
         self.on_given()
@@ -105,8 +108,11 @@ class VersionNames:
             await asyncio.sleep(FOLLOW_S)
 
     def read_again(self) -> None:
-        """Another process has given a name."""
-        self._given = _read(self._path)
+        """Read the file again, as another process may have given a name."""
+        given = _read(self._path)
+        if given != self._given:
+            self._given = given
+            self._renamed()
 
     def spans(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
         """`weight_versions`: half-open, over all output tokens, without gaps; with the adapter's version, if any."""

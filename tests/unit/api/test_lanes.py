@@ -493,6 +493,29 @@ async def test_other_weights_begin_another_span(service, replicas, until, by_lan
     assert len(by_lane) > TOKENS / 2
 
 
+async def test_a_name_that_a_version_is_given_meanwhile_is_said_with_the_next_token(service, replicas, until, by_lane):
+    client = await Client(service, "/v1/completions", {"prompt": "A", "max_tokens": TOKENS}).start()
+
+    async def more(made):
+        release(replicas)
+        if made == TOKENS:
+            await client.rest()
+        else:
+            await client.read(lambda: client.said.count(b"data: {") >= made)
+        await turns()
+
+    for made in range(1, 11):
+        await more(made)
+    assert is_open(service)
+    (before,) = {span["version"] for one in client.events for span in one["choices"][0]["weight_versions"]}
+    await service.versions.give("harvest")
+    for made in range(11, TOKENS + 1):
+        await more(made)
+    names = [one["choices"][0]["weight_versions"][-1]["version"] for one in client.events]
+    assert names == [before] * 10 + ["harvest"] * (TOKENS - 10)
+    assert len(by_lane) > TOKENS / 2  # by a lane again
+
+
 async def test_what_a_lane_says_counts_against_silence(service, replicas, until, monkeypatch):
     monkeypatch.setattr(answering, "KEEP_ALIVE_S", 3.0)
     client = await Client(service).start()
