@@ -20,7 +20,6 @@ from api.members import ReplicasFile
 from api.metrics import Metrics
 from api.model import Model
 from api.processes.peers import Peers
-from api.processes.rates import SharedRateLimit
 from api.rate_limit import RateLimit
 from api.replicas import Fleet
 from api.versions import VersionNames
@@ -53,19 +52,14 @@ class Service:
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.weight_checks = WeightChecks(self.control)
         self.http_push = HttpPush(self.weights, self.versions)
-        self.rate_limit = self._rate_limit()
+        shared = self.peers.directory if self.peers else None
+        self.rate_limit = RateLimit(config.requests_per_s, shared) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
         self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
         self.generations.abort_elsewhere = self._abort_elsewhere
         if self.peers is not None:
             self.versions.on_given = self.peers.board.tell
             self.peers.on_news = self.versions.read_again
-
-    def _rate_limit(self) -> RateLimit | SharedRateLimit | None:
-        per_s = self.config.requests_per_s
-        if not per_s:
-            return None
-        return RateLimit(per_s) if self.peers is None else SharedRateLimit(per_s, self.peers.directory)
 
     async def abort_here(self, request_ids: list[str] | None, timeout_s: float) -> int:
         """End requests of this process, by id or all; returns how many."""

@@ -12,7 +12,7 @@ and the others pass such requests on.
 | control verbs, loads, HTTP updates | in the lead (forwarding.py, passing.py) | 503 or 504, or its successor does it |
 | open and held requests, loads | `api/board`, a row for each (board.py) | its successor sets the row to 0 |
 | counters of replies and retries | `api/counts-K`, for each (counts.py) | its successor goes on counting |
-| requests a second and client | `api/rate`, all of them (rates.py) | stay |
+| requests a second and client | `api/rate`, all of them (rate_limit.py) | stay |
 | ids of running requests | `api/claims/`, a link for each (claims.py) | its successor removes its links |
 | which replica a session has | nowhere: it follows from the id (board.py) | |
 

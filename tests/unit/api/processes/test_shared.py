@@ -10,7 +10,7 @@ from api.errors import TooMany
 from api.processes.board import Board, home
 from api.processes.claims import Claims
 from api.processes.counts import NAMES, Counts
-from api.processes.rates import SETS, WAYS, SharedRateLimit
+from api.rate_limit import SETS, WAYS, RateLimit
 
 
 def test_a_row_is_seen_by_the_others_and_ends_with_its_process(tmp_path):
@@ -154,7 +154,7 @@ def test_an_id_that_cannot_be_written_down_refuses_nobody(tmp_path, monkeypatch)
 
 
 def test_a_rate_is_of_all_processes_together(tmp_path):
-    one, other = SharedRateLimit(4, tmp_path / "api"), SharedRateLimit(4, tmp_path / "api")
+    one, other = RateLimit(4, tmp_path / "api"), RateLimit(4, tmp_path / "api")
     for limit in (one, other, one, other):
         limit.take("10.0.0.1", 100.0)
     for limit in (one, other):
@@ -167,8 +167,6 @@ def test_a_rate_is_of_all_processes_together(tmp_path):
 
 
 def test_a_full_set_gives_up_the_client_that_was_silent_longest(tmp_path, monkeypatch):
-    from api.processes import rates
-
     class Same:
         def __init__(self, client, digest_size):
             self.key = int(client) * SETS + 5
@@ -176,8 +174,8 @@ def test_a_full_set_gives_up_the_client_that_was_silent_longest(tmp_path, monkey
         def digest(self):
             return self.key.to_bytes(8, "little")
 
-    monkeypatch.setattr(rates, "blake2b", Same)
-    limit = SharedRateLimit(1, tmp_path / "api")
+    monkeypatch.setattr("api.rate_limit.blake2b", Same)
+    limit = RateLimit(1, tmp_path / "api")
     for client in range(WAYS + 1):
         limit.take(str(client), 100.0 + client / 100)
     with pytest.raises(TooMany):
