@@ -55,7 +55,7 @@ def play(engine, *, device: bool, mode: str) -> tuple[dict[Any, Any], int]:
     for _ in range(200):
         if scheduler.idle:
             break
-        if flight is not None and scheduler.flying:
+        if flight is not None and scheduler.launched_ahead:
             logits, flown = flight, flown + 1
         else:
             batch = scheduler.schedule(1, 100)

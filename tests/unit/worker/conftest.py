@@ -179,7 +179,7 @@ class Rig:
         return handle
 
     def bind(self, version: int) -> None:
-        self.land()
+        self.take_in()
         self.version = version
         self.epoch = next(self.epochs)
         self.live, self.former = Version(version, self.epoch), self.live
@@ -192,7 +192,7 @@ class Rig:
 
     def adapter(self, name: str, version: int, policy: Any = "keep") -> None:
         """Another version of an adapter is live; the engine forgets those that nobody computes with."""
-        self.land()
+        self.take_in()
         epoch, adapters = next(self.epochs), self.engine.adapters
         assert isinstance(adapters, FakeAdapters)
         spans, flat = in_one_array(self.adapter_views(name, version))
@@ -202,7 +202,7 @@ class Rig:
         self.collect()
 
     def unload(self, name: str) -> None:
-        self.land()
+        self.take_in()
         self.scheduler.adapter_gone(name)
         self.forget_adapters()
         self.collect()
@@ -228,15 +228,15 @@ class Rig:
             time.sleep(0.001)
         return found if grammar else None
 
-    def land(self) -> None:
+    def take_in(self) -> None:
         flight, self.flight = self.flight, None
-        if flight is not None and self.scheduler.flying:
+        if flight is not None and self.scheduler.launched_ahead:
             self.scheduler.apply(flight)
             self.collect()
 
-    def fly_on(self) -> bool:
+    def go_on_ahead(self) -> bool:
         flight = self.flight
-        if flight is None or not self.scheduler.flying:
+        if flight is None or not self.scheduler.launched_ahead:
             self.flight = None
             return False
         self.flights += 1
@@ -245,7 +245,7 @@ class Rig:
         return True
 
     def schedule(self, **options: Any) -> ForwardBatch | None:
-        self.land()
+        self.take_in()
         return self.scheduler.schedule(self.version, self.epoch, former=self.former, **options)
 
     def forward(self, batch: ForwardBatch) -> Float32:
@@ -259,7 +259,7 @@ class Rig:
         return logits
 
     def step(self, **options: Any) -> bool:
-        if self.fly_on():
+        if self.go_on_ahead():
             self.collect()
             self.check_blocks()
             return True
@@ -282,7 +282,7 @@ class Rig:
             if self.scheduler.idle:
                 break
             self.step()
-        self.land()
+        self.take_in()
         self.collect()
         assert self.scheduler.idle, "no progress"
         assert self.scheduler.blocks_used == 0

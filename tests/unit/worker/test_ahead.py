@@ -245,7 +245,7 @@ def test_a_step_of_weights_that_become_live_stays_under_way_and_one_of_others_do
     batch = replica.scheduler.venture(3, replica.epoch)
     logits = Ahead(replica.engine, replica.forward(batch))
     replica.scheduler.enter(3, replica.epoch, recompute=False)
-    assert replica.scheduler.flying
+    assert replica.scheduler.launched_ahead
     replica.flight = logits
     replica.step()
     replica.run()
@@ -255,11 +255,11 @@ def test_a_step_of_weights_that_become_live_stays_under_way_and_one_of_others_do
     replica.add("b", [1, 2], max_tokens=20, temperature=1.0, seed=1)
     for _ in range(4):
         replica.step()
-    replica.land()
+    replica.take_in()
     before = replica.epoch
     replica.scheduler.venture(9, before + 1)
     replica.scheduler.enter(3, before, recompute=False)  # rolled back
-    assert not replica.scheduler.flying
+    assert not replica.scheduler.launched_ahead
     replica.run()
     replica.check_replay("b")
     assert [span.version for span in replica.results["b", 0].last.spans] == [3]
@@ -279,7 +279,7 @@ def test_all_kinds_are_ventured_and_go_on_under_the_version_that_is_live(rig: An
     assert len(batch.token_ids) == running > 5
     logits = Ahead(replica.engine, replica.forward(batch))
     replica.scheduler.enter(3, replica.epoch, recompute=policy == "recompute")
-    assert replica.scheduler.flying == (policy == "keep")
+    assert replica.scheduler.launched_ahead == (policy == "keep")
     replica.flight = logits
     replica.run()
     for name in kinds:
@@ -294,7 +294,7 @@ def test_nothing_is_ventured_but_a_token_for_each_that_runs(rig):
     assert replica.scheduler.venture(1, 200) is None, "a prompt is computed of one version"
     for _ in range(3):
         replica.step()
-    replica.land()
+    replica.take_in()
     replica.add("b", [3, 4], max_tokens=3, temperature=1.0, seed=2)
     batch = replica.scheduler.venture(1, 200)
     assert len(batch.token_ids) == 1, "whoever waits begins under weights that are live"
