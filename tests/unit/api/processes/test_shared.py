@@ -70,7 +70,7 @@ def test_no_page_of_a_table_is_left_to_be_had_later(tmp_path):
     """One that the disk has no room for would end the process that touches it first."""
     Board(tmp_path / "api", 0, 2)
     Counts(tmp_path / "api", 0)
-    SharedRateLimit(4, tmp_path / "api")
+    RateLimit(4, tmp_path / "api")
     tables = {path.name: path.stat() for path in (tmp_path / "api").iterdir()}
     assert set(tables) == {"board", "counts-0", "rate"}
     for name, stat in tables.items():
