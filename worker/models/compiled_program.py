@@ -94,9 +94,9 @@ class CompiledProgram(Program):
         return turned
 
     def _many(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> bool:
-        """Record a product of many.c's; whether it has one."""
+        """Record a product of many.c's; whether it has one: not of a part of each token's inputs (`_summed`)."""
         part = self._part_of_many(weight) if 16 <= self._tokens <= MOST else None
-        if part is None:
+        if part is None or not (src.flags.c_contiguous or src.T.flags.c_contiguous):
             return False
         words = (self._native, mode, weight, bias, part, src, dst)
         self._steps.append(ManyProduct(*words, lambda rows: self._buffer("product", rows)))

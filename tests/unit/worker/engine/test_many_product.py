@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.reference.checkpoint import Checkpoint
 from worker.models import few_product
 from worker.models.few_product import FewProduct
 from worker.models.many_product import ADD, GATED, GATED_GELU, MOST, SET, TURNED, ManyProduct, is_fast
@@ -115,3 +116,25 @@ def test_steps_of_a_middle_size_have_them(checkpoint, feeder, backend, native, d
     used = run.engine._backend
     program, _ = used._programs[*used.form(tokens), False]
     assert sum(isinstance(step, ManyProduct) for step in program._steps) == products * used._spec.layers
+
+
+@pytest.mark.parametrize("sum_parts", [1, 2, 4])
+def test_a_prompt_is_the_same_in_any_steps_also_where_inputs_are_summed_in_parts(
+    native, checkpoint_class, feeder, tmp_path, sum_parts
+):
+    """A part of what attention made lies in the midst of each token's numbers, where the kernel does not look."""
+    Checkpoint.random(tmp_path / "wide", 0, num_attention_heads=8, num_key_value_heads=4)
+    model = checkpoint_class(tmp_path / "wide")
+    ids = list(range(1, 61))
+    made = []
+    for steps in ([60], [1] * 8 + [32] + [20]):
+        run = feeder(model.engine(deterministic="on", sum_parts=sum_parts), [ids])
+        for count in steps:
+            run.step({0: count})
+        made.append(run.all_logits(0))
+    assert np.array_equal(*made)
+
+
+@pytest.fixture
+def dtype():
+    return "float32"
