@@ -9,13 +9,13 @@ from api.auth import require_admin
 from api.errors import ApiError, BadInput, NotFound, status_of
 from api.replies import Json
 from api.schemas import lora as schema
-from api.schemas.base import ERRORS
+from api.schemas.base import ERRORS, ErrorBody
 from api.service import Service, Uses
 
 router = APIRouter(responses=ERRORS, dependencies=[Depends(require_admin)])
 
 NOT_DONE: dict[int | str, dict[str, Any]] = {
-    status: {"model": schema.AdapterUpdated, "description": "Nothing changed."} for status in ("4XX", "5XX")
+    status: {"model": schema.AdapterUpdated | ErrorBody, "description": "Nothing changed."} for status in ("4XX", "5XX")
 }
 
 

@@ -35,6 +35,8 @@ MEMORY = re.compile("sleep|wake|memory|clear_load|update_model_weight")
 GENERATING = re.compile("/v1/rollout/generate|/v1/completions|/v1/chat/completions|/inference/v1/generate|/generate")
 ENDLESS = "/ui/events"
 """An event stream that never ends. tests/unit/api/test_ui.py reads it."""
+PLAIN_EVERY = 16
+"""What is sent to a route that generates is a plain request so often (clients/schemathesis_hooks.py)."""
 OUT = Path(__file__).parents[2] / "out" / "schemathesis"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 GROUPS = [
@@ -109,6 +111,7 @@ def test_every_route_keeps_to_its_schema(short_service: LiveService, group: str,
         for entry in json.loads(har.read_text())["log"]["entries"]
         if entry["response"]["status"] == 200
     )
-    for _, path in chosen if group.startswith("generate") else []:  # not only errors were looked at
-        assert answers[path, "application/json"] > EXAMPLES // 4, answers
-        assert answers[path, "text/event-stream"] > EXAMPLES // 4, answers
+    for _, path in chosen if group.startswith("generate") else []:
+        # Not only errors were looked at: of the plain requests among those that were sent most were answered.
+        assert answers[path, "application/json"] >= EXAMPLES // PLAIN_EVERY // 4, answers
+        assert answers[path, "text/event-stream"] >= EXAMPLES // PLAIN_EVERY // 4, answers

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import jsonschema
 import pytest
 
 from rollout_client import http_calls as calls
@@ -227,3 +228,15 @@ async def test_the_client_names_an_adapter(client, loaded):
     reply = await client.post("/v1/rollout/generate", json=calls.generate(prompt_ids=PROMPT, adapter="policy-a").body)
     result = calls.generate(prompt_ids=PROMPT, adapter="policy-a").decode(reply)
     assert result.outputs[0].spans[0].adapter_version == 3
+
+
+@pytest.mark.parametrize("path", ["/load_lora_adapter", "/unload_lora_adapter"])
+async def test_what_sglangs_routes_refuse_is_described(client, loaded, path):
+    """Whether the adapter is wrong or the request itself is."""
+    document = (await client.get("/openapi.json")).json()
+    described = document["paths"][path]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    loaded.results[LoadAdapter] = loaded.results[UnloadAdapter] = Result("", False, "io", "no such adapter")
+    for body in ({}, {"lora_name": "policy-c", "lora_path": "/models/c"}):
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 400
+        jsonschema.validate(reply.json(), described | {"components": document["components"]})
