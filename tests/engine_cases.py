@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
+from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import manifest_for
 from weight_manager.layout import Extent, make_layout, piece, rank_views, region_views
 from worker.engine.base import ForwardBatch
@@ -42,15 +42,6 @@ class Checkpoint:
             piece = piece if change is None else change(piece)
             view[:] = piece if self.dtype == "float32" else to_bits(piece)
         return rank_views(self.layout, rank, memoryview(slot).toreadonly())
-
-
-@dataclass(frozen=True)
-class AdapterModule:
-    """What an adapter says of one linear."""
-
-    name: str
-    rank: int
-    scale: float
 
 
 def in_one_array(views: dict[str, np.ndarray]) -> tuple[dict[str, Extent], np.ndarray]:

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import Extent
 from worker.config import WorkerConfig
-from worker.engine.base import AdapterModule, Adapters, EngineSpec, Float32, ForwardBatch, Interrupted, never
+from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Interrupted, never
 from worker.engine.sizes import engine_spec
 
 ENGINE = "worker.engine=tests.fake_engine:made"

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import VIEW_DTYPE, Extent
-from worker.engine.base import AdapterModule
 from worker.models.low_rank import LowRank
 from worker.models.packed_adapter import Factors, Site
 

@@ -26,7 +26,10 @@ of 560 modules takes 0.1."""
 
 
 class AdapterModule(msgspec.Struct, frozen=True, array_like=True):
-    """One adapted matrix. name: of the served weight without ``.weight``. What is added to W x is scale B A x."""
+    """One adapted matrix: scale B A x is added to its W x.
+
+    name: of the served weight, without ``.weight``. rank: rows of A, columns of B. scale: PEFT's, of alpha and rank.
+    """
 
     name: str
     rank: int

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload, runtime_c
 import numpy as np
 import numpy.typing as npt
 
+from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import Extent
 
 if TYPE_CHECKING:
@@ -281,25 +282,6 @@ class OnDevice(Protocol):
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that nobody has, as its driver says."""
-        ...
-
-
-class AdapterModule(Protocol):
-    """What an adapter says of one linear that it changes: y += scale * (x A^T) B^T."""
-
-    @property
-    def name(self) -> str:
-        """HF module path in the served model, as in "model.layers.0.self_attn.q_proj"."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Rows of A, columns of B."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """What B A is multiplied by, as PEFT works it out from alpha and rank."""
         ...
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests import family_cases
-from tests.engine_cases import ADAPTERS, Adapter, AdapterModule, hold_adapter
+from tests.engine_cases import ADAPTERS, Adapter, hold_adapter
+from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
 from worker.models.packed_adapter import sites_of

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests import family_cases
-from tests.engine_cases import ADAPTERS, Adapter, AdapterModule, hold_adapter, to_bits
+from tests.engine_cases import ADAPTERS, Adapter, hold_adapter, to_bits
+from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import decoder_spec
 from worker.cpu import native, onednn
 from worker.models import few_product
