@@ -1,7 +1,7 @@
 """A trainer's connection to a store: one DEALER socket, used by one thread at a time; no wait is without an end."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -154,11 +154,23 @@ class Channel:
                 continue
         return None
 
-    def request(self, message: Message, answer: type[R] | tuple[type[R], ...], *, timeout_s: float) -> R:
-        """Send and wait for an answer of this kind and session. Raises PushError, StoreUnavailable."""
+    def request(
+        self,
+        message: Message,
+        answer: type[R] | tuple[type[R], ...],
+        *,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> R:
+        """Send and wait for an answer of this kind and session. meanwhile: called once it is sent.
+
+        Raises PushError, StoreUnavailable.
+        """
         end = time.monotonic() + timeout_s
         self.send(message, timeout_s=timeout_s)
-        return self.answer(message, answer, timeout_s=max(end - time.monotonic(), 0.0), losses=self._monitor.losses)
+        losses = self._monitor.losses
+        meanwhile()
+        return self.answer(message, answer, timeout_s=max(end - time.monotonic(), 0.0), losses=losses)
 
     def answer(self, message: Message, answer: type[R] | tuple[type[R], ...], *, timeout_s: float, losses: int) -> R:
         """The answer, or the next one, to what was sent; see `request`. losses: when it was sent."""

@@ -10,8 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
@@ -463,7 +464,7 @@ class WeightPublisher:
             else:
                 message, plan = msgspec.structs.replace(begin, parts=parts), None
             try:
-                reply = self._ask(message, (Placement, Committed), deadline)
+                reply = self._ask(message, (Placement, Committed), deadline, partial(_locate, begin, held))
                 assert isinstance(reply, Placement | Committed)
                 return self._planned(reply, whose, plan, parts), held
             except Busy as busy:
@@ -490,12 +491,18 @@ class WeightPublisher:
         self._plans[whose] = _Plan(reply.plan, parts, reply.copies)
         return reply
 
-    def _ask(self, message: Message, answer: type[R] | tuple[type[R], ...], deadline: float) -> R:
+    def _ask(
+        self,
+        message: Message,
+        answer: type[R] | tuple[type[R], ...],
+        deadline: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> R:
         """The store keeps the deadline that it is told; it gets a little longer to say so."""
         left = _left(deadline)
         if left <= 0:
             raise DeadlineExceeded("deadline", "the push did not end in time")
-        return self._channel.request(message, answer, timeout_s=left + REPLY_MARGIN_S)
+        return self._channel.request(message, answer, timeout_s=left + REPLY_MARGIN_S, meanwhile=meanwhile)
 
     def _abort(self, session: str) -> None:
         """Best effort: a store that does not hear it undoes the session when the lease runs out."""
@@ -525,6 +532,17 @@ class WeightPublisher:
 def _live(welcome: Welcome, whose: str) -> tuple[str, int | None]:
     """Run and version that is served: of an adapter, or of the model's weights, ""."""
     return welcome.adapters.get(whose, ("", None)) if whose else (welcome.live_run, welcome.live_version)
+
+
+def _locate(begin: Begin, held: Sequence[Source]) -> None:
+    """While the store looks for a place: where the tensors of a push lie that are copied from there.
+
+    What is raised here is raised again when they are copied, and the session undone that is opened meanwhile.
+    """
+    if begin.transport == "shm":
+        with contextlib.suppress(Exception):
+            for source in held:
+                source.address()
 
 
 def _left(deadline: float) -> float:

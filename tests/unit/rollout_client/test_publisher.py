@@ -1,3 +1,5 @@
+import threading
+
 import msgspec
 import numpy as np
 import pytest
@@ -5,7 +7,9 @@ import xxhash
 
 from rollout_client import errors
 from rollout_client import protocol as wire
+from rollout_client.copying import prepare
 from rollout_client.protocol import Copy
+from rollout_client.tensors import Source
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
 B = np.arange(5, dtype=np.float32) + 100
@@ -216,6 +220,35 @@ def test_a_plan_whose_copies_have_changed_is_taken_as_it_is_said(store, publishe
     slot = np.frombuffer(store.arena.slot(0), np.float32)
     np.testing.assert_array_equal(slot[:5], B)
     np.testing.assert_array_equal(slot[32:44], A.reshape(-1))
+
+
+def look_up(monkeypatch, found):
+    """Have the place of each tensor looked up by `found`."""
+    looked, really = threading.Event(), Source._address
+    monkeypatch.setattr(Source, "_address", lambda source: (looked.set(), found(), really(source))[-1])
+    return looked
+
+
+def test_where_tensors_lie_is_looked_up_while_the_store_answers(store, publisher, monkeypatch):
+    calls = []
+    looked, in_time = look_up(monkeypatch, lambda: calls.append(1)), []
+    store.place(TWO)
+    place = store.on[wire.Begin]
+    store.on[wire.Begin] = lambda m, payload: in_time.append(looked.wait(30)) or place(m, payload)
+    publisher().push({"a": A, "b": B}, 1)
+    assert in_time == [True]
+    assert len(calls) == 2, "and once"
+    assert store.digests == {0: xxh(A), 1: xxh(B)}
+
+
+def test_a_tensor_whose_place_cannot_be_told_undoes_the_session(store, publisher, monkeypatch):
+    if prepare(60.0) is None:
+        pytest.skip("no C compiler here: nothing is copied by its address")
+    look_up(monkeypatch, lambda: 1 / 0)
+    store.place(TWO)
+    with pytest.raises(ZeroDivisionError):
+        publisher().push({"a": A, "b": B}, 1)
+    assert [message.session for message in store.of(wire.Abort)] == ["session"]
 
 
 def test_ranks_of_several_describe_what_they_push(store, publisher):
