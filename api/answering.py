@@ -98,7 +98,7 @@ class Stream(Response, ABC):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Take one request, as ASGI has it."""
         self._extensions = scope.get("extensions") or {}
         self._write_now = self._extensions.get(WRITE_NOW)
         self._loop = asyncio.get_running_loop()

@@ -43,7 +43,7 @@ class Bodies:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Take one request, as ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -31,7 +31,7 @@ class Hosts:
         self._or = ", or set a data token" if config.data_token is None else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. HTTP/1.0 probes may say no name at all; a browser always does."""
+        """Take one request, as ASGI has it. HTTP/1.0 probes may say no name at all; a browser always does."""
         if scope["type"] == "http" and not self._any:
             for key, value in scope["headers"]:
                 if key == b"host" and not self._is_ours(value.decode("latin-1")):

@@ -13,7 +13,7 @@ class ReplyCounts:
         self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Take one request, as ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

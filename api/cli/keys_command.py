@@ -11,7 +11,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def run(directory: Path, trainer: str) -> int:
-    """Write the files and say what to do with them; returns the exit status."""
+    """Write the key files and say what to do with them; returns the exit status."""
     with explained():
         store, own = make_keys(directory, trainer)
     console.print(

@@ -66,7 +66,7 @@ class Internal:
         self._abort = abort
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Take one request, as ASGI has it."""
         if scope["type"] == "http":
             internal = is_internal(scope)
             client = dict(scope["headers"]).get(CLIENT) if internal else None
@@ -107,7 +107,7 @@ class Elsewhere:
         self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Take one request, as ASGI has it."""
         if scope["type"] != "http" or self._stays(scope):
             await self._app(scope, receive, send)
             return
@@ -159,7 +159,7 @@ class Claiming:
         self._passing = passing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Take one request, as ASGI has it."""
         if scope["type"] != "http" or scope["path"] not in GENERATE or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

@@ -123,8 +123,8 @@ CANNOT_BE_SAMPLED = -9999.0
 
 
 class Tops(NamedTuple):
-    """Per row [R]: other ids [R, W], those that were asked for or the likeliest, best first (-1: there are no more),
-    their logprobs, and the rank of the row's own id (1 = the likeliest).
+    """What is reported beside the drawn ids of R rows. ids: [R, W], those that were asked for, or the likeliest, best
+    first; -1 = there are no more. logprobs: [R, W] of these. ranks: [R] of the drawn ids; 1 = the likeliest.
     """
 
     ids: Int64
@@ -133,8 +133,8 @@ class Tops(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Per row [R]: the id, its logprob, and whether there are such: else all logits were masked (`closed`), or not all
-    were finite.
+    """What was drawn from R rows. tokens: [R] ids. logprobs: [R] of these. finite: [R], whether the row has a token at
+    all; else all its logits were masked (`closed`, [R]), or they were not all finite.
     """
 
     tokens: Int64
@@ -158,9 +158,11 @@ class Cuts(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Per row [R], what makes it more than a plain draw. edits: of its logits (None: none), as they are now. tops: so
-    many of the likeliest ids are reported; others: or these ids. untouched: what is reported is of the logits as the
-    model made them, at temperature 1. marked: the ids that were left open are reported.
+    """What makes the draws of R rows more than plain ones, [R] each.
+
+    edits: of the row's logits, as they are now (None = there are none). tops: how many of the likeliest ids are reported;
+    others: or which ids are. untouched: what is reported is of the logits as the model made them, at temperature 1.
+    marked: the ids that were left open are reported.
     """
 
     edits: Sequence["LogitEdits | None"]
