@@ -160,7 +160,7 @@ class Cuts(NamedTuple):
 class Extras(NamedTuple):
     """What makes the draws of R rows more than plain ones, [R] each.
 
-    edits: of the row's logits, as they are now (None = there are none). tops: how many of the likeliest ids are reported;
+    edits: of the row's logits, as they are now (None = none). tops: how many of the likeliest ids are reported;
     others: or which ids are. untouched: what is reported is of the logits as the model made them, at temperature 1.
     marked: the ids that were left open are reported.
     """
