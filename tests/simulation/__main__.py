@@ -2,7 +2,8 @@
 
     python -m tests.simulation [--seeds 10000] [--from 0] [--keep-going]
 
-One seed again, with everything that happened before: `python -m tests.simulation --seeds 1 --from SEED`.
+Standard error says every minute how far it is. One seed again, with everything that happened before:
+`python -m tests.simulation --seeds 1 --from SEED`.
 """
 
 import argparse
@@ -12,6 +13,9 @@ from collections import Counter
 
 from tests.simulation.run import play
 from tests.simulation.world import Violation
+
+EVERY_S = 60.0
+"""Between two lines that say how far it is."""
 
 
 def main() -> int:
@@ -23,8 +27,11 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first")
     parser.add_argument("--keep-going", action="store_true", help="print the first line of each, and go on")
     options = parser.parse_args()
-    began, failed, counts = time.process_time(), 0, Counter[str]()
-    for seed in range(options.first, options.first + options.seeds):
+    began, said, failed, counts = time.process_time(), time.monotonic(), 0, Counter[str]()
+    for done, seed in enumerate(range(options.first, options.first + options.seeds)):
+        if time.monotonic() > said + EVERY_S:
+            said = time.monotonic()
+            print(f"{done} of {options.seeds} seeds, {failed} broken", file=sys.stderr, flush=True)
         try:
             counts.update(play(seed).counts)
         except Violation as violation:
