@@ -118,9 +118,10 @@ async def exchange(client: httpx.AsyncClient, name: str, scope: Scope, body: byt
 
     One that is not there is waited for, COME_BACK_S; nothing is sent twice.
     """
-    url = client.base_url.copy_with(raw_path=_target(scope))
     headers = [(k, v) for k, v in scope["headers"] if k not in _HOP]
-    answer = await _reached(client, name, client.build_request(scope["method"], url, headers=headers, content=body))
+    target = {"target": _target(scope)}  # as it came: a URL of httpx's would be refused, or another, in cases
+    request = client.build_request(scope["method"], "/", headers=headers, content=body, extensions=target)
+    answer = await _reached(client, name, request)
     try:
         kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _HOP - {b"content-length"}]
         await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})

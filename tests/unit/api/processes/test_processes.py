@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from worker.messages import Abort, Clear, Generate, Pause
 
 PROMPT = {"prompt_ids": [65], "max_tokens": 2}
@@ -325,6 +327,39 @@ async def test_nobody_outside_can_say_that_he_is_a_process(processes):
         said = {"request_ids": None, "timeout_s": 1}
         assert (await process.client.post("/internal/abort", json=said)).status_code == 404
         assert (await process.client.get("/live", headers={"x-rollout-client": "10.0.0.1"})).status_code == 200
+
+
+TARGETS = [
+    *(
+        "*",
+        "http://localhost/v1/rollout/weights",
+        "http://localhost",
+        "/%zz",
+        '/a"<>{}|^`',
+        "/v1/rollout/weights?x=%&y",
+    ),
+    *(
+        '/x?y"<',
+        "//v1/rollout/weights",
+        "/v1/../v1/rollout/weights",
+        "/a#b",
+        "/" + "a" * 65_000,
+        "/x?" + "%41" * 21_000,
+    ),
+    *("/:80", "/@host/x", "http://[::1/x", "/v1/rollout/weights/wait?version=0&timeout_s=0.1"),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=[target[:24] for target in TARGETS])
+async def test_what_is_asked_for_in_strange_words_is_answered_alike_by_both(processes, target):
+    statuses = []
+    for process in processes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.client.base_url.port)
+        method = "OPTIONS" if target == "*" else "GET"
+        writer.write(f"{method} {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        statuses.append(int((await asyncio.wait_for(reader.readline(), 30)).split()[1]))
+        writer.close()
+    assert statuses[0] == statuses[1] < 500
 
 
 async def test_a_body_that_is_too_long_is_refused_before_it_travels(processes):
