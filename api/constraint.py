@@ -1,7 +1,8 @@
 """What output is constrained to, in whatever words a request has for it -> one grammar, as replicas compile it.
 
 A grammar is written for llguidance: JSON with a list of Lark grammars and JSON schemas, the first of which may name the
-others. Whether it is one that can be followed is found out by the replica, whose answer becomes a 400.
+others. Whether it is one that can be followed is found out by the replica, whose answer becomes a 400; but that a
+grammar in Lark has no end is found out here, as following it has none either.
 """
 
 import json
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from api.errors import BadInput
-from weight_manager.processor_limit import processor_limit
+from api.grammar_ends import endless_rule
+from weight_manager.processor_limit import OverLimit, processor_limit
 
 MAX_CHARS = 1 << 18
 """Most characters of a grammar, all of it together."""
@@ -19,7 +21,8 @@ MAX_EBNF_CHARS = 1 << 14
 """Most characters of a grammar that is translated in this process."""
 MAX_CHOICES = 4096
 _TRANSLATION_S = 0.5
-"""Processor time of one, in which nobody else is answered. Its translator takes the square of some texts' lengths."""
+"""Processor time of one, in which nobody else is answered, and of looking for its end. The translator takes the square
+of some texts' lengths."""
 _LARK = re.compile(r"^[^\S\n]*+start\s*+(?:\[[^\]]{0,256}+\]\s*+)?:(?!:)", re.MULTILINE)
 """Possessive: a grammar is read once, whatever it is."""
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
@@ -119,8 +122,11 @@ class Writer:
             grammars = json.loads(text)["grammars"]
             if len(grammars) != 1:
                 raise BadInput("of llguidance's own grammars one can be sent; write it as one")
-            return self._other({key: value for key, value in grammars[0].items() if key != "name"})
-        return self._other({"lark_grammar": _as_lark(text)})
+            grammar = {key: value for key, value in grammars[0].items() if key != "name"}
+        else:
+            grammar = {"lark_grammar": _as_lark(text)}
+        _check_end(grammar.get("lark_grammar"))
+        return self._other(grammar)
 
     def _tags(self, tags: dict[str, Any]) -> str:
         """Text in which every trigger begins one of the structures, as vLLM's and SGLang's structural tags have it."""
@@ -173,6 +179,20 @@ def _as_lark(text: str) -> str:
     except Exception as error:  # the translation raises nothing narrower
         raise BadInput(f"the grammar is neither Lark nor EBNF: {str(error)[:200]}") from None
     return lark
+
+
+def _check_end(lark: Any) -> None:
+    """Raises BadInput for a grammar that lets no text be complete, or that goes on to where none can be."""
+    if not isinstance(lark, str):
+        return
+    try:
+        with processor_limit(_TRANSLATION_S):
+            rule = endless_rule(lark)
+    except OverLimit:
+        raise BadInput("the grammar takes too long to read: make it simpler") from None
+    if rule:
+        needs = f"each alternative of rule {rule!r} needs, sooner or later, the rule itself"
+        raise BadInput(f"the grammar has no end: {needs}; give it one that does not")
 
 
 def _closed(schema: Any) -> Any:

@@ -40,6 +40,8 @@ names the next: the largest grammar that may be sent needs 100 MB, and a stack t
 """
 _COMPILE_S = 20.0
 """Seconds from a grammar's arrival to its being compiled; beyond them its requests are refused."""
+_NO_END = "ff_tokens"
+"""Where the library gave up looking ahead, as it does for as long as one text only can follow."""
 _MASK_S = 0.1
 _MASK_S_PER_TOKEN = 0.002
 """Processor seconds that the masks of a request may take: _MASK_S, and this much more for each token. Usual masks take
@@ -120,7 +122,10 @@ class Matcher:
         fill_next_token_bitmask(self._matcher, self._bits, 0)
         self._budget.left_s -= time.thread_time() - began
         if self._matcher.is_error():
-            return f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
+            error = self._matcher.get_error()
+            if _NO_END in error:
+                return "the grammar cannot be followed: from here on there is one text only, and it has no end"
+            return f"the grammar cannot be followed: {_first_line(error)}"
         if self._budget.left_s < 0:
             return "the grammar takes too much time to follow: make it simpler, or bound its repetitions"
         bits = self._bits.view(np.uint8)[0]

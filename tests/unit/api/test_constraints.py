@@ -377,6 +377,9 @@ async def test_reasoning_comes_before_what_is_held(service, client, replicas):
         ("tokens", {"structured_outputs": {"choice": []}}, "choice"),
         ("sglang", {"regex": "x", "ebnf": "root ::= x"}, "one way only"),
         ("sglang", {"ebnf": "this is no grammar"}, "neither Lark nor EBNF"),
+        ("native", {"constraint": {"grammar": 'start: "a" start'}}, "no end: each alternative of rule 'start'"),
+        ("sglang", {"ebnf": 'root ::= "a" root'}, "no end"),
+        ("chat", {"guided_grammar": '{"grammars": [{"lark_grammar": "start: /a+/ start"}]}'}, "no end"),
         ("chat", {"guided_grammar": '{"grammars": [5]}'}, '{"grammars": [...]}'),
         ("chat", {"guided_grammar": '{"grammars": {}}'}, '{"grammars": [...]}'),
         ("native", {"constraint": {"grammar": '{"grammars": [5]}'}}, '{"grammars": [...]}'),
@@ -393,6 +396,14 @@ async def test_what_is_no_constraint_is_said_before_anything_runs(client, replic
     reply = await client.post(path, json=body)
     assert reply.status_code == 400, reply.text
     assert said in reply.json()["error"]["message"]
+    assert not replicas[0].got(Generate)
+
+
+async def test_a_grammar_whose_end_is_not_found_in_time_is_refused(client, replicas, monkeypatch):
+    monkeypatch.setattr("api.constraint._TRANSLATION_S", 0.001)
+    path, body = of("native", {"constraint": {"grammar": "start: " + "(" * 100_000 + '"a"' + ")" * 100_000}})
+    reply = await client.post(path, json=body)
+    assert (reply.status_code, "too long to read" in reply.text) == (400, True)
     assert not replicas[0].got(Generate)
 
 

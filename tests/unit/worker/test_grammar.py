@@ -102,6 +102,13 @@ def test_what_is_no_grammar_is_refused_with_the_reason(grammars, grammar, why):
     assert "\n" not in made.why
 
 
+def test_a_schema_that_needs_itself_says_where_it_shows(grammars):
+    matcher = compiled(grammars, schema(type="array", items={"$ref": "#"}, minItems=1)).matcher(frozenset([END]))
+    assert allowed(matcher) == "["
+    matcher.record(ids("[")[0])
+    assert matcher.bits() == "the grammar cannot be followed: from here on there is one text only, and it has no end"
+
+
 def test_without_a_tokenizer_there_is_nothing_to_constrain():
     assert isinstance(Grammars(None, VOCAB, ()).look_up(AB), Refused)
 
