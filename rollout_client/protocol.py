@@ -125,6 +125,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     protocol: int = msgspec.field(default_factory=lambda: PROTOCOL)
     data_port: int = 0  # TCP, of the same host, for the bytes (data_socket.py); 0 = send chunks
     adapters: dict[str, tuple[str, int]] = {}  # name -> run and version that is live
+    tied: tuple[str, ...] = ()  # all names of the model's tensors that have several
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -345,6 +345,8 @@ class WeightPublisher:
         while True:
             patience, before = min(self._connect_timeout_s, deadline - time.monotonic()), self._welcomed
             welcome, transport = self._connect(patience, whose, known=not begin.force)
+            if not whose:
+                held = _tied_once(held, welcome.tied)
             kept = self._kept.get(whose) if transport.name == "zmq" else None
             base_digest = kept.digest if kept is not None else ""
             devices = self._to_devices(held, begin, transport)
@@ -547,6 +549,14 @@ def _locate(begin: Begin, held: Sequence[Source]) -> None:
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.0)
+
+
+def _tied_once(held: list[Source], tied: Sequence[str]) -> list[Source]:
+    """The sources without second names, among those of tied tensors, for the same memory: the store would refuse the
+    push for them, and count and report a failure where there is none.
+    """
+    once = {id(source) for source in _sent_once([s for s in held if s.part.name in tied], tied)}
+    return [source for source in held if source.part.name not in tied or id(source) in once]
 
 
 def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:

@@ -164,6 +164,7 @@ class Trainers:
             self._config.lease_s,
             data_port=self._data.port,
             adapters={a.name: (a.live.run_id, a.live.version) for a in self._lines.live},
+            tied=tuple(name for p in manifest.parameters if p.aliases for name in (p.name, *p.aliases)),
         )
 
     def _begin(self, peer: bytes, begin: Begin, now: float) -> Reply:

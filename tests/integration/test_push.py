@@ -206,6 +206,23 @@ def test_tied_embeddings_stay_tied_under_either_name(
     assert_made_by(service, tiny, weights)
 
 
+def test_a_state_dict_with_both_names_of_tied_embeddings_is_no_failure(
+    service: LiveService, tiny: Checkpoint, run_id: str
+) -> None:
+    """What torch's state_dict() of a tied model holds: pushed at once, and no operator hears of an error."""
+
+    def failures() -> list[str]:
+        text = httpx.get(f"{service.url}/metrics", timeout=30).text
+        return [line for line in text.splitlines() if line.startswith("rollout_push_failures_total")]
+
+    before, weights = failures(), random_weights(tiny.config, 120)
+    assert before
+    with service.publisher(run_id) as publisher:
+        publisher.push({**weights, "lm_head.weight": weights[EMBED]}, 2)
+    assert_made_by(service, tiny, weights)
+    assert failures() == before
+
+
 def assert_made_by(service: LiveService, tiny: Checkpoint, weights: Weights) -> None:
     """Greedy tokens and logprobs are those of an independent forward, which uses one matrix at both ends."""
     from tests.reference.llama import Replay

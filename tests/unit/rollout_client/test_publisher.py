@@ -164,6 +164,18 @@ def test_tied_memory_given_twice_is_sent_once(store, publisher):
         publisher().push({"a": A, "b": B, "tied": A.copy()}, 1)
 
 
+@pytest.mark.parametrize("order", [("a", "b", "a too"), ("a too", "b", "a")])
+def test_memory_under_both_names_of_a_tied_tensor_is_never_refused(store, publisher, order):
+    """A trainer's whole state dict: the store hears of one name, and has no failure to count."""
+    store.place(TWO)
+    store.on[wire.Hello] = lambda hello, _: store.welcome(tied=("a", "a too"))
+    held = {"a": A, "b": B, "a too": A}
+    publisher().push({name: held[name] for name in order}, 1)
+    assert [[p.name for p in begin.parts] for begin in store.of(wire.Begin)] == [list(order[:2])]
+    publisher().push({"a": A, "b": A, "a too": A.copy()}, 1)
+    assert [p.name for p in store.begun.parts] == ["a", "b", "a too"], "other memory is the store's to judge"
+
+
 def name_plans(store, names):
     """Have the store name its plans, one after the other, and leave copies out that it has said under a name."""
     place, known = store.on[wire.Begin], {}
