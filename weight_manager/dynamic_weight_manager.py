@@ -46,7 +46,9 @@ class SupportsStage(Protocol):
     """An engine with memory of its own, which may have a version already."""
 
     def stage(self, live: Live, views: Views) -> object:
-        """As `prepare`; proves that its own memory holds the very version. Raises ValueError."""
+        """As `prepare`; proves that its own memory holds the very version: by its digest where this rank has all of it
+        (tp is 1), else by comparing with the views. Raises ValueError.
+        """
         ...
 
     def read(self, handle: object, name: str) -> npt.NDArray[Any]:
@@ -221,11 +223,12 @@ class DynamicWeightManager:
             epoch = live.write_epoch or reader.write_epoch(live.slot)
             slot = reader.slot(live.slot)
             views = self._views_of(live.slot, slot)
+            proves = isinstance(self._engine, SupportsStage) and self.layout.tp == 1  # it has all of the version
+            if verify and not proves and live.digest != version_digest(self.layout, region_digests(self.layout, slot)):
+                raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
             if isinstance(self._engine, SupportsStage):
                 handle = self._engine.stage(live, views)
             else:
-                if verify and live.digest != version_digest(self.layout, region_digests(self.layout, slot)):
-                    raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
                 handle = self._engine.prepare(views)
             held = _Held(live, reader, epoch, views, handle)
         except (ArenaError, OSError, ValueError) as error:

@@ -26,7 +26,7 @@ from worker.config import WorkerConfig, read_worker_config
 from worker.cpu.tuning import tune
 from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
-from worker.engine.base import Engine
+from worker.engine.base import Engine, HasGroups
 from worker.event_loop import EventLoop
 from worker.gpu.driver import CudaError
 from worker.grammar import Grammars
@@ -134,7 +134,7 @@ def build_loop(
     actions = Actions(
         engine,
         lambda path: DynamicWeightManager(path, layout, rank, engine),
-        world.groups,
+        engine.groups(world.groups) if isinstance(engine, HasGroups) else world.groups,
         give_back_to_system,
         AdapterViews(layout, rank, engine.adapters),
     )
@@ -225,7 +225,12 @@ def _engine(
         from worker.gpu.engine import GpuEngine  # noqa: PLC0415  loads NVIDIA's driver
 
         lap("device engine's imports")
-        gpu = GpuEngine(config, layout, world.replica, world.rank, lap)
+        meeting = None
+        if config.tp > 1:
+            from worker.gpu.ranks import Meeting  # noqa: PLC0415  as above
+
+            meeting = Meeting(world.signals.gather, world.pids, config.connect_s)
+        gpu = GpuEngine(config, layout, world.replica, world.rank, lap, meeting)
         if lends_at is not None:
             gpu.lend_at(lends_at)
         return gpu, None

@@ -28,7 +28,7 @@ from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, OnDev
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
-from worker.orders import DONE, FAILED, Actions, Order, Phase, Report, Signal, Signals, Verdict, judge
+from worker.orders import DONE, FAILED, Actions, GroupDead, Order, Phase, Report, Signal, Signals, Verdict, judge
 from worker.scheduler import Scheduler
 from worker.sequence import Version
 
@@ -189,6 +189,8 @@ class EventLoop:
         except Interrupted:
             assert self._leader is not None
             self._leader.stepping.given_up()
+        except GroupDead:  # its sums were ended: no other step will go well, and no word of the others is needed
+            raise
         except Exception as error:
             log.exception("the step failed")
             self._step_error = f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from weight_manager.layout import Extent
 
 if TYPE_CHECKING:
     from worker.logit_edits import LogitEdits
+    from worker.orders import Groups
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -284,6 +285,15 @@ class OnDevice(Protocol):
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that nobody has, as its driver says."""
+        ...
+
+
+@runtime_checkable
+class HasGroups(Protocol):
+    """An engine whose ranks sum over a group of its own."""
+
+    def groups(self, others: "Groups") -> "Groups":
+        """All that are shut when weights are released. others: those that are not the engine's."""
         ...
 
 

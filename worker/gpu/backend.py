@@ -2,8 +2,10 @@
 
 A decode step (one token for each of up to N sequences) is one graph launch. Every other step (prompts, chunks of them,
 and whatever decodes beside them) is launched kernel by kernel, which costs the host about as long as the device needs.
+Of ranks that share a model (ranks.py) all launch the same step; the first alone draws, and has logits to show.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from worker.gpu.inputs import Inputs, StepInputs
 from worker.gpu.memory import Region
 from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Rows
 from worker.gpu.products import Choices, Shape, instances, tokens_padded
+from worker.gpu.ranks import Ranks
 from worker.gpu.weights import DeviceSlots, Tensor
 from worker.models.decoder import Experts, Mlp, Weights, collect, hidden
 from worker.models.rope import rope_table
@@ -51,17 +54,22 @@ class GpuDecoder:
         block_size: int,
         num_blocks: int,
         sizes: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        _require_sizes(spec, heads, slots.tensors(0))
+        _require_sizes(spec, heads, slots.tensors(0), "" if ranks is None else f" on each of {len(ranks.shards)} ranks")
+        self.ranks = ranks
         self._driver, self.spec, self.heads, self._slots, self._fp32 = driver, spec, heads, slots, fp32
         self.max_len, self.block_size, self.num_blocks = max_len, block_size, num_blocks
         self._weights = [collect(spec, slots.tensors(slot)) for slot in (0, 1)]
         self._stream, self.element = driver.stream(urgent=True), 4 if fp32 else 2
-        self._vocab = self._weights[0].head.shape[0]
+        self._columns = self._weights[0].head.shape[0]  # of the logits that this rank computes
+        self._vocab = self._columns if ranks is None else spec.vocab_size
         self._most_logits = -(-max(max_batch, _ROW_PADDING) // _ROW_PADDING) * _ROW_PADDING
         multiprocessors = driver.attribute(16)
         library = CublasLt(driver, fp32=fp32)
-        text, macros = kernels_for(spec, heads, self._weights[0], block_size, multiprocessors, fp32=fp32)
+        text, macros = kernels_for(
+            spec, heads, self._weights[0], block_size, multiprocessors, fp32=fp32, sums=ranks is not None
+        )
         module = Module(driver, compiled(text, macros, driver.capability))
         choices = Choices(driver, library, multiprocessors, (text, fp32, spec.layers))
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
@@ -70,10 +78,14 @@ class GpuDecoder:
         self._inputs = Inputs(driver, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
         self._buffers = self._allocate(tokens_padded(max_tokens))
         cache = Cache(self._kv.address, num_blocks * block_bytes, block_bytes, 2 * spec.layers)
-        self.operations = Operations(self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32)
-        self.drawing = Drawing(
-            driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits, self.follow
+        self.operations = Operations(
+            self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32, ranks=ranks
         )
+        self._drawing: Drawing | None = None
+        if ranks is None or ranks.first:
+            self._drawing = Drawing(
+                driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits, self.follow
+            )
         self._gathered: Int32 = driver.pinned(self._most_logits, np.int32)
         self._gathered_there = driver.allocate(4 * self._most_logits, "logits")
         self.sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
@@ -87,10 +99,19 @@ class GpuDecoder:
         self._machine.choices.save()
 
     def capture_graphs(self) -> None:
-        """A graph of both slots for every size of decode step."""
+        """A graph of both slots for every size of decode step; idempotent."""
+        self._driver.enter()
         for slot in (0, 1):
             for size in self.sizes:
                 self._graph(slot, size)
+
+    def drop_graphs(self) -> None:
+        """Hold none, until they are captured again. Nothing is launched meanwhile."""
+        self._driver.enter()
+        self.wait()
+        for graphs in self._graphs:
+            while graphs:
+                self._driver.drop(graphs.popitem()[1])
 
     def allocate_kv(self) -> None:
         """Memory behind the cache; idempotent."""
@@ -107,25 +128,66 @@ class GpuDecoder:
         """Wait until everything launched so far is through."""
         self._driver.wait(self._stream)
 
-    def forward(self, batch: ForwardBatch) -> Logits:
-        """One step. Logits [L, vocab] stay on the device until somebody asks for rows; the next step reuses them."""
-        count = len(batch.logits_rows)
+    @property
+    def drawing(self) -> Drawing:
+        """Draws from the logits, on the rank that does."""
+        assert self._drawing is not None, "another rank draws"
+        return self._drawing
+
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits | None:
+        """One step. Logits [L, vocab] stay on the device until somebody asks for rows; the next step reuses them. None
+        on a rank that does not draw. Of ranks that share a model, those of more rows than there is room for are an
+        array.
+        """
+        with self._together():
+            return self._forward(batch, len(batch.logits_rows))
+
+    def _forward(self, batch: ForwardBatch, count: int) -> Float32 | Logits | None:
         if self.is_decode(batch):
             self.decode(batch)
         elif count > self._most_logits:  # many prompts being scored
             x = self.ragged(batch)
+            if self.ranks is not None:
+                return self._all_logits(x, batch.logits_rows)
             return self.drawing.logits(count, lambda rows: self._gather(x, batch.logits_rows[rows]))
         else:
             x = self.ragged(batch)
             if count:
                 assert self.operations.step.wanted is not None
                 self._head(x, self.operations.step.wanted)
-        return self.drawing.logits(count)
+        self._launched()
+        return None if self._drawing is None else self._drawing.logits(count)
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
         """A decode step whose token ids are those that are being drawn, the `sources[i]`-th for row i."""
         self.decode(batch, sources)
         return self.drawing.logits(len(sources))
+
+    def residual(self, tokens: int) -> Float32:
+        """The last step's residual stream, [tokens, hidden]; waits for it."""
+        found = np.empty((tokens, self.spec.hidden_size), np.float32)
+        self._driver.to_host(found, self._buffers.residual, self._stream)
+        self.wait()
+        return found
+
+    def _all_logits(self, x: Rows, rows: Int32) -> Float32 | None:
+        """Logits of any number of rows on the host. Every rank computes its part now: none is asked later."""
+        found = []
+        for at in range(0, len(rows), self._most_logits):
+            some = rows[at : at + self._most_logits]
+            self._gather(x, some)
+            self._launched()
+            if self._drawing is not None:
+                found.append(self._drawing.fetch(0, len(some)).copy())
+        return np.concatenate(found) if found else None
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """Around launches that may keep the host waiting for other ranks."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.groups.under_way()
+
+    def _launched(self) -> None:
+        if self.ranks is not None:
+            self.ranks.groups.launched(self._stream)
 
     @property
     def device_name(self) -> str:
@@ -149,8 +211,11 @@ class GpuDecoder:
         else:
             step = self._inputs.ragged(batch, tokens_padded(count), self._tile, self._stream)
         self.operations.begin(step)
-        self.operations.logits(hidden(self.operations, spec, weights), weights.norm, weights.head, step.wanted)
-        found = np.empty((len(batch.logits_rows), weights.head.shape[0]), np.float32)
+        with self._together():
+            self.operations.logits(hidden(self.operations, spec, weights), weights.norm, weights.head, step.wanted)
+        pieces = len(self.ranks.shards) if self.ranks is not None and self.ranks.splits_vocabulary else 1
+        found = np.empty((len(batch.logits_rows), pieces * weights.head.shape[0]), np.float32)
+        self._launched()
         self._driver.to_host(found, self._buffers.logits, self._stream)
         self._driver.wait(self._stream)
         return found
@@ -203,7 +268,8 @@ class GpuDecoder:
     def _graph(self, slot: int, size: int) -> Handle:
         graphs = self._graphs[slot]
         if size not in graphs:
-            graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size))
+            with self._together():
+                graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size))
         return graphs[size]
 
     def _record(self, slot: int, size: int) -> None:
@@ -263,6 +329,7 @@ class GpuDecoder:
 
         moe = next((moe for moe in self.spec.moe if moe is not None), None)
         pairs, experts = (rows * moe.top_k, moe.experts) if moe else (0, 0)
+        apart = self.ranks is not None and self.ranks.splits_vocabulary
         expert_inner = max((_expert_inner(layer.mlp, experts) for layer in weights.layers), default=0)
         return Buffers(
             residual=room(width, 4, "hidden states"),
@@ -279,6 +346,8 @@ class GpuDecoder:
             expert_tiles=room(3, 4, "experts", pairs // 16 + experts),
             expert_rows=room(expert_inner, element, "experts", pairs),
             expert_out=room(width, element, "experts", pairs),
+            piece=room(self._columns * apart, 4, "logits", self._most_logits),
+            pieces=room(self._vocab * apart, 4, "logits", self._most_logits),
         )
 
     def _angles(self, length: int) -> int:
@@ -291,9 +360,16 @@ class GpuDecoder:
 
 
 def kernels_for(
-    spec: DecoderSpec, heads: Heads, weights: Weights[Tensor], block_size: int, multiprocessors: int, *, fp32: bool
+    spec: DecoderSpec,
+    heads: Heads,
+    weights: Weights[Tensor],
+    block_size: int,
+    multiprocessors: int,
+    *,
+    fp32: bool,
+    sums: bool = False,
 ) -> tuple[str, dict[str, int]]:
-    """Source and macros of a model's kernels."""
+    """Source and macros of a model's kernels. sums: of a rank that shares the model."""
     macros = {
         "HEAD_DIM": heads.dim,
         "HEADS": heads.query,
@@ -304,7 +380,7 @@ def kernels_for(
         "FP32": int(fp32),
         "INTERLEAVED": int(spec.ropes[0].interleaved),
     }
-    return source("" if fp32 else instances(list(_groups(weights)), multiprocessors)), macros
+    return source("" if fp32 else instances(list(_groups(weights)), multiprocessors), sums=sums), macros
 
 
 def _groups(weights: Weights[Tensor]) -> dict[Shape, tuple[list[Tensor], Tensor | None]]:
@@ -340,12 +416,12 @@ def _expert_inner(mlp: Mlp[Tensor] | Experts[Tensor], count: int) -> int:
     return mlp.gate_up.weight.shape[0] // count // 2 if isinstance(mlp, Experts) else 0
 
 
-def _require_sizes(spec: DecoderSpec, heads: Heads, tensors: dict[str, Tensor]) -> None:
+def _require_sizes(spec: DecoderSpec, heads: Heads, tensors: dict[str, Tensor], where: str) -> None:
     """The kernels read eight elements at a time."""
     if heads.dim % 8 or heads.dim > 256:
         raise ValueError(f"device gpu: heads of {heads.dim} are not served, only multiples of 8 up to 256 are")
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and tensor.shape[1] % 8 and not name.endswith("correction_bias"):
-            raise ValueError(f"device gpu: {name} has {tensor.shape[1]} columns, only multiples of 8 are served")
+            raise ValueError(f"device gpu: {name} has {tensor.shape[1]} columns{where}, only multiples of 8 are served")
     if spec.mtp:
         log.info("the checkpoint's drafting layer is not used on a GPU")

@@ -25,9 +25,10 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "paddle-rollout"
 
 
-def source(instances: str = "") -> str:
-    """All kernels. instances: lines that instantiate templates for a model."""
-    return "\n".join((_FOLDER / f"{name}.cu").read_text() for name in _ORDER) + "\n" + instances
+def source(instances: str = "", *, sums: bool = False) -> str:
+    """All kernels. instances: lines that instantiate templates for a model. sums: those of ranks that share one too."""
+    names = (*_ORDER, "sums") if sums else _ORDER
+    return "\n".join((_FOLDER / f"{name}.cu").read_text() for name in names) + "\n" + instances
 
 
 def compiled(text: str, macros: Mapping[str, int], capability: tuple[int, int]) -> bytes:

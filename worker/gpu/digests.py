@@ -1,16 +1,22 @@
 """The digest of a version as it lies in device memory, computed there (rollout_client/cuda_hash.py).
 
-What the store has proved is the arena's slot. A rank votes on its own copy of it, so that is what is read here.
+What the store has proved is the arena's slot. A rank votes on its own copy of it, so that is what is read here. A rank
+that has all of a version compares with its digest; one of several compares its own regions with those of the arena.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
+from math import prod
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rollout_client.cuda_hash import SOURCE, THREADS, TINY
-from rollout_client.digest import joined
-from weight_manager.layout import Layout, version_digest
+from rollout_client.digest import digest_of, joined, piece_spans
+from weight_manager.layout import EVERY_RANK, ITEMSIZE, Layout, Stretches, version_digest
+from weight_manager.messages import Live
 from worker.gpu.compiler import compiled
 from worker.gpu.driver import Driver, Module, Pointer
 from worker.gpu.weights import Placement
@@ -20,14 +26,15 @@ _WORD = 8
 
 
 class DeviceDigests:
-    """Digests of whole versions in slots of one placement. One thread at a time."""
+    """Digests of what slots of one rank's placement hold. One thread at a time."""
 
-    def __init__(self, driver: Driver, layout: Layout, where: Placement) -> None:
-        """Every region of the layout lies in the placement: tp is 1. Raises CudaError, OSError without NVRTC."""
+    def __init__(self, driver: Driver, layout: Layout, where: Placement, rank: int = 0) -> None:
+        """rank: whose regions lie in the placement. Raises CudaError, OSError without NVRTC."""
         self._driver, self._layout = driver, layout
         self._stream = driver.stream()
         self._module = Module(driver, compiled(SOURCE, {}, driver.capability))
-        starts, self._sizes, first = layout.stretches
+        self._names = [region.name for region in layout.regions if region.rank in (rank, EVERY_RANK)]
+        starts, self._sizes, first = layout.stretches if layout.tp == 1 else _stretches(layout, rank)
         runs = np.array([(run.source, run.target) for run in where.runs], np.int64)
         at = np.searchsorted(runs[:, 0], starts, "right") - 1
         self._starts = starts + runs[at, 1] - runs[at, 0]  # in a device slot
@@ -42,8 +49,22 @@ class DeviceDigests:
         self._out = driver.pinned(count, np.uint64)
         self._tiny = driver.pinned((count, TINY), np.uint8)
 
+    def holds(self, address: int, live: Live, views: Mapping[str, npt.NDArray[Any]]) -> bool:
+        """Whether the slot that begins there holds what the rank reads of this version. views: of the arena's slot,
+        which holds it.
+        """
+        if self._layout.tp == 1:
+            return self.version(address) == live.digest
+        return self.regions(address) == [digest_of(views[name].reshape(-1).data) for name in self._names]
+
     def version(self, address: int) -> str:
-        """The digest of the slot that begins there; 16 hex digits, as `layout.version_digest`."""
+        """The digest of the slot that begins there, where it holds all regions; 16 hex digits, as
+        `layout.version_digest`.
+        """
+        return version_digest(self._layout, self.regions(address))
+
+    def regions(self, address: int) -> list[int]:
+        """The digests of the rank's regions in the slot that begins there, in layout order."""
         self._driver.enter()
         self._table[:, 0] = self._starts + address
         arguments = [Pointer(array.ctypes.data) for array in (self._table, self._out, self._tiny)]
@@ -60,4 +81,13 @@ class DeviceDigests:
         regions = [pieces[row] for row in self._first]
         for region, start, stop in self._several:
             regions[region] = joined(pieces[start:stop])
-        return version_digest(self._layout, regions)
+        return regions
+
+
+def _stretches(layout: Layout, rank: int) -> Stretches:
+    """As `Layout.stretches`, of what a rank reads."""
+    size = ITEMSIZE[layout.manifest.dtype]
+    own = [region for region in layout.regions if region.rank in (rank, EVERY_RANK)]
+    cut = [piece_spans(region.offset, prod(region.shape) * size) for region in own]
+    starts, sizes = np.array([one for pieces in cut for one in pieces], np.int64).T.copy()
+    return Stretches(starts, sizes, np.cumsum([0, *map(len, cut)], dtype=np.int64))

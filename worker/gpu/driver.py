@@ -24,6 +24,7 @@ Handle = ctypes.c_void_p
 """Handle of a stream, an event, a graph."""
 
 _OUT_OF_MEMORY = 2
+_NOT_READY = 600
 _LESS_MEMORY = (
     "Other processes (a trainer, another replica) may hold the rest; else fewer worker.num_blocks (KV cache), a "
     "smaller worker.max_batch or worker.max_tokens_per_step (buffers), or dtype bfloat16 need less"
@@ -65,6 +66,7 @@ class Driver:
         self.call("cuDeviceGetCount", ctypes.byref(count))
         if not count.value:
             raise CudaError("device gpu: no GPU is visible here; see nvidia-smi and CUDA_VISIBLE_DEVICES")
+        self.devices = count.value  # that this process sees
         self._device, self._context = Int(), Pointer()
         self.call("cuDeviceGet", ctypes.byref(self._device), ordinal % count.value)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
@@ -184,6 +186,16 @@ class Driver:
     def wait(self, event_or_stream: Handle, *, event: bool = False) -> None:
         """Let the host wait for an event or a stream."""
         self.call("cuEventSynchronize" if event else "cuStreamSynchronize", event_or_stream)
+
+    def happened(self, event: Handle) -> bool:
+        """Whether an event has; does not wait."""
+        try:
+            self.call("cuEventQuery", event)
+        except CudaError as error:
+            if error.code == _NOT_READY:
+                return False
+            raise
+        return True
 
     def milliseconds(self, start: Handle, end: Handle) -> float:
         """Time between two timing events, once the second has happened."""

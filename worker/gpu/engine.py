@@ -1,4 +1,6 @@
-"""`worker.engine.base.Engine` on a CUDA device. No Paddle: a rank of its own starts without it."""
+"""`worker.engine.base.Engine` on a CUDA device. No Paddle: a rank of its own starts without it, and of several ranks only
+the signal group is Paddle's.
+"""
 
 import json
 import logging
@@ -7,29 +9,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from weight_manager.dynamic_weight_manager import Spans
 from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
 from worker.config import WorkerConfig
-from worker.engine.base import Adapters, EngineSpec, ForwardBatch, Kernels, Logits, never
+from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
 from worker.engine.sizes import engine_spec, that_fit
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import Driver
 from worker.gpu.lending import Lending
+from worker.gpu.nccl import NcclGroups
 from worker.gpu.operations import Heads
-from worker.gpu.self_test import require_right
+from worker.gpu.ranks import Meeting, Ranks, SharedGroups, SharingDriver, least, same
+from worker.gpu.self_test import require_right, require_sums
 from worker.gpu.served import require_served
 from worker.gpu.weights import DeviceSlots, Staged, placement
-from worker.models.shard import shard_of
+from worker.models.shard import Shard, shard_of
+from worker.orders import Groups
 
 log = logging.getLogger(__name__)
 
 _KV_SHARE = 0.9
 """Share of the device memory that is free once both weight slots have theirs, at most, for the KV cache."""
+_NOT_LENT = "ranks that share a model lend no memory: each has a part of it"
 
 
 class GpuEngine:
@@ -46,13 +54,14 @@ class GpuEngine:
         replica: int,
         rank: int,
         lap: Callable[[str], None] = lambda stage: None,
+        meeting: Meeting | None = None,
     ) -> None:
-        """lap: told of every stage of this that is over."""
+        """lap: told of every stage of this that is over. meeting: where the ranks of a replica of several find each
+        other; they make their engines at the same time. Raises GroupDead.
+        """
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
         require_served(model)
-        if config.tp > 1:
-            raise ValueError("device gpu: tensor parallelism is not served yet; use replicas")
         if config.speculative != "off":
             raise ValueError("device gpu: speculative decoding is not served")
         if config.deterministic == "on" or config.sum_parts > 1:
@@ -61,11 +70,20 @@ class GpuEngine:
         self._dtype = layout.manifest.dtype
         self.asked: Callable[[], bool] = never
         self.adapters: Adapters | None = None  # not served here yet: a push of one is refused
-        self._driver = Driver(replica * config.tp + rank)
+        ordinal = replica * config.tp + rank
+        self._driver = Driver(ordinal) if meeting is None else SharingDriver(ordinal)
         lap("driver")
+        self._meeting = meeting
+        self._ranks: Ranks | None = None
+        if meeting is not None:
+            shards = tuple(shard_of(model, layout.manifest, other, config.tp) for other in range(config.tp))
+            self._ranks = self._met(shards, rank, meeting)
+            lap("other ranks")
+        self._check_ranks = config.check_ranks
         where = placement(layout, rank)
         self._slots = DeviceSlots(self._driver, where)
-        self._lending = Lending(self._slots, DeviceDigests(self._driver, layout, where))
+        digests = DeviceDigests(self._driver, layout, where, rank)
+        self._lending = Lending(self._slots, digests, _NOT_LENT if meeting is not None else "")
         heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
         spec = engine_spec(config, hf_config, model.max_positions)
         self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need
@@ -73,7 +91,8 @@ class GpuEngine:
         lap("weight slots")
         if config.num_blocks is None:
             block = 2 * model.layers * heads.kv * heads.dim * config.block_size * ITEMSIZE[self._dtype]
-            spec = replace(spec, num_blocks=self._that_fit(spec, block))
+            blocks = self._that_fit(spec, block)
+            spec = replace(spec, num_blocks=blocks if meeting is None else least(meeting, blocks))
         self.spec: EngineSpec = replace(spec, kernels=Kernels("cuda"))
         self._decoder = GpuDecoder(
             self._driver,
@@ -86,6 +105,7 @@ class GpuEngine:
             max_len=spec.max_model_len,
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
+            ranks=self._ranks,
         )
         lap("kernels and buffers")
         self._decoder.allocate_kv()
@@ -96,6 +116,36 @@ class GpuEngine:
         require_right(self._decoder)
         lap("self-test")
         log.info("computing on %s in %s", self._driver.name, self._dtype)
+        if meeting is not None:
+            digests.regions(self._slots.regions[0].address)  # loads its kernel, which must not happen beside a sum
+            log.warning("tensor parallelism on GPUs has not run on devices yet; its self-test has passed here")
+
+    def groups(self, others: Groups) -> Groups:
+        """What is shut when weights are released, and made again before they come back. others: of Paddle."""
+        if self._ranks is None:
+            return others
+        decoder = self._decoder
+        return SharedGroups(others, self._ranks.groups, decoder.drop_graphs, decoder.capture_graphs)
+
+    def _met(self, shards: tuple[Shard, ...], rank: int, meeting: Meeting) -> Ranks:
+        """The communicator of all ranks, which has the memory that it needs before anybody measures what is free."""
+        if len(shards) > self._driver.devices:
+            raise ValueError(
+                f"device gpu: tp {len(shards)} needs as many GPUs, {self._driver.devices} are visible here; see "
+                "nvidia-smi and CUDA_VISIBLE_DEVICES"
+            )
+        groups = NcclGroups(
+            self._driver,
+            rank,
+            len(shards),
+            exchange=lambda mine: meeting.gather(mine)[0],
+            pids=meeting.pids,
+            deadline_s=meeting.deadline_s,
+        )
+        assert isinstance(self._driver, SharingDriver)
+        self._driver.check = groups.check
+        require_sums(self._driver, groups, rank, len(shards))
+        return Ranks(shards, rank, groups)
 
     def lend_at(self, socket: Path) -> None:
         """Trainers on this host may fill the slot that is not bound."""
@@ -147,9 +197,20 @@ class GpuEngine:
         """Free the KV cache; bytes freed."""
         return self._decoder.release_kv()
 
-    def forward(self, batch: ForwardBatch) -> Logits:
-        """Logits [L, vocab], on the device until rows are asked for; the next call reuses their memory."""
-        return self._decoder.forward(batch)
+    def forward(self, batch: ForwardBatch) -> Float32 | Logits | None:
+        """Logits [L, vocab], on the device until rows are asked for; the next call reuses their memory. None on ranks
+        but the first.
+        """
+        logits = self._decoder.forward(batch)
+        if self._check_ranks and self._meeting is not None:
+            self._require_same(self._meeting, len(batch.token_ids))
+        return logits
+
+    def _require_same(self, meeting: Meeting, tokens: int) -> None:
+        """Raises RuntimeError on every rank when their hidden states differ."""
+        state = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self._decoder.residual(tokens)).data)
+        if not same(meeting, state):
+            raise RuntimeError("the ranks' hidden states differ")
 
     def _that_fit(self, spec: EngineSpec, block: int) -> int:
         wanted, (free, _) = spec.num_blocks, self._driver.memory()

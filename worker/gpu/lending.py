@@ -61,8 +61,9 @@ class Lending:
     copies that are made ahead.
     """
 
-    def __init__(self, slots: DeviceSlots, digests: DeviceDigests) -> None:
-        self._slots, self._digests = slots, digests
+    def __init__(self, slots: DeviceSlots, digests: DeviceDigests, refusal: str = "") -> None:
+        """refusal: why trainers get nothing here, "" = they may."""
+        self._slots, self._digests, self._refusal = slots, digests, refusal
         self._lock = threading.Lock()
         self._loan: _Loan | None = None
         self._filled: _Loan | None = None
@@ -96,7 +97,7 @@ class Lending:
             ahead, self._ahead = self._ahead, None
             if filled is not None and self._is_for(filled, live):
                 staged = self._slots.hold(filled.slot)
-                if self._holds(staged, live):
+                if self._holds(staged, live, views):
                     log.debug("version %d came from the trainer's GPU", live.version)
                     return staged
                 log.warning(
@@ -107,11 +108,11 @@ class Lending:
             if ahead is not None and (ahead.key != (live.slot, live.write_epoch) or ahead.slot != self._slots.spare):
                 ahead = None
             staged = self._slots.stage(views, ahead)
-            if self._holds(staged, live):
+            if self._holds(staged, live, views):
                 return staged
             if self._slots.pinned.let_go() or ahead is not None:  # the driver may have held pages of before
                 staged = self._slots.stage(views)
-                if self._holds(staged, live):
+                if self._holds(staged, live, views):
                     return staged
             raise ValueError(f"the device does not hold version {live.version}: its digest differs")
 
@@ -157,8 +158,8 @@ class Lending:
     def _is_for(self, filled: _Loan, live: Live) -> bool:
         return filled.key == (live.slot, live.write_epoch) and self._slots.spare == filled.slot
 
-    def _holds(self, staged: Staged, live: Live) -> bool:
-        return self._digests.version(self._slots.regions[staged.slot].address) == live.digest
+    def _holds(self, staged: Staged, live: Live, views: Views) -> bool:
+        return self._digests.holds(self._slots.regions[staged.slot].address, live, views)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -181,6 +182,9 @@ class Lending:
                         self._take_back()
 
     def _lend(self, connection: socket.socket, key: Key) -> None:
+        if self._refusal:
+            connection.send(encode(No(self._refusal)))
+            return
         with self._lock:
             self._take_back()  # of a session that is over, as the store has one at a time
             self._drop_ahead()

@@ -5,8 +5,10 @@ carries. Shutting it gives its device memory back, about half a gigabyte; restar
 captured graph does not survive that, so graphs are captured again after a restart.
 
 NCCL waits for ever: for a rank that does not come, and inside a sum for one that was killed. So every call is made in
-time or is given up, and a watchdog looks at the other ranks' processes while a sum is under way. Aborting the
-communicator ends the kernels that wait; the group is dead then, and the replica is started again whole.
+time or is given up, and a watchdog looks at the other ranks' processes, at NCCL's own errors, and at how long the sums
+that a stream was given are under way. Aborting the communicator ends the kernels that wait, those of graphs too; the
+group is dead then, and the replica is started again whole. What an aborted sum leaves behind is nothing: whoever has
+waited for one asks `check`.
 """
 
 import contextlib
@@ -19,16 +21,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from worker.gpu.driver import CudaError, Driver, Handle, Pointer, Size
+from worker.gpu.driver import CudaError, Driver, Handle, Int, Pointer, Size
 from worker.gpu.libraries import load
 from worker.orders import GroupDead
 
 log = logging.getLogger(__name__)
 
 NAME = "tp"
-FLOAT32, BFLOAT16 = 7, 9
+INT32, FLOAT32, BFLOAT16 = 2, 7, 9
 """ncclDataType_t."""
 _SUM = 0
+_SUCCESS, _IN_PROGRESS = 0, 7
 _LOOK_S = 0.05
 """Seconds between two looks of the watchdog at a communicator whose sum is under way."""
 _NO_MULTICAST = "NCCL_NVLS_ENABLE"
@@ -66,8 +69,10 @@ class NcclGroups:
         self._deadline_s = deadline_s
         self._comm: Pointer | None = None
         self._dead = ""
-        self._since: float | None = None  # when the sums that are under way began
-        self._lock = threading.Lock()  # of the communicator's end
+        self._inside: float | None = None  # since when the host is in calls that may wait for other ranks
+        self._since: float | None = None  # when a stream was given the last sums, until they are seen to be through
+        self._last = driver.event()  # behind them
+        self._lock = threading.Lock()  # of the communicator's end, and of what is under way
         self._element = 0
         self._peers = {os.pidfd_open(pid): number for number, pid in enumerate(pids) if number != rank}
         self.restart()
@@ -75,8 +80,7 @@ class NcclGroups:
 
     def restart(self) -> list[str]:
         """Make the communicator with all other ranks, if it is not there. Raises GroupDead, CudaError."""
-        if self._dead:
-            raise GroupDead(self._dead)
+        self.check()
         if self._comm is not None:
             return []
         mine, comm = _Id(), Pointer()
@@ -94,32 +98,57 @@ class NcclGroups:
         self._in_time("ncclCommFinalize", self._comm)
         with self._lock:
             comm, self._comm = self._comm, None
+            self._since = None
         if comm is not None:  # else it was aborted meanwhile
             self._in_time("ncclCommDestroy", comm)
         return [NAME]
 
     def all_reduce(self, address: int, count: int, dtype: int, stream: Handle) -> None:
         """Queue the sum of so many elements over all ranks, in place. Raises GroupDead, CudaError."""
-        if self._comm is None:
-            raise GroupDead(self._dead or "the group of the matrices' sums is shut")
         where = Pointer(address)
-        self._call("ncclAllReduce", where, where, Size(count), dtype, _SUM, self._comm, stream)
+        self._call("ncclAllReduce", where, where, Size(count), dtype, _SUM, self._up(), stream)
+
+    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: Handle) -> None:
+        """Queue all ranks' `count` elements one after the other, in rank order. Raises GroupDead, CudaError."""
+        self._call("ncclAllGather", Pointer(source), Pointer(target), Size(count), dtype, self._up(), stream)
+
+    def broadcast(self, address: int, count: int, dtype: int, stream: Handle) -> None:
+        """Queue the copy of rank 0's elements to all ranks, in place. Raises GroupDead, CudaError."""
+        where = Pointer(address)
+        self._call("ncclBroadcast", where, where, Size(count), dtype, 0, self._up(), stream)
+
+    def launched(self, stream: Handle) -> None:
+        """A stream has been given sums, or graphs with them: they are looked after. Raises GroupDead, CudaError."""
+        self.check()
+        with self._lock:
+            self._driver.record(self._last, stream)
+            self._since = time.monotonic()
+
+    def check(self) -> None:
+        """After waiting for a stream. Raises GroupDead if its sums were ended, and what they left is nothing."""
+        if self._dead:
+            raise GroupDead(self._dead)
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around launching sums, or graphs with them, and waiting for them. Raises GroupDead if they were ended."""
-        self._since = time.monotonic()
+        """Around calls that may keep the host waiting for other ranks: a first sum, captured or not, connects them.
+        Raises GroupDead if they were ended.
+        """
+        self._inside = time.monotonic()
         try:
             yield
         finally:
-            self._since = None
-        if self._dead:
-            raise GroupDead(self._dead)
+            self._inside = None
+        self.check()
+
+    def _up(self) -> Pointer:
+        if self._comm is None:
+            raise GroupDead(self._dead or "the group of the matrices' sums is shut")
+        return self._comm
 
     def prove(self) -> None:
         """Sum one element over all ranks, after a failed step. Raises GroupDead if that fails, too."""
-        if self._dead:
-            raise GroupDead(self._dead)
+        self.check()
         self._driver.enter()
         stream = self._driver.stream()
         try:
@@ -140,13 +169,31 @@ class NcclGroups:
         poll = select.poll()
         for fd in self._peers:
             poll.register(fd, select.POLLIN)
+        self._driver.enter()
         while not self._dead:
             gone = [self._peers[fd] for fd, _ in poll.poll(_LOOK_S * 1000)]
-            since = self._since
-            if gone:
-                self._abort(f"the process of rank {gone[0]} is gone")
-            elif since is not None and time.monotonic() - since > self._deadline_s:
-                self._abort(f"a sum over the ranks took more than {self._deadline_s:g} s")
+            why = f"the process of rank {gone[0]} is gone" if gone else self._wrong()
+            if why:
+                self._abort(why)
+
+    def _wrong(self) -> str:
+        """Why sums will not end, as far as this rank can see; "" if they may."""
+        now, late = time.monotonic(), f"a sum over the ranks took more than {self._deadline_s:g} s"
+        if self._inside is not None and now - self._inside > self._deadline_s:
+            return late
+        with self._lock:
+            if self._comm is None:
+                return ""
+            state = Int()
+            try:
+                self._call("ncclCommGetAsyncError", self._comm, ctypes.byref(state))
+                if state.value not in (_SUCCESS, _IN_PROGRESS):
+                    return f"NCCL: {self._text(state.value)}"
+                if self._since is not None and self._driver.happened(self._last):
+                    self._since = None
+            except CudaError as error:
+                return str(error)
+            return late if self._since is not None and now - self._since > self._deadline_s else ""
 
     def _abort(self, why: str) -> None:
         with self._lock:
@@ -183,5 +230,8 @@ class NcclGroups:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._nccl, name)(*arguments)
         if code:
-            text = self._nccl.ncclGetErrorString(code)
-            raise CudaError(f"{name}: {text.decode() if text else code}", code)
+            raise CudaError(f"{name}: {self._text(code)}", code)
+
+    def _text(self, code: int) -> str:
+        text = self._nccl.ncclGetErrorString(code)
+        return text.decode() if text else str(code)

@@ -10,6 +10,7 @@ from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
 from worker.gpu.inputs import StepInputs
 from worker.gpu.products import Choices, Shape, one_row_kernel, skinny
+from worker.gpu.ranks import Ranks
 from worker.gpu.weights import Tensor
 from worker.models.decoder import Experts, Linear
 
@@ -48,6 +49,8 @@ class Buffers:
     expert_tiles: int
     expert_rows: int
     expert_out: int
+    piece: int = 0  # this rank's columns of the logits, and all ranks', one after the other
+    pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,12 @@ class Operations:
         angles: int,
         *,
         fp32: bool,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: those that share the model, None = this one has all of it."""
         self._machine, self._spec, self._heads = machine, spec, heads
         self._buffers, self._cache, self._angles = buffers, cache, angles
-        self._fp32 = fp32
+        self._fp32, self._ranks = fp32, ranks
         self._step: StepInputs | None = None
         self._way = ""  # imposed while ways are timed
 
@@ -138,9 +143,14 @@ class Operations:
 
     def embed(self, weight: Tensor) -> Rows:
         """Rows of the table, widened."""
-        width = weight.shape[1]
-        self._launch("embed", (self.step.rows,), width // 8, self.step.tokens, weight, self._buffers.residual, width)
-        return Rows(self._buffers.residual, width)
+        x = Rows(self._buffers.residual, weight.shape[1])
+        looked_up = (self.step.rows,), x.width // 8, self.step.tokens, weight, x.address, x.width
+        if self._ranks is None or not self._ranks.splits_vocabulary:
+            self._launch("embed", *looked_up)
+            return x
+        self._launch("embed_part", *looked_up, Int(self._ranks.own.vocab[0]), weight.shape[0])
+        self._sum(x)
+        return x
 
     def norm(self, x: Rows, weight: Tensor | None) -> Rows:
         """Rows that are normed by whoever reads them."""
@@ -194,9 +204,9 @@ class Operations:
     def add_projected(self, x: Rows, y: Rows, linear: Linear[Tensor], norm: Tensor | None = None) -> Rows:
         """Onto the residual stream, in float32."""
         assert norm is None, "served.py refuses layers that norm what they add"
-        self.product("ADD", linear.weight, y, x.address)
-        if linear.bias is not None:
-            self._launch("add_bias", (self.step.rows,), x.width // 8, x.address, linear.bias, x.width)
+        self._begin_sum(x)
+        self._add(x, y, linear)
+        self._sum(x)
         return x
 
     def add_experts(self, x: Rows, h: Rows, experts: Experts[Tensor], moe: MoeSpec) -> Rows:
@@ -225,6 +235,7 @@ class Operations:
                 name = f"grouped_{'gate' if gate else 'down'}_{tile // 16}"
                 shared = _STAGES * (tile + 64 * (1 + gate)) * 128
                 self._launch(name, (-(-n // 64), tiles), 256, *arguments, shared=shared)
+        self._begin_sum(x)
         self._launch(
             *(
                 "add_experts",
@@ -237,17 +248,22 @@ class Operations:
                 top,
             )
         )
-        if experts.shared is None:
-            return x
-        return self.add_projected(x, self.gated(h, experts.shared.gate_up), experts.shared.down)
+        if experts.shared is not None:
+            self._add(x, self.gated(h, experts.shared.gate_up), experts.shared.down)
+        self._sum(x)
+        return x
 
     def logits(self, x: Rows, norm: Tensor, head: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Into the logits' buffer: of all rows, or of (address, count) of row numbers."""
+        apart = self._ranks is not None and self._ranks.splits_vocabulary
+        into = self._buffers.piece if apart else self._buffers.logits
         if rows is None:
-            self.product("WIDE", head, replace(x, norm=norm), self._buffers.logits)
-            return
-        self._norm(x, norm, rows)
-        self.product("WIDE", head, Rows(self._buffers.normed, x.width), self._buffers.logits, tokens=rows[1])
+            self.product("WIDE", head, replace(x, norm=norm), into)
+        else:
+            self._norm(x, norm, rows)
+            self.product("WIDE", head, Rows(self._buffers.normed, x.width), into, tokens=rows[1])
+        if apart:
+            self._join(head.shape[0], self.step.rows if rows is None else rows[1])
 
     def product(
         self, kind: str, weight: Tensor, x: Rows, y: int, bias: Tensor | None = None, tokens: int | None = None
@@ -296,6 +312,29 @@ class Operations:
                 U64(cache.plane),
                 cache.block_bytes,
             )
+
+    def _add(self, x: Rows, y: Rows, linear: Linear[Tensor]) -> None:
+        """x += linear(y), what this rank has of it. A bias is of all ranks: the first adds it."""
+        self.product("ADD", linear.weight, y, x.address)
+        if linear.bias is not None and (self._ranks is None or self._ranks.first):
+            self._launch("add_bias", (self.step.rows,), x.width // 8, x.address, linear.bias, x.width)
+
+    def _begin_sum(self, x: Rows) -> None:
+        """What is added to x from now on is summed over the ranks. Everybody has read x: one rank keeps it."""
+        if self._ranks is not None and not self._ranks.first:
+            self._launch("clear", (self.step.rows,), x.width // 8, x.address, x.width)
+
+    def _sum(self, x: Rows) -> None:
+        """x is the sum of all ranks' x."""
+        if self._ranks is not None:
+            self._ranks.sum(x.address, self.step.rows * x.width, self._machine.stream)
+
+    def _join(self, width: int, count: int) -> None:
+        """`count` rows of logits from all ranks' columns, `width` each."""
+        assert self._ranks is not None
+        buffers, ranks = self._buffers, len(self._ranks.shards)
+        self._ranks.gather(buffers.piece, buffers.pieces, count * width, self._machine.stream)
+        self._launch("join", (-(-width // 256), count, ranks), 256, buffers.pieces, buffers.logits, width)
 
     def _norm(self, x: Rows, weight: Tensor, rows: tuple[int, int] | None = None) -> Rows:
         address, count = rows or (0, self.step.rows)

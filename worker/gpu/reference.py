@@ -1,5 +1,7 @@
 """The decoder's operations in numpy, float32: what a device is compared with before it serves (self_test.py)."""
 
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,11 @@ class ReferenceOps:
             out += self._mlp(h, experts.shared)
         return x + out
 
+    def logits(self, x: Float32, norm: Float32, head: Float32, rows: npt.NDArray[np.int32]) -> Float32:
+        """Of these rows of the residual stream."""
+        found: Float32 = self.norm(x, norm)[rows] @ head.T
+        return found
+
     def _mlp(self, h: Float32, mlp: Mlp[Float32]) -> Float32:
         return _linear(self.gated(h, mlp.gate_up), mlp.down)
 
@@ -117,6 +124,83 @@ class ReferenceOps:
         turned[..., first] = x[..., first] * cos - x[..., second] * sin
         turned[..., second] = x[..., second] * cos + x[..., first] * sin
         return turned
+
+
+Lists = list[Float32]
+"""One of each rank, in rank order."""
+
+
+class ReferenceRanks:
+    """`decoder.Ops[Lists, Lists]`: ranks that share a model, one after the other, and their sums."""
+
+    def __init__(self, ranks: Sequence[ReferenceOps], lows: Sequence[int] | None) -> None:
+        """lows: the first id of each rank's rows of the vocabulary, None = every rank has all."""
+        self._ranks, self._lows = ranks, lows
+        self._batch: ForwardBatch
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """The step that follows."""
+        self._batch = batch
+        for rank in self._ranks:
+            rank.begin(batch)
+
+    def embed(self, weight: Lists) -> Lists:
+        """Looked-up rows, each by the rank that has it."""
+        ids = self._batch.token_ids
+        if self._lows is None:
+            return [table[ids] for table in weight]
+        found = np.zeros((len(ids), weight[0].shape[1]), np.float32)
+        for table, low in zip(weight, self._lows, strict=True):
+            mine = (ids >= low) & (ids < low + len(table))
+            found[mine] += table[ids[mine] - low]
+        return self._all(found)
+
+    def norm(self, x: Lists, weight: Lists | None) -> Lists:
+        """Each rank by itself."""
+        return [rank.norm(x[i], _of(weight, i)) for i, rank in enumerate(self._ranks)]
+
+    def attention(self, layer: int, h: Lists, qkv: Linear[Lists], q_norm: Lists | None, k_norm: Lists | None) -> Lists:
+        """Each rank over its own heads."""
+        return [
+            rank.attention(layer, h[i], _of(qkv, i), _of(q_norm, i), _of(k_norm, i))
+            for i, rank in enumerate(self._ranks)
+        ]
+
+    def gated(self, h: Lists, gate_up: Linear[Lists]) -> Lists:
+        """Each rank its own columns."""
+        return [rank.gated(h[i], _of(gate_up, i)) for i, rank in enumerate(self._ranks)]
+
+    def add_projected(self, x: Lists, y: Lists, linear: Linear[Lists], norm: Lists | None = None) -> Lists:
+        """x + what all ranks make of theirs; the bias once."""
+        assert norm is None, "served.py refuses layers that norm what they add"
+        parts = [_linear(y[i], _of(linear, i) if i == 0 else Linear(linear.weight[i], None)) for i in range(len(y))]
+        return self._all(x[0] + np.sum(parts, axis=0, dtype=np.float32))
+
+    def add_experts(self, x: Lists, h: Lists, experts: Experts[Lists], moe: MoeSpec) -> Lists:
+        """x + what all ranks make of their columns of every expert."""
+        total = x[0]
+        for i, rank in enumerate(self._ranks):
+            mine: Experts[Float32] = _of(experts, i)
+            if i and mine.shared is not None:
+                shared = replace(mine.shared, down=Linear(mine.shared.down.weight, None))
+                mine = replace(mine, shared=shared)
+            total = total + rank.add_experts(np.zeros_like(x[0]), h[i], mine, moe)
+        return self._all(total)
+
+    def logits(self, x: Lists, norm: Lists, head: Lists, rows: npt.NDArray[np.int32]) -> Float32:
+        """Of these rows; all ranks' columns side by side, or the first's where each has all."""
+        own = [rank.logits(x[i], norm[i], head[i], rows) for i, rank in enumerate(self._ranks)]
+        return own[0] if self._lows is None else np.concatenate(own, axis=1)
+
+    def _all(self, x: Float32) -> Lists:
+        return [x] * len(self._ranks)
+
+
+def _of(value: Any, rank: int) -> Any:
+    """A rank's part of lists, of what has such for fields, or of nothing."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{field.name: _of(getattr(value, field.name), rank) for field in fields(value)})
+    return value[rank] if isinstance(value, list) else value
 
 
 def widened(view: Array) -> Float32:

@@ -3,21 +3,25 @@
 Every size of decode step is among them: products are computed in other ways with other numbers of rows.
 
 A device can compute nothing and say nothing: a library without code for its kind runs no kernel and returns success.
-One dense layer and one of experts are computed, in the model's own sizes.
+One dense layer and one of experts are computed, in the model's own sizes. Ranks that share a model compute them
+together, after their sums were tried with known numbers; each makes up all ranks' weights and compares for itself.
 """
 
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.backend import GpuDecoder
-from worker.gpu.driver import CudaError
-from worker.gpu.reference import ReferenceOps, widened
+from worker.gpu.driver import CudaError, Driver
+from worker.gpu.nccl import FLOAT32, INT32, NcclGroups
+from worker.gpu.reference import ReferenceOps, ReferenceRanks, widened
 from worker.gpu.weights import Array, Tensor
 from worker.models.decoder import Weights, collect, hidden
 
@@ -28,6 +32,8 @@ _PROMPT = 70
 _TOKENS = 8  # different ones in a decode step that is larger
 _POOL = 1_000_003  # made-up values; a prime, so that no two rows of a matrix are alike
 _CLOSE = {2: 0.03, 4: 1e-4}  # by bytes of an element: of the logits' norm
+_APART = 7919  # where another rank's made-up values begin
+_TRIED = 1 << 14  # numbers that are summed, gathered and told
 
 
 class ComputesWrong(CudaError):
@@ -39,26 +45,21 @@ def require_right(decoder: GpuDecoder) -> None:
     began = time.monotonic()
     spec, chosen = _short(decoder.spec)
     names = _names(decoder, chosen)
-    values = _made_up(names, decoder.element)
+    whole = frozenset() if decoder.ranks is None else decoder.ranks.own.whole
+    values = [_made_up(shapes, decoder.element, rank, whole) for rank, shapes in enumerate(_shapes(decoder, names))]
     for name, tensor in names.items():
-        decoder.put(tensor.address, values[name])
+        decoder.put(tensor.address, values[0 if decoder.ranks is None else decoder.ranks.rank][name])
     device = collect(spec, {_renamed(name, chosen): tensor for name, tensor in names.items()})
-    host = collect(spec, {_renamed(name, chosen): widened(value) for name, value in values.items()})
     size = decoder.block_size
     length = min(_PROMPT, (decoder.num_blocks - 1) * size - 2, decoder.max_len - 2)
-    reference = ReferenceOps(spec, decoder.heads.query, decoder.heads.kv, length + 2, decoder.num_blocks, size)
-    errors = []
-    ids = min(_ROWS // 8, len(host.embed))
-    for batch in _batches(length, size, ids):
-        found = decoder.trial(batch, spec, device)
-        errors.append(_errors(found, _expected(reference, batch, spec, host)).max())
+    host = _Host(decoder, spec, {_renamed(name, chosen): [widened(v[name]) for v in values] for name in names}, length)
+    batches = [host.spread(batch) for batch in _batches(length, size, host.ids)]
+    errors = [_errors(decoder.trial(batch, spec, device), host.logits(batch)).max() for batch in batches]
     different = min(_TOKENS, decoder.num_blocks - 1)
-    expected = _expected(reference, _first_tokens(different, different, size, ids), spec, host)
+    expected = host.logits(host.spread(_first_tokens(different, different, size, host.ids)))
     for rows in decoder.sizes:
-        of_rows = _errors(
-            decoder.trial(_first_tokens(rows, different, size, ids), spec, device),
-            expected[np.arange(rows) % different],
-        )
+        batch = host.spread(_first_tokens(rows, different, size, host.ids))
+        of_rows = _errors(decoder.trial(batch, spec, device), expected[np.arange(rows) % different])
         errors.append(np.median(of_rows) if any(spec.moe) else of_rows.max())
     worst = float(np.max(errors))  # no number if any is none
     # Scores that are equal but for rounding send a token to another expert.
@@ -72,6 +73,81 @@ def require_right(decoder: GpuDecoder) -> None:
     log.info("self-test: off by %.2g of the logits' size, in %.2f s", worst, time.monotonic() - began)
 
 
+def require_sums(driver: Driver, groups: NcclGroups, rank: int, size: int) -> None:
+    """Raises ComputesWrong where known numbers are not summed, gathered and told right, at once and in a graph."""
+    driver.enter()
+    stream = driver.stream()
+    summed, own, told, gathered = (driver.allocate(4 * _TRIED * n, "sums that are tried") for n in (1, 1, 1, size))
+    numbers = [np.arange(_TRIED, dtype=np.float32) % 997 + 1000 * other for other in range(size)]
+
+    def launch() -> None:
+        groups.all_reduce(summed, _TRIED, FLOAT32, stream)
+        groups.all_gather(own, gathered, _TRIED, FLOAT32, stream)
+        groups.broadcast(told, _TRIED, INT32, stream)
+
+    def right(run: Callable[[], None]) -> bool:
+        for address in (summed, own):
+            driver.to_device(address, numbers[rank], stream)
+        driver.to_device(told, numbers[rank].astype(np.int32), stream)
+        with groups.under_way():
+            run()
+        groups.launched(stream)
+        total, all_of_them = np.empty(_TRIED, np.float32), np.empty((size, _TRIED), np.float32)
+        first = np.empty(_TRIED, np.int32)
+        for found, address in ((total, summed), (all_of_them, gathered), (first, told)):
+            driver.to_host(found, address, stream)
+        driver.wait(stream)
+        sums = np.array_equal(total, np.sum(numbers, axis=0))
+        return sums and np.array_equal(all_of_them, numbers) and np.array_equal(first, numbers[0].astype(np.int32))
+
+    at_once = right(launch)
+    with groups.under_way():
+        graph = driver.captured(stream, launch)
+    in_graph = right(lambda: driver.launch(graph, stream))
+    driver.drop(graph)
+    if not (at_once and in_graph):
+        raise ComputesWrong(f"{driver.name}: sums over the ranks' GPUs are wrong{'' if at_once else ', at once too'}")
+
+
+class _Host:
+    """The same step in numpy. weights: of all ranks, by name."""
+
+    def __init__(self, decoder: GpuDecoder, spec: DecoderSpec, weights: dict[str, list[Float32]], length: int) -> None:
+        self._spec, ranks = spec, decoder.ranks
+
+        def ops(heads: int, kv_heads: int) -> ReferenceOps:
+            return ReferenceOps(spec, heads, kv_heads, length + 2, decoder.num_blocks, decoder.block_size)
+
+        self._lows: list[int] | None = None
+        self._ops: Any
+        self._weights: Weights[Any]
+        if ranks is None:
+            self._ops = ops(decoder.heads.query, decoder.heads.kv)
+            self._weights = collect(spec, {name: one for name, (one,) in weights.items()})
+        else:
+            if ranks.splits_vocabulary:
+                self._lows = [shard.vocab[0] for shard in ranks.shards]
+            self._ops = ReferenceRanks([ops(shard.heads, shard.kv_heads) for shard in ranks.shards], self._lows)
+            self._weights = collect(spec, weights)
+        self.ids = min(_ROWS // 8, *(len(table) for table in weights["model.embed_tokens.weight"]))
+
+    def spread(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with its token ids among the rows of all ranks."""
+        if self._lows is None:
+            return batch
+        lows, ids = np.array(self._lows, np.int32), batch.token_ids
+        return replace(batch, token_ids=lows[ids % len(lows)] + ids // np.int32(len(lows)))
+
+    def logits(self, batch: ForwardBatch) -> Float32:
+        """Of the batch's rows."""
+        self._ops.begin(batch)
+        weights = self._weights
+        found: Float32 = self._ops.logits(
+            hidden(self._ops, self._spec, weights), weights.norm, weights.head, batch.logits_rows
+        )
+        return found
+
+
 def _short(spec: DecoderSpec) -> tuple[DecoderSpec, list[int]]:
     """The model with its first layer, and the first of experts; and which layers these are."""
     chosen = [0, *[i for i, moe in enumerate(spec.moe) if i and moe is not None and spec.moe[0] is None][:1]]
@@ -83,10 +159,21 @@ def _names(decoder: GpuDecoder, chosen: list[int]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in decoder.tensors(0).items():
         if name.startswith(("model.embed_tokens", "lm_head")):
-            found[name] = Tensor(tensor.address, (min(_ROWS, tensor.shape[0]), tensor.shape[1]))
+            found[name] = Tensor(tensor.address, _few_rows(name, tensor.shape))
         elif name.startswith(prefixes) or name == "model.norm.weight":
             found[name] = tensor
     return _without_pieces(found, decoder.element)
+
+
+def _few_rows(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (min(_ROWS, shape[0]), *shape[1:]) if name.startswith(("model.embed_tokens", "lm_head")) else shape
+
+
+def _shapes(decoder: GpuDecoder, names: dict[str, Tensor]) -> list[dict[str, tuple[int, ...]]]:
+    """These weights' shapes on every rank."""
+    if decoder.ranks is None:
+        return [{name: tensor.shape for name, tensor in names.items()}]
+    return [{name: _few_rows(name, shard.shapes[name]) for name in names} for shard in decoder.ranks.shards]
 
 
 def _without_pieces(tensors: dict[str, Tensor], element: int) -> dict[str, Tensor]:
@@ -109,16 +196,22 @@ def _renamed(name: str, chosen: list[int]) -> str:
     return ".".join(parts)
 
 
-def _made_up(names: dict[str, Tensor], element: int) -> dict[str, Array]:
-    """Norms about one, matrices that keep what they multiply about as large as it was."""
+def _made_up(
+    shapes: dict[str, tuple[int, ...]], element: int, rank: int = 0, whole: frozenset[str] = frozenset()
+) -> dict[str, Array]:
+    """Norms about one, matrices that keep what they multiply about as large as it was. whole: names of those that are
+    the same on every rank; of all others each has its own.
+    """
     pool = np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
     made: dict[str, Array] = {}
-    for name, tensor in names.items():
-        scale = 1.0 if "embed_tokens" in name else tensor.shape[-1] ** -0.5
+    for name, shape in shapes.items():
+        scale = 1.0 if "embed_tokens" in name else shape[-1] ** -0.5
         norm = name.endswith("norm.weight")
-        piece = pool[: min(_POOL, int(np.prod(tensor.shape)))]
+        piece = pool[: min(_POOL, int(np.prod(shape)))]
+        if rank and name not in whole:
+            piece = np.roll(pool, -_APART * rank)[: len(piece)]
         piece = 1 + np.float32(0.1) * piece if norm else piece * np.float32(scale)
-        made[name] = np.resize(_bits(piece) if element == 2 else piece, tensor.shape)
+        made[name] = np.resize(_bits(piece) if element == 2 else piece, shape)
     return made
 
 
@@ -172,13 +265,6 @@ def _first_tokens(rows: int, different: int, size: int, ids: int) -> ForwardBatc
         logits_rows=np.arange(rows, dtype=np.int32),
         block_copies=np.zeros((0, 2), np.int32),
     )
-
-
-def _expected(reference: ReferenceOps, batch: ForwardBatch, spec: DecoderSpec, weights: Weights[Float32]) -> Float32:
-    reference.begin(batch)
-    x = reference.norm(hidden(reference, spec, weights), weights.norm)
-    logits: Float32 = x[batch.logits_rows] @ weights.head.T
-    return logits
 
 
 def _errors(found: Float32, expected: Float32) -> Float32:

@@ -234,6 +234,24 @@ def test_an_engine_with_memory_of_its_own_proves_and_is_asked_for_what_it_holds(
         manager.prepare(put(2, 1))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_at_a_start_the_whole_arena_is_proved_if_not_by_a_device_that_has_all_of_it(tmp_path, tp):
+    layout = make_layout(MANIFEST, tp)
+    engine = Device()
+    with Arena.create(tmp_path, "unit", layout.slot_bytes) as arena:
+        manager = DynamicWeightManager(arena.path, layout, 0, engine)
+        live = Live("run", 1, 1, 0, "another digest", arena.bump(0))
+        manager.prepare(live)  # as in a push: the store has just proved it
+        assert engine.log == ["stage 1"]
+        if tp == 1:
+            manager.prepare(live, verify=True)
+            assert engine.log == ["stage 1", "stage 1"]
+        else:
+            with pytest.raises(WeightsRefused, match="slot 0 does not hold version 1"):
+                manager.prepare(live, verify=True)
+            assert engine.log == ["stage 1"]
+
+
 def test_aliases_are_one_region_after_any_number_of_changes(manager, engine, put, arena):
     for version in range(1, 6):
         manager.prepare(put(version, version % 2))

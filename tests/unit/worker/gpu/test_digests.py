@@ -9,7 +9,8 @@ import xxhash
 
 from rollout_client.cuda_hash import TINY
 from weight_manager.families import manifest_for
-from weight_manager.layout import make_layout, region_digests, version_digest
+from weight_manager.layout import EVERY_RANK, make_layout, rank_views, region_digests, version_digest
+from weight_manager.messages import Live
 from worker.gpu import digests
 from worker.gpu.digests import DeviceDigests
 from worker.gpu.weights import placement
@@ -79,3 +80,37 @@ def test_it_is_the_versions_digest_and_any_byte_counts(monkeypatch, dtype):
         assert proof.version(slot.ctypes.data) != version_digest(layout, []), region.name
         assert proof.version(slot.ctypes.data) == version_digest(layout, region_digests(layout, slot)), region.name
         slot[last] ^= 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_several_proves_what_it_reads_and_nothing_else(monkeypatch, rank):
+    monkeypatch.setattr(digests, "compiled", lambda *_: b"")
+    monkeypatch.setattr(digests, "Module", HostKernel)
+    config = CONFIG | {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 32}
+    layout = make_layout(manifest_for(config, "bfloat16"), 2)
+    arena = np.random.default_rng(1).integers(0, 256, layout.slot_bytes, np.uint8)
+    where = placement(layout, rank)
+    words = np.zeros(where.nbytes // 8 + 1, np.uint64)  # on a word's boundary, as a device's memory is
+    slot = words.view(np.uint8)
+    for run in where.runs:
+        slot[run.target : run.target + run.nbytes] = arena[run.source : run.source + run.nbytes]
+    views = rank_views(layout, rank, memoryview(arena).toreadonly())
+    proof = DeviceDigests(HostDriver(), layout, where, rank)
+    live = Live("run", 1, 0, 1, "never looked at")
+
+    def holds():
+        return proof.holds(slot.ctypes.data, live, views)
+
+    assert holds()
+    own = [region for region in layout.regions if region.rank in (rank, EVERY_RANK)]
+    assert len(own) < len(layout.regions)
+    for region in own:
+        offset, _ = where.places[region.name]
+        for there, at in ((slot, offset), (arena, region.offset)):
+            there[at] ^= 1
+            assert not holds(), region.name
+            there[at] ^= 1
+    for region in layout.regions:
+        if region not in own:
+            arena[region.offset] ^= 1
+    assert holds()

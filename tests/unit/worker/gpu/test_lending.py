@@ -138,6 +138,9 @@ class HostDigests:
         memory = (ctypes.c_ubyte * LAYOUT.slot_bytes).from_address(address)
         return version_digest(LAYOUT, region_digests(LAYOUT, memoryview(memory)))
 
+    def holds(self, address, live, views):
+        return self.version(address) == live.digest
+
 
 class Version:
     """A version in the arena's slot, and as its trainer has it."""
@@ -193,6 +196,18 @@ def lent(rank):
     yield ask
     for one in made:
         one.close()
+
+
+def test_a_rank_that_lends_nothing_says_why(tmp_path):
+    slots = DeviceSlots(MemfdDriver(), placement(LAYOUT, 0))
+    lending = Lending(slots, HostDigests(), "it has a part of a model")
+    lending.listen(tmp_path / "device-0.sock")
+    one = Version(1)
+    slots.bind(lending.stage(one.live, one.views))
+    trainer = LentSlot(str(tmp_path / "device-0.sock"), MemfdCuda())
+    with pytest.raises(NotLent, match="a part of a model"):
+        trainer.open(0, 2)
+    trainer.close()
 
 
 def _wait_until(true):

@@ -28,6 +28,7 @@ class Nccl:
     def __init__(self, meeting):
         self.meeting, self.ncclGetErrorString = meeting, type("F", (), {"__call__": lambda s, c: b"unhandled"})()
         self.journal, self.code, self.aborted, self.queued = [], {}, threading.Event(), False
+        self.asynchronous = 0
 
     def _said(self, name):
         self.journal.append(name)
@@ -61,6 +62,10 @@ class Nccl:
         self.aborted.set()
         return self._said("abort")
 
+    def ncclCommGetAsyncError(self, comm, state):  # noqa: N802
+        state._obj.value = self.asynchronous
+        return 0
+
     def ncclAllReduce(self, *_):  # noqa: N802
         self.queued = True
         return self._said("sum")
@@ -72,18 +77,23 @@ class Driver:
 
     def enter(self): ...
     def stream(self): ...
+    def event(self): ...
+    def record(self, *_): ...
     def fill(self, *_): ...
+
+    def happened(self, event):
+        return not self.nccl.queued
 
     def allocate(self, nbytes, what):
         return 4096
 
     def wait(self, stream):
         if self.nccl.queued:
-            self.nccl.queued = False
             try:
                 self.nccl.barrier.wait()
             except threading.BrokenBarrierError:
                 self.nccl.aborted.wait(5)
+            self.nccl.queued = False
 
 
 class Ranks:
@@ -121,6 +131,14 @@ class Ranks:
         with group.under_way():
             group.all_reduce(4096, 8, FLOAT32, None)
             Driver(self.nccls[rank]).wait(None)
+
+    def launch(self, rank):
+        """As a step does: the host is told when it waits."""
+        group = self.groups[rank]
+        group.all_reduce(4096, 8, FLOAT32, None)
+        group.launched(None)
+        Driver(self.nccls[rank]).wait(None)
+        group.check()
 
     def _make(self, rank):
         def exchange(mine):
@@ -195,6 +213,41 @@ def test_a_rank_that_stands_still_inside_a_sum_ends_it_by_the_deadline(ranks):
     assert isinstance(error, GroupDead)
     assert "more than 0.5 s" in str(error)
     assert r.nccls[0].journal[-1] == "abort"
+
+
+def test_launched_sums_are_looked_after_until_they_are_through(ranks):
+    r = ranks(2, deadline_s=0.5)
+    r.start()
+    assert r.each(r.launch) == [None, None]
+    time.sleep(0.8)
+    assert r.each(r.launch) == [None, None]  # those of before were through
+    (error,) = r.each(r.launch, 0)
+    assert isinstance(error, GroupDead)
+    assert "more than 0.5 s" in str(error)
+    with pytest.raises(GroupDead):  # no step follows it
+        r.groups[0].launched(None)
+
+
+def test_a_rank_killed_inside_a_launched_sum_ends_it_at_once(ranks):
+    r = ranks(2, deadline_s=60)
+    r.start()
+    waiting = threading.Timer(0.2, r.processes[1].send_signal, [signal.SIGKILL])
+    waiting.start()
+    before = time.monotonic()
+    (error,) = r.each(r.launch, 0)
+    assert time.monotonic() - before < 10
+    assert str(error) == "the process of rank 1 is gone"
+
+
+def test_what_nccl_finds_wrong_by_itself_ends_the_sums(ranks):
+    r = ranks(2, deadline_s=60)
+    r.start()
+    r.nccls[0].asynchronous = 7  # in progress: not wrong
+    time.sleep(0.2)
+    threading.Timer(0.2, setattr, [r.nccls[0], "asynchronous", 6]).start()
+    (error,) = r.each(r.launch, 0)
+    assert isinstance(error, GroupDead)
+    assert str(error) == "NCCL: unhandled"
 
 
 def test_a_group_that_is_not_summing_is_left_alone_however_long(ranks):
