@@ -9,6 +9,10 @@ does not go with a step under way (`Order.beside_steps` says what does): then wh
 Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
 take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token is drawn of that
 before they are final; after a rollback it is thrown away, and what it wrote is written anew (ADR 22).
+
+Of several ranks rank 0 alone draws, so it alone takes steps in; all launch each step, in one order. A tick with a step
+says to the others which it is, or that the one that was launched ahead is taken; then which goes behind it; and a flip
+says which is ventured. Each of these may be none, but it is said, also where a launch has failed: they wait for the word.
 """
 
 import logging
@@ -24,7 +28,7 @@ import numpy as np
 
 from weight_manager.life import State
 from worker.adapter_membership import AdapterMembership
-from worker.engine.base import Float32, ForwardBatch, Interrupted, Logits, OnDevice, never
+from worker.engine.base import Float32, ForwardBatch, Interrupted, LaunchesTogether, Logits, OnDevice, never
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
@@ -46,6 +50,8 @@ _PREPARING, _PROMPT, _LONGEST = 1 / 4, 1 / 8, 3 / 4
 """Usual steps for which none begins: while a version is prepared; then until its flip, if flips come at once, and at
 most. The last is what another replica needs to finish a step that it does not give up, and to prepare: a step begun
 before that would keep all of them waiting to its end."""
+_TAKEN = np.array([-1], np.int32)
+"""In the place of a batch, which begins with no such number: the step that was launched ahead is taken."""
 _RETRY_S = 0.01
 """Seconds until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
@@ -65,6 +71,7 @@ class EventLoop:
         self._step_error = ""
         self._ahead: Logits | None = None  # of a step launched ahead of its tick
         self._ventured = False  # under weights that are not final yet
+        self._first_took = False  # rank 0 takes the step that was launched ahead: heard on another rank
         self._alone: threading.Timer | None = None
         self._moved = moved
         self._given_up = leader.stepping.interrupting.asked if leader is not None and signals.size == 1 else never
@@ -125,20 +132,22 @@ class EventLoop:
         batch = self._leader.stepping.schedule() if self._leader else None
         if self._signals.size == 1:
             return batch
-        packed = self._signals.share(batch.pack() if batch else None)
-        if packed is None:
-            return None
-        return batch or ForwardBatch.unpack(packed)
+        return self._shared(batch)
 
     def step(self, batch: ForwardBatch | None) -> None:
         """One forward pass on every rank; rank 0 samples."""
         if batch is not None:
             self._compute(lambda: self._actions.forward(batch), ahead=True)
+        elif self._first_took:  # ranks but the first have nothing to take in
+            self._first_took = False
+            self._compute(lambda: None, ahead=True)
 
     def go_on_ahead(self) -> bool:
         """Take the tokens of the step that was launched ahead, the next one launched behind it; False: none was."""
         logits = self._taken()
         if logits is not None:
+            if self._signals.size > 1:
+                self._signals.share(_TAKEN)
             self._compute(lambda: logits, ahead=True)
         return logits is not None
 
@@ -153,8 +162,11 @@ class EventLoop:
             self._compute(lambda: logits, ahead=False)
 
     def venture(self) -> None:
-        """Rank 0 of one rank, whose device has flipped: launch the next step while the store decides."""
-        if self._leader is None or self._signals.size > 1 or not isinstance(self._actions.engine, OnDevice):
+        """A device has flipped: launch the next step while the store decides, if rank 0 knows one."""
+        if self._signals.size > 1:
+            self._venture_together()
+            return
+        if self._leader is None or not isinstance(self._actions.engine, OnDevice):
             return
         batch = self._leader.stepping.venture()
         if batch is None:
@@ -164,6 +176,27 @@ class EventLoop:
         except Exception:
             log.exception("a step could not be launched")  # it is launched again, and its failure is then told
             logits = None
+        self._ventured_is(logits)
+
+    def _venture_together(self) -> None:
+        """The same on all ranks. One that cannot launch it, where others have, fails a step."""
+        if self._together is None:
+            return
+        batch = self._shared(self._leader.stepping.venture() if self._leader else None)
+        if batch is None:
+            return
+        logits: Float32 | Logits | None = None
+        try:
+            logits = self._actions.forward(batch)
+        except GroupDead:
+            raise
+        except Exception as error:
+            self._failed(error, time.monotonic())
+        if self._leader and self._leader.stepping.launched_ahead:
+            self._ventured_is(logits)
+
+    def _ventured_is(self, logits: Float32 | Logits | None) -> None:
+        assert self._leader is not None
         if logits is None or isinstance(logits, np.ndarray):
             self._leader.stepping.dropped()
         else:
@@ -176,15 +209,56 @@ class EventLoop:
         logits, self._ahead, self._ventured = self._ahead, None, False
         return logits if logits is not None and self._leader and self._leader.stepping.launched_ahead else None
 
+    @property
+    def _together(self) -> LaunchesTogether | None:
+        """The engine, if it is one whose ranks launch steps ahead together."""
+        engine = self._actions.engine
+        return engine if self._signals.size > 1 and isinstance(engine, LaunchesTogether) else None
+
+    def _shared(self, batch: ForwardBatch | None) -> ForwardBatch | None:
+        """Rank 0's batch on every rank of several."""
+        packed = self._signals.share(batch.pack() if batch else None)
+        if packed is not None and packed[0] == _TAKEN[0]:
+            self._first_took, packed = True, None
+        return None if packed is None else batch or ForwardBatch.unpack(packed)
+
+    def _launch_behind(self, logits: Float32 | Logits | None) -> None:
+        """Launch the step after the one under way, on every rank, where a device can and rank 0 knows which. logits: of
+        the one under way; None on other ranks, or where it could not be launched.
+        """
+        if self._signals.size == 1:
+            if self._leader and logits is not None:
+                self._ahead = self._leader.stepping.follow(logits)
+            return
+        engine = self._together
+        if engine is None:
+            return
+        if self._leader is None:
+            batch = self._shared(None)
+            if batch is not None:
+                engine.follow(batch)
+            return
+        said: list[ForwardBatch] = []
+
+        def tell(batch: ForwardBatch) -> None:
+            said.append(batch)
+            self._shared(batch)
+
+        engine.telling = tell
+        try:
+            if logits is not None:
+                self._ahead = self._leader.stepping.follow(logits)
+        finally:
+            if not said:
+                self._shared(None)
+
     def _compute(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> None:
         """Have a step computed, or take one that was, and hand its logits on. ahead: launch the step behind it, too."""
         began = time.monotonic()
         try:
-            logits = launch()
+            logits = self._launched(launch, ahead=ahead)
             if self._leader:
                 assert logits is not None
-                if ahead and self._signals.size == 1:
-                    self._ahead = self._leader.stepping.follow(logits)
                 self._leader.stepping.stepped(logits, began)
         except Interrupted:
             assert self._leader is not None
@@ -192,12 +266,30 @@ class EventLoop:
         except GroupDead:  # its sums were ended: no other step will go well, and no word of the others is needed
             raise
         except Exception as error:
-            log.exception("the step failed")
-            self._step_error = f"{type(error).__name__}: {error}"
-            if self._leader:
-                self._leader.stepping.raised()
-            overran = time.monotonic() - began > _OVERRUN_S
-            self._leave_if_alone(_ALONE_AFTER_OVERRUN_S if overran else _ALONE_S)
+            self._failed(error, began)
+
+    def _launched(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> Float32 | Logits | None:
+        """ahead: the step behind it is launched too; where this one cannot be, the others hear that there is none."""
+        try:
+            logits = launch()
+        except GroupDead:
+            raise
+        except Exception:
+            if ahead and self._together is not None:
+                self._shared(None)
+            raise
+        if ahead:
+            self._launch_behind(logits)
+        return logits
+
+    def _failed(self, error: Exception, began: float) -> None:
+        """A step did, on this rank."""
+        log.error("the step failed", exc_info=error)
+        self._step_error = f"{type(error).__name__}: {error}"
+        if self._leader:
+            self._leader.stepping.raised()
+        overran = time.monotonic() - began > _OVERRUN_S
+        self._leave_if_alone(_ALONE_AFTER_OVERRUN_S if overran else _ALONE_S)
 
     def reply(self) -> None:
         """Rank 0: tokens, answers, statistics."""

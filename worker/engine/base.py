@@ -289,6 +289,20 @@ class OnDevice(Protocol):
 
 
 @runtime_checkable
+class LaunchesTogether(Protocol):
+    """An engine whose ranks, if there are several, all launch a step that goes on from tokens being drawn.
+
+    telling: on the rank that draws, called with such a step just before it is launched there.
+    """
+
+    telling: Callable[[ForwardBatch], None]
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """Launch it on another rank: its token ids come from the one that draws, by the devices."""
+        ...
+
+
+@runtime_checkable
 class HasGroups(Protocol):
     """An engine whose ranks sum over a group of its own."""
 

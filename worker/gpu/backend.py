@@ -91,6 +91,7 @@ class GpuDecoder:
         self.sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
+        self.telling: Callable[[ForwardBatch], None] = lambda batch: None  # see `LaunchesTogether`
 
     def choose_products(self) -> None:
         """Find the fastest way of every product, or read what was found before. Slot 0 has memory."""
@@ -160,8 +161,16 @@ class GpuDecoder:
 
     def follow(self, batch: ForwardBatch, sources: Int32) -> Logits:
         """A decode step whose token ids are those that are being drawn, the `sources[i]`-th for row i."""
-        self.decode(batch, sources)
+        if self.ranks is not None:
+            self.telling(batch)
+        self.decode(batch, sources, ahead=True)
+        self._launched()
         return self.drawing.logits(len(sources))
+
+    def follow_first(self, batch: ForwardBatch) -> None:
+        """The same on a rank that does not draw: the token ids are the first rank's."""
+        self.decode(batch, ahead=True)
+        self._launched()
 
     def residual(self, tokens: int) -> Float32:
         """The last step's residual stream, [tokens, hidden]; waits for it."""
@@ -225,8 +234,10 @@ class GpuDecoder:
         count = len(batch.token_ids)
         return count == len(batch.query_lens) == len(batch.logits_rows) and count <= self.sizes[-1]
 
-    def decode(self, batch: ForwardBatch, sources: Int32 | None = None) -> StepInputs:
-        """Launch one graph; logits are in the buffer when the stream is through. sources: as in `follow`."""
+    def decode(self, batch: ForwardBatch, sources: Int32 | None = None, *, ahead: bool = False) -> StepInputs:
+        """Launch one graph; logits are in the buffer when the stream is through. sources: as in `follow`. ahead: token
+        ids are not in the batch but where the first rank's drawing puts them.
+        """
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         size = self._size(len(batch.token_ids))
@@ -236,6 +247,8 @@ class GpuDecoder:
             self.operations.copy_blocks(step.copies)
         if sources is not None:
             self.drawing.feed(step.tokens, sources)
+        if ahead and self.ranks is not None:
+            self.ranks.tell(step.tokens, size, self._stream)
         self._driver.launch(graph, self._stream)
         return step
 

@@ -1,5 +1,5 @@
-"""`worker.engine.base.Engine` on a CUDA device. No Paddle: a rank of its own starts without it, and of several ranks only
-the signal group is Paddle's.
+"""`worker.engine.base.Engine` on a CUDA device. No Paddle: a rank of its own starts without it, and of several ranks
+only the signal group is Paddle's.
 """
 
 import json
@@ -205,6 +205,19 @@ class GpuEngine:
         if self._check_ranks and self._meeting is not None:
             self._require_same(self._meeting, len(batch.token_ids))
         return logits
+
+    @property
+    def telling(self) -> Callable[[ForwardBatch], None]:
+        """As `LaunchesTogether` has it."""
+        return self._decoder.telling
+
+    @telling.setter
+    def telling(self, told: Callable[[ForwardBatch], None]) -> None:
+        self._decoder.telling = told
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """Launch a step whose token ids the first rank draws, on another one."""
+        self._decoder.follow_first(batch)
 
     def _require_same(self, meeting: Meeting, tokens: int) -> None:
         """Raises RuntimeError on every rank when their hidden states differ."""

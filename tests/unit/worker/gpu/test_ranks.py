@@ -200,6 +200,31 @@ def test_only_the_first_rank_draws(monkeypatch):
     assert scored.shape == (120, first.engine.spec.vocab_size)
 
 
+def test_tokens_that_are_drawn_go_to_the_other_devices_before_the_step_that_reads_them(monkeypatch):
+    ranks = [Rank(monkeypatch, rank=rank).serve() for rank in range(2)]
+    first, second = ranks
+    batch, told = STEPS["one token each"], []
+    first.engine.telling = lambda ahead: told.append((ahead, list(first.calls)))
+    for rank in ranks:
+        rank.engine.forward(batch)
+        rank.recording.calls.clear()
+    cuts = Cuts(np.zeros(3, np.int32), np.ones(3), np.zeros(3, np.float32))
+    begun = first.engine.forward(batch).begin(np.arange(3), np.ones(3, np.float32), np.ones(3, bool), np.zeros(3), cuts)
+    first.recording.calls.clear()
+    begun.follow(batch, np.array([2, 0, 1], np.int32))
+    ((ahead, before),) = told
+    assert ahead is batch
+    assert not before, "the others hear of it before anything of it is launched here"
+    second.engine.follow(batch)
+    assert [call for call in first.calls if call in {"feed", "ncclBroadcast", "cuGraphLaunch"}] == [
+        *("feed", "ncclBroadcast", "cuGraphLaunch")
+    ]
+    assert [call for call in second.calls if call in {"feed", "ncclBroadcast", "cuGraphLaunch"}] == [
+        *("ncclBroadcast", "cuGraphLaunch")
+    ]
+    assert first.collectives == second.collectives == [("ncclBroadcast", 4, 2)]  # int32, the rows of the graph
+
+
 def test_graphs_go_before_their_communicator_and_come_after_it_fifty_times(monkeypatch):
     rank = Rank(monkeypatch)
 
