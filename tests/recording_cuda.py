@@ -140,6 +140,19 @@ class _Call:
         return self.recording.called(self.name, arguments)
 
 
+class _Ctypes:
+    """ctypes as the driver's module sees it: every library is the recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ctypes, name)
+
+    def CDLL(self, name: str) -> Recording:  # noqa: N802
+        return self._recording
+
+
 def install(patch: pytest.MonkeyPatch, recording: Recording) -> Recording:
     """Engines that are made from now on have these libraries; those made before keep theirs."""
 
@@ -147,7 +160,7 @@ def install(patch: pytest.MonkeyPatch, recording: Recording) -> Recording:
         self._driver._cuda.launch(*arguments, *rest.values())
         _LAUNCH(self, *arguments, **rest)
 
-    patch.setattr(driver.ctypes, "CDLL", lambda name: recording)
+    patch.setattr(driver, "ctypes", _Ctypes(recording))
     patch.setattr(driver.Module, "launch", launch)
     for module in (cublaslt, nccl):
         patch.setattr(module, "load", lambda *_: recording)

@@ -43,12 +43,13 @@ class Rig:
         self.run_dir = run_dir
         model = run_dir / "model"
         model.mkdir()
-        for name, document in {"config": MODEL, **config.pop("files", {})}.items():
+        files = {"config": MODEL, **config.pop("files", {})}
+        for name, document in files.items():
             (model / f"{name}.json").write_text(json.dumps(document))
         engine = {"engine": "tests.fake_engine:made", "engine_options": config.pop("fake", {})}
-        options = {"max_batch": 8, "max_tokens_per_step": 64, "num_blocks": 64, "block_size": 4, **config}
-        self.config = WorkerConfig(model_dir=model, **engine, **options)
-        self.layout = make_layout(manifest_for(MODEL, "float32"), self.config.tp)
+        sizes = {"max_batch": 8, "max_tokens_per_step": 64, "num_blocks": 64, "block_size": 4}
+        self.config = WorkerConfig(model_dir=model, **{**engine, **sizes, **config})
+        self.layout = make_layout(manifest_for(files["config"], "float32"), self.config.tp)
         self.arena = Arena.create(run_dir, "rig", self.layout.slot_bytes)
         self.context = zmq.Context()
         self.store = ScriptedStore(run_dir, self.arena, self.layout, self.context)
@@ -136,9 +137,13 @@ class ProcessRig(Rig):
         places = spec.incarnation() if spec.incarnation else [{}]
         self.log = (self.run_dir / "ranks.log").open("w")
         self.ranks = [
-            subprocess.Popen(process.argv, env={**os.environ, **place}, stderr=self.log)
+            subprocess.Popen(self.command(process.argv), env={**os.environ, **place}, stderr=self.log)
             for process, place in zip(spec.processes, places, strict=True)
         ]
+
+    def command(self, argv):
+        """Of a rank's process, as the supervisor would start it."""
+        return argv
 
     def end(self):
         whole = all(rank.poll() is None for rank in self.ranks)
