@@ -10,5 +10,5 @@ drawing     tokens drawn where the logits are            edits      penalties, m
 self_test   refuses a device that computes wrong         reference  the same operations in numpy
 digests     of versions, computed where they lie         lending    a slot's memory, lent to trainers on this host
 pinned      mappings that copy at the bus's speed        warming    a context, made while Python imports
-nccl        sums over the GPUs of a replica; no engine uses it yet
+nccl        sums over the GPUs of a replica, bounded     ranks      what ranks that share a model do together
 """

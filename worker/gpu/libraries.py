@@ -15,8 +15,8 @@ _WHEELS = ("nvidia/cu13/lib", "nvidia/*/lib")
 
 
 @cache
-def load(name: str, wheel: str) -> ctypes.CDLL:
-    """The library ``name`` (a pattern such as ``libnvrtc.so.1[23]``). Raises OSError naming the wheel that has it."""
+def load(name: str, wheel: str, extra: str = "gpu") -> ctypes.CDLL:
+    """The library ``name`` (a pattern such as ``libnvrtc.so.1[23]``). Raises OSError naming who has it."""
     for root in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
         for folder in _WHEELS:
             for path in sorted(Path(root).glob(f"{folder}/{name}"), reverse=True):
@@ -24,4 +24,5 @@ def load(name: str, wheel: str) -> ctypes.CDLL:
     for folder in _TOOLKITS:
         for path in sorted(Path(folder).glob(name), reverse=True):
             return ctypes.CDLL(str(path))
-    raise OSError(f"device gpu needs {name}: pip install 'paddle-rollout[gpu]' (or {wheel}), or install a CUDA toolkit")
+    wanted = f"pip install 'paddle-rollout[{extra}]' (or {wheel})"
+    raise OSError(f"device gpu needs {name}: {wanted}, or install a CUDA toolkit")

@@ -64,7 +64,7 @@ class NcclGroups:
         """
         os.environ.setdefault(_NO_MULTICAST, "0")
         self._driver, self._rank, self._size, self._exchange = driver, rank, size, exchange
-        self._nccl = library or load("libnccl.so.2", "nvidia-nccl-cu13")
+        self._nccl = library or load("libnccl.so.2", "nvidia-nccl-cu13", "gpu-tp")
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         self._deadline_s = deadline_s
         self._comm: Pointer | None = None
