@@ -167,6 +167,15 @@ def test_a_step_that_failed_because_its_group_died_ends_the_replica_and_no_reque
     assert run.leader.failures == []
 
 
+def test_a_step_whose_sums_were_ended_ends_the_rank_at_once_and_asks_nobody():
+    engine = Engine()
+    engine.forward = lambda batch: (_ for _ in ()).throw(GroupDead("the process of rank 1 is gone"))
+    actions = Actions(engine, lambda path: None, NoGroups(), lambda: None, AdapterViews(None, 0, None))
+    loop = EventLoop(ThreadSignals(1, {}), actions, None)
+    with pytest.raises(GroupDead, match="rank 1 is gone"):
+        loop.step(Batch())
+
+
 @pytest.mark.parametrize(("overrun_s", "leaves_within_s"), [(60.0, 5.0), (-1.0, 0.5)])
 def test_a_rank_whose_step_failed_waits_for_the_others_word_but_not_for_one_that_sleeps(
     monkeypatch, overrun_s, leaves_within_s

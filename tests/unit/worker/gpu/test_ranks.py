@@ -20,6 +20,7 @@ from worker.gpu.reference import ReferenceOps, ReferenceRanks, widened
 from worker.gpu.self_test import ComputesWrong
 from worker.models.decoder import collect, hidden
 from worker.models.shard import shard_of
+from worker.orders import GroupDead
 
 SERVED = ["llama", "llama_tied_biased", "qwen2", "qwen3", "qwen3_moe", "ernie45_moe"]
 _COLLECTIVES = ("ncclAllReduce", "ncclAllGather", "ncclBroadcast")
@@ -198,6 +199,19 @@ def test_only_the_first_rank_draws(monkeypatch):
     scored = first.engine.forward(STEPS["more rows to score than there is room for"])
     assert isinstance(scored, np.ndarray)
     assert scored.shape == (120, first.engine.spec.vocab_size)
+
+
+def test_what_an_aborted_sum_left_behind_is_taken_for_nothing(monkeypatch):
+    """The wait for it ends as any other does: it is the watchdog that says why."""
+    rank = Rank(monkeypatch).serve()
+    logits = rank.engine.forward(STEPS["prompts"])
+    groups = rank.engine._ranks.groups
+    groups._abort("the process of rank 1 is gone")
+    with pytest.raises(GroupDead, match="rank 1 is gone"):
+        logits[:]
+    with pytest.raises(GroupDead):
+        rank.engine.forward(STEPS["prompts"])
+    assert rank.calls[-1] != "ncclAllReduce"
 
 
 def test_tokens_that_are_drawn_go_to_the_other_devices_before_the_step_that_reads_them(monkeypatch):
