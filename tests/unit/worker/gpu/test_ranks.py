@@ -155,7 +155,9 @@ def test_all_ranks_launch_the_same_collectives_in_the_same_order(monkeypatch, fa
             assert ranks[0].collectives, what
 
 
-@pytest.mark.parametrize(("family", "bias"), [("llama", 0), ("llama_tied_biased", 1)])
+@pytest.mark.parametrize(
+    ("family", "bias"), [("llama", 0), ("llama_tied_biased", 1), ("qwen3_moe", 0), ("ernie45_moe", 0)]
+)
 def test_one_rank_keeps_the_stream_and_the_biases_and_all_sum_twice_a_layer(monkeypatch, family, bias):
     for rank in range(2):
         shares = Rank(monkeypatch, family, rank=rank).serve()
