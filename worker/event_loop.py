@@ -12,7 +12,7 @@ before they are final; after a rollback it is thrown away, and what it wrote is 
 
 Of several ranks rank 0 alone draws, so it alone takes steps in; all launch each step, in one order. A tick with a step
 says to the others which it is, or that the one that was launched ahead is taken; then which goes behind it; and a flip
-says which is ventured. Each of these may be none, but it is said, also where a launch has failed: they wait for the word.
+says which is ventured. Each may be none, but it is said, also where a launch has failed: they wait for the word.
 """
 
 import logging

@@ -45,8 +45,7 @@ def require_right(decoder: GpuDecoder) -> None:
     began = time.monotonic()
     spec, chosen = _short(decoder.spec)
     names = _names(decoder, chosen)
-    whole = frozenset() if decoder.ranks is None else decoder.ranks.own.whole
-    values = [_made_up(shapes, decoder.element, rank, whole) for rank, shapes in enumerate(_shapes(decoder, names))]
+    values = [_made_up(shapes, decoder.element, rank) for rank, shapes in enumerate(_shapes(decoder, names))]
     for name, tensor in names.items():
         decoder.put(tensor.address, values[0 if decoder.ranks is None else decoder.ranks.rank][name])
     device = collect(spec, {_renamed(name, chosen): tensor for name, tensor in names.items()})
@@ -196,19 +195,15 @@ def _renamed(name: str, chosen: list[int]) -> str:
     return ".".join(parts)
 
 
-def _made_up(
-    shapes: dict[str, tuple[int, ...]], element: int, rank: int = 0, whole: frozenset[str] = frozenset()
-) -> dict[str, Array]:
-    """Norms about one, matrices that keep what they multiply about as large as it was. whole: names of those that are
-    the same on every rank; of all others each has its own.
-    """
+def _made_up(shapes: dict[str, tuple[int, ...]], element: int, rank: int) -> dict[str, Array]:
+    """Norms about one, matrices that keep what they multiply about as large as it was; others on every rank."""
     pool = np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
     made: dict[str, Array] = {}
     for name, shape in shapes.items():
         scale = 1.0 if "embed_tokens" in name else shape[-1] ** -0.5
         norm = name.endswith("norm.weight")
         piece = pool[: min(_POOL, int(np.prod(shape)))]
-        if rank and name not in whole:
+        if rank:
             piece = np.roll(pool, -_APART * rank)[: len(piece)]
         piece = 1 + np.float32(0.1) * piece if norm else piece * np.float32(scale)
         made[name] = np.resize(_bits(piece) if element == 2 else piece, shape)

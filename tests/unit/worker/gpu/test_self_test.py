@@ -161,6 +161,10 @@ def _ids_of_the_first_only(ranks):
     ranks._lows = [0 for _ in ranks._lows]
 
 
+def _rows_of_the_second_are_others(ranks):
+    ranks._lows = [ranks._lows[0], ranks._lows[1] + 1]
+
+
 def _bias_of_all(ranks):
     real = ranks.add_projected
 
@@ -171,7 +175,7 @@ def _bias_of_all(ranks):
     ranks.add_projected = twice
 
 
-@pytest.mark.parametrize("wrong", [_drop_a_sum, _ids_of_the_first_only, _bias_of_all])
+@pytest.mark.parametrize("wrong", [_drop_a_sum, _ids_of_the_first_only, _rows_of_the_second_are_others, _bias_of_all])
 def test_ranks_that_do_not_compute_one_model_are_refused_all_of_them(wrong):
     done = []
 

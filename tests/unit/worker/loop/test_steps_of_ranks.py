@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests import fake_engine
+from tests.fake_engine import FakeEngine
 from tests.unit.worker.conftest import Ahead
 from tests.unit.worker.loop.rig import Rig
 from tests.unit.worker.test_event_loop import ThreadSignals
 from weight_manager.messages import Finalize, Finalized, Rollback, RolledBack
 from worker import boot
 from worker.boot import build_loop
-from worker.engine import fake_engine
-from worker.engine.fake_engine import FakeEngine
 from worker.messages import Abort, Clear, Done, Pause, Reload, Resume
 
 PATIENCE_S = 30
