@@ -82,6 +82,8 @@ def ranks():
 
     yield make
     for one in made:
+        if one.run_dir.exists():
+            print(one.said[-3000:], flush=True)
         one.stop()
 
 
