@@ -24,7 +24,9 @@ static inline INLINE const char *run_of_keys(const Step *s, int64_t sequence, in
 }
 
 // Scores of CELLS cells for a few rows, each added up along the head. Meanwhile as much is prefetched of what is read
-// next, and of the cells' values; a little at a time, since a core waits for those that it has no place for.
+// next, and of the cells' values; a little at a time, since a core waits for those that it has no place for. Into the
+// second cache: a panel's values are as large as the first. The next keys are a few KiB, and in bfloat16 wanted so soon
+// that they go into the first.
 static inline INLINE void score_few(const float *q[], const int rows, const char *keys, const char *next,
                                     const char *values, float *scores, float scale, const int dim, const int narrow) {
     const int64_t stride = dim * (narrow ? 2 : 4);
@@ -34,8 +36,9 @@ static inline INLINE void score_few(const float *q[], const int rows, const char
         f32x16 words[4];
         const int at = d * (narrow ? 2 : 4);
         for (int line = 0; line < 16 * CELLS; line += 64) {
-            __builtin_prefetch(next + at * CELLS + line);
-            __builtin_prefetch(values + at * CELLS + line);
+            if (narrow) __builtin_prefetch(next + at * CELLS + line);
+            else __builtin_prefetch(next + at * CELLS + line, 0, 2);
+            __builtin_prefetch(values + at * CELLS + line, 0, 2);
         }
         load_across(keys + at, stride, words);
         for (int i = 0; i < 4; i++)
