@@ -47,7 +47,8 @@ static inline INLINE void add_words(const char *w, int64_t stride, const char *x
         }
 }
 
-// Products of RUN rows with `count` tokens; the first of a run's groups prefetches the next run.
+// Products of RUN rows with `count` tokens; the first of a run's groups prefetches the next run, into the second cache: the
+// first one has no place for both runs and the activations.
 static inline INLINE void products(const Single *s, const char *x, int64_t row, f32x16 y[], const int count,
                                    const int first, const int narrow) {
     const int64_t size = narrow ? 2 : 4, stride = s->row_step * size, bytes = s->columns * size, part = s->part * size;
@@ -58,7 +59,7 @@ static inline INLINE void products(const Single *s, const char *x, int64_t row, 
         for (int t = 0; t < count; t++) a[t] = splat(0);
         for (; at + 64 <= end; at += 64) {  // a cache line of each row
             if (first)
-                for (int r = 0; r < RUN; r++) __builtin_prefetch(ahead + r * stride + at);
+                for (int r = 0; r < RUN; r++) __builtin_prefetch(ahead + r * stride + at, 0, 2);
             for (int i = 0; i < 64; i += 16) add_words(w, stride, x, bytes, at + i, a, count, narrow);
         }
         for (; at < end; at += 16) add_words(w, stride, x, bytes, at, a, count, narrow);
