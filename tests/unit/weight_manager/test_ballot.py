@@ -291,3 +291,61 @@ def test_no_order_of_events_breaks_all_or_nothing(voters, inputs):
         ballot.recorded(now)
         ballot.tick(now + 1.1)
     assert ballot.life.state is State.OVER
+
+
+def test_a_store_below_counts_as_it_said_with_its_vote_and_reports_for_all_below_it():
+    ballot = ballot_of(0, "low", may_miss=frozenset())
+    assert (ballot.stores, ballot.replicas) == (2, 2), "before it has said"
+    ballot.store_voted("low", Prepared("s"), Tally(3, 7), "", 0.1)
+    assert (ballot.stores, ballot.replicas) == (4, 8)
+    ballot.store_voted("low", Prepared("s"), Tally(9, 9), "", 0.1)  # twice
+    assert (ballot.stores, ballot.replicas) == (4, 8)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.flipped_by(0, Flipped("s"), 0.2)
+    ballot.store_voted("low", Flipped("s"), Tally(3, 7), "", 0.2)
+    ballot.recorded(0.3)
+    assert ballot.flipped == 8
+    ballot.store_finalized("low", {"0": 5.0}, 0.4)
+    ballot.finalized(0, Finalized("s", 1.0), 0.4)
+    assert (ballot.life.state, ballot.stall_ms) == (State.OVER, {"low/0": 5.0, "0": 1.0})
+
+
+def test_patience_is_less_with_a_store_that_may_miss():
+    limits = Limits(prepare=10.0, flip=2.0, rollback=1.0, finalize=1.0, behind=4.0)
+    life = Life(Role.ROOT)
+    life.fire(Event.SENT)
+    life.fire(Event.WHOLE)
+    ballot = Ballot(life, "s", LIVE, "keep", {0, "low"}, limits, frozenset({"low"}), serves_until=lambda store: 30.0)
+    ballot.prepare(Event.COMMIT, 0.0)
+    assert (ballot.patience("low", 1.0), ballot.patience(0, 1.0), ballot.patience(0, 11.0)) == (3.0, 9.0, 0.0)
+    assert ballot.deadline == 4.0
+    sent(ballot)
+    ballot.tick(4.0)
+    assert (ballot.behind, ballot.refusal) == ({"low": "did not answer to prepare in time"}, None)
+    assert sent(ballot) == [("low", "Rollback")], "should it wake"
+    assert ballot.deadline == 10.0, "of who must take part"
+    ballot.undo(Event.OPERATOR_ABORTS, PushRefused("aborted", "no more"), 5.0)
+    ballot.rolled_back(0, RolledBack("s"), 5.5)
+    assert ballot.life.state is State.OVER, "nobody waits for a fence of what is not recorded"
+    assert not ballot._fences
+
+
+def test_a_store_that_is_lost_is_left_behind_where_it_may_be_and_ends_it_where_not():
+    for may_miss in (frozenset[str](), frozenset({"low"})):
+        ballot = ballot_of(0, "low", may_miss=may_miss)
+        sent(ballot)
+        ballot.gone("low", "is lost", 0.1)
+        if may_miss:
+            assert (ballot.behind, ballot.refusal) == ({"low": "is lost"}, None)
+            assert (ballot.life.state, sent(ballot)) == (State.PREPARING, [("low", "Rollback")])
+        else:
+            assert ballot.refusal is not None
+            assert (ballot.refusal.rank, ballot.refusal.retryable) == ("low", True)
+            assert ballot.life.state is State.UNDOING
+
+
+def test_a_relay_without_anybody_flips_when_it_is_told():
+    ballot = ballot_of(role=Role.RELAY)
+    assert ballot.life.state is State.READY
+    ballot.flip(2.0, 0.1)
+    assert ballot.life.state is State.FLIPPED

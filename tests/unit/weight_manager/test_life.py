@@ -14,6 +14,7 @@ from weight_manager.life import (
     Bug,
     Event,
     Go,
+    Ignored,
     Life,
     Refused,
     Role,
@@ -79,6 +80,35 @@ def test_whoever_was_asked_is_told_to_go_back():
         if event in ABORTS and isinstance(cell, Go):
             asked = state in (*ASKED, State.DOUBT)
             assert cell.to is (State.UNDOING if asked else State.OVER), (role, state, event)
+
+
+@pytest.mark.parametrize("role", [Role.ROOT, Role.RELAY])
+def test_what_cannot_be_written_down_is_undone_where_this_store_has_the_word(role):
+    """Below, it has voted when it finds that out: it is asked above until it is known."""
+    assert CELLS[role, State.FLIPPED, Event.UNWRITTEN] == Go(State.UNDOING)
+    assert role is Role.ROOT or isinstance(CELLS[role, State.DOUBT, Event.UNWRITTEN], Ignored)
+
+
+def test_a_trainer_that_is_silent_after_its_commit_ends_nothing():
+    for state in ASKED:
+        if state in states_of(Role.ROOT):
+            assert isinstance(CELLS[Role.ROOT, state, Event.TRAINER_SILENT], Ignored)
+
+
+def test_what_was_whole_once_stays_where_it_is():
+    for role in Role:
+        states = states_of(role)
+        for state in states[states.index(State.CHECKING) + 1 :]:
+            assert isinstance(CELLS[role, state, Event.WHOLE], Ignored)
+
+
+def test_the_store_above_is_told_where_its_word_comes_to_nothing_and_not_where_it_comes_early():
+    relay = {event: {s: CELLS[Role.RELAY, s, event] for s in states_of(Role.RELAY)} for event in Event}
+    for state in (State.STAGING, State.CHECKING, State.UNDOING, State.OVER):
+        assert isinstance(relay[Event.PREPARE][state], Refused)
+        assert isinstance(relay[Event.FLIP][state], Refused)
+    assert isinstance(relay[Event.FLIP][State.PREPARING], Ignored), "it votes yet"
+    assert isinstance(relay[Event.RECORDED][State.UNDOING], Refused), "it is not served here"
 
 
 def test_a_store_below_neither_takes_commits_nor_records_what_it_has_not_voted_for():
