@@ -65,6 +65,8 @@ Digests = Annotated[dict[str, str], BeforeValidator(_digests), Field(max_length=
 
 
 class _Sized(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)  # what a field means is in /docs and /openapi.json too
+
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, body: Any) -> Any:

@@ -29,6 +29,14 @@ async def test_every_route_has_response_schemas(client):
             assert operation["requestBody"]["content"]["application/json"]["schema"], (method, path)
 
 
+async def test_fields_of_bodies_say_what_they_mean(client):
+    """What stands under a field in its class is beside it on the page: what null means, what is cut or refused."""
+    _, document = await operations(client)
+    schemas = document["components"]["schemas"]
+    assert "More than fits is cut to it" in schemas["GenerateRequest"]["properties"]["max_tokens"]["description"]
+    assert "More than fits is a 400" in schemas["ChatRequest"]["properties"]["max_tokens"]["description"]
+
+
 async def test_streams_are_described_event_by_event(client):
     """The status page's is always one, the routes with `stream` in their body are one when it is asked for."""
     found, document = await operations(client)
