@@ -267,6 +267,7 @@ class TokenStream(Stream):
         self._unsent: list[bytes] = []
         self._failed: Exception | None = None
         self._lane: Lane | None = None
+        self._sending = 0  # `_send` that wait for a slow client: what they have is written before a lane says anything
         self._last: Chunk | None = None  # what was said last
         self._singles = 0  # events of one token since one of more
         self._wake: asyncio.Future[None] | None = None
@@ -305,7 +306,11 @@ class TokenStream(Stream):
     async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
         if self._lane is not None:
             self._lane.settle()
-        await super()._send(send, data, last=last)
+        self._sending += 1
+        try:
+            await super()._send(send, data, last=last)
+        finally:
+            self._sending -= 1
 
     @property
     def _sent_last(self) -> float:
@@ -317,7 +322,8 @@ class TokenStream(Stream):
 
     def change_over(self) -> None:
         """Go on by the stream's lane, if nothing has come since `rest`."""
-        waits = self._begun and self._flying and self._wake is not None and not self._wake.done()
+        rests = not self._sending and self._wake is not None and not self._wake.done()
+        waits = self._begun and self._flying and rests
         if waits and self._lane is not None and self._last is not None and not self._unsent:
             socket = self._extensions[SOCKET](self._lane.close)
             if socket >= 0:

@@ -87,7 +87,8 @@ class Lines:
         self._opened: list[Line] = []  # nothing of them is live yet
         self._retired: list[Line] = []
         self._leaving: list[_Leaving] = []
-        self._shapes: dict[str, tuple[tuple[AdapterConfig, list[Part]], AdapterShape]] = {}  # of the last push
+        self._shapes: dict[str, tuple[tuple[AdapterConfig, list[Part]], AdapterShape]] = {}
+        """What the last push of a name was, and the shape that this is: pushes of nothing but other numbers keep it."""
         self._changes = 0  # of lines that are gone, too
 
     def take_over(self) -> None:
@@ -162,7 +163,12 @@ class Lines:
     def for_push(self, push: AdapterPush, parts: list[Part]) -> Line:
         """The line that takes this push. Raises PushRefused for a name, shape, number or size that cannot be."""
         self._check(push.name)
-        return self.of_shape(push.name, self._shape(push, parts))
+        asked, known = (push.config, parts), self._shapes.get(push.name)
+        if known is None or known[0] != asked:
+            known = asked, self.planner.shape(*asked, self._config.max_adapter_rank)
+        line = self.of_shape(push.name, known[1])
+        self._shapes[push.name] = known  # of names that have a line: it is forgotten with the last one
+        return line
 
     def of_shape(self, name: str, shape: AdapterShape) -> Line:
         """The line that takes a version of this shape. Raises PushRefused for a name, number or size that cannot be,
@@ -187,13 +193,6 @@ class Lines:
             raise PushRefused("bad_message", message)
         if not self._config.max_adapters:
             raise PushRefused("unsupported", "this service takes no adapters: max_adapters is 0")
-
-    def _shape(self, push: AdapterPush, parts: list[Part]) -> AdapterShape:
-        """The shape of a push: that of the last push of this name where nothing but its numbers has changed."""
-        asked, known = (push.config, parts), self._shapes.get(push.name)
-        if known is None or known[0] != asked:
-            known = self._shapes[push.name] = asked, self.planner.shape(*asked, self._config.max_adapter_rank)
-        return known[1]
 
     def went_live(self, line: Line, late: set[int]) -> None:
         """A version of it was recorded. late: replicas that did not vote on it."""

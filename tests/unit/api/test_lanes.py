@@ -8,7 +8,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api import answering, lanes
 from api.generation import Flight, Reader
@@ -532,6 +532,37 @@ async def test_what_a_lane_says_counts_against_silence(service, replicas, until,
     assert lane.said_at > began + 3.0
     await client.read(lambda: b"keep-alive" in client.got)
     assert not lane._is_open, "others wrote"
+    release(replicas, TOKENS)
+    await client.rest()
+    assert client.tokens == [ord("A") + 1 + i for i in range(TOKENS)]
+
+
+async def test_no_lane_opens_while_a_comment_waits_to_be_written(service, replicas, until, monkeypatch):
+    """It would be written between an event's beginning and its rest, if the socket took a part."""
+    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.05)
+    waits, written, send = asyncio.Event(), asyncio.Event(), RequestResponseCycle.send
+
+    async def behind_others(self, message):
+        if message.get("body") == answering.KEEP_ALIVE:
+            waits.set()
+            await written.wait()
+        await send(self, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", behind_others)
+    client = await Client(service).start()
+    await until(waits.is_set)
+    for made in range(1, 9):
+        release(replicas)
+        await client.read(lambda made=made: len(client.tokens) >= made)
+        await turns()
+        assert not is_open(service)
+    written.set()
+    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 30.0)
+    while not is_open(service):
+        made += 1
+        release(replicas)
+        await client.read(lambda made=made: len(client.tokens) >= made)
+        await turns()
     release(replicas, TOKENS)
     await client.rest()
     assert client.tokens == [ord("A") + 1 + i for i in range(TOKENS)]

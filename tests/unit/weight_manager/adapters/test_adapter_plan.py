@@ -3,8 +3,10 @@ import pytest
 
 from rollout_client.copying import WIRE_DTYPE, move, slot_view, source_view
 from rollout_client.peft import AdapterConfig
-from rollout_client.protocol import Part
+from rollout_client.protocol import AdapterPush, Part
+from weight_manager.adapters.lines import Lines
 from weight_manager.adapters.plan import AdapterPlanner, adapter_layout, in_trainers_terms
+from weight_manager.config import StoreConfig
 from weight_manager.errors import PushRefused
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views
@@ -224,3 +226,15 @@ def test_patterns_as_people_write_them_are_none_of_these():
     shape = AdapterPlanner(base()).shape(config, parts_of(named), 64)
     assert len(shape.modules) == 3 * CONFIG["num_hidden_layers"]
     assert {module.rank for module in shape.modules} == {2}
+
+
+def test_nothing_is_kept_of_names_that_are_refused(tmp_path):
+    """They are without number. Refused for its size, so nothing of a line is made: what would make one is left out."""
+    config = StoreConfig(run_dir=tmp_path, model=tmp_path, adapter_bytes=1 << 20, max_adapter_rank=2000)
+    others = dict.fromkeys(["background", "files", "counters", "audience", "members", "data", "made"])
+    lines = Lines(config, base(), None, tmp_path, **others)
+    parts = parts_of(tensors([m for m in SHAPES if m.endswith("q_proj")], rank=1500))
+    for number in range(100):
+        with pytest.raises(PushRefused, match="adapter_bytes"):
+            lines.for_push(AdapterPush(f"adapter-{number}", AdapterConfig(1500, 8, target_modules=["q_proj"])), parts)
+    assert not lines._shapes
