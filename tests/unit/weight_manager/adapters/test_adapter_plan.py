@@ -230,11 +230,11 @@ def test_patterns_as_people_write_them_are_none_of_these():
 
 def test_nothing_is_kept_of_names_that_are_refused(tmp_path):
     """They are without number. Refused for its size, so nothing of a line is made: what would make one is left out."""
-    config = StoreConfig(run_dir=tmp_path, model=tmp_path, adapter_bytes=1 << 20, max_adapter_rank=2000)
+    config = StoreConfig(run_dir=tmp_path, model=tmp_path, adapter_bytes=1 << 20, max_adapter_rank=256)
     others = dict.fromkeys(["background", "files", "counters", "audience", "members", "data", "made"])
     lines = Lines(config, base(), None, tmp_path, **others)
-    parts = parts_of(tensors([m for m in SHAPES if m.endswith("q_proj")], rank=1500))
+    parts, shape = parts_of(tensors(SHAPES, rank=256)), AdapterConfig(256, 8, target_modules=ALL)
     for number in range(100):
         with pytest.raises(PushRefused, match="adapter_bytes"):
-            lines.for_push(AdapterPush(f"adapter-{number}", AdapterConfig(1500, 8, target_modules=["q_proj"])), parts)
+            lines.for_push(AdapterPush(f"adapter-{number}", shape), parts)
     assert not lines._shapes
