@@ -8,6 +8,7 @@ import msgspec
 
 from rollout_client.errors import RolloutError
 from rollout_client.spans import ForwardPass, Span, computed_by, forward_passes
+from rollout_client.versions import whole_version
 
 T = TypeVar("T")
 
@@ -294,10 +295,10 @@ def score(
     the route's request schema.
     """
     body = {
-        "prompt_ids": _plain(prompt_ids),
-        "token_ids": _plain(token_ids),
+        "prompt_ids": _plain(prompt_ids, "prompt_ids"),
+        "token_ids": _plain(token_ids, "token_ids"),
         "temperature": temperature,
-        "weight_version": weight_version,
+        "weight_version": _or_none(weight_version, "weight_version"),
         "session": session,
         "request_id": request_id,
     }
@@ -336,7 +337,7 @@ def weights() -> Call[Weights]:
 
 def wait_for_version(version: int, *, timeout_s: float = 60.0) -> Call[Weights]:
     """Return once this version or a later one is live. RequestFailed (409) after timeout_s."""
-    query = {"version": version, "timeout_s": timeout_s}
+    query = {"version": whole_version(version), "timeout_s": timeout_s}
     return Call("GET", "/v1/rollout/weights/wait", Weights, query=query, timeout_s=timeout_s + REPLY_MARGIN_S)
 
 
@@ -349,7 +350,8 @@ def load_weights(
     force: bool = False,
 ) -> Call[Loaded]:
     """Make a checkpoint directory on the server live, all or nothing."""
-    body = {"path": path, "version": version, "in_flight": in_flight, "deadline_s": deadline_s, "force": force}
+    body: dict[str, Any] = {"path": path, "version": _or_none(version), "in_flight": in_flight}
+    body |= {"deadline_s": deadline_s, "force": force}
     return Call("POST", "/v1/rollout/weights/load", Loaded, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
 
 
@@ -379,7 +381,7 @@ def load_adapter(
     force: bool = False,
 ) -> Call[LoadedAdapter]:
     """Make a directory on the server, as PEFT saves it, the next version of an adapter."""
-    body: dict[str, Any] = {"name": name, "path": path, "version": version, "in_flight": in_flight}
+    body: dict[str, Any] = {"name": name, "path": path, "version": _or_none(version), "in_flight": in_flight}
     body |= {"deadline_s": deadline_s, "force": force}
     path_ = "/v1/rollout/adapters/load"
     return Call("POST", path_, LoadedAdapter, body=body, timeout_s=deadline_s + REPLY_MARGIN_S)
@@ -407,20 +409,35 @@ def ready() -> Call[dict[str, Any]]:
 
 
 def _generate(prompt: Prompt | None, prompt_ids: PromptIds | None, fields: dict[str, Any]) -> Call[Generation]:
-    """The call of a generation. Fields that are None are left out."""
+    """The call of a generation. Fields that are None are left out. Raises TypeError, ValueError for what is no prompt
+    and no version.
+    """
     body = {name: value for name, value in fields.items() if value is not None}
+    if "min_weight_version" in body:
+        body["min_weight_version"] = whole_version(body["min_weight_version"], "min_weight_version")
     if prompt is not None:
+        texts = prompt if isinstance(prompt, list | tuple) else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("prompt is text, or a list of texts; token ids are prompt_ids=...")
         body["prompt"] = prompt
     if prompt_ids is not None:
-        body["prompt_ids"] = _plain(prompt_ids)
+        body["prompt_ids"] = _plain(prompt_ids, "prompt_ids")
     return Call("POST", "/v1/rollout/generate", Generation, body=body, timeout_s=None)
 
 
-def _plain(ids: Any) -> Any:
-    """Lists of Python ints, whatever array or tuple came."""
+def _or_none(version: int | None, name: str = "version") -> int | None:
+    """The version where there is one. Raises as `whole_version`."""
+    return None if version is None else whole_version(version, name)
+
+
+def _plain(ids: Any, name: str) -> Any:
+    """Lists of Python ints, whatever array or tuple came. Raises TypeError for text; name: of the argument."""
+    if isinstance(ids, str):
+        text = " text is prompt=..." if name == "prompt_ids" else ""
+        raise TypeError(f"{name} are whole numbers, not {ids[:32]!r};{text}".removesuffix(";"))
     if hasattr(ids, "tolist"):
         return ids.tolist()
-    return [i if isinstance(i, int) else _plain(i) if hasattr(i, "__len__") else int(i) for i in ids]
+    return [i if isinstance(i, int) else _plain(i, name) if hasattr(i, "__len__") else int(i) for i in ids]
 
 
 def event(line: str) -> Generation | None:

@@ -12,12 +12,11 @@ is slower than a copy (0.1 to 1 GB/s), so a trainer that can keep [out, in] shou
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Mapping as Dict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_client.tensors import Named, Slice
+from rollout_client.tensors import Named, Slice, named_items
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Mapping:
 
         Raises ValueError naming the tensor that a rule does not fit.
         """
-        items: Iterable[tuple[str, Any]] = named.items() if isinstance(named, Dict) else named
-        for name, value in items:
+        for name, value in named_items(named):
             for pattern, rule in self._rules:
                 match = pattern.fullmatch(name)
                 if match is not None:

@@ -110,6 +110,8 @@ def adapter_config(config: Any) -> AdapterConfig:
     if isinstance(config, AdapterConfig):
         return config
     fields = _fields(config)
+    if fields and "r" not in fields and all(_is_config(value) for value in fields.values()):
+        raise ValueError(f"{_WHAT}this is a model's whole peft_config, an adapter's name -> config: {_one_of(fields)}")
     problems = [why for key, why in _MUST_BE_UNSET.items() if fields.get(key) not in (None, False, [], {}, ())]
     kind = fields.get("peft_type", "LORA")
     if getattr(kind, "value", kind) != "LORA":
@@ -193,7 +195,19 @@ def _fields(config: Any) -> Mapping[str, Any]:
         return config
     if is_dataclass(config) and not isinstance(config, type):
         return asdict(config)
-    raise TypeError(f"{type(config).__name__} is no adapter config: a peft.LoraConfig or its adapter_config.json")
+    kind, held = type(config).__name__, getattr(config, "peft_config", None)
+    if isinstance(held, Mapping):
+        raise TypeError(f"{kind} is no adapter config: {_one_of(held, 'its peft_config')}")
+    raise TypeError(f"{kind} is no adapter config: a peft.LoraConfig or its adapter_config.json")
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value.get("r") if isinstance(value, Mapping) else getattr(value, "r", None), int)
+
+
+def _one_of(configs: Mapping[str, Any], whose: str = "peft_config") -> str:
+    """What to pass in place of all configs of a model, by adapter."""
+    return "pass " + " or ".join(f"{whose}[{name!r}]" for name in configs)
 
 
 def _short(numbers: Sequence[float]) -> str:

@@ -55,8 +55,9 @@ from rollout_client.protocol import (
     Welcome,
 )
 from rollout_client.shm_transport import ShmTransport
-from rollout_client.tensors import Named, Source, sources
+from rollout_client.tensors import Named, Source, named_items, sources
 from rollout_client.transport import Reporter, Transport
+from rollout_client.versions import whole_version
 from rollout_client.zmq_transport import ZmqTransport
 
 
@@ -112,7 +113,6 @@ log = logging.getLogger(__name__)
 BUSY_PAUSE_S = 0.1
 ABORT_S = 2.0
 REPLY_MARGIN_S = 5.0
-MAX_VERSION = 2**63 - 1
 R = TypeVar("R", bound=Message)
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5600"
 
@@ -202,10 +202,11 @@ class WeightPublisher:
         timeout_s: for everything, the end of another thread's push included.
 
         Raises PushError (nothing that is served has changed), StoreUnavailable, TypeError or ValueError for
-        what is no tensor.
+        what is no tensor or no version.
         """
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(InFlight))}")
+        version, base_version = _versions(version, base_version)
         begin = Begin(version, [], in_flight, rank=rank, world=world, base_version=base_version, force=force)
         return self._push_alone(named_tensors, begin, timeout_s)
 
@@ -247,6 +248,8 @@ class WeightPublisher:
         if in_flight not in get_args(AdapterInFlight):
             raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(AdapterInFlight))}")
         check_name(name)
+        version, base_version = _versions(version, base_version)
+        tensors = adapter_tensors(named_items(named_tensors), adapter)
         begin = Begin(
             *(version, [], in_flight),
             rank=rank,
@@ -256,13 +259,13 @@ class WeightPublisher:
             adapter=AdapterPush(name, adapter_config(config)),
         )
         if not merge:
-            return self._push_alone(adapter_tensors(named_tensors, adapter), begin, timeout_s)
+            return self._push_alone(tensors, begin, timeout_s)
         if in_flight == "finish":
             raise ValueError(
                 "in_flight='finish' cannot be merged: of the model itself, one version is served at a time"
             )
         deadline = time.monotonic() + timeout_s
-        self._push_alone(adapter_tensors(named_tensors, adapter), begin, timeout_s)
+        self._push_alone(tensors, begin, timeout_s)
         return self.merge_adapter(name, version, in_flight=in_flight, timeout_s=_left(deadline))
 
     def merge_adapter(
@@ -277,6 +280,7 @@ class WeightPublisher:
         """
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight={in_flight!r}: one of {', '.join(get_args(InFlight))}")
+        version = whole_version(version)
         started = time.monotonic()
         deadline, patience = started + timeout_s, min(timeout_s, self._busy_timeout_s) + started
         with self._alone(deadline):
@@ -334,8 +338,6 @@ class WeightPublisher:
             self._lock.release()
 
     def _push_alone(self, named_tensors: Named, begin: Begin, timeout_s: float) -> PushReport:
-        if isinstance(begin.version, int) and not 0 <= begin.version <= MAX_VERSION:
-            raise ValueError(f"version {begin.version} is out of range: 0 to {MAX_VERSION}")
         started = time.monotonic()
         with self._alone(started + timeout_s):
             return self._push(sources(named_tensors), begin, started, started + timeout_s)
@@ -569,3 +571,8 @@ def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:
         seen.add(source.key)
         kept.append(source)
     return kept
+
+
+def _versions(version: int, base_version: int | None) -> tuple[int, int | None]:
+    """Both as ints. Raises TypeError, ValueError in words for what is none."""
+    return whole_version(version), None if base_version is None else whole_version(base_version, "base_version")

@@ -6,12 +6,12 @@ Everything is recognised by what it can do; neither framework is imported. The s
 of all ranks cover every tensor exactly once, so a shard that is misdescribed here is refused there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
 from rollout_client.boxes import flat_boxes
-from rollout_client.tensors import Named, Slice
+from rollout_client.tensors import Named, Slice, named_items
 
 
 def local_slices(named: Named, rank: int) -> Iterator[tuple[str, Any]]:
@@ -21,8 +21,7 @@ def local_slices(named: Named, rank: int) -> Iterator[tuple[str, Any]]:
     and tensors that several ranks hold whole, are pushed by the first of those ranks. A name may be yielded
     several times: a flattened shard that starts in the middle of a row is several boxes.
     """
-    items: Iterable[tuple[str, Any]] = named.items() if isinstance(named, Mapping) else named
-    for name, value in items:
+    for name, value in named_items(named):
         if hasattr(value, "global_offset") and hasattr(value, "local_tensor"):
             slices = _paddle_sharded_weight(value)
         elif hasattr(value, "placements") and hasattr(value, "to_local"):

@@ -6,7 +6,7 @@ imported: whoever hands in their tensors has done so.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -74,13 +74,29 @@ class Source:
         return _address(self.data), part.dtype, part.shape, tuple(self.data.shape), part.offset, part.flat
 
 
+def named_items(named: Named) -> Iterator[tuple[str, Any]]:
+    """Names and values, one after the other. Raises TypeError for a model, and for what has no names."""
+    if isinstance(named, Mapping):
+        yield from named.items()
+        return
+    kind = type(named).__name__
+    if hasattr(named, "state_dict"):
+        raise TypeError(f"{kind} holds tensors and is none: pass its state_dict()")
+    if not isinstance(named, Iterable):
+        raise TypeError(f"{kind} is no state dict: pass names and tensors, as model.state_dict() has them")
+    for item in named:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            kind = type(item).__name__
+            raise TypeError(f"{kind} has no name: pass pairs of both, as model.state_dict() or .named_parameters() do")
+        yield item[0], item[1]
+
+
 def sources(named: Named) -> list[Source]:
     """Every tensor as a source, in the order given. A name may come several times if its values are slices.
 
     Raises TypeError naming what is no tensor, ValueError for a slice that contradicts itself.
     """
-    items = named.items() if isinstance(named, Mapping) else named
-    return [_source(name, value) for name, value in items]
+    return [_source(name, value) for name, value in named_items(named)]
 
 
 def _source(name: str, value: Any) -> Source:

@@ -136,3 +136,46 @@ def test_rollback_names_what_is_live_again(client, server):
     server.replies["/v1/rollout/weights/rollback"] = (200, json.dumps({"version": 6, "report": {"seconds": {}}}))
     assert client.rollback(in_flight="recompute").version == 6
     assert server.body == {"in_flight": "recompute", "deadline_s": 60.0}
+
+
+@pytest.mark.parametrize("prompt", [[[1, 2]], [1, 2], 1, np.array([[1, 2]])], ids=["lists", "list", "id", "array"])
+def test_ids_where_the_text_goes_are_told_where_they_go(client, server, prompt):
+    for ask in (client.generate, lambda prompt: list(client.stream(prompt))):
+        with pytest.raises(TypeError, match=r"prompt is text, or a list of texts; token ids are prompt_ids=\.\.\."):
+            ask(prompt)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("ids", ["hello", ["hello", "there"], [1, "2"], [[1], "2"]])
+def test_text_where_the_ids_go_is_told_where_it_goes(client, server, ids):
+    with pytest.raises(TypeError, match=r"prompt_ids are whole numbers, not '.*'; text is prompt="):
+        client.generate(prompt_ids=ids)
+    with pytest.raises(TypeError, match="token_ids are whole numbers, not '"):
+        client.score([[1]], ids)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda client, version: client.wait_for_version(version), "version"),
+        (lambda client, version: client.load_weights("/x", version=version), "version"),
+        (lambda client, version: client.load_adapter("x", "/x", version=version), "version"),
+        (lambda client, version: client.generate("x", min_weight_version=version), "min_weight_version"),
+        (lambda client, version: list(client.stream("x", min_weight_version=version)), "min_weight_version"),
+        (lambda client, version: client.score([[1]], [[2]], weight_version=version), "weight_version"),
+    ],
+)
+def test_what_is_no_version_is_said_before_anything_is_sent(client, server, ask, what):
+    for version in ("13", 13.0, True):
+        with pytest.raises(TypeError, match=f"^{what} is a whole number, not {version!r}"):
+            ask(client, version)
+    for version in (-1, 2**63):
+        with pytest.raises(ValueError, match=f"^{what} {version} is out of range"):
+            ask(client, version)
+    assert server.requests == []
+
+
+def test_a_version_may_be_an_integer_of_numpy(client, server):
+    client.generate("x", min_weight_version=np.int64(3))
+    assert server.body["min_weight_version"] == 3

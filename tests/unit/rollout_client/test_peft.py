@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -58,6 +59,20 @@ def test_what_b_times_a_cannot_say_is_refused_in_words(fields, named):
 def test_what_is_no_config_is_a_type_error():
     with pytest.raises(TypeError, match=r"adapter_config\.json"):
         adapter_config("policy")
+
+
+@pytest.mark.parametrize("one", [LoraConfig(), {"r": 8, "lora_alpha": 16}], ids=["object", "mapping"])
+def test_of_a_models_whole_peft_config_one_is_to_be_chosen(one):
+    with pytest.raises(ValueError, match=r"an adapter's name -> config: pass peft_config\['default'\]$"):
+        adapter_config({"default": one})
+    with pytest.raises(ValueError, match=r"pass peft_config\['a'\] or peft_config\['b'\]$"):
+        adapter_config({"a": one, "b": one})
+
+
+def test_a_peft_model_in_place_of_its_config_is_told_where_that_is():
+    model = SimpleNamespace(peft_config={"default": LoraConfig()})  # stands for a PeftModel
+    with pytest.raises(TypeError, match=r"SimpleNamespace is no adapter config: pass its peft_config\['default'\]$"):
+        adapter_config(model)
 
 
 def test_scale_and_rank_follow_peft():

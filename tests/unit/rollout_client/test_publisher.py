@@ -277,3 +277,49 @@ def test_a_store_that_knows_no_plan_though_none_was_named_is_an_error(store, pub
     store.on[wire.Begin] = lambda m, _: wire.Error("unknown_plan", "send the parts")
     with pytest.raises(errors.PushError, match="send the parts"):
         publisher().push({"a": A, "b": B}, 1)
+
+
+NO_VERSIONS = {
+    "text": ("13", TypeError, "version is a whole number, not '13'"),
+    "float": (13.0, TypeError, "version is a whole number, not 13.0"),
+    "bool": (True, TypeError, "version is a whole number, not True"),
+    "array": (np.arange(2), TypeError, "version is a whole number, not array"),
+    "negative": (-1, ValueError, "version -1 is out of range"),
+    "too large": (2**63, ValueError, "version 9223372036854775808 is out of range"),
+}
+CONFIG = {"r": 4, "lora_alpha": 8}
+LORA = {"model.layers.0.self_attn.q_proj.lora_A": A}
+WITH_VERSIONS = {
+    "push": lambda made, n: made.push({"a": A}, n, timeout_s=1.0),
+    "push, base_version": lambda made, n: made.push({"a": A}, 3, base_version=n, timeout_s=1.0),
+    "push_adapter": lambda made, n: made.push_adapter("x", LORA, CONFIG, n, timeout_s=1.0),
+    "push_adapter, base_version": lambda made, n: made.push_adapter(
+        "x", LORA, CONFIG, 3, base_version=n, timeout_s=1.0
+    ),
+    "merge_adapter": lambda made, n: made.merge_adapter("x", n, timeout_s=1.0),
+}
+
+
+@pytest.mark.parametrize(("version", "kind", "says"), NO_VERSIONS.values(), ids=NO_VERSIONS)
+@pytest.mark.parametrize("call", WITH_VERSIONS.values(), ids=WITH_VERSIONS)
+def test_what_is_no_version_is_said_before_anything_is_sent(store, publisher, call, version, kind, says):
+    with pytest.raises(kind, match=says):
+        call(publisher(), version)
+    assert store.heard == []
+
+
+def test_a_version_may_be_an_integer_of_numpy(store, publisher):
+    store.place(TWO)
+    publisher().push({"a": A, "b": B}, np.int64(4))
+    assert store.begun.version == 4
+
+
+def test_a_model_in_place_of_its_tensors_is_said_before_anything_is_sent(store, publisher):
+    class Model:
+        state_dict = dict
+
+    with pytest.raises(TypeError, match=r"pass its state_dict\(\)"):
+        publisher().push(Model(), 1, timeout_s=1.0)
+    with pytest.raises(TypeError, match=r"pass its state_dict\(\)"):
+        publisher().push_adapter("x", Model(), CONFIG, 1, timeout_s=1.0)
+    assert store.heard == []

@@ -1,3 +1,4 @@
+import copy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -5,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rollout_client.mapping import Mapping
 from rollout_client.protocol import Part
+from rollout_client.slices import local_slices
 from rollout_client.tensors import Slice, sources
 
 
@@ -144,3 +147,35 @@ def test_a_name_that_is_no_text_is_named():
 def test_a_masked_array_is_refused_by_name(wrap):
     with pytest.raises(TypeError, match="w: what is masked"):
         sources({"w": wrap(np.ma.masked_array(np.zeros(2, np.float32), mask=[True, False]))})
+
+
+class Model:
+    """What of a torch or Paddle module can be seen from here: it holds a state dict, and is none."""
+
+    def state_dict(self):
+        return {"w": np.zeros(1, np.float32)}
+
+
+def first(made):
+    return next(iter(made))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [sources, lambda named: first(local_slices(named, 0)), lambda named: first(Mapping()(named))],
+    ids=["push", "local_slices", "Mapping"],
+)
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (Model(), r"Model holds tensors and is none: pass its state_dict\(\)"),
+        (None, "NoneType is no state dict: pass names and tensors"),
+        ([np.zeros(3, np.float32)], r"ndarray has no name: pass .*model\.state_dict\(\) or .*named_parameters\(\)"),
+        (iter([np.zeros(2, np.float32)]), "ndarray has no name"),
+        (["ab"], "str has no name"),
+    ],
+    ids=["a model", "nothing", "parameters without names", "as an iterator", "names without tensors"],
+)
+def test_what_is_no_state_dict_is_told_what_is_one(take, named, says):
+    with pytest.raises(TypeError, match=says):
+        take(copy.copy(named))
