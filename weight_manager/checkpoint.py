@@ -22,6 +22,8 @@ from weight_manager.layout import ITEMSIZE
 
 DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 MAX_HEADER = 100 << 20
+_WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".pdparams", ".gguf"))
+"""Endings of files that somebody may take for a checkpoint's weights."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -178,9 +180,13 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(set(index.values()))]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    found = sorted(p.name for p in directory.iterdir())[:8] if directory.is_dir() else []
-    what = f"it holds {', '.join(found)}" if found else "it is empty or missing"
-    raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}; {what}")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory: a checkpoint holds config.json and {SINGLE}, or {INDEX}")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} is no checkpoint: it has no config.json, no {SINGLE} and no {INDEX}")
+    others = sorted(p.name for p in directory.iterdir() if p.suffix in _WEIGHTS)[:8]
+    only = f", only {', '.join(others)}" if others else ""
+    raise CheckpointError(f"{directory}: it holds config.json, but no {SINGLE} and no {INDEX}{only}")
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -209,12 +215,14 @@ def below_roots(path: str, roots: tuple[Path, ...], files: Sequence[str] = ()) -
     real = Path(path).resolve()
     allowed = [root.resolve() for root in roots]
     if not any(real.is_relative_to(root) for root in allowed):
+        setting = json.dumps([*map(str, roots), path])
         raise CheckpointError(
             f"{path} is not below a directory that checkpoints may be loaded from "
-            f"({', '.join(map(str, roots)) or 'none is configured'}); add it to disk_roots",
+            f"({', '.join(map(str, roots)) or 'none is configured'}); start the service so that it is, or one "
+            f"above it: serve --set 'store.disk_roots={setting}'",
             code="refused",
         )
     for file in [real / name for name in files] or {*weight_files(real), real / SINGLE}:
         if not any(file.resolve().is_relative_to(root) for root in allowed):
-            raise CheckpointError(f"{file} points outside of the configured disk_roots", code="refused")
+            raise CheckpointError(f"{file} points outside of the configured store.disk_roots", code="refused")
     return real

@@ -23,7 +23,7 @@ from weight_manager.layout import Layout, make_layout
 from worker.adapter_views import AdapterViews
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
-from worker.cpu.tuning import tune
+from worker.cpu.tuning import load_paddle, tune
 from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
 from worker.engine.base import Engine, HasGroups
@@ -118,6 +118,7 @@ def build_loop(
     """
     if config.engine == "paddle" and config.device == "cpu" and "paddle" not in sys.modules:  # a spare has done so
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
+        load_paddle()
     hf_config = read_config(config.model_dir)
     layout = make_layout(manifest_for(hf_config, config.dtype), config.tp)
     if config.engine == "paddle" and config.device == "cpu":

@@ -37,9 +37,10 @@ def _load(device: str, threads: int | None, ranks_on_host: int) -> None:
         import worker.gpu.engine  # noqa: PLC0415  the device itself is entered by whoever computes on it
 
         return
-    from worker.cpu.tuning import tune  # noqa: PLC0415
+    from worker.cpu.tuning import load_paddle, tune  # noqa: PLC0415
 
     tune(threads, ranks_on_host)
+    load_paddle()
     import paddle.distributed  # noqa: PLC0415, F401
 
     import worker.engine.paddle_engine  # noqa: PLC0415

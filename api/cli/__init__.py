@@ -28,6 +28,14 @@ Url = Annotated[
 Name = Annotated[str, typer.Option(help="Of the service.", envvar="PADDLE_ROLLOUT_NAME")]
 DataToken = Annotated[str | None, typer.Option(envvar="PADDLE_ROLLOUT_DATA_TOKEN", help="Set the variable instead.")]
 AdminToken = Annotated[str | None, typer.Option(envvar="PADDLE_ROLLOUT_ADMIN_TOKEN", help="Set the variable instead.")]
+FATES = (
+    "What becomes of running requests. keep: go on, with their KV cache; recompute: go on, with a KV cache computed "
+    "anew by the new weights; abort: end with what they have; wait: end first, while new ones are held."
+)
+HELD = (
+    "What becomes of running requests. abort: end with what they have; wait: end first; keep: stand still, and go on "
+    "with their KV cache; recompute: stand still, and go on with a KV cache computed anew."
+)
 TokenFile = Annotated[Path | None, typer.Option(help="File that holds the token; or set the variable.")]
 
 
@@ -87,9 +95,7 @@ def push(
         str | None, typer.Option(envvar="PADDLE_ROLLOUT_PUSH_ENDPOINT", help="ZMQ. [the local service's]")
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="The trainer's run. [the live one]")] = None,
-    in_flight: Annotated[
-        Literal["keep", "recompute", "abort", "wait"], typer.Option(help="What becomes of running requests.")
-    ] = "keep",
+    in_flight: Annotated[Literal["keep", "recompute", "abort", "wait"], typer.Option(help=FATES)] = "keep",
     force: Annotated[bool, typer.Option(help="Even if the version is not above the last one of its run.")] = False,
     token_file: TokenFile = None,
     keys: Annotated[Path | None, typer.Option(help="The trainer's key file, if the store has keys.")] = None,
@@ -168,7 +174,7 @@ def status(
 
 @app.command()
 def pause(
-    mode: Annotated[Literal["abort", "wait", "keep", "recompute"], typer.Option(help="Fate of what runs.")] = "abort",
+    mode: Annotated[Literal["abort", "wait", "keep", "recompute"], typer.Option(help=HELD)] = "abort",
     lease_s: Annotated[float | None, typer.Option(help="Resume by itself after this; 0 = never. [as served]")] = None,
     url: Url = None,
     name: Name = "default",
@@ -216,9 +222,7 @@ def scale(
 
 @app.command()
 def rollback(
-    in_flight: Annotated[
-        Literal["keep", "recompute", "abort", "wait"], typer.Option(help="What becomes of running requests.")
-    ] = "keep",
+    in_flight: Annotated[Literal["keep", "recompute", "abort", "wait"], typer.Option(help=FATES)] = "keep",
     url: Url = None,
     name: Name = "default",
     token: AdminToken = None,
@@ -234,7 +238,7 @@ app.add_typer(adapters, name="adapters")
 AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name.")]
 AdapterPolicy = Annotated[
     Literal["keep", "recompute", "abort", "wait", "finish"],
-    typer.Option(help="What becomes of its running requests; finish: they end on the version they began with."),
+    typer.Option(help=f"{FATES} finish: end with the version that they began with."),
 ]
 
 

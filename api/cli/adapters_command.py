@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from api.cli.connect import connect, explained
+from api.cli.status_command import moment
 from rollout_client.http_calls import Adapter, AdapterInFlight
 
 console = Console(highlight=False)
@@ -72,7 +73,8 @@ def _table(adapters: list[Adapter]) -> Table:
         serving = sum(epoch is not None and epoch == one.epoch for epoch in one.replicas.values())
         state = f"push: {one.session['state']}" if one.session else ""
         if one.last_error:
-            state = f"{state}  last error: {one.last_error.get('message', '')}".strip()
+            when = moment(one.last_error["time"])
+            state = f"{state}  last error {when}: {one.last_error['message']}".strip()
         version = "-" if one.version is None else str(one.version)
         size = f"{one.bytes / 1e6:.1f}"
         replicas = f"{serving}/{len(one.replicas)}"

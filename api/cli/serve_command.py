@@ -107,13 +107,16 @@ def must_fit(config: ServeConfig) -> None:
     """What every process would find out later, each with a traceback. Raises CheckpointError, OSError, ValueError."""
     worker = config.worker
     make_layout(manifest_for(read_config(worker.model_dir), worker.dtype), worker.tp)
-    _must_be_free(config.api.host, config.api.port, "--port")
+    taken = [_taken(config.api.host, config.api.port, "--port")]
     host, _, port = config.store.push_endpoint.removeprefix("tcp://").rpartition(":")
     if port.isdigit():
-        _must_be_free(host.strip("[]").replace("*", "0.0.0.0"), int(port), "--push-endpoint")  # noqa: S104
+        taken.append(_taken(host.strip("[]").replace("*", "0.0.0.0"), int(port), "--push-endpoint"))  # noqa: S104
+    if any(taken):  # beside a service of the defaults both are: whoever was told of one would come back for the other
+        raise OSError("; ".join(filter(None, taken)))
 
 
-def _must_be_free(host: str, port: int, option: str) -> None:
+def _taken(host: str, port: int, option: str) -> str:
+    """What keeps a socket from this place, and the option to change; "" for nothing."""
     with contextlib.suppress(socket.gaierror):  # a name the processes may know better
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -121,7 +124,8 @@ def _must_be_free(host: str, port: int, option: str) -> None:
             try:
                 probe.bind(address)
             except OSError as error:
-                raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {option}") from None
+                return f"cannot listen on {host}:{port}: {error.strerror}; choose another {option}"
+    return ""
 
 
 def announce(config: ServeConfig) -> None:

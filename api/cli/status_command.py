@@ -80,6 +80,11 @@ def _replicas(weights: Weights) -> Table:
     return table
 
 
+def moment(seconds: float) -> str:
+    """A time since the epoch by the local clock, to the second."""
+    return datetime.fromtimestamp(int(seconds)).isoformat(" ")
+
+
 def _plain(facts: dict[str, Any]) -> str:
     """Names and values in a line: moments by the local clock, without what is empty or has parts."""
     shown = {name: value for name, value in facts.items() if value != "" and not isinstance(value, dict | list)}
@@ -88,5 +93,5 @@ def _plain(facts: dict[str, Any]) -> str:
 
 def _readable(name: str, value: Any) -> Any:
     if name == "time":
-        return datetime.fromtimestamp(int(value)).isoformat(" ")
+        return moment(value)
     return round(value, 3) if isinstance(value, float) else value

@@ -153,7 +153,7 @@ function adapters(s) {
     ...s.adapters.map((a) => {
       const epochs = Object.values(a.replicas), serving = epochs.filter((epoch) => epoch !== null && epoch === a.epoch).length;
       const push = a.session ? a.session.state : a.last_push ? ago(s.time, a.last_push.time) : "–";
-      return make("div", { class: "adapter", title: [a.run_id && "run " + a.run_id, a.last_error && a.last_error.message].filter(Boolean).join(" · ") },
+      return make("div", { class: "adapter", title: [a.run_id && "run " + a.run_id, a.last_error && `${a.last_error.message} (${ago(s.time, a.last_error.time)})`].filter(Boolean).join(" · ") },
         make("b", {}, a.name),
         make("span", {}, a.version === null ? "–" : String(a.version)),
         make("span", { class: "dim" }, `rank ${a.rank}, ${count(a.modules, "module")}, ${bytes(a.bytes)}`),

@@ -145,8 +145,8 @@ class Lines:
         """The line that a name stands for. Raises PushRefused unknown_adapter."""
         line = self._lines.get(name)
         if line is None:
-            known = ", ".join(sorted(self._lines)) or "none is"
-            raise PushRefused("unknown_adapter", f"no adapter {name!r} is loaded; loaded: {known}")
+            others = f"; loaded: {', '.join(sorted(self._lines))}" if self._lines else ", nor any other"
+            raise PushRefused("unknown_adapter", f"no adapter {name!r} is loaded{others}")
         return line
 
     def pushed(self, name: str) -> Coordinator:

@@ -3,7 +3,9 @@
 On two cores they are worth a factor of two to four in tokens per second; the numbers are in docs/.
 """
 
+import contextlib
 import ctypes
+import io
 import logging
 import os
 import platform
@@ -11,12 +13,14 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from worker.cpu.cores import usable_cores
 
 log = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+_THREADS_WARNING = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
 _KEEP = 1 << 30
 """Bytes. Freed memory up to this stays with the process, and no temporary below it is mapped anew."""
 
@@ -38,6 +42,39 @@ def tune(threads: int | None, ranks_on_host: int) -> dict[str, str]:
     kept = {name: os.environ[name] for name in chosen if name not in made}
     log.info("tuned %s%s", made, f"; kept from the environment {kept}" if kept else "")
     return made
+
+
+def load_paddle() -> None:
+    """``import paddle``, without its warning of OMP_NUM_THREADS: that is what `tune` has set, and means no harm here.
+
+    Everything else that is said meanwhile is passed on; the variable stays as it is.
+    """
+    with contextlib.redirect_stderr(_WithoutThreadsWarning(sys.stderr)) as kept:
+        try:
+            import paddle  # noqa: F401, PLC0415
+        finally:
+            kept.flush()
+
+
+class _WithoutThreadsWarning(io.TextIOBase):
+    """Passes text on, line by line, but for the two lines of that warning."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        self._out.writelines(f"{line}\n" for line in lines if not line.startswith(_THREADS_WARNING))
+        return len(text)
+
+    def flush(self) -> None:
+        self._out.write(self._begun)
+        self._begun = ""
+        self._out.flush()
+
+    def fileno(self) -> int:
+        return self._out.fileno()
 
 
 def environment(cpuinfo: Mapping[str, str], threads: int) -> dict[str, str]:

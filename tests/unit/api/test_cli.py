@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import socket
 from datetime import datetime
 
 import httpx
@@ -118,6 +120,37 @@ def test_push_of_a_directory_without_weights(run, model_dir):
     assert "model.safetensors" in result.stderr
 
 
+def test_the_last_error_of_an_adapter_says_when(run, served):
+    shown = re.sub(r"\s+", " ", run("adapters", "list", env={"COLUMNS": "300"}).stdout)
+    assert f"last error {datetime.fromtimestamp(1_700_000_000).isoformat(' ')}: no such module" in shown
+
+
+@pytest.mark.parametrize("command", [("push",), ("rollback",), ("adapters", "load"), ("adapters", "rollback")])
+def test_help_says_what_each_fate_of_running_requests_is(run, command):
+    text = " ".join(run(*command, "--help", env={"COLUMNS": "200"}).stdout.split())
+    policies = ["keep: ", "recompute: ", "abort: ", "wait: "] + ["finish: "] * (command[0] == "adapters")
+    assert [policy for policy in policies if policy not in text] == []
+
+
+def test_help_says_what_each_mode_of_a_pause_is(run):
+    text = " ".join(run("pause", "--help", env={"COLUMNS": "200"}).stdout.split())
+    assert [mode for mode in ("abort: ", "wait: ", "keep: ", "recompute: ") if mode not in text] == []
+
+
+def test_a_second_service_is_told_of_both_ports_at_once(model_dir, run_dir, monkeypatch):
+    monkeypatch.setattr(serve_command, "make_layout", lambda *_: None)  # there are no weights
+    monkeypatch.setattr(serve_command, "manifest_for", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as push:
+        port, other = http.getsockname()[1], push.getsockname()[1]
+        config = configure(model_dir, port=port, push_endpoint=f"tcp://127.0.0.1:{other}", run_dir=run_dir)
+        with pytest.raises(OSError, match="choose") as caught:
+            serve_command.must_fit(config)
+        both = (f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port",)
+        both += (f"cannot listen on 127.0.0.1:{other}: Address already in use; choose another --push-endpoint",)
+        assert str(caught.value) == "; ".join(both)
+    serve_command.must_fit(config)
+
+
 def test_restart_without_a_service(run, run_dir):
     result = run("restart", "--run-dir", str(run_dir))
     assert result.exit_code == 2
@@ -142,9 +175,22 @@ SCORES = [
     for i, logprobs in enumerate(([-0.5, -0.25], [-0.5], [-0.5], [-0.5], None))
 ]
 OUTPUT = {"prompt_index": 0, "index": 0, "token_ids": [1], "text": "hi", "logprobs": [-0.5], "spans": []}
+ADAPTER = {
+    "name": "a",
+    "run_id": "r",
+    "version": 3,
+    "epoch": 4,
+    "digest": "d" * 16,
+    "rank": 8,
+    "modules": 2,
+    "dtype": "float32",
+    "bytes": 1 << 20,
+    "last_error": {"message": "no such module", "time": 1_700_000_000.5},
+}
 REPLIES = {
     "/v1/rollout/generate": {"request_id": "r", "model": "m", "outputs": [OUTPUT]},
     "/v1/rollout/score": {"request_id": "r", "model": "m", "outputs": SCORES},
+    "/v1/rollout/adapters": {"adapters": [ADAPTER]},
     "/v1/rollout/pause": {"paused": True, "held": 2, "mode": "keep", "lease_left_s": 9.0},
     "/v1/rollout/weights": {
         "live": {"run_id": "r", "version": 7, "epoch": 8, "digest": "d" * 16},
@@ -168,7 +214,7 @@ def served(monkeypatch):
     def connect(*_: object) -> RolloutClient:
         return RolloutClient(transport=httpx.MockTransport(answer))
 
-    for module in ("generate_command", "score_command", "status_command", "control_command"):
+    for module in ("generate_command", "score_command", "status_command", "control_command", "adapters_command"):
         monkeypatch.setattr(f"api.cli.{module}.connect", connect)
 
 

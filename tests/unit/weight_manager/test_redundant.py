@@ -195,3 +195,30 @@ def test_files_are_closed_whatever_happens(tmp_path: Path) -> None:
     index(tmp_path, **{NORM: "a", EMBED: "gone"})
     assert "gone.safetensors: No such file" in refused(tmp_path).message
     assert len(set(Path("/proc/self/fd").iterdir())) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("roots", "setting"), [((), '["ROOT/a"]'), (("/srv",), '["/srv", "ROOT/a"]')], ids=["no root yet", "one more"]
+)
+def test_what_lies_below_no_root_is_told_the_setting_word_for_word(tmp_path, roots, setting):
+    with pytest.raises(CheckpointError) as caught:
+        below_roots(str(tmp_path / "a"), tuple(map(Path, roots)))
+    assert f"serve --set 'store.disk_roots={setting.replace('ROOT', str(tmp_path))}'" in caught.value.message
+
+
+def test_a_directory_that_is_no_checkpoint_is_told_what_one_holds(tmp_path):
+    for name in ("a.txt", "notes", "zebra"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(tmp_path)
+    assert caught.value.message == (
+        f"{tmp_path} is no checkpoint: it has no config.json, no model.safetensors and no model.safetensors.index.json"
+    )
+    (tmp_path / "config.json").touch()
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(
+        CheckpointError, match=r"it holds config\.json, but no model\.safetensors .*, only pytorch_model\.bin$"
+    ):
+        Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="nowhere is no directory"):
+        Checkpoint(tmp_path / "nowhere")

@@ -47,3 +47,24 @@ def test_nothing_is_done_after_paddle():
         _tuned("import sys; sys.modules['paddle'] = None\nprint(tune(4, 1), 'OMP_NUM_THREADS' in os.environ)")
         == "{} False"
     )
+
+
+def test_paddle_does_not_warn_of_the_threads_that_were_chosen_for_it(tmp_path):
+    """A package that stands for Paddle's, and says what that says, among other things."""
+    said = ["WARNING: OMP_NUM_THREADS set to 2, not 1. The computation speed ...", "PLEASE USE OMP_NUM_THREADS WISELY."]
+    lines = [f"print({text!r}, file=sys.stderr)" for text in (said[0], "something else", said[1])]
+    (tmp_path / "paddle.py").write_text("\n".join(["import sys", *lines, "sys.stderr.write('and more')"]))
+    code = (
+        f"import os, sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom worker.cpu.tuning import load_paddle\n"
+        "before = sys.stderr\nload_paddle()\nassert sys.stderr is before\n"
+        "print(os.environ['OMP_NUM_THREADS'], 'paddle' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("2 True\n", "something else\nand more")
