@@ -186,7 +186,7 @@ def weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(f"{directory} is no checkpoint: it has no config.json, no {SINGLE} and no {INDEX}")
     others = sorted(p.name for p in directory.iterdir() if p.suffix in _WEIGHTS)[:8]
     only = f", only {', '.join(others)}" if others else ""
-    raise CheckpointError(f"{directory}: it holds config.json, but no {SINGLE} and no {INDEX}{only}")
+    raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX} beside its config.json{only}")
 
 
 def read_index(directory: Path) -> dict[str, str]:

@@ -217,7 +217,7 @@ def test_a_directory_that_is_no_checkpoint_is_told_what_one_holds(tmp_path):
     (tmp_path / "config.json").touch()
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(
-        CheckpointError, match=r"it holds config\.json, but no model\.safetensors .*, only pytorch_model\.bin$"
+        CheckpointError, match=r"holds no model\.safetensors and .* beside its config\.json, only pytorch_model\.bin$"
     ):
         Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="nowhere is no directory"):
