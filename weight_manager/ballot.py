@@ -8,7 +8,9 @@ What happens to a replica decides what happens to the version:
   - it dies (pidfd), or registers anew: it leaves the vote, because it will serve nothing before it has
     adopted whatever is live then; so a commit without it leaves no replica on another version. The rest
     must still all say yes, and at least one must: weights that kill everyone who maps them never go live.
-  - it dies after this store has voted for its subtree (DOUBT) or after the record: nothing to undo.
+  - it dies after this store has voted for its subtree (DOUBT) or after the record: nothing to undo. A store below
+    that is lost then holds its output of a model's version. Of an adapter's it goes on under the one before (`holds`
+    is False), so the commit is not over before it is fenced.
 A store below that fails the same way fails the commit, unless it is one of `may_miss`: then it is left behind, and
 the version is not recorded before it is fenced, by its own word or because its lease ran out.
 """
@@ -82,7 +84,7 @@ class Ballot:
     behind: dict[str, str] = field(default_factory=dict)  # stores left behind, and why
     _tallies: dict[Voter, Tally] = field(default_factory=dict)
     _owing: set[Voter] = field(default_factory=set)
-    _fences: dict[str, float] = field(default_factory=dict)  # left behind and perhaps still serving, until when
+    _fences: dict[str, float] = field(default_factory=dict)  # left behind or lost, perhaps still serving, until when
     _hard: float = NEVER
     _soft: float = NEVER
 
@@ -102,8 +104,10 @@ class Ballot:
         match self.life.state:
             case State.PREPARING | State.FLIPPING:
                 return min(self._hard, self._soft if any(v in self.may_miss for v in self._owing) else NEVER)
-            case State.READY | State.LIVE | State.UNDOING:
+            case State.READY | State.UNDOING:
                 return self._hard
+            case State.LIVE:
+                return min([*self._fences.values(), self._hard if self._owing else NEVER])
             case State.FENCING:
                 return min(self._fences.values(), default=NEVER)
             case _:
@@ -179,9 +183,7 @@ class Ballot:
         """Go on without a store that does not vote but may still be serving."""
         self.behind[store] = why
         self.outbox.append((store, Rollback(self.session, why)))
-        until = self.serves_until(store)
-        if until > now:
-            self._fences[store] = until
+        self._fence(store, now)
 
     def fenced(self, store: str, now: float) -> None:
         """A store that was left behind says that nobody below it serves."""
@@ -202,6 +204,8 @@ class Ballot:
             self._owing.discard(voter)
             self.undo(Event.REFUSED, PushRefused("refused", message, rank=f"replica {voter}"), now)
         else:
+            if isinstance(voter, str) and not self.holds:
+                self._fence(voter, now)
             self._settle(voter, now)
 
     def tick(self, now: float) -> None:
@@ -216,7 +220,7 @@ class Ballot:
             case State.READY:
                 message = f"the store above did not say within {self.limits.word:g} s whether to flip"
                 self.undo(Event.LATE, PushRefused("deadline", message, retryable=True), now)
-            case State.LIVE:
+            case State.LIVE if now >= self._hard:
                 self._owing.clear()
             case State.UNDOING:
                 self._drop()
@@ -281,6 +285,11 @@ class Ballot:
         else:
             self._count(now)
 
+    def _fence(self, store: str, now: float) -> None:
+        until = self.serves_until(store)
+        if until > now:
+            self._fences[store] = until
+
     def _settle(self, voter: Voter, now: float) -> None:
         self._owing.discard(voter)
         self._count(now)
@@ -305,6 +314,8 @@ class Ballot:
                 self._count(now)
             case State.FENCING if not self._fences:
                 self.life.fire(Event.ALL_FENCED, self.session)
+            case State.LIVE if self._fences:
+                pass
             case State.LIVE | State.UNDOING:
                 self.life.fire(Event.CLOSED, self.session)
             case _:

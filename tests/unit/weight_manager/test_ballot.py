@@ -150,9 +150,9 @@ def test_a_failed_record_rolls_back():
     assert ballot.refusal.message == "no space"
 
 
-def in_doubt(*voters: int | str) -> Ballot:
+def in_doubt(*voters: int | str, **more: Any) -> Ballot:
     """Every rank has flipped, and the store above has been told so."""
-    ballot = ballot_of(*voters, role=Role.RELAY)
+    ballot = ballot_of(*voters, role=Role.RELAY, **more)
     for step, vote in ((ballot.prepared, Prepared("s")), (ballot.flipped_by, Flipped("s"))):
         for voter in voters:
             if isinstance(voter, int):
@@ -223,6 +223,43 @@ def test_a_store_left_behind_is_waited_for_until_it_is_fenced_or_its_lease_is_ov
         else:
             ballot.tick(8.0)
         assert ballot.life.state is State.FLIPPED
+
+
+@pytest.mark.parametrize("when", ["in doubt", "live"])
+def test_an_adapters_commit_is_not_over_while_a_store_that_was_lost_may_serve_the_version_before(when):
+    """Nobody below it holds output back, as they do while a model's version is decided."""
+    ballot = in_doubt(0, "b", holds=False, serves_until=lambda store: 8.0)
+    if when == "in doubt":
+        ballot.gone("b", "takes no more messages", 0.2)
+    ballot.recorded(0.3)
+    ballot.finalized(0, Finalized("s", 1.0), 0.4)
+    if when == "live":
+        ballot.gone("b", "takes no more messages", 0.5)
+    assert (ballot.life.state, ballot.deadline) == (State.LIVE, 8.0)
+    ballot.tick(7.9)
+    assert ballot.life.state is State.LIVE
+    ballot.tick(8.0)
+    assert ballot.life.state is State.OVER
+
+
+def test_a_models_commit_is_over_without_a_store_that_was_lost():
+    """All below it hold their output until they know what is live."""
+    ballot = in_doubt(0, "b", serves_until=lambda store: 8.0)
+    ballot.gone("b", "takes no more messages", 0.2)
+    ballot.recorded(0.3)
+    ballot.finalized(0, Finalized("s", 1.0), 0.4)
+    assert ballot.life.state is State.OVER
+
+
+def test_silence_of_others_is_not_waited_for_longer_because_a_store_was_lost():
+    ballot = in_doubt(0, "b", holds=False, serves_until=lambda store: 0.5)
+    ballot.gone("b", "takes no more messages", 0.2)
+    ballot.recorded(0.3)
+    assert ballot.deadline == 0.5
+    ballot.tick(0.5)
+    assert (ballot.life.state, ballot.deadline) == (State.LIVE, 0.3 + LIMITS.finalize)
+    ballot.tick(0.3 + LIMITS.finalize)
+    assert ballot.life.state is State.OVER
 
 
 def test_a_vote_counts_once_and_for_its_own_question():
