@@ -79,7 +79,8 @@ def _plausible(body, length):
         body["messages"] = [_message(message) for message in body["messages"][:1]]
     if _is_int(body.get("min_weight_version")):
         body["min_weight_version"] %= 2
-    if body.get("min_weight_version") is not None and _may_wait(body.get("version_timeout_s", 60)):
+    waits = any(body.get(name) is not None for name in ("min_weight_version", "weight_version"))
+    if waits and _may_wait(body.get("version_timeout_s", 60)):
         body["version_timeout_s"] = WAIT_S
     params = body.get("sampling_params")
     for each in [body, *(params if isinstance(params, list) else [params])]:
