@@ -64,8 +64,8 @@ LogitBias = Annotated[
 Digests = Annotated[dict[str, str], BeforeValidator(_digests), Field(max_length=1 << 20)]
 
 
-class _Sized(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)  # what a field means is in /docs and /openapi.json too
+class Body(BaseModel):
+    """What a request or an answer brings, of a bounded number of fields."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,13 +75,13 @@ class _Sized(BaseModel):
         return body
 
 
-class Strict(_Sized):
+class Strict(Body):
     """Native bodies: a misspelt field is an error, not a silent default."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Lenient(_Sized):
+class Lenient(Body):
     """Bodies of other projects' clients: unknown fields are accepted, as those projects do."""
 
     model_config = ConfigDict(extra="ignore")

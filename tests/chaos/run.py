@@ -83,6 +83,7 @@ class Run:
         self.absent: dict[str, list[Absence]] = {name: [] for name in ADAPTERS}
         self._trainers: dict[str, asyncio.subprocess.Process] = {}
         self._live_versions: dict[str, int] = {}
+        self._over = False  # trainers are not started again
 
     async def go(self) -> None:
         """Load, break, mend, push once more."""
@@ -100,9 +101,9 @@ class Run:
             self.breaker.begin(fault)
         await asyncio.sleep(max(0.0, self.seconds - self.clock()))
         await self.breaker.finish()
-        for task in (*training, reporting):
-            await _end(task)
+        await _end(reporting)
         await self._stop_trainers()
+        await asyncio.gather(*training)  # all that they said is noted: an unload of the last moment, too
         await self._mend()
         await self._push_once_more()
         self.clients.stop()
@@ -128,10 +129,14 @@ class Run:
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
             )
             assert trainer.stdout is not None
+            if self._over:
+                trainer.kill()
             async for line in trainer.stdout:
                 self._note(name, json.loads(line))
             if await trainer.wait() != -signal.SIGKILL:
                 self.violations.append(f"the trainer of {name or 'the model'} ended with {trainer.returncode}")
+                return
+            if self._over:
                 return
 
     def _note(self, name: str, said: dict[str, Any]) -> None:
@@ -181,6 +186,7 @@ class Run:
             self._say(f"{text}, {sum(self.breaker.done.values())} things done, {len(self.violations)} violations")
 
     async def _stop_trainers(self) -> None:
+        self._over = True
         for trainer in self._trainers.values():
             if trainer.returncode is None:
                 trainer.kill()

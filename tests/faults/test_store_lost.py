@@ -44,12 +44,12 @@ def test_a_trainer_whose_store_is_killed_waits_for_the_store_not_for_its_deadlin
     """The store dies as the question arrives, and is started again at once."""
     asked = Channel.request
 
-    def request(channel, message, answer, *, timeout_s):
+    def request(channel, message, answer, **more):
         if type(message).__name__ == kind and not killed:
             killed.append(time.monotonic())
             store.process.send_signal(signal.SIGSTOP)  # the question gets to a store that will not answer
             Timer(0.2, lambda: (store.end(signal.SIGKILL), store.start())).start()
-        return asked(channel, message, answer, timeout_s=timeout_s)
+        return asked(channel, message, answer, **more)
 
     killed: list[float] = []
     monkeypatch.setattr(Channel, "request", request)
