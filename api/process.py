@@ -36,9 +36,9 @@ def listen(config: ApiConfig, index: int = 0) -> socket.socket:
     host = f"[{config.host}]" if family is socket.AF_INET6 else config.host
     if index > 0:
         return listener
-    port = listener.getsockname()[1]
-    if port != _port_before(url_file):  # it may be all that a full disk has left
-        url_file.write_text(f"http://{host}:{port}\n")
+    url = f"http://{host}:{listener.getsockname()[1]}\n"
+    if not url_file.exists() or url_file.read_bytes() != url.encode():  # it may be all that a full disk has left
+        url_file.write_text(url)
     return listener
 
 

@@ -29,6 +29,14 @@ def test_what_is_written_down_already_is_not_written_again(config):
     assert (config.run_dir / "http_url").stat().st_mtime_ns == written
 
 
+def test_another_host_is_written_down_though_the_port_is_the_same(config):
+    listener = listen(config)
+    port = listener.getsockname()[1]
+    listener.close()
+    listen(ApiConfig(**config.model_dump() | {"host": "127.0.0.2", "port": port})).close()
+    assert (config.run_dir / "http_url").read_text() == f"http://127.0.0.2:{port}\n"
+
+
 def test_a_taken_port_says_what_to_do(config):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
