@@ -7,6 +7,7 @@ is described by `itemSchema`, as OpenAPI 3.2 has it and FastAPI writes it for st
 """
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -89,9 +90,10 @@ def _explain(schemas: dict[str, Any]) -> None:
     for body in _below(Body):
         qualified = f"{body.__module__}__{body.__name__}".replace(".", "__")
         fields = schemas.get(body.__name__, schemas.get(qualified, {})).get("properties", {})
-        for name, meaning in _meanings(body):
-            if name in fields:
-                fields[name].setdefault("description", meaning)
+        for owner in body.__mro__[: body.__mro__.index(Body)]:
+            for name, meaning in _meanings(owner).items():
+                if name in fields:
+                    fields[name].setdefault("description", meaning)
 
 
 def _below(body: type[Body]) -> Iterator[type[Body]]:
@@ -100,15 +102,17 @@ def _below(body: type[Body]) -> Iterator[type[Body]]:
         yield from _below(below)
 
 
-def _meanings(body: type[Body]) -> Iterator[tuple[str, str]]:
-    """Fields with a docstring, and that; of the class itself first, then of those it is made from."""
-    for owner in body.__mro__[: body.__mro__.index(Body)]:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, after in zip(tree.body, tree.body[1:], strict=False):
-            match field, after:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(meaning))):
-                    yield name, inspect.cleandoc(meaning)
+@functools.cache
+def _meanings(owner: type) -> dict[str, str]:
+    """Fields of a class itself that have a docstring, and that."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, after in zip(tree.body, tree.body[1:], strict=False):
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(meaning))):
+                found[name] = inspect.cleandoc(meaning)
+    return found
 
 
 def _describe(content: dict[str, Any], *, always: bool) -> None:

@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 MAX_VERSION = 2**63 - 1
+"""Largest version: they travel as signed 64-bit integers between ranks."""
 
 
 def whole_version(version: Any, name: str = "version") -> int:

@@ -26,9 +26,6 @@ FORMAT = 1
 RESERVE = 64
 """Epochs reserved ahead with each write."""
 
-
-MAX_VERSION = (1 << 63) - 1
-"""Largest version: they travel as signed 64-bit integers between ranks."""
 Source = Literal["push", "disk", "snapshot", "relay", "rollback", "merge"]
 
 

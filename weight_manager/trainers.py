@@ -28,6 +28,7 @@ from rollout_client.protocol import (
     Written,
     encode,
 )
+from rollout_client.versions import MAX_VERSION
 from weight_manager.adapters.calls import AdapterCalls
 from weight_manager.adapters.line import AdapterGroup
 from weight_manager.adapters.lines import Lines
@@ -35,7 +36,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused
-from weight_manager.history import MAX_VERSION, Intent
+from weight_manager.history import Intent
 from weight_manager.known_plans import KnownPlans
 from weight_manager.messages import MergeAdapter
 from weight_manager.metrics import Counters

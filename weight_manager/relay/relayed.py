@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from rollout_client.data_socket import CONNECT_S, MAGIC, READY
 from rollout_client.digest import Digest
 from rollout_client.protocol import Committed, Copy
+from rollout_client.versions import MAX_VERSION
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.data_plane import (
@@ -31,7 +32,7 @@ from weight_manager.data_plane import (
     Unconnected,
 )
 from weight_manager.errors import PushRefused
-from weight_manager.history import MAX_VERSION, Intent
+from weight_manager.history import Intent
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.life import Event, Go, Refused, Role, State
 from weight_manager.messages import Live

@@ -254,15 +254,22 @@ def test_a_server_that_leaves_lets_those_read_who_were_refused(run):
     run(main())
 
 
+@contextlib.asynccontextmanager
+async def long_answer_to_an_unread_body(**settings):
+    """A server that has begun it and lingers, and the client's socket."""
+    async with Server(linger_s=SHORT_S, **settings) as server:
+        server.answer = b"a" * (20 << 20)
+        with socket.create_connection(server.address, timeout=60) as raw:
+            raw.sendall(UNREAD)
+            await until(lambda: server.room.lingering)
+            yield server, raw
+
+
 def test_a_long_answer_to_a_body_that_was_not_read_is_not_cut_while_it_is_read(run):
     async def main():
-        async with Server(linger_s=SHORT_S, stall_timeout_s=AT_LEISURE_S) as server:
-            server.answer = b"a" * (20 << 20)
-            with socket.create_connection(server.address, timeout=60) as raw:
-                raw.sendall(UNREAD)
-                await until(lambda: server.room.lingering)
-                await asyncio.sleep(SHORT_S * 3)
-                answer = await asyncio.to_thread(go_on, raw, b"y")
+        async with long_answer_to_an_unread_body(stall_timeout_s=AT_LEISURE_S) as (server, raw):
+            await asyncio.sleep(SHORT_S * 3)
+            answer = await asyncio.to_thread(go_on, raw, b"y")
             assert answer.partition(b"\r\n\r\n")[2] == server.answer
 
     run(main())
@@ -270,11 +277,7 @@ def test_a_long_answer_to_a_body_that_was_not_read_is_not_cut_while_it_is_read(r
 
 def test_a_long_answer_that_is_not_read_is_cut(run):
     async def main():
-        async with Server(linger_s=SHORT_S, stall_timeout_s=SHORT_S) as server:
-            server.answer = b"a" * (20 << 20)
-            with socket.create_connection(server.address, timeout=60) as raw:
-                raw.sendall(UNREAD)
-                await until(lambda: server.room.lingering)
-                await until(lambda: not server.state.connections)
+        async with long_answer_to_an_unread_body(stall_timeout_s=SHORT_S) as (server, _):
+            await until(lambda: not server.state.connections)
 
     run(main())

@@ -126,6 +126,12 @@ class Ranks:
             assert not thread.is_alive()
         return [results[rank] for rank in sorted(results)]
 
+    def while_killed(self, victim, act, *ranks):
+        """The same, with the process of another rank killed meanwhile; and the seconds that it took."""
+        threading.Timer(0.2, self.processes[victim].send_signal, [signal.SIGKILL]).start()
+        before = time.monotonic()
+        return self.each(act, *ranks), time.monotonic() - before
+
     def sum(self, rank):
         group = self.groups[rank]
         with group.under_way():
@@ -195,11 +201,8 @@ def test_a_sum_while_shut_is_an_error_and_not_a_hang(ranks):
 def test_a_rank_killed_inside_a_sum_ends_it_at_once_for_the_others(ranks):
     r = ranks(3, deadline_s=60)
     r.start()
-    waiting = threading.Timer(0.2, r.processes[2].send_signal, [signal.SIGKILL])
-    waiting.start()
-    before = time.monotonic()
-    found = r.each(r.sum, 0, 1)
-    assert time.monotonic() - before < 3
+    found, seconds = r.while_killed(2, r.sum, 0, 1)
+    assert seconds < 3
     assert [str(error) for error in found] == ["the process of rank 2 is gone"] * 2
     assert all(isinstance(error, GroupDead) for error in r.each(lambda n: r.groups[n].prove(), 0, 1))
     assert all(isinstance(error, GroupDead) for error in r.each(lambda n: r.groups[n].restart(), 0, 1))
@@ -231,11 +234,8 @@ def test_launched_sums_are_looked_after_until_they_are_through(ranks):
 def test_a_rank_killed_inside_a_launched_sum_ends_it_at_once(ranks):
     r = ranks(2, deadline_s=60)
     r.start()
-    waiting = threading.Timer(0.2, r.processes[1].send_signal, [signal.SIGKILL])
-    waiting.start()
-    before = time.monotonic()
-    (error,) = r.each(r.launch, 0)
-    assert time.monotonic() - before < 10
+    (error,), seconds = r.while_killed(1, r.launch, 0)
+    assert seconds < 10
     assert str(error) == "the process of rank 1 is gone"
 
 
