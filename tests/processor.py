@@ -19,6 +19,8 @@ class Use(NamedTuple):
 
     seconds: float
     wakes: int
+    """Times that a thread gave up its core to wait. Being put off it by a neighbour is no wake: it says who else is on
+    the machine."""
 
 
 class Rates(NamedTuple):
@@ -37,7 +39,7 @@ def used(pids: Iterable[int]) -> Use:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 status = (thread / "status").read_text()
-                wakes += sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
+                wakes += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("voluntary"))
                 seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
     return Use(seconds, wakes)
 

@@ -79,14 +79,19 @@ class Replica:
     def _talk(self, socket: zmq.Socket) -> None:
         register = messages.Register(self.number, [self.process.pid], self.plan.get("layout", LAYOUT.digest))
         socket.send(messages.encode(register))
+        said: messages.AdaptersHeld | None = None  # as a rank, which says it when it has changed, or anew
         while not self._stop.is_set():
             if not socket.poll(100):
                 if self.beats:
                     socket.send(messages.encode(messages.Beat(self.live.epoch if self.live else 0)))
-                    socket.send(messages.encode(self.holds()))
+                if self.beats and said != self.holds():
+                    said = self.holds()
+                    socket.send(messages.encode(said))
                 continue
             message = messages.decode_for_replica(socket.recv())
             self.seen.append(message)
+            if isinstance(message, messages.Registered):
+                said = None
             what = self.plan.get(type(message).__name__.lower(), "yes")
             if what == "late":
                 self._stop.wait(LATE_S)
