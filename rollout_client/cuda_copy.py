@@ -51,6 +51,10 @@ word to the store, and the store and ranks that copy from it (ADR 21) are not fa
 """
 PORTABLE = 0x01
 """cudaHostRegisterPortable: pinned for every device of this process."""
+PART_BYTES = 16 << 20
+"""A larger tensor is copied in parts of this size, each of which the store is told of: a rank that copies what has
+arrived (ADR 21) would else begin with a model's largest tensor when all of it is there, and end as much later.
+"""
 Job = tuple[Source, list[tuple[int, Copy]]]
 
 
@@ -169,10 +173,11 @@ class CudaCopier:
                 waiting.append(_Batch(torch, place, summing, digester, batch))
                 if loan is not None:
                     waiting[-1].lend(loan)
+                waiting[0].tell(reporter)
                 while len(waiting) > AHEAD and waiting[0].done():
                     waiting.popleft().report(reporter)
             while waiting:
-                waiting[0].wait()
+                waiting[0].wait(reporter)
                 waiting.popleft().report(reporter)
         finally:
             copying.synchronize()
@@ -228,12 +233,14 @@ class _Place:
         self._dma, self._bytes, self._queue = driver.cuMemcpyDtoHAsync_v2, memory.nbytes, stream.cuda_stream
         self._start = np.frombuffer(memory, np.uint8).ctypes.data
 
-    def send(self, piece: Any, copy: Copy, nbytes: int) -> None:
-        """Queue the copy of a contiguous CUDA tensor. Raises ValueError, RuntimeError from the driver."""
-        start = copy.dst_offset * _itemsize(copy.dst_dtype)
+    def send(self, piece: Any, copy: Copy, nbytes: int, offset: int = 0) -> None:
+        """Queue the copy of a contiguous CUDA tensor's bytes from `offset` on. Raises ValueError, RuntimeError from
+        the driver.
+        """
+        start = copy.dst_offset * _itemsize(copy.dst_dtype) + offset
         if start < 0 or start + nbytes > self._bytes:
             raise ValueError(f"{nbytes} bytes at {start} leave a slot of {self._bytes}")
-        code = self._dma(self._start + start, piece.data_ptr(), nbytes, self._queue)
+        code = self._dma(self._start + start, piece.data_ptr() + offset, nbytes, self._queue)
         if code:
             raise RuntimeError(f"cuMemcpyDtoHAsync failed: CUDA error {code}")
 
@@ -264,6 +271,7 @@ class _Batch:
     ) -> None:
         self._torch, self._digester = torch, digester
         self._numbers: list[tuple[int, int]] = []  # copy, bytes
+        self._parts: deque[tuple[Any, int, int, int]] = deque()  # event, copy, offset in it, bytes: of large tensors
         tensors: list[Any] = []
         places: list[Copy] = []
         made = False
@@ -277,8 +285,8 @@ class _Batch:
                     self._numbers.append((number, _nbytes(copy)))
             self._ready = place.stream.record_event() if made else None
             self._pieces = list(zip(tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
-            for piece in self._pieces:
-                place.send(*piece)
+            for (number, _), piece in zip(self._numbers, self._pieces, strict=True):
+                self._send(place, number, *piece)
             self._events = [place.stream.record_event()]
         with torch.cuda.stream(summing):
             if self._ready is not None:
@@ -298,8 +306,19 @@ class _Batch:
         """Whether everything of it has arrived."""
         return all(event.query() for event in self._events)
 
-    def wait(self) -> None:
-        """Wait until everything of the batch has arrived."""
+    def tell(self, reporter: Reporter) -> None:
+        """Tell the store which parts of large tensors have arrived since it was told last."""
+        told = len(self._parts)
+        while self._parts and self._parts[0][0].query():
+            reporter.arrived(*self._parts.popleft()[1:])
+        if len(self._parts) < told:
+            reporter.flush()
+
+    def wait(self, reporter: Reporter) -> None:
+        """Wait until everything of the batch has arrived. The store hears of parts meanwhile."""
+        while self._parts:
+            self._parts[0][0].synchronize()
+            self.tell(reporter)
         for event in self._events:
             event.synchronize()
 
@@ -310,6 +329,14 @@ class _Batch:
             reporter.written(number, digest, nbytes, sums=self._digester.sums)
         reporter.flush()
         reporter.turn()
+
+    def _send(self, place: _Place, number: int, tensor: Any, copy: Copy, nbytes: int) -> None:
+        """Queue the copy into the slot; a large one part by part."""
+        for offset in range(0, nbytes, PART_BYTES):
+            size = min(PART_BYTES, nbytes - offset)
+            place.send(tensor, copy, size, offset)
+            if nbytes > PART_BYTES:
+                self._parts.append((place.stream.record_event(), number, offset, size))
 
     def _dense(self, whole: Any, copy: Copy) -> tuple[Any, bool]:
         """What the copy takes, contiguous, in the slot's dtype and the copy's C order; and whether it had to be made,

@@ -29,6 +29,7 @@ A push, step by step:
     patch of them; so a copy that has not changed is its `Written` alone.
     Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
     memory (digest.py), on a GPU by the GPU itself; or there, where it cannot, over page sums (page_sums.py).
+    It may also say which bytes of a large copy are in the slot already, for ranks that copy from it meanwhile.
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
     lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
     accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
@@ -210,6 +211,7 @@ class Written(Message, tag="written", frozen=True):
     session: str
     digests: list[tuple[int, int]]  # (copy, digest.py)
     sums: list[tuple[int, int]] = []  # (copy, digest of its page sums), of copies that a GPU made
+    arrived: list[tuple[int, int, int]] = []  # (copy, offset in it, bytes) of copies that are not complete: a hint
 
 
 class Renew(Message, tag="renew", frozen=True):

@@ -42,6 +42,7 @@ class Reporter:
         self._progress = progress
         self._digests: list[tuple[int, int]] = []
         self._sums: list[tuple[int, int]] = []
+        self._arrived: list[tuple[int, int, int]] = []
         self._bytes = 0
         self._spoke = time.monotonic()
         self._losses = channel.losses
@@ -74,6 +75,10 @@ class Reporter:
         if self._bytes >= BATCH_BYTES:
             self.flush()
 
+    def arrived(self, copy: int, offset: int, nbytes: int) -> None:
+        """These bytes of a copy, which is not complete yet, are in their place."""
+        self._arrived.append((copy, offset, nbytes))
+
     def run_written(self, first: int, digests: Sequence[int], nbytes: int) -> None:
         """Copies from `first` on are complete; their digests, in order. The store hears of it at once."""
         self._digests += enumerate(digests, first)
@@ -82,9 +87,11 @@ class Reporter:
 
     def flush(self) -> None:
         """Report what has been held back."""
-        if self._digests or self._sums:
-            self._channel.send(Written(self.session, self._digests, self._sums), timeout_s=self.left_s)
-            self._digests, self._sums, self._bytes, self._spoke = [], [], 0, time.monotonic()
+        if self._digests or self._sums or self._arrived:
+            said = Written(self.session, self._digests, self._sums, self._arrived)
+            self._channel.send(said, timeout_s=self.left_s)
+            self._digests, self._sums, self._arrived = [], [], []
+            self._bytes, self._spoke = 0, time.monotonic()
 
     def turn(self) -> None:
         """Keep the lease and listen.

@@ -112,7 +112,7 @@ class InPlace(Message, tag="in_place", frozen=True):
 
     slot: int
     write_epoch: int  # of the slot, while it is that push's
-    spans: list[tuple[int, int]]  # (offset in the slot, bytes); of one push, no byte comes twice
+    spans: list[tuple[int, int]]  # (offset in the slot, bytes); a large tensor's come in pieces, and whole at its end
 
 
 class Prepare(Message, tag="prepare", frozen=True):

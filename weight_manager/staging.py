@@ -251,6 +251,12 @@ class Staging:
             offset += size
         return views
 
+    def target(self, number: int) -> Target:
+        """A copy by its number. Raises PushRefused where there is none."""
+        if not 0 <= number < len(self.targets):
+            raise PushRefused("bad_message", f"copy {number} is none of the {len(self.targets)} placed")
+        return self.targets[number]
+
     def written(self, digests: Iterable[tuple[int, int]], sums: Iterable[tuple[int, int]] = ()) -> list[Check]:
         """The trainer says these copies are complete: what to check, in pieces for threads.
 
@@ -260,9 +266,7 @@ class Staging:
         room = 0
         claims = chain(((*claim, False) for claim in digests), ((*claim, True) for claim in sums))
         for number, digest, by_sums in claims:
-            if not 0 <= number < len(self.targets):
-                raise PushRefused("bad_message", f"copy {number} is none of the {len(self.targets)} placed")
-            target = self.targets[number]
+            target = self.target(number)
             if target.written:
                 raise PushRefused("duplicate_tensor", f"{target.name} was reported complete twice", [target.name])
             if self.chunked and not target.complete:
@@ -369,8 +373,9 @@ class Told(NamedTuple):
     """Whom a session's checks tell, in the loop, whether it has ended or not.
 
     refused: bytes are wrong, or could not be checked. in_place: (offset, bytes) in the slot, that are there, checked or
-    not. verified: these copies are the trainer's. named: the digest of every region, and parameters that are NaN or
-    infinite, once `Checker.name` was asked for.
+    not; a large copy's may be told of part by part and once more when it is complete. verified: these copies are the
+    trainer's. named: the digest of every region, and parameters that are NaN or infinite, once `Checker.name` was asked
+    for.
     """
 
     refused: Callable[[PushRefused], None]
@@ -415,6 +420,21 @@ class Checker:
         if runs:
             self._read(runs)
         return sum(target.nbytes for check in checks for target, _ in check)
+
+    def arrived(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """The trainer says that these bytes of copies, which it has yet to complete, are in the slot: (copy, offset in
+        it, bytes). Nothing is checked before a copy is complete. Raises PushRefused for bytes outside their copy.
+        """
+        spans = []
+        for number, offset, size in pieces:
+            target = self._staging.target(number)
+            if not 0 <= offset < offset + size <= target.nbytes:
+                where = f"bytes {offset} to {offset + size} of {target.nbytes}"
+                raise PushRefused("bad_message", f"{target.name}: {where} are said to be there", [target.name])
+            if target.contiguous and not target.scattered:
+                spans.append((target.start + offset, size))
+        if spans:
+            self._told.in_place(spans)
 
     def carry(self, names: Sequence[str], live: memoryview) -> None:
         """Take these tensors (canonical names) from the live version's slot. It stays live while a session runs."""

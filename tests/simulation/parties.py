@@ -95,9 +95,8 @@ class Ranks:
         if self._ahead is None or self._ahead[0].key != key:
             self._ahead = Ahead(key, 0), bytearray(held.memory.slot_bytes)
         there, copy = self._ahead
-        for start, size in message.spans:
-            if there.add(start, size):
-                copy[start : start + size] = held.memory.slot(message.slot)[start : start + size]
+        for start, size in (gap for span in message.spans for gap in there.take(*span)):
+            copy[start : start + size] = held.memory.slot(message.slot)[start : start + size]
 
     def _copied(self, live: Live, memory: Memory) -> bytes | None:
         if not self.copies_ahead:
@@ -516,6 +515,8 @@ class Trainer(Asking):
             raw = source_view(list(tensors.values())[copy.part].reshape(-1), copy).tobytes()
             half = len(raw) // 8 * 4
             self.say(wire.encode(wire.Chunk(placement.session, number, 0, [half])), raw[:half])
+            if half:
+                self.say(wire.encode(wire.Written(placement.session, [], arrived=[(number, 0, half)])))
             self.say(wire.encode(wire.Chunk(placement.session, number, half, [len(raw) - half])), raw[half:])
             self.say(wire.encode(wire.Written(placement.session, [(number, digest_of(raw))])))
             if self.stall_s:

@@ -110,9 +110,12 @@ class Ahead:
         self.key, self.slot = key, slot
         self._there = Intervals()
 
-    def add(self, start: int, nbytes: int) -> bool:
-        """These bytes are on their way; False if some of them were."""
-        return self._there.add(start, start + nbytes)
+    def take(self, start: int, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of what was not on its way of these; it is now."""
+        gaps = self._there.gaps(start, start + nbytes)
+        for low, high in gaps:
+            self._there.add(low, high)
+        return [(low, high - low) for low, high in gaps]
 
     def missing(self, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """(offset, bytes) of what is not there of these, neighbours as one."""
@@ -163,7 +166,7 @@ class DeviceSlots:
         """Begin to copy a part of a version into the spare slot. base: address of the arena's slot. spans: of that."""
         self._driver.enter()
         self.regions[ahead.slot].fill()
-        self._copy(ahead.slot, base, _joined(span for span in spans if ahead.add(*span)))
+        self._copy(ahead.slot, base, _joined(gap for span in spans for gap in ahead.take(*span)))
 
     def settle(self) -> None:
         """Wait until nothing copies here any more."""

@@ -9,6 +9,7 @@ from rollout_client.digest import PIECE, digest_of
 from rollout_client.protocol import Copy
 from weight_manager.arena import Arena
 from weight_manager.background import Background
+from weight_manager.errors import PushRefused
 from weight_manager.finite import all_finite
 from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
 from weight_manager.metrics import Counters
@@ -162,6 +163,27 @@ def test_what_is_there_is_told_before_it_is_checked_and_once(session):
     assert spans["small"] not in session.in_place
     session.settle(lambda: len(session.verified) == len(COPIES))
     assert sorted(session.in_place) == sorted([spans["large"], spans["small"]]), "a strided one is in no one place"
+
+
+def test_parts_of_a_copy_that_is_not_complete_are_told_of_and_not_checked(session):
+    session.checker.arrived([(1, 0, 4096), (1, 4096, 64), (2, 0, 8)])
+    large = LAYOUT.ranges[1][0]
+    assert session.in_place == [(large, 4096), (large + 4096, 64)], "a strided one is in no one place"
+    assert session.staging.checking == session.staging.verified_bytes == 0
+    session.staging.targets[0]._scratch = np.zeros(15, np.float32)
+    session.in_place.clear()
+    session.checker.arrived([(0, 0, 60)])
+    assert session.in_place == [], "it is put there while it is checked"
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-4, 8), (0, 0), (8, -4), (56, 8)])
+def test_parts_that_leave_their_copy_are_refused(session, offset, size):
+    with pytest.raises(PushRefused, match=f"small: bytes {offset} to {offset + size} of 60") as refused:
+        session.checker.arrived([(0, offset, size)])
+    assert refused.value.code == "bad_message"
+    with pytest.raises(PushRefused, match="copy 9 is none of the 4"):
+        session.checker.arrived([(9, 0, 4)])
+    assert session.in_place == []
 
 
 @pytest.mark.parametrize("at", [0, -1])

@@ -407,15 +407,19 @@ def _spans(regions=LAYOUT.regions):
 
 
 def _arrive(rank, version, regions=LAYOUT.regions):
-    """The store says that these are in their place; once what can be copied of them is copied."""
-    before, lending = rank.driver.copied, rank.lending
+    """The store says that these are in their place; (bytes copied, bytes told of)."""
     spans = _spans(regions)
-    key = version.live.slot, version.live.write_epoch
-    lending.copy_ahead(key, memoryview(version.bytes), spans)
+    return _tell(rank, version, spans), sum(size for _, size in spans)
+
+
+def _tell(rank, version, spans):
+    """The same, of these bytes; once what can be copied of them is copied."""
+    before, lending = rank.driver.copied, rank.lending
+    lending.copy_ahead((version.live.slot, version.live.write_epoch), memoryview(version.bytes), spans)
     done = threading.Event()
     lending._parts.put(_Last(done))
     assert done.wait(30)
-    return rank.driver.copied - before, sum(size for _, size in spans)
+    return rank.driver.copied - before
 
 
 class _Last:
@@ -449,6 +453,19 @@ def test_a_version_that_has_all_been_copied_is_only_proved(rank):
     assert rank.holds(rank.lending.stage(two.live, two.views), two)
     assert rank.driver.copied == before
     assert rank.digests.computed == proved + 1
+
+
+def test_a_tensor_that_was_told_of_in_parts_is_not_copied_again_when_it_is_whole(rank):
+    two = Version(2)
+    start, size = max(_spans(), key=lambda span: span[1])
+    parts = [(start + size // 2, size // 4), (start, size // 4)]
+    assert sum(_tell(rank, two, [part]) for part in parts) == 2 * (size // 4)
+    rest = sum(size for _, size in _spans()) - 2 * (size // 4)
+    assert rest <= _tell(rank, two, _spans()) <= rest + 64 * len(LAYOUT.regions), "and padding between regions"
+    assert _tell(rank, two, parts) == 0
+    before = rank.driver.copied
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+    assert rank.driver.copied == before
 
 
 def test_what_was_copied_for_a_push_that_ended_is_not_taken_for_the_next(rank):
