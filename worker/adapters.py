@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import VIEW_DTYPE, Extent
-from worker.models.low_rank import LowRank
+from worker.models.low_rank import LowRankMemory
 from worker.models.packed_adapter import Factors, Site
 
 MOST_RANK = 256
@@ -25,10 +25,10 @@ class _Plan(NamedTuple):
 class AdapterTable:
     """`Adapters` of a decoder: every tensor checked, then handed to what computes with it.
 
-    sites: where this rank's products may be changed. low_rank: what adds the changes.
+    sites: where this rank's products may be changed. low_rank: what holds the changes, for whatever adds them.
     """
 
-    def __init__(self, sites: Sequence[Site], low_rank: LowRank) -> None:
+    def __init__(self, sites: Sequence[Site], low_rank: LowRankMemory) -> None:
         self._low_rank = low_rank
         self._shapes = {
             module: (site.inputs, rows) for site in sites for module, rows in zip(site.modules, site.rows, strict=True)

@@ -27,6 +27,8 @@ from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import U64, Driver, Handle, Pointer, Size
 from worker.gpu.operations import Heads, Operations
 from worker.gpu.weights import DeviceSlots, placement
+from worker.models.packed_adapter import sites_of
+from worker.models.shard import shard_of
 
 BLOCK, ISSUE_TBPS, POOL = 16, 3.0, 1 << 25
 ROUNDS, REPLAYS = 7, 10
@@ -68,23 +70,27 @@ class Parts:
 class Bench:
     """A decoder with random weights and a full cache."""
 
-    def __init__(self, shape: str, sequences: list[int], context: int, ways: dict[str, str]) -> None:
-        """ways: of products, taken instead of timing them."""
+    def __init__(
+        self, shape: str, sequences: list[int], context: int, ways: dict[str, str], tokens: int | None = None
+    ) -> None:
+        """ways: of products, taken instead of timing them. tokens: the most of a step, if not those of `sequences`."""
         config, most = SHAPES[shape], max(sequences)
         model, layout = decoder_spec(config), make_layout(manifest_for(config, "bfloat16"), 1)
         self.model, self.context, self.blocks = model, context, -(-context // BLOCK)
         self.driver, self.heads = Driver(), Heads(model.heads, model.kv_heads, model.head_dim)
         self.slots = DeviceSlots(self.driver, placement(layout, 0))
         self.slots.regions[0].fill()
+        self.sites = sites_of(layout.manifest, shard_of(model, layout.manifest, 0, 1))
         self.decoder = GpuDecoder(
             *(self.driver, model, self.heads, self.slots),
             fp32=False,
-            max_tokens=most,
+            max_tokens=tokens or most,
             max_batch=most,
             max_len=context + BLOCK,
             block_size=BLOCK,
             num_blocks=most * self.blocks + 1,
             sizes=sequences,
+            sites=self.sites,
         )
         self.decoder.allocate_kv()
         self.stream = self.decoder._stream

@@ -24,6 +24,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "SmolLM2-135M": COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
     "Qwen3-0.6B": COMMON
     | {
         "architectures": ["Qwen3ForCausalLM"],

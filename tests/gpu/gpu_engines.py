@@ -7,6 +7,7 @@ import numpy as np
 from tests.engine_cases import Checkpoint, to_bits
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.layout import make_layout, rank_views, region_views
+from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
 from worker.engine.base import EngineSpec
 from worker.gpu.backend import GpuDecoder
@@ -14,7 +15,9 @@ from worker.gpu.driver import Driver
 from worker.gpu.operations import Heads
 from worker.gpu.reference import ReferenceOps, widened
 from worker.gpu.weights import DeviceSlots, placement
-from worker.models.decoder import collect, hidden
+from worker.models.decoder import Weights, collect, hidden
+from worker.models.packed_adapter import sites_of
+from worker.models.shard import shard_of
 
 
 def random_views(config: dict[str, Any], dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
@@ -45,7 +48,10 @@ class Device:
         for region in self.slots.regions:
             region.fill()
         heads = Heads(model.heads, model.kv_heads, model.head_dim)
-        self.decoder = GpuDecoder(self.driver, model, heads, self.slots, fp32=dtype == "float32", **sizes)
+        shard = shard_of(model, layout.manifest, 0, 1)
+        sites = sites_of(layout.manifest, shard)
+        self.decoder = GpuDecoder(self.driver, model, heads, self.slots, fp32=dtype == "float32", sites=sites, **sizes)
+        self.adapters = AdapterTable(sites, self.decoder.adapters)
         self.decoder.allocate_kv()
         self.decoder.choose_products()
         self.decoder.capture_graphs()
@@ -68,7 +74,7 @@ class Reference:
 
     def __init__(self, config: dict[str, Any], views: dict[str, np.ndarray], spec: EngineSpec) -> None:
         self.spec, self.model = spec, decoder_spec(config)
-        self.weights = collect(self.model, {name: widened(view) for name, view in views.items()})
+        self.weights = weights_of(config, views)
         heads = (self.model.heads, self.model.kv_heads)
         self.ops = ReferenceOps(self.model, *heads, spec.max_model_len, spec.num_blocks, spec.block_size)
 
@@ -76,6 +82,11 @@ class Reference:
         self.ops.begin(batch)
         x = self.ops.norm(hidden(self.ops, self.model, self.weights), self.weights.norm)
         return x[batch.logits_rows] @ self.weights.head.T
+
+
+def weights_of(config: dict[str, Any], views: dict[str, np.ndarray]) -> Weights[np.ndarray]:
+    """Views by role, widened."""
+    return collect(decoder_spec(config), {name: widened(view) for name, view in views.items()})
 
 
 def of(checkpoint: Checkpoint, **sizes: Any) -> Device:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32, Logits
+from worker.gpu.adapters import Changes, DeviceAdapters
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
@@ -26,6 +27,7 @@ from worker.gpu.products import Choices, Shape, instances, tokens_padded
 from worker.gpu.ranks import Ranks
 from worker.gpu.weights import DeviceSlots, Tensor
 from worker.models.decoder import Experts, Mlp, Weights, collect, hidden
+from worker.models.packed_adapter import Site
 from worker.models.rope import rope_table
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,9 @@ class GpuDecoder:
         num_blocks: int,
         sizes: Sequence[int] | None = None,
         ranks: Ranks | None = None,
+        sites: Sequence[Site] = (),
     ) -> None:
+        """sites: products that adapters may change."""
         _require_sizes(spec, heads, slots.tensors(0), "" if ranks is None else f" on each of {len(ranks.shards)} ranks")
         self.ranks = ranks
         self._driver, self.spec, self.heads, self._slots, self._fp32 = driver, spec, heads, slots, fp32
@@ -91,6 +95,13 @@ class GpuDecoder:
         self.sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
+        self.adapters = DeviceAdapters(
+            driver, sites, tokens_padded(max_tokens), fp32=fp32, settle=self.wait, shared=ranks is not None
+        )
+        addresses = {slots.tensors(slot)[site.name].address: at for slot in (0, 1) for at, site in enumerate(sites)}
+        self.operations.changes = Changes(self.adapters, sites, addresses, self._stream, spec.eps)
+        self._adapted_graphs: list[dict[int, Handle]] = [{}, {}]
+        self._adapted_sites: frozenset[int] = frozenset()  # that those have launches for
         self.telling: Callable[[ForwardBatch], None] = lambda batch: None  # see `LaunchesTogether`
 
     def choose_products(self) -> None:
@@ -109,8 +120,11 @@ class GpuDecoder:
     def drop_graphs(self) -> None:
         """Hold none, until they are captured again. Nothing is launched meanwhile."""
         self._driver.enter()
+        self._drop(self._graphs + self._adapted_graphs)
+
+    def _drop(self, held: list[dict[int, Handle]]) -> None:
         self.wait()
-        for graphs in self._graphs:
+        for graphs in held:
             while graphs:
                 self._driver.drop(graphs.popitem()[1])
 
@@ -241,8 +255,9 @@ class GpuDecoder:
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         size = self._size(len(batch.token_ids))
-        graph = self._graph(slot, size)
-        step = self._inputs.decode(batch, size, self._stream)
+        adapters = self.adapters.lists(batch, size)
+        graph = self._graph(slot, size) if adapters is None else self._adapted_graph(slot, size)
+        step = self._inputs.decode(batch, size, self._stream, adapters)
         if step.copies:
             self.operations.copy_blocks(step.copies)
         if sources is not None:
@@ -256,7 +271,8 @@ class GpuDecoder:
         """Launch any step up to the last layer's residual stream."""
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
-        step = self._inputs.ragged(batch, tokens_padded(len(batch.token_ids)), self._tile, self._stream)
+        rows = tokens_padded(len(batch.token_ids))
+        step = self._inputs.ragged(batch, rows, self._tile, self._stream, self.adapters.lists(batch, rows))
         if step.copies:
             self.operations.copy_blocks(step.copies)
         self.operations.begin(step)
@@ -285,9 +301,21 @@ class GpuDecoder:
                 graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size))
         return graphs[size]
 
-    def _record(self, slot: int, size: int) -> None:
+    def _adapted_graph(self, slot: int, size: int) -> Handle:
+        """The same for steps with adapters, captured when one comes: a graph of whatever versions change the same
+        products.
+        """
+        if self._adapted_sites != self.adapters.touched:
+            self._drop(self._adapted_graphs)
+            self._adapted_sites = self.adapters.touched
+        graphs = self._adapted_graphs[slot]
+        if size not in graphs:
+            graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size, adapted=True))
+        return graphs[size]
+
+    def _record(self, slot: int, size: int, *, adapted: bool = False) -> None:
         weights = self._weights[slot]
-        self.operations.begin(self._inputs.fixed(size))
+        self.operations.begin(self._inputs.fixed(size, adapted=adapted))
         x = hidden(self.operations, self.spec, weights)
         self.operations.logits(x, weights.norm, weights.head)
 

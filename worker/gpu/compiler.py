@@ -26,9 +26,15 @@ def cache_folder() -> Path:
 
 
 def source(instances: str = "", *, sums: bool = False) -> str:
-    """All kernels. instances: lines that instantiate templates for a model. sums: those of ranks that share one too."""
-    names = (*_ORDER, "sums") if sums else _ORDER
-    return "\n".join((_FOLDER / f"{name}.cu").read_text() for name in names) + "\n" + instances
+    """All kernels of a model. instances: lines that instantiate templates for it. sums: those of ranks that share one
+    too.
+    """
+    return kernels(*_ORDER, *(["sums"] if sums else [])) + "\n" + instances
+
+
+def kernels(*names: str) -> str:
+    """The files of these names, one after the other."""
+    return "\n".join((_FOLDER / f"{name}.cu").read_text() for name in names)
 
 
 def compiled(text: str, macros: Mapping[str, int], capability: tuple[int, int]) -> bytes:

@@ -17,6 +17,7 @@ from weight_manager.dynamic_weight_manager import Spans
 from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.messages import Live
+from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
 from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
 from worker.engine.sizes import engine_spec, that_fit
@@ -30,6 +31,7 @@ from worker.gpu.ranks import Meeting, Ranks, SharedGroups, SharingDriver, least,
 from worker.gpu.self_test import require_right, require_sums
 from worker.gpu.served import require_served
 from worker.gpu.weights import DeviceSlots, Staged, placement
+from worker.models.packed_adapter import sites_of
 from worker.models.shard import Shard, shard_of
 from worker.orders import Groups
 
@@ -69,7 +71,6 @@ class GpuEngine:
         self._shard = shard_of(model, layout.manifest, rank, config.tp)
         self._dtype = layout.manifest.dtype
         self.asked: Callable[[], bool] = never
-        self.adapters: Adapters | None = None  # not served here yet: a push of one is refused
         ordinal = replica * config.tp + rank
         self._driver = Driver(ordinal) if meeting is None else SharingDriver(ordinal)
         lap("driver")
@@ -94,6 +95,7 @@ class GpuEngine:
             blocks = self._that_fit(spec, block)
             spec = replace(spec, num_blocks=blocks if meeting is None else least(meeting, blocks))
         self.spec: EngineSpec = replace(spec, kernels=Kernels("cuda"))
+        sites = sites_of(layout.manifest, self._shard)
         self._decoder = GpuDecoder(
             self._driver,
             model,
@@ -106,7 +108,9 @@ class GpuEngine:
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
             ranks=self._ranks,
+            sites=sites,
         )
+        self.adapters: Adapters | None = AdapterTable(sites, self._decoder.adapters)
         lap("kernels and buffers")
         self._decoder.allocate_kv()
         self._decoder.choose_products()

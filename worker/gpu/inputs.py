@@ -1,9 +1,10 @@
 """A step's numbers on the device: packed into one pinned buffer and copied at once.
 
-    decode steps   [stride, 0, 0, 0 | tokens N | positions N | tables N * stride | copies]       N: the graph's rows
+    decode steps   [stride, 0, 0, 0 | tokens N | positions N | adapters | tables N * stride | copies]
     other steps    the same, then slots, sequences, starts, contexts, single rows, tiles and logits' rows
 
-A decode step's addresses depend on N alone, so a captured graph can hold them. Rows beyond the batch have position -1.
+N: the graph's rows; those beyond the batch have position -1. A decode step's addresses depend on N, and on whether it
+has adapters, alone, so a captured graph can hold them.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from worker.engine.base import ForwardBatch, Int32
+from worker.gpu.adapters import words as adapter_words
 from worker.gpu.driver import Driver, Handle
 
 _HEAD = 4
@@ -39,6 +41,7 @@ class StepInputs:
     tiles: tuple[int, int] | None = None
     wanted: tuple[int, int] | None = None
     copies: tuple[int, int] | None = None
+    adapters: int = 0  # `DeviceAdapters.lists`
 
 
 class Inputs:
@@ -46,21 +49,29 @@ class Inputs:
 
     def __init__(self, driver: Driver, tokens: int, sequences: int, blocks: int) -> None:
         """Room for steps of so many tokens over so many sequences of so many KV blocks each."""
-        words = _HEAD + 16 * _ALIGN + 6 * tokens + 6 * sequences + sequences * blocks + 2 * tokens
+        words = (
+            _HEAD + 16 * _ALIGN + 6 * tokens + 6 * sequences + sequences * blocks + 2 * tokens + adapter_words(tokens)
+        )
         self._driver = driver
         self._device = driver.allocate(4 * words, "step inputs")
         self._buffers = [driver.pinned(words, np.int32) for _ in range(2)]
         self._copied = [driver.event() for _ in range(2)]
         self._turn = 0
 
-    def fixed(self, rows: int) -> StepInputs:
-        """Addresses of a decode step of so many rows."""
+    def fixed(self, rows: int, *, adapted: bool = False) -> StepInputs:
+        """Addresses of a decode step of so many rows. adapted: with adapters."""
         tokens = self._device + 4 * _HEAD
         positions = tokens + 4 * _whole(rows)
-        return StepInputs(rows, self._device, tokens, positions, positions + 4 * _whole(rows), fused=True)
+        end = positions + 4 * _whole(rows)
+        if not adapted:
+            return StepInputs(rows, self._device, tokens, positions, end, fused=True)
+        tables = end + 4 * _whole(adapter_words(rows))
+        return StepInputs(rows, self._device, tokens, positions, tables, fused=True, adapters=end)
 
-    def decode(self, batch: ForwardBatch, rows: int, stream: Handle) -> StepInputs:
-        """Copy a batch of one token a sequence, as a step of `rows` rows; its addresses are `fixed(rows)`'s."""
+    def decode(self, batch: ForwardBatch, rows: int, stream: Handle, adapters: Int32 | None = None) -> StepInputs:
+        """Copy a batch of one token a sequence, as a step of `rows` rows; its addresses are those of `fixed`. adapters:
+        `DeviceAdapters.lists`.
+        """
         buffer, count = self._buffer(), len(batch.token_ids)
         width, padded = batch.block_tables.shape[1], _whole(rows)
         buffer[0] = width
@@ -68,6 +79,9 @@ class Inputs:
         tokens[:count], tokens[count:] = batch.token_ids, 0
         positions[:count], positions[count:] = batch.positions, -1
         end = _HEAD + 2 * padded
+        if adapters is not None:
+            buffer[end : end + len(adapters)] = adapters
+            end = _whole(end + len(adapters))
         tables = buffer[end : end + count * width].reshape(count, width)
         tables[:] = batch.block_tables
         end = _whole(end + rows * width)
@@ -77,11 +91,15 @@ class Inputs:
             copies = (self._device + 4 * end, len(batch.block_copies))
             end += batch.block_copies.size
         self._send(buffer, end, stream)
-        there = self.fixed(rows)
+        there = self.fixed(rows, adapted=adapters is not None)
         return there if copies is None else StepInputs(**{**vars(there), "copies": copies})
 
-    def ragged(self, batch: ForwardBatch, rows: int, tile_tokens: int, stream: Handle) -> StepInputs:
-        """Copy any batch, as a step of `rows` rows. tile_tokens: that `prefill` takes at once; 0 = every row alone."""
+    def ragged(
+        self, batch: ForwardBatch, rows: int, tile_tokens: int, stream: Handle, adapters: Int32 | None = None
+    ) -> StepInputs:
+        """Copy any batch, as a step of `rows` rows. tile_tokens: that `prefill` takes at once; 0 = every row alone.
+        adapters: `DeviceAdapters.lists`.
+        """
         buffer, end = self._buffer(), _HEAD
         count, sequences = len(batch.token_ids), len(batch.query_lens)
         buffer[0] = batch.block_tables.shape[1]
@@ -114,6 +132,7 @@ class Inputs:
             tiles=(put(tiles, tiles.size), len(tiles)),
             wanted=(put(batch.logits_rows, batch.logits_rows.size), batch.logits_rows.size),
             copies=(put(batch.block_copies, batch.block_copies.size), len(batch.block_copies)),
+            adapters=0 if adapters is None else put(adapters, adapters.size),
         )
         self._send(buffer, end, stream)
         return there

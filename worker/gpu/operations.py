@@ -2,10 +2,12 @@
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
+from worker.gpu.adapters import Changes
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
 from worker.gpu.inputs import StepInputs
@@ -128,6 +130,7 @@ class Operations:
         self._machine, self._spec, self._heads = machine, spec, heads
         self._buffers, self._cache, self._angles = buffers, cache, angles
         self._fp32, self._ranks = fp32, ranks
+        self.changes: Changes | None = None  # by adapters
         self._step: StepInputs | None = None
         self._way = ""  # imposed while ways are timed
 
@@ -160,7 +163,10 @@ class Operations:
     def attention(self, layer: int, h: Rows, qkv: Linear[Tensor], q_norm: Tensor | None, k_norm: Tensor | None) -> Rows:
         """Projection, then either one kernel for all (decode) or rotation and two kernels by the kind of row."""
         heads, step, buffers = self._heads, self.step, self._buffers
+        change = self._change(qkv.weight, h)
         self.product("STORE", qkv.weight, h, buffers.qkv)
+        if change is not None:
+            change("STORE", buffers.qkv)
         keys = self._cache.address + 2 * layer * self._cache.plane
         values = keys + self._cache.plane
         turning = (qkv.bias, q_norm, k_norm, self._angles)
@@ -198,7 +204,12 @@ class Operations:
 
     def gated(self, h: Rows, gate_up: Linear[Tensor]) -> Rows:
         """silu(gate) * up, with whatever bias there is."""
-        self.product("GATE", gate_up.weight, h, self._buffers.activated, gate_up.bias)
+        change = self._change(gate_up.weight, h)
+        if change is None:
+            self.product("GATE", gate_up.weight, h, self._buffers.activated, gate_up.bias)
+        else:
+            self.product("STORE", gate_up.weight, h, self._buffers.gate_up)
+            change("GATE", self._buffers.activated, self._buffers.gate_up, gate_up.bias)
         return Rows(self._buffers.activated, gate_up.weight.shape[0] // 2)
 
     def add_projected(self, x: Rows, y: Rows, linear: Linear[Tensor], norm: Tensor | None = None) -> Rows:
@@ -315,9 +326,23 @@ class Operations:
 
     def _add(self, x: Rows, y: Rows, linear: Linear[Tensor]) -> None:
         """x += linear(y), what this rank has of it. A bias is of all ranks: the first adds it."""
+        change = self._change(linear.weight, y)
         self.product("ADD", linear.weight, y, x.address)
+        if change is not None:
+            change("ADD", x.address)
         if linear.bias is not None and (self._ranks is None or self._ranks.first):
             self._launch("add_bias", (self.step.rows,), x.width // 8, x.address, linear.bias, x.width)
+
+    def _change(self, weight: Tensor, x: Rows) -> Callable[..., None] | None:
+        """Begin what the step's adapters add to the product of x and this weight, where they do: what ends it, called
+        behind the product as `Changes.expand` from its target on.
+        """
+        changes, step = self.changes, self.step
+        site = changes.site(weight) if changes is not None and step.adapters else None
+        if changes is None or site is None:
+            return None
+        changes.shrink(site, x, step)
+        return lambda kind, *into: changes.expand(kind, site, x, step, *into)
 
     def _begin_sum(self, x: Rows) -> None:
         """What is added to x from now on is summed over the ranks. Everybody has read x: one rank keeps it."""

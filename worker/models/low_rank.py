@@ -54,8 +54,8 @@ def rows_of(batch: ForwardBatch) -> Rows:
     return Rows(tuple(epochs.tolist()), order, np.array(runs, np.int64).reshape(-1, 3))
 
 
-class LowRank(Protocol):
-    """Adds the updates of the adapters it holds."""
+class LowRankMemory(Protocol):
+    """Holds adapters."""
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
         """What versions have in common that change the same modules and lie alike, for `hold`."""
@@ -66,8 +66,12 @@ class LowRank(Protocol):
         ...
 
     def drop(self, epoch: int) -> None:
-        """Let go of a version and of its array; between steps."""
+        """Let go of a version and of its array; between steps. Nothing happens for one that is not held."""
         ...
+
+
+class LowRank(LowRankMemory, Protocol):
+    """Adds the updates of the adapters it holds."""
 
     def begin(self, batch: ForwardBatch) -> None:
         """The next step's rows. Raises KeyError for an adapter that is not held."""

@@ -302,3 +302,23 @@ def test_nothing_is_ventured_but_a_token_for_each_that_runs(rig):
     replica.run()
     for name in "ab":
         replica.check_replay(name)
+
+
+@pytest.mark.parametrize(("policy", "versions"), [("keep", [1, 2]), ("recompute", [1, 2]), ("finish", [1])])
+def test_an_adapter_changes_between_steps_that_are_launched_ahead(rig: Any, policy: str, versions: list[int]) -> None:
+    """What is on its way is of the version before, and what follows it of the one that its policy says."""
+    replica = rig(device=True, num_blocks=128)
+    replica.adapter("a", 1)
+    replica.adapter("b", 1)
+    for number, adapter in enumerate(("", "a", "b", "a")):
+        replica.add(str(number), [1 + number, 2], max_tokens=30, temperature=1.0, seed=number, adapter=adapter)
+    for _ in range(6):
+        replica.step()
+    assert replica.flight is not None
+    flights = replica.flights
+    replica.adapter("a", 2, policy)
+    replica.run()
+    assert replica.flights > flights + 15
+    for number, expected in enumerate(([None], versions, [1], versions)):
+        replica.check_replay(str(number))
+        assert [span.adapter_version for span in replica.results[str(number), 0].last.spans] == expected

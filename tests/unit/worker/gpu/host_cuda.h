@@ -1,0 +1,113 @@
+// Stands for a CUDA device in tests of kernels/adapters.cu: one block after the other, its threads as fibers that change
+// places where CUDA's threads would wait for each other. In place of base.cu, of which only what that file needs is here.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+struct uint2 { u32 x, y; }; struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; }; struct float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+struct Place { u32 x, y, z; };
+static Place threadIdx, blockIdx, gridDim, blockDim;
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+#define KERNEL extern "C" void
+
+static ucontext_t scheduler, fibers[256];
+static bool ended[256];
+static int current, waiting[9], round_[9];
+static void wait_for(int group, int size) {  // group: of a warp, or 8 = all
+  const int mine = round_[group];
+  if (++waiting[group] == size) { waiting[group] = 0; round_[group]++; return; }
+  while (round_[group] == mine) swapcontext(&fibers[current], &scheduler);
+}
+static void __syncthreads() { wait_for(8, 256); }
+static float told[256];
+static float __shfl_xor_sync(u32, float v, int o) {
+  const int warp = threadIdx.x / 32;
+  told[threadIdx.x] = v;
+  wait_for(warp, 32);
+  const float found = told[threadIdx.x ^ o];
+  wait_for(warp, 32);
+  return found;
+}
+static float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+static u32 bits(float f) { u32 v; memcpy(&v, &f, 4); return v; }
+static float low_half(u32 v) { return as_float(v << 16); }
+static float high_half(u32 v) { return as_float(v & 0xffff0000u); }
+static u32 rounded(float f) { const u32 v = bits(f); return (v + 0x7fff + (v >> 16 & 1)) >> 16; }
+static u32 pack(float a, float b) { return rounded(a) | rounded(b) << 16; }
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+static float silu(float g) { return g / (1 + expf(-g)); }
+static int min(int a, int b) { return a < b ? a : b; }
+static int max(int a, int b) { return a > b ? a : b; }
+static void follow() {}
+static void ask_l2(const void *p, u32 bytes) { if ((u64)p % 16 || bytes % 16) abort(); }
+template <class T> static T aligned(const void *p) { if ((u64)p % sizeof(T)) abort(); return *(const T *)p; }
+static uint4 stream16(const void *p) { return aligned<uint4>(p); }
+static float warp_sum(float v) { for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o); return v; }
+static void load8(const float *p, float *f) { if ((u64)p % 16) abort(); memcpy(f, p, 32); }
+static void store8(float *p, const float *f) { memcpy(p, f, 32); }
+static float value(float v) { return v; }
+static float value(u16 v) { return as_float((u32)v << 16); }
+static void unpack8(uint4 v, float *f) {
+  const u32 w[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 8; i++) f[i] = i & 1 ? high_half(w[i / 2]) : low_half(w[i / 2]);
+}
+static void load8(const u16 *p, float *f) { unpack8(aligned<uint4>(p), f); }
+static void store8(u16 *p, const float *f) { for (int i = 0; i < 8; i++) p[i] = rounded(f[i]); }
+#if FP32
+typedef float elt;
+static elt narrow(float v) { return v; }
+#else
+typedef u16 elt;
+static elt narrow(float v) { return rounded(v); }
+static u32 operands[256][6];
+static void multiply(float *d, const u32 *a, u32 b0, u32 b1) {  // as the PTX ISA lays m16n8k16 out
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  u32 *mine = operands[threadIdx.x];
+  memcpy(mine, a, 16); mine[4] = b0; mine[5] = b1;
+  wait_for(warp, 32);
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4 + (i & 2) * 4, column = lane % 4 * 2 + (i & 1);
+    for (int k = 0; k < 16; k++) {
+      const u32 *of_a = operands[warp * 32 + row % 8 * 4 + k % 8 / 2], *of_b = operands[warp * 32 + column * 4 + k % 8 / 2];
+      const u32 v = of_a[row / 8 + k / 8 * 2], w = of_b[4 + k / 8];
+      d[i] += (k & 1 ? high_half(v) : low_half(v)) * (k & 1 ? high_half(w) : low_half(w));
+    }
+  }
+  wait_for(warp, 32);
+}
+#endif
+static void (*entered)();
+static void fiber() { entered(); ended[current] = true; swapcontext(&fibers[current], &scheduler); }
+template <class F> static F *call_of_block;
+template <class F> static void enter() { (*call_of_block<F>)(); }
+template <class F> static void launch(const int *grid, F call) {
+  static char *stacks = (char *)malloc(256u << 16);
+  call_of_block<F> = &call;
+  entered = enter<F>;
+  gridDim = {(u32)grid[0], (u32)grid[1], (u32)grid[2]}; blockDim = {256, 1, 1};
+  for (u32 z = 0; z < gridDim.z; z++) for (u32 y = 0; y < gridDim.y; y++) for (u32 x = 0; x < gridDim.x; x++) {
+    for (int i = 0; i < 256; i++) {
+      getcontext(&fibers[i]);
+      fibers[i].uc_stack.ss_sp = stacks + ((u64)i << 16); fibers[i].uc_stack.ss_size = 1 << 16; fibers[i].uc_link = 0;
+      makecontext(&fibers[i], fiber, 0);
+      ended[i] = false;
+    }
+    for (int left = 256; left;) {
+      left = 0;
+      for (current = 0; current < 256; current++) {
+        if (ended[current]) continue;
+        threadIdx = {(u32)current, 0, 0}; blockIdx = {x, y, z};
+        swapcontext(&scheduler, &fibers[current]);
+        left += !ended[current];
+      }
+    }
+  }
+}

@@ -1,0 +1,368 @@
+"""Adapters on a device: their memory, the numbers of a step, and the kernels, which run here as the host's C++.
+
+The driver is a stand-in with the host's memory. The compiled kernels are worker/gpu/kernels/adapters.cu itself, over
+host_cuda.h in place of base.cu: what the tensor cores and the shuffles of a warp do is written there in words of C.
+"""
+
+import ctypes
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import xxhash
+
+from rollout_client.cuda_hash import TINY
+from tests.engine_cases import in_one_array, to_bits
+from weight_manager.adapters.plan import AdapterModule
+from worker.adapters import AdapterTable
+from worker.engine.base import ForwardBatch
+from worker.gpu import adapters
+from worker.gpu.adapters import Changes, DeviceAdapters, words
+from worker.gpu.compiler import kernels
+from worker.gpu.driver import CudaError, DeviceMemoryError
+from worker.gpu.operations import Rows
+from worker.gpu.reference import widened
+from worker.gpu.weights import Tensor
+from worker.models.packed_adapter import Site
+
+HERE = __file__.rsplit("/", 1)[0]
+SITES = (
+    Site("qkv", ("q", "k", "v"), 520, (64, 16, 16)),
+    Site("o", ("o",), 64, (72,)),
+    Site("gate_up", ("gate", "up"), 72, (264, 264)),
+    Site("down", ("down",), 1032, (72,)),
+)
+NORMED = {"qkv", "gate_up"}
+EPS = 1e-5
+_Int, _Pointer = ctypes.c_int, ctypes.c_void_p
+
+
+class HostDriver:
+    """Device memory is the host's; `free` bytes of it are there."""
+
+    capability, page, name = (9, 0), 4096, "a device"
+
+    def __init__(self):
+        self.memory, self.mapped, self.spoiled, self.free = {}, {}, None, 1 << 40
+
+    def enter(self): ...
+    def stream(self): ...
+    def wait(self, stream): ...
+
+    def pinned(self, shape, dtype):
+        return np.full(shape, 0xAA, dtype)
+
+    def allocate(self, nbytes, what):
+        return self.reserve(nbytes)
+
+    def reserve(self, nbytes):
+        memory = np.full(nbytes + 256, 0xFF, np.uint8)  # no numbers
+        address = -(-memory.ctypes.data // 256) * 256
+        self.memory[address] = memory
+        return address
+
+    def create(self, nbytes, *, shared=False):
+        if nbytes > self.free:
+            raise DeviceMemoryError("no room")
+        return nbytes
+
+    def no_room(self, nbytes, what):
+        return DeviceMemoryError(f"no room for {what}")
+
+    def map(self, address, nbytes, handle):
+        self.mapped[address] = nbytes
+
+    def unmap(self, address, nbytes, handle):
+        del self.mapped[address]
+
+    def fill(self, address, nbytes, byte, stream):
+        ctypes.memset(address, byte, nbytes)
+
+    def to_device(self, address, source, stream, nbytes=None):
+        ctypes.memmove(address, source.ctypes.data, source.nbytes)
+        if self.spoiled is not None and source.nbytes > 1 << 12:
+            (ctypes.c_ubyte * source.nbytes).from_address(address)[self.spoiled] ^= 1
+
+
+class HostModule:
+    """Stands for compiled kernels: those of adapters.cu by g++, the hash by the host's."""
+
+    library = None  # what g++ made
+
+    def __init__(self, driver, image):
+        self.hashes = image == b"hashes"
+
+    def launch(self, name, grid, threads, stream, arguments):
+        grid = (_Int * 3)(*(*grid, 1, 1)[:3])
+        if self.hashes:
+            self._hash(grid[0], *(argument.value for argument in arguments))
+        elif name.startswith("shrink"):
+            self.library.run_shrink(grid, _Int(name == "shrink_normed"), *arguments)
+        elif name.startswith("expand"):
+            self.library.run_expand(grid, _Int(["STORE", "ADD", "GATE"].index(name[7:])), *arguments)
+        else:
+            self.library.run_converted(grid, *arguments)
+
+    @staticmethod
+    def _hash(count, table, out, tiny):
+        rows = np.frombuffer((ctypes.c_ubyte * (16 * count)).from_address(table), np.uint64).reshape(-1, 2).tolist()
+        found = np.frombuffer((ctypes.c_ubyte * (8 * count)).from_address(out), np.uint64)
+        for row, (address, nbytes) in enumerate(rows):
+            if nbytes > TINY:
+                found[row] = xxhash.xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(address))
+            else:
+                ctypes.memmove(tiny + row * TINY, address, nbytes)
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """The kernels for bfloat16 and for float32."""
+    folder = tmp_path_factory.mktemp("kernels")
+    heads, tail = ((f"{HERE}/{name}.h") for name in ("host_cuda", "host_adapters"))
+    found = []
+    for fp32 in (0, 1):
+        text = f'#include "{heads}"\n{kernels("adapters")}\n#include "{tail}"\n'
+        (folder / f"{fp32}.cpp").write_text(text)
+        made = folder / f"{fp32}.so"
+        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-DFP32={fp32}"]
+        subprocess.run(["g++", *options, str(folder / f"{fp32}.cpp"), "-o", str(made)], check=True)
+        found.append(ctypes.CDLL(str(made)))
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch, libraries):
+    """(driver, adapters) of a dtype."""
+    monkeypatch.setattr(adapters, "Module", HostModule)
+    monkeypatch.setattr(adapters, "compiled", lambda text, macros, capability: b"kernels" if macros else b"hashes")
+
+    def make(dtype, settle=lambda: None):
+        monkeypatch.setattr(HostModule, "library", libraries[dtype == "float32"])
+        driver = HostDriver()
+        return driver, DeviceAdapters(driver, SITES, 64, fp32=dtype == "float32", settle=settle)
+
+    return make
+
+
+class Version:
+    """An adapter of these modules. numbers: its A, B and scale, as they come, in float32."""
+
+    def __init__(self, seed, ranks, dtype):
+        rng = np.random.default_rng(seed)
+        self.dtype, self.numbers, views, self.modules = dtype, {}, {}, []
+        for site in SITES:
+            for module, rows in zip(site.modules, site.rows, strict=True):
+                if module not in ranks:
+                    continue
+                rank, scale = ranks[module], float(rng.uniform(0.5, 2))
+                a = rng.standard_normal((rank, site.inputs), np.float32) / np.float32(np.sqrt(site.inputs))
+                b = rng.standard_normal((rows, rank), np.float32)
+                a, b = (x if dtype == "float32" else to_bits(x) for x in (a, b))
+                views |= {f"{module}.lora_A": a, f"{module}.lora_B": b}
+                self.numbers[module] = widened(a), widened(b), scale
+                self.modules.append(AdapterModule(module, rank, scale))
+        self.extents, self.flat = in_one_array(views)
+
+    def into(self, held, epoch):
+        table = AdapterTable(SITES, held)
+        table.hold(epoch, table.plan("a", self.extents, self.modules, self.dtype), self.flat)
+
+
+def _batch(epochs, lengths):
+    tokens, none = sum(lengths), np.zeros(0, np.int32)
+    return ForwardBatch(
+        *(np.zeros(tokens, np.int32) for _ in range(3)),
+        np.array(lengths, np.int32),
+        np.array(lengths, np.int32),
+        np.zeros((len(lengths), 1), np.int32),
+        none,
+        np.zeros((0, 2), np.int32),
+        adapters=np.array(epochs, np.int32),
+    )
+
+
+def _bits(x, dtype):
+    return np.ascontiguousarray(x, np.float32) if dtype == "float32" else to_bits(np.ascontiguousarray(x, np.float32))
+
+
+def _changed(held, site, x, norm, lists, rows, y, gate_up=None, bias=None):
+    """What `Changes` makes of y at one site; all arrays are the device's, so the host's."""
+    at = [s.name for s in SITES].index(site.name)
+    changes = Changes(held, SITES, {4096: at}, None, EPS)
+    assert changes.site(Tensor(4096, (1, 1))) == at
+    weight = None if norm is None else Tensor(norm.ctypes.data, norm.shape)
+    source, step = Rows(x.ctypes.data, x.shape[1], weight), SimpleNamespace(rows=rows, adapters=lists.ctypes.data)
+    changes.shrink(at, source, step)
+    kind = {"qkv": "STORE", "gate_up": "GATE"}.get(site.name, "ADD")
+    into = () if gate_up is None else (gate_up.ctypes.data, Tensor(bias.ctypes.data, bias.shape))
+    changes.expand(kind, at, source, step, y.ctypes.data, *into)
+
+
+RANKS = {"q": 5, "k": 16, "v": 3, "o": 20, "gate": 8, "up": 33, "down": 256}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
+def test_every_product_of_a_mixed_step(device, dtype, site):
+    """Ranks that fill no tile; versions that change some of the parts, or not this product at all; rows of the base."""
+    _, held = device(dtype)
+    wide = dtype == "float32"
+    versions = {
+        3: Version(3, RANKS, dtype),
+        4: Version(4, {"q": 1, "up": 2, "down": 7}, "bfloat16" if wide else "float32"),
+        9: Version(9, {"v": 17, "o": 1}, dtype),
+    }
+    for epoch, version in versions.items():
+        version.into(held, epoch)
+    epochs, lengths, rows = [4, 0, 3, 9, 3, 0], [1, 2, 18, 1, 3, 1], 32
+    of_rows, count = np.repeat(epochs, lengths), sum(lengths)
+    lists = held.lists(_batch(epochs, lengths), rows)
+    rng = np.random.default_rng(0)
+    x = _bits(3 * rng.standard_normal((rows, site.inputs)), "float32" if site.name in NORMED else dtype)
+    norm = _bits(1 + 0.1 * rng.standard_normal(site.inputs), dtype) if site.name in NORMED else None
+    h = widened(x).astype(np.float64)
+    if norm is not None:
+        h = h / np.sqrt((h**2).mean(axis=1, keepdims=True) + EPS) * widened(norm)
+    added = np.zeros((rows, sum(site.rows)))
+    for t, epoch in enumerate(of_rows):
+        start = 0
+        for module, n in zip(site.modules, site.rows, strict=True):
+            if epoch and module in versions[epoch].numbers:
+                a, b, scale = versions[epoch].numbers[module]
+                if not wide:
+                    a, b = widened(to_bits(a)), widened(to_bits(b))
+                added[t, start : start + n] = scale * (b @ (a @ h[t]))
+            start += n
+    before = rng.standard_normal((rows, sum(site.rows)))
+    close = 1e-5 if wide else 0.02
+    if site.name == "gate_up":
+        bias = _bits(rng.standard_normal(2 * site.rows[0]), dtype)
+        there = _bits(before, dtype)
+        y = _bits(np.full((rows, site.rows[0]), 7.0), dtype)
+        _changed(held, site, x, norm, lists, rows, y, there, bias)
+        gate, up = np.split(widened(there).astype(np.float64) + widened(bias) + added, 2, axis=1)
+        expected = gate / (1 + np.exp(-gate)) * up
+        assert (widened(y)[count:] == 7).all(), "rows that are nobody's"
+    else:
+        y = _bits(before, dtype if site.name == "qkv" else "float32")
+        expected = widened(y).astype(np.float64) + added
+        was = y.copy()
+        _changed(held, site, x, norm, lists, rows, y)
+        same = np.ones(rows, np.bool_)
+        same[:count] = [not epoch or not set(versions[epoch].numbers) & set(site.modules) for epoch in of_rows]
+        assert 5 <= same.sum() < rows - 15
+        np.testing.assert_array_equal(y[same], was[same])
+    found = widened(y)[:count]
+    error = np.linalg.norm(found - expected[:count], axis=1) / np.linalg.norm(expected[:count], axis=1)
+    assert error.max() < close, error
+    assert np.linalg.norm(added[:count], axis=1).max() > 1
+
+
+def test_more_tiles_than_a_launch_has_blocks_for(device):
+    _, held = device("bfloat16")
+    versions = [Version(seed, {"o": 16}, "bfloat16") for seed in range(20)]
+    for epoch, version in enumerate(versions, 1):
+        version.into(held, epoch)
+    rows, site = 24, SITES[1]
+    epochs = [1 + i % 20 for i in range(rows)]
+    lists = held.lists(_batch(epochs, [1] * rows), rows)
+    assert lists[0] == 20
+    rng = np.random.default_rng(0)
+    x, y = to_bits(rng.standard_normal((rows, 64), np.float32)), np.zeros((rows, 72), np.float32)
+    _changed(held, site, x, None, lists, rows, y)
+    for t, epoch in enumerate(epochs):
+        a, b, scale = versions[epoch - 1].numbers["o"]
+        expected = scale * (b @ (a @ widened(x)[t]))
+        np.testing.assert_allclose(y[t], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_step_without_adapters_is_none_and_one_with_a_version_that_is_not_held_is_an_error(device):
+    _, held = device("bfloat16")
+    assert held.lists(_batch([], [1, 2]), 4) is None
+    assert held.lists(_batch([0, 0], [1, 2]), 4) is None
+    with pytest.raises(KeyError):
+        held.lists(_batch([0, 8], [1, 2]), 4)
+
+
+def test_rows_are_sorted_into_tiles_of_one_version(device):
+    _, held = device("bfloat16")
+    for epoch in (5, 6):
+        Version(epoch, {"o": 1}, "bfloat16").into(held, epoch)
+    lists = held.lists(_batch([6, 0, 5, 6], [1, 1, 20, 2]), 32)
+    assert len(lists) == words(32)
+    first, second = (held._held[epoch].place for epoch in (5, 6))
+    tiles = lists[4 : 4 + 3 * lists[0]].reshape(-1, 3).tolist()
+    parts = {-1: [1], first: list(range(2, 22)), second: [0, 22, 23]}
+    order, expected, at = lists[4 + 96 :].tolist(), [], 0
+    for place in sorted(parts):
+        assert order[at : at + len(parts[place])] == parts[place]
+        starts = range(0, len(parts[place]), 16)
+        expected += [[place, at + start, min(16, len(parts[place]) - start)] for start in starts]
+        at += len(parts[place])
+    assert tiles == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_given_back_once_no_step_runs(device, dtype):
+    waits = []
+    driver, held = device("bfloat16", lambda: waits.append(len(driver.mapped)))
+    version = Version(1, RANKS, dtype)
+    for epoch in range(1, 4):
+        version.into(held, epoch)
+    assert len(driver.mapped) == 3, "and what was only on its way is gone"
+    addresses = set(driver.mapped)
+    held.drop(2)
+    held.drop(2)
+    assert waits == [3], "before it goes"
+    assert len(driver.mapped) == 2
+    version.into(held, 4)
+    assert set(driver.mapped) == addresses
+    assert held.touched == {0, 1, 2, 3}
+    for epoch in (1, 3, 4):
+        held.drop(epoch)
+    assert not driver.mapped
+    assert not held.touched
+    assert len(held._places) == adapters.MOST_VERSIONS
+
+
+def test_a_copy_that_did_not_arrive_is_refused_and_leaves_nothing(device):
+    driver, held = device("bfloat16")
+    version = Version(1, RANKS, "float32")
+    for at in (0, 5000, version.flat.nbytes - 1):
+        driver.spoiled = at
+        with pytest.raises(ValueError, match="a device does not hold what was copied to it"):
+            version.into(held, 1)
+        assert not driver.mapped
+    driver.spoiled = None
+    version.into(held, 1)
+
+
+def test_no_room_is_said_in_words(device, monkeypatch):
+    driver, held = device("bfloat16")
+    version = Version(1, RANKS, "bfloat16")
+    driver.free = 1 << 12
+    with pytest.raises(ValueError, match="no room for a version of an adapter"):
+        version.into(held, 1)
+    driver.free = 1 << 40
+    version.into(held, 1)
+    held._places.clear()
+    with pytest.raises(ValueError, match="256 versions of adapters are held here, which is the most"):
+        version.into(held, 2)
+
+    def no_compiler(*_):
+        raise CudaError("NVRTC: gone")
+
+    _, other = device("bfloat16")
+    monkeypatch.setattr(adapters, "compiled", no_compiler)
+    with pytest.raises(ValueError, match="this device can hold no adapters: NVRTC: gone"):
+        version.into(other, 1)
+
+
+def test_a_product_that_nothing_held_changes_has_no_launches(device):
+    _, held = device("bfloat16")
+    Version(1, {"q": 2}, "bfloat16").into(held, 1)
+    changes = Changes(held, SITES, {4096: 0, 8192: 1}, None, EPS)
+    assert changes.site(Tensor(4096, (1, 1))) == 0
+    assert changes.site(Tensor(8192, (1, 1))) is None
+    assert changes.site(Tensor(5000, (1, 1))) is None

@@ -1,0 +1,333 @@
+"""LoRA adapters on a device: where their versions lie, and how a step adds them to its products.
+
+A version is copied from the arena into memory of its own, hashed there, and compared with what the arena's slot holds:
+a rank votes on what its device has. A row of one table then says where each product's A and B lie, so graphs hold the
+table's address and go on as they were when versions come and go. Which rows of a step have which version is told with
+the step's other numbers, as tiles of up to 16 rows of one version. Beside each product that any held version changes
+are two launches (kernels/adapters.cu): A x before it, B (A x) behind it.
+
+Kernels are compiled, and the table and what lies between A and B get memory, when the first adapter comes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rollout_client.cuda_hash import SOURCE, THREADS, TINY
+from worker.engine.base import ForwardBatch, Int32
+from worker.gpu.compiler import compiled, kernels
+from worker.gpu.driver import U64, CudaError, Driver, Float, Handle, Int, Module, Pointer
+from worker.gpu.memory import Region
+from worker.gpu.weights import Tensor
+from worker.models.packed_adapter import PARTS, Factors, Site
+
+if TYPE_CHECKING:
+    from worker.gpu.inputs import StepInputs
+    from worker.gpu.operations import Rows
+
+Array = npt.NDArray[Any]
+
+FACTORS = np.dtype(
+    [
+        ("a", np.uint64, PARTS),
+        ("b", np.uint64, PARTS),
+        ("rank", np.int32, PARTS),
+        ("scale", np.float32, PARTS),
+        ("ranks", np.int32),
+        ("unused", np.int32),
+    ]
+)
+"""`Factors` of kernels/adapters.cu; a part without rank adds nothing."""
+MOST_VERSIONS = 256
+_TILE, _OUTPUTS = 16, 256  # of kernels/adapters.cu
+_MOST_RANKS = 256 * PARTS  # of one product
+_SHARES = 4  # blocks that share the columns of x, at most
+_SHARE = 512  # columns that are worth a block
+_GRAPH_TILES, _GRAPH_RANKS = 8, 3  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
+_HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
+
+
+class _Plan(NamedTuple):
+    """How versions lie that are alike. factors: [sites] of FACTORS, with elements from a version's start for addresses.
+    touched: sites that they change.
+    """
+
+    factors: Array
+    touched: frozenset[int]
+
+
+class _Held(NamedTuple):
+    """A version on the device. place: its row of the table."""
+
+    memory: Region
+    place: int
+    touched: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What is there from the first adapter on. table: [MOST_VERSIONS][sites] of FACTORS. between, squares: of
+    kernels/adapters.cu, for `rows` rows.
+    """
+
+    kernels: Module
+    hashes: Module
+    table: int
+    between: int
+    squares: int
+
+
+class DeviceAdapters:
+    """The versions that one device holds (`LowRankMemory`), and what of them a step has.
+
+    `plan` and `hold` run in one thread at a time, beside steps; `drop` and the rest in the loop's.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        sites: Sequence[Site],
+        rows: int,
+        *,
+        fp32: bool,
+        settle: Callable[[], None],
+        shared: bool = False,
+    ) -> None:
+        """rows: the most of a step. settle: waits until no step runs. shared: the model is, with other ranks."""
+        self._shared = shared
+        self._driver, self._sites, self._fp32, self._settle = driver, sites, fp32, settle
+        self.rows, self.element = max(rows, _SHARES * 512), 4 if fp32 else 2
+        self._room: _Room | None = None
+        self._held: dict[int, _Held] = {}
+        self._places = list(range(MOST_VERSIONS))
+        self._spare: dict[int, list[Region]] = {}  # addresses without memory, by size
+        self.touched: frozenset[int] = frozenset()
+
+    @property
+    def room(self) -> _Room:
+        """What the first adapter has brought."""
+        assert self._room is not None, "no adapter was ever planned"
+        return self._room
+
+    def plan(self, changes: Mapping[str, Factors]) -> object:
+        """See LowRankMemory. Raises ValueError where the device cannot."""
+        if self._shared:  # getting memory, and loading kernels, beside sums may wait for them, as they do for us
+            raise ValueError("ranks that share a model on GPUs take no adapters: replicas of one GPU (tp 1) do")
+        try:
+            self._make_room()
+        except (CudaError, OSError) as error:
+            raise ValueError(f"this device can hold no adapters: {error}") from error
+        factors, touched = np.zeros(len(self._sites), FACTORS), set()
+        for index, site in enumerate(self._sites):
+            for part, module in enumerate(site.modules):
+                if module in changes:
+                    change, row = changes[module], factors[index]
+                    row["a"][part], row["b"][part] = change.a.start, change.b.start
+                    row["rank"][part], row["scale"][part] = change.a.shape[0], change.scale
+                    touched.add(index)
+        factors["ranks"] = factors["rank"].sum(axis=1)
+        return _Plan(factors, frozenset(touched))
+
+    def hold(self, epoch: int, plan: Any, flat: Array) -> None:
+        """Copy a version, in the dtype that is computed with, and prove the copy. Raises ValueError where there is no
+        room, or the device does not hold what was copied.
+        """
+        assert isinstance(plan, _Plan)
+        self._driver.enter()
+        if not self._places:
+            raise ValueError(f"{MOST_VERSIONS} versions of adapters are held here, which is the most")
+        try:
+            memory = self._copied(flat)
+        except CudaError as error:
+            raise ValueError(str(error)) from error
+        factors, place = plan.factors.copy(), self._places.pop()
+        for name in ("a", "b"):
+            factors[name] = factors[name] * np.uint64(self.element) + np.uint64(memory.address)
+        self._driver.to_device(self.room.table + place * factors.nbytes, factors, self._own_stream)
+        self._driver.wait(self._own_stream)
+        self._held[epoch] = _Held(memory, place, plan.touched)
+        self._touch()
+
+    def drop(self, epoch: int) -> None:
+        """Give a version's memory back, once no step runs."""
+        held = self._held.pop(epoch, None)
+        if held is None:
+            return
+        self._driver.enter()
+        self._settle()
+        self._give_back(held.memory)
+        self._places.append(held.place)
+        self._touch()
+
+    def lists(self, batch: ForwardBatch, rows: int) -> Int32 | None:
+        """Which rows of a step of `rows` rows have which version, as kernels/adapters.cu reads it; None: none has any.
+
+        Raises KeyError for a version that is not held.
+        """
+        if not batch.adapters.any():
+            return None
+        places = np.array([self._held[epoch].place if epoch else -1 for epoch in batch.adapters.tolist()], np.int32)
+        of_tokens = np.repeat(places, batch.query_lens)
+        order = np.argsort(of_tokens, kind="stable")
+        _, firsts, counts = np.unique(of_tokens[order], return_index=True, return_counts=True)
+        tiles = [
+            (int(of_tokens[order[first]]), start, min(_TILE, first + count - start))
+            for first, count in zip(firsts.tolist(), counts.tolist(), strict=True)
+            for start in range(first, first + count, _TILE)
+        ]
+        found: Int32 = np.zeros(words(rows), np.int32)
+        found[0] = len(tiles)
+        found[4 : 4 + 3 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
+        found[words(rows) - rows :][: len(order)] = order
+        return found
+
+    def _touch(self) -> None:
+        self.touched = frozenset().union(*(held.touched for held in list(self._held.values())))
+
+    def _copied(self, flat: Array) -> Region:
+        """A version in memory of its own, proved."""
+        memory = self._memory(flat.size * self.element)
+        came = memory
+        try:
+            came = memory if flat.itemsize == self.element else self._memory(flat.nbytes)
+            self._driver.to_device(came.address, flat, self._own_stream)
+            self._prove(came.address, flat)
+            if came is not memory:
+                arguments = [U64(came.address), U64(memory.address), U64(flat.size)]
+                blocks = min(-(-flat.size // 2048), 1024)
+                self.room.kernels.launch("converted", (blocks,), 256, self._own_stream, arguments)
+                self._driver.wait(self._own_stream)
+        except BaseException:
+            self._give_back(memory)
+            raise
+        finally:
+            if came is not memory:
+                self._give_back(came)
+        return memory
+
+    def _prove(self, address: int, flat: Array) -> None:
+        """Raises ValueError unless the device has these bytes, by xxh3 of pieces."""
+        piece = max(_HASHED, -(-flat.nbytes // _PIECES // 8) * 8)
+        starts = np.arange(0, max(flat.nbytes - TINY, 1), piece)  # of more than TINY bytes each, or one of all
+        ends = np.append(starts[1:], flat.nbytes)
+        self._driver.wait(self._own_stream)
+        count = len(starts)
+        table, out, tiny = self._table[:count], self._out[:count], self._tiny[:count]
+        table[:, 0], table[:, 1] = starts + address, ends - starts
+        arguments = [Pointer(array.ctypes.data) for array in (table, out, tiny)]
+        self.room.hashes.launch("xxh3", (count,), THREADS, self._own_stream, arguments)
+        self._driver.wait(self._own_stream)
+        found: list[int] = out.tolist()
+        if flat.nbytes <= TINY:
+            found = [xxhash.xxh3_64_intdigest(tiny[0, : flat.nbytes].tobytes())]
+        there = flat.view(np.uint8).data
+        for start, end, hashed in zip(starts.tolist(), ends.tolist(), found, strict=True):
+            if xxhash.xxh3_64_intdigest(there[start:end]) != hashed:
+                raise ValueError(f"{self._driver.name} does not hold what was copied to it")
+
+    def _memory(self, nbytes: int) -> Region:
+        size = -(-max(nbytes, 1) // self._driver.page) * self._driver.page
+        spare = self._spare.setdefault(size, [])
+        memory = spare.pop() if spare else Region(self._driver, size, "a version of an adapter")
+        memory.fill()
+        return memory
+
+    def _give_back(self, memory: Region) -> None:
+        memory.empty()
+        self._spare[memory.nbytes].append(memory)
+
+    def _make_room(self) -> None:
+        if self._room is not None:
+            return
+        driver = self._driver
+        driver.enter()
+        self._own_stream = driver.stream()
+        self._table = driver.pinned((_PIECES, 2), np.uint64)
+        self._out, self._tiny = driver.pinned(_PIECES, np.uint64), driver.pinned((_PIECES, TINY), np.uint8)
+        capability = driver.capability
+        room = _Room(
+            kernels=Module(driver, compiled(kernels("base", "adapters"), {"FP32": int(self._fp32)}, capability)),
+            hashes=Module(driver, compiled(SOURCE, {}, capability)),
+            table=driver.allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize, "adapters"),
+            between=driver.allocate(4 * self.rows * _MOST_RANKS, "adapters"),
+            squares=driver.allocate(4 * self.rows, "adapters"),
+        )
+        self._load(room)
+        self._room = room
+
+    def _load(self, room: _Room) -> None:
+        """Run every kernel of steps over no rows: what is loaded at first use must not be while a graph is captured."""
+        none, zero, lists, stream = U64(0), Int(0), U64(room.between), self._own_stream
+        self._driver.fill(room.between, 16, 0, stream)
+        of = none, zero, zero, lists, none, none
+        for name in ("shrink_rows", "shrink_normed"):
+            room.kernels.launch(name, (1,), 256, stream, [none, none, *of, zero, zero, zero])
+        for name in ("expand_STORE", "expand_ADD", "expand_GATE"):
+            sizes = zero, zero, zero, zero, Float(1.0), none, none, none, Int(8), zero, zero
+            room.kernels.launch(name, (1,), 256, stream, [*of, *sizes])
+        self._driver.wait(stream)
+
+
+class Changes:
+    """Launches that add a step's adapters to its products.
+
+    addresses: of every site's weight, in both slots -> the site's number.
+    """
+
+    def __init__(
+        self, held: DeviceAdapters, sites: Sequence[Site], addresses: Mapping[int, int], stream: Handle, eps: float
+    ) -> None:
+        self._held, self._sites, self._addresses, self._stream, self._eps = held, sites, addresses, stream, eps
+
+    def site(self, weight: Tensor) -> int | None:
+        """The number of this weight's product, if anything held changes it."""
+        site = self._addresses.get(weight.address)
+        return site if site in self._held.touched else None
+
+    def shrink(self, site: int, x: "Rows", step: "StepInputs") -> None:
+        """A x, of the rows with an adapter that changes the site."""
+        room, shares = self._held.room, _shares(x.width, step)
+        self._launch(
+            "shrink_rows" if x.norm is None else "shrink_normed",
+            (_tiles(step), _GRAPH_RANKS, shares),
+            *(U64(x.address), U64(0 if x.norm is None else x.norm.address), *self._of(site, step)),
+            *(U64(room.between), U64(room.squares), Int(step.rows), Int(_MOST_RANKS), Int(x.width)),
+        )
+
+    def expand(
+        self, kind: str, site: int, x: "Rows", step: "StepInputs", y: int, gate_up: int = 0, bias: Tensor | None = None
+    ) -> None:
+        """What follows from it, added to y; as GATE, y from gate_up and its bias. x: as `shrink` had it."""
+        room, rows = self._held.room, (*self._sites[site].rows, 0, 0)[:PARTS]
+        blocks = rows[:1] if kind == "GATE" else rows
+        self._launch(
+            f"expand_{kind}",
+            (_tiles(step), sum(-(-n // _OUTPUTS) for n in blocks)),
+            *(*self._of(site, step), U64(room.between), U64(0 if x.norm is None else room.squares)),
+            *(Int(step.rows), Int(_MOST_RANKS), Int(_shares(x.width, step)), Int(x.width), Float(self._eps)),
+            *(U64(gate_up), U64(0 if bias is None else bias.address), U64(y), *(Int(n) for n in rows)),
+        )
+
+    def _of(self, site: int, step: "StepInputs") -> tuple[Any, ...]:
+        return U64(self._held.room.table), Int(site), Int(len(self._sites)), U64(step.adapters)
+
+    def _launch(self, name: str, grid: tuple[int, ...], *arguments: Any) -> None:
+        self._held.room.kernels.launch(name, grid, 256, self._stream, arguments)
+
+
+def words(rows: int) -> int:
+    """Words of `DeviceAdapters.lists` for a step of so many rows."""
+    return 4 + -(-3 * rows // 4) * 4 + rows
+
+
+def _tiles(step: "StepInputs") -> int:
+    return min(step.rows, _GRAPH_TILES + -(-step.rows // _TILE))
+
+
+def _shares(columns: int, step: "StepInputs") -> int:
+    """Few rows are few blocks: then these share the columns."""
+    return min(_SHARES, -(-columns // _SHARE)) if step.rows <= 512 else 1

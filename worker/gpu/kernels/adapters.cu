@@ -1,0 +1,303 @@
+// Low-rank changes of products (LoRA), y += scale B (A x), for the rows of each adapter. Two launches beside a product:
+// `shrink` makes A x before it, `expand` adds the rest behind it. Compiled behind base.cu, apart from all other kernels.
+//
+// lists: [4] (how many tiles), [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at
+// most), [rows] row numbers sorted by adapter. between: [shares][rows][stride] of A x, one after the other for a product's
+// parts; a share is the sum over a part of the columns. squares: [shares][rows], of what a norm divides by.
+#define TILE 16
+#define PARTS 3      // linears that one product holds (q, k and v)
+#define RANKS 16     // that a block of `shrink` makes at once
+#define OUTPUTS 256  // that a block of `expand` adds to
+#define STORE 0      // as of one_row.cu
+#define ADD 1
+#define GATE 2
+
+struct Factors {  // of one product and one version; rank 0 = this part is not changed
+  const elt *a[PARTS], *b[PARTS];  // [rank][columns], [outputs][rank]
+  int rank[PARTS];
+  float scale[PARTS];
+  int ranks, unused;
+};
+struct Tile { int place, first, count; };
+__device__ __forceinline__ const int *order_of(const int *lists, int rows) { return lists + 4 + (3 * rows + 3) / 4 * 4; }
+__device__ __forceinline__ Tile tile_of(const int *lists, int tile) {
+  const int *t = lists + 4 + 3 * tile;
+  return {t[0], t[1], t[2]};
+}
+__device__ __forceinline__ const elt *row_of_a(const Factors &f, int j, int columns) {  // of the parts' A one after the other
+  if (j >= f.ranks) return 0;
+  for (int p = 0;; j -= f.rank[p++])
+    if (j < f.rank[p]) return f.a[p] + (u64)j * columns;
+}
+
+// NORM: x is the residual stream, float, and `weight` goes into it; what it is divided by follows in `expand`. Otherwise x
+// is elt. grid (tiles, blocks of RANKS, shares): both are walked through where they are more. 256 threads.
+template <bool NORM>
+__device__ __forceinline__ void shrink(const void *x, const elt *weight, const Factors *table, int site, int sites,
+                                       const int *lists, float *between, float *squares, int rows, int stride, int columns) {
+  __shared__ float sums[8][TILE][RANKS + 1], parts[8][TILE];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int share = ((columns + 31) / 32 + gridDim.z - 1) / gridDim.z * 32;
+  const int from = blockIdx.z * share, until = min(columns, from + share), *order = order_of(lists, rows);
+  if ((int)blockIdx.x < *lists) {  // what is read of A, on its way while the kernel before is at work
+    const Tile tile = tile_of(lists, blockIdx.x);
+    if (tile.place >= 0 && threadIdx.x < RANKS && from < until) {
+      const elt *a = row_of_a(table[(u64)tile.place * sites + site], blockIdx.y * RANKS + threadIdx.x, columns);
+      if (a) ask_l2(a + from, (until - from) * sizeof(elt));
+    }
+  }
+  follow();
+  for (int t = blockIdx.x; t < *lists; t += gridDim.x) {
+    const Tile tile = tile_of(lists, t);
+    if (tile.place < 0) continue;
+    const Factors &f = table[(u64)tile.place * sites + site];
+    for (int j0 = blockIdx.y * RANKS; j0 < f.ranks; j0 += gridDim.y * RANKS) {
+#if FP32
+      for (int i = warp; i < TILE * RANKS; i += 8) {  // a warp a number
+        const int r = i / RANKS, j = i % RANKS;
+        const elt *a = row_of_a(f, j0 + j, columns);
+        if (r >= tile.count || !a) continue;
+        const float *row = (const float *)x + (u64)order[tile.first + r] * columns;
+        float s = 0, square = 0;
+        for (int c = from + lane * 8; c < until; c += 256) {
+          float v[8], w[8];
+          load8(row + c, v);
+          if (NORM) {
+            load8(weight + c, w);
+            for (int e = 0; e < 8; e++) { square += v[e] * v[e]; v[e] *= w[e]; }
+          }
+          load8(a + c, w);
+          for (int e = 0; e < 8; e++) s += v[e] * w[e];
+        }
+        s = warp_sum(s);
+        square = warp_sum(square);
+        const u64 at = (u64)blockIdx.z * rows + tile.first + r;
+        if (!lane) between[at * stride + j0 + j] = s;
+        if (NORM && !lane && !(j0 + j)) squares[at] = square;
+      }
+#else
+      // A lane has eight columns of two rows of x and of two rows of A: their order within 32 is one for both, so nothing
+      // is moved before it is multiplied.
+      const int g = lane >> 2, r0 = min(g, tile.count - 1), r1 = min(g + 8, tile.count - 1);
+      const u64 row0 = (u64)order[tile.first + r0] * columns, row1 = (u64)order[tile.first + r1] * columns;
+      const u16 *a[2] = {row_of_a(f, j0 + g, columns), row_of_a(f, j0 + 8 + g, columns)};
+      float d[2][4] = {}, square[2] = {};
+#pragma unroll 4
+      for (int start = from + warp * 32; start < until; start += 256) {
+        const int c = start + (lane & 3) * 8;
+        uint4 v[2] = {}, w[2] = {};
+        if (c < until) {
+          for (int n = 0; n < 2; n++)
+            if (a[n]) w[n] = stream16(a[n] + c);
+          for (int h = 0; h < 2; h++) {
+            const u64 at = (h ? row1 : row0) + c;
+            if (NORM) {
+              float n[8], q[8];
+              load8((const float *)x + at, q);
+              unpack8(*(const uint4 *)(weight + c), n);
+              for (int e = 0; e < 8; e++) { square[h] += q[e] * q[e]; q[e] *= n[e]; }
+              v[h] = make_uint4(pack(q[0], q[1]), pack(q[2], q[3]), pack(q[4], q[5]), pack(q[6], q[7]));
+            } else v[h] = *(const uint4 *)((const u16 *)x + at);
+          }
+        }
+        const u32 low[4] = {v[0].x, v[1].x, v[0].y, v[1].y}, high[4] = {v[0].z, v[1].z, v[0].w, v[1].w};
+        for (int n = 0; n < 2; n++) {
+          multiply(d[n], low, w[n].x, w[n].y);
+          multiply(d[n], high, w[n].z, w[n].w);
+        }
+      }
+      for (int n = 0; n < 2; n++)
+        for (int i = 0; i < 4; i++) sums[warp][g + 8 * (i >> 1)][n * 8 + (lane & 3) * 2 + (i & 1)] = d[n][i];
+      for (int h = 0; NORM && h < 2; h++) {
+        square[h] += __shfl_xor_sync(~0u, square[h], 1);
+        square[h] += __shfl_xor_sync(~0u, square[h], 2);
+        if (!(lane & 3)) parts[warp][g + 8 * h] = square[h];
+      }
+      __syncthreads();
+      const int r = threadIdx.x / RANKS, j = threadIdx.x % RANKS;
+      float s = 0, all = 0;
+      for (int w = 0; w < 8; w++) { s += sums[w][r][j]; if (NORM) all += parts[w][r]; }
+      const u64 at = (u64)blockIdx.z * rows + tile.first + r;
+      if (r < tile.count && j0 + j < f.ranks) between[at * stride + j0 + j] = s;
+      if (NORM && r < tile.count && !(j0 + j)) squares[at] = all;
+      __syncthreads();
+#endif
+    }
+  }
+}
+
+// d[n][..] += B between of one part, in what follows the layout of `multiply`: rows g and g + 8 of the tile, outputs
+// first + 8 n + (lane & 3) * 2 and the next. B is read as it lies; between is made of two bfloat16, so that little is lost.
+#if !FP32
+template <int N>
+__device__ __forceinline__ void expanded(float (*d)[4], const u16 *b, int rank, const float *row0, const float *row1, int shares,
+                                         u64 apart, int first, int outputs) {
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  for (int start = 0; start < rank; start += 16) {
+    const int j = start + (lane & 3) * 4;
+    float v[2][4] = {};
+    for (int z = 0; z < shares; z++)
+      for (int e = 0; e < 4; e++)
+        if (j + e < rank) { v[0][e] += row0[z * apart + j + e]; v[1][e] += row1[z * apart + j + e]; }
+    u32 high[4], low[4];
+    for (int i = 0; i < 4; i++) {
+      const float p = v[i & 1][i & 2], q = v[i & 1][(i & 2) + 1];
+      high[i] = pack(p, q);
+      low[i] = pack(p - low_half(high[i]), q - high_half(high[i]));
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const int o = first + 8 * n + g;
+      uint2 w = {};
+      if (o < outputs) {
+        const u16 *at = b + (u64)o * rank + j;
+        if (rank % 4 == 0) { if (j < rank) w = *(const uint2 *)at; }
+        else {
+          u32 e[4];
+          for (int i = 0; i < 4; i++) e[i] = j + i < rank ? at[i] : 0;
+          w = make_uint2(e[0] | e[1] << 16, e[2] | e[3] << 16);
+        }
+      }
+      multiply(d[n], high, w.x, w.y);
+      multiply(d[n], low, w.x, w.y);
+    }
+  }
+}
+#endif
+
+// y (of STORE: elt, of ADD: the residual stream) += what the parts' adapters make; n0, n1, n2: outputs of each. GATE: y is
+// silu(gate + ..) * (up + ..) of gate_up and bias, of rows without an adapter too, n0 = n1. shares: as shrink had them; norm:
+// whether it left squares. grid (tiles, blocks of OUTPUTS of each part; of GATE, of one), 256 threads.
+template <int WHAT>
+__device__ __forceinline__ void expand(const Factors *table, int site, int sites, const int *lists, const float *between,
+                                       const float *squares, int rows, int stride, int shares, int columns, float eps,
+                                       const elt *gate_up, const elt *bias, void *y, int n0, int n1, int n2) {
+  const int width = WHAT == GATE ? n0 : n0 + n1 + n2;
+  int part = 0, size = n0, before = 0, block = blockIdx.y;  // size, before: outputs of the part, and of those before
+  while (WHAT != GATE && block >= (size + OUTPUTS - 1) / OUTPUTS) {
+    block -= (size + OUTPUTS - 1) / OUTPUTS;
+    before += size;
+    size = ++part == 1 ? n1 : n2;
+  }
+  const int base = block * OUTPUTS, *order = order_of(lists, rows);
+  constexpr int HALVES = WHAT == GATE ? 2 : 1;
+  if ((int)blockIdx.x < *lists && threadIdx.x < HALVES) {
+    const Tile tile = tile_of(lists, blockIdx.x);
+    if (tile.place >= 0) {
+      const Factors &f = table[(u64)tile.place * sites + site];
+      const int p = part + threadIdx.x, count = min(OUTPUTS, size - base) * f.rank[p];
+      if (count > 0) ask_l2(f.b[p] + (u64)base * f.rank[p], count * sizeof(elt));
+    }
+  }
+  follow();
+  for (int t = blockIdx.x; t < *lists; t += gridDim.x) {
+    const Tile tile = tile_of(lists, t);
+    const bool changed = tile.place >= 0;
+    if (WHAT != GATE && !changed) continue;
+    const Factors &f = table[(u64)max(tile.place, 0) * sites + site];  // not read of what is not changed
+    if (WHAT != GATE && !f.rank[part]) continue;
+    const bool normed = squares && changed && f.ranks;
+    int skipped = 0;  // ranks of the parts before
+    for (int p = 0; p < part; p++) skipped += f.rank[p];
+    const u64 apart = (u64)rows * stride;
+#if FP32
+    const int o = base + threadIdx.x;
+    if (o >= size) continue;
+    for (int r = 0; r < tile.count; r++) {
+      const u64 row = order[tile.first + r];
+      float scale = 1, d[HALVES] = {};
+      if (normed) {
+        float sum = 0;
+        for (int z = 0; z < shares; z++) sum += squares[z * rows + tile.first + r];
+        scale = rsqrtf(sum / columns + eps);
+      }
+      for (int h = 0, at = skipped; changed && h < HALVES; at += f.rank[part + h++]) {
+        const int p = part + h, rank = f.rank[p];
+        const float *v = between + (u64)(tile.first + r) * stride + at;
+        for (int j = 0; j < rank; j++) {
+          float s = 0;
+          for (int z = 0; z < shares; z++) s += v[z * apart + j];
+          d[h] += s * f.b[p][(u64)o * rank + j];
+        }
+        d[h] *= scale * f.scale[p];
+      }
+      float *to = (float *)y + row * width + before + o;
+      if (WHAT == GATE) {
+        const float *from = gate_up + row * 2 * width + o;
+        *to = silu(from[0] + (bias ? bias[o] : 0) + d[0]) * (from[width] + (bias ? bias[width + o] : 0) + d[HALVES - 1]);
+      } else *to += d[0];
+    }
+#else
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, first = base + warp * 32;
+    if (first >= size) continue;
+    const int at[2] = {tile.first + min(g, tile.count - 1), tile.first + min(g + 8, tile.count - 1)};
+    float d[HALVES][4][4] = {}, scale[2] = {1, 1};
+    if (normed)
+      for (int h = 0; h < 2; h++) {
+        float sum = 0;
+        for (int z = 0; z < shares; z++) sum += squares[z * rows + at[h]];
+        scale[h] = rsqrtf(sum / columns + eps);
+      }
+#pragma unroll
+    for (int h = 0; changed && h < HALVES; h++)
+      expanded<4>(d[h], f.b[part + h], f.rank[part + h], between + (u64)at[0] * stride + skipped + h * f.rank[0],
+                  between + (u64)at[1] * stride + skipped + h * f.rank[0], shares, apart, first, size);
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int o = first + 8 * n + (lane & 3) * 2;
+        if (g + 8 * h >= tile.count || o >= size) continue;
+        const u64 row = order[at[h]];
+        const float by = changed ? scale[h] * f.scale[part] : 0, p = d[0][n][2 * h] * by, q = d[0][n][2 * h + 1] * by;
+        if (WHAT == STORE) {
+          u32 *to = (u32 *)((u16 *)y + row * width + before + o);
+          *to = pack(low_half(*to) + p, high_half(*to) + q);
+        } else if (WHAT == ADD) {
+          float2 *to = (float2 *)((float *)y + row * width + before + o), old = *to;
+          *to = make_float2(old.x + p, old.y + q);
+        } else {
+          const float up = changed ? scale[h] * f.scale[1] : 0;
+          const u16 *from = gate_up + row * 2 * width + o;
+          u32 gate = *(const u32 *)from, other = *(const u32 *)(from + width), b = 0, c = 0;
+          if (bias) { b = *(const u32 *)(bias + o); c = *(const u32 *)(bias + width + o); }
+          *(u32 *)((u16 *)y + row * width + o) = pack(
+              silu(low_half(gate) + low_half(b) + p) * (low_half(other) + low_half(c) + d[HALVES - 1][n][2 * h] * up),
+              silu(high_half(gate) + high_half(b) + q) * (high_half(other) + high_half(c) + d[HALVES - 1][n][2 * h + 1] * up));
+        }
+      }
+#endif
+  }
+}
+
+#define SHRINK(name, NORM) KERNEL __launch_bounds__(256) name(const void *x, const elt *weight, const Factors *table, int site, \
+    int sites, const int *lists, float *between, float *squares, int rows, int stride, int columns) { \
+    shrink<NORM>(x, weight, table, site, sites, lists, between, squares, rows, stride, columns); }
+#define EXPAND(name, WHAT) KERNEL __launch_bounds__(256) name(const Factors *table, int site, int sites, const int *lists, \
+    const float *between, const float *squares, int rows, int stride, int shares, int columns, float eps, const elt *gate_up, \
+    const elt *bias, void *y, int n0, int n1, int n2) { \
+    expand<WHAT>(table, site, sites, lists, between, squares, rows, stride, shares, columns, eps, gate_up, bias, y, n0, n1, n2); }
+SHRINK(shrink_rows, false)
+SHRINK(shrink_normed, true)
+EXPAND(expand_STORE, STORE)
+EXPAND(expand_ADD, ADD)
+EXPAND(expand_GATE, GATE)
+
+// A version as it came, in the dtype that is computed with: bfloat16 widened, or float rounded to nearest. grid (..), 256
+// threads; count is a multiple of 8 but for the last of them.
+#if FP32
+typedef u16 other;
+#else
+typedef float other;
+#endif
+KERNEL __launch_bounds__(256) converted(const other *from, elt *to, u64 count) {
+  follow();
+  for (u64 i = (u64)(blockIdx.x * 256 + threadIdx.x) * 8; i < count; i += (u64)gridDim.x * 2048) {
+    if (i + 8 <= count) {
+      float f[8];
+      load8(from + i, f);
+      store8(to + i, f);
+    } else
+      for (u64 j = i; j < count; j++) to[j] = narrow(value(from[j]));
+  }
+}
