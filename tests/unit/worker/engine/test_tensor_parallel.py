@@ -66,7 +66,8 @@ def test_one_two_and_four_ranks_have_the_same_bits():
 @pytest.mark.timeout(240)
 def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_scheduled():
     """Chunks, the prefix cache, preemption, penalties, scores: other ones on each number of ranks."""
-    runs = [_told(tp, "tp_requests_rank.py", "4", str(seed), "llama") for tp, seed in ((1, 1), (1, 2), (2, 3), (4, 4))]
+    places = ((1, 1), (1, 2), (2, 3), (4, 4))
+    runs = [_told(tp, "tp_requests_rank.py", "4", str(seed), "0", "llama") for tp, seed in places]
     first, *others = ({case: answers for case, (answers, _) in run.items()} for run in runs)
     assert len(first) == 2
     assert all(other == first for other in others)
@@ -74,7 +75,7 @@ def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_
     assert all(counters["prefix_hits"] for counters in befell)
     assert any(counters["preempted"] for counters in befell)
     assert len({counters["most"] for counters in befell}) > 1
-    alone = _told(1, "tp_requests_rank.py", "1", "1", "llama")
+    alone = _told(1, "tp_requests_rank.py", "1", "1", "0", "llama")
     assert {case: answers for case, (answers, _) in alone.items()} != first, "sums do not depend on their order"
 
 
@@ -83,10 +84,30 @@ def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
 def test_requests_of_a_mixture_have_the_same_bits_on_two_ranks_however_they_are_scheduled(mixture, family):
     model = mixture(family)
-    one, other = (_told(2, "tp_requests_rank.py", "1", str(seed), str(model.path)) for seed in (1, 3))
+    one, other = (_told(2, "tp_requests_rank.py", "1", str(seed), "0", str(model.path)) for seed in (1, 3))
     assert len(one) == 2
     assert {case: answers for case, (answers, _) in one.items()} == {case: a for case, (a, _) in other.items()}
     assert one != other, "they were scheduled in one way"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_requests_of_adapters_have_the_same_bits_on_two_ranks_however_they_are_scheduled(family):
+    """Beside others of the base and of other adapters, in chunks, from the prefix cache, preempted, and scored."""
+    runs = [_told(2, "tp_requests_rank.py", "1", str(seed), "1", family) for seed in (1, 2, 3)]
+    first, *others = ({case: answers for case, (answers, _) in run.items()} for run in runs)
+    assert len(first) == 2
+    assert all(other == first for other in others)
+    befell = [counters for run in runs for _, counters in run.values()]
+    assert all(counters["prefix_hits"] for counters in befell)
+    assert any(counters["preempted"] for counters in befell)
+    assert len({counters["most"] for counters in befell}) > 1
+    adapters = len(list(ADAPTERS.glob(f"{family}.*")))
+    base = _told(2, "tp_requests_rank.py", "1", "1", "0", family)
+    for case, answers in first.items():
+        same = [i for i, (own, of_base) in enumerate(zip(answers, base[case][0], strict=True)) if own == of_base]
+        assert same == list(range(0, len(answers), 1 + adapters)), "those of the base, and no others"
 
 
 def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, tmp_path):

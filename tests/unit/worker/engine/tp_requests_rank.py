@@ -1,8 +1,8 @@
 """One rank of a run that serves random requests; rank 0 prints their tokens and logprobs' bits, and what befell them.
 
-argv: rank, size, sum_parts, seed of how the requests are scheduled, then checkpoint names. What is requested does not
-depend on that seed: how many at a time, in chunks of what length, from how many blocks, after which others does. The
-environment is `rendezvous.group_environment`'s.
+argv: rank, size, sum_parts, seed of how the requests are scheduled, whether they name adapters (0 or 1), then
+checkpoint names. What is requested does not depend on that seed: how many at a time, in chunks of what length, from how
+many blocks, after which others does. The environment is `rendezvous.group_environment`'s.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).
 helpers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helpers)
 
-rank, size, parts, seed, names = *map(int, sys.argv[1:5]), sys.argv[5:]
+rank, size, parts, seed, adapted, names = *map(int, sys.argv[1:6]), sys.argv[6:]
 signals, group = None, None
 if size > 1:
     import paddle.distributed as dist
@@ -51,6 +51,13 @@ def forward(engine, batch):
     return engine.forward(batch)
 
 
+def adapters_of(name, dtype):
+    """By name; some change all products, some those of attention alone."""
+    if not adapted:
+        return {}
+    return {path.name: helpers.Adapter(path, dtype) for path in sorted(helpers.ADAPTERS.glob(f"{name}.*"))}
+
+
 def served(engine, scheduler, requests):
     """The last chunk of each."""
     rng, found, waiting = (
@@ -77,14 +84,18 @@ def follow(engine):
         engine.forward(ForwardBatch.unpack(packed))
 
 
-def lead(engine):
+def lead(engine, adapters):
     """Tokens and logprobs of all requests, which scoring them must give again; and what befell them."""
+    names = ["", *adapters]
     rng = np.random.default_rng(seed)
     most = int(rng.choice([17, 40, 64]))
     few = replace(engine.spec, num_blocks=int(rng.integers(34, 50)))
     scheduler = Scheduler(few, None, max_batch=int(rng.integers(4, 17)), max_tokens_per_step=most)
-    requests = list(asked())
-    made = served(engine, scheduler, [Generate(str(i), prompt, how) for i, (prompt, how) in enumerate(requests)])
+    for epoch, adapter in enumerate(adapters, 1):
+        scheduler.adapter_live(adapter, 1, epoch, "keep")
+    requests = [(*request, names[i % len(names)]) for i, request in enumerate(asked())]
+    generate = [Generate(str(i), prompt, how, adapter=name) for i, (prompt, how, name) in enumerate(requests)]
+    made = served(engine, scheduler, generate)
     scores = served(
         engine,
         scheduler,
@@ -100,8 +111,9 @@ def lead(engine):
                     logit_bias=how.logit_bias,
                 ),
                 score_from=len(prompt),
+                adapter=name,
             )
-            for i, (prompt, how) in enumerate(requests)
+            for i, (prompt, how, name) in enumerate(requests)
         ],
     )
     answers = [(made[str(i)].token_ids, [p.hex() for p in made[str(i)].logprobs]) for i in range(REQUESTS)]
@@ -123,8 +135,11 @@ for name in names:
             num_blocks=64,
             max_batch=16,
         )
+        adapters = adapters_of(name, dtype)
+        for epoch, adapter in enumerate(adapters.values(), 1):
+            adapter.into(engine, epoch, model, rank)
         if rank == 0:
-            told[f"{name} {dtype}"] = lead(engine)
+            told[f"{name} {dtype}"] = lead(engine, adapters)
             if signals is not None:
                 signals.share(None)
         else:
