@@ -7,49 +7,11 @@
 
 #include <sched.h>
 
-#include "vectors.h"
-
-#define PARTS 3
-
-typedef struct {
-    const void *a;        // [inputs, ranks]: the parts' ranks one after the other, and 16 elements more at the end; where
-                          // activations are read as bfloat16 [inputs / 2, ranks, 2], and 32 more
-    const float *scales;  // [ranks rounded up to 16]
-    const void *b[PARTS];  // see `Turn`: CHUNK outputs side by side for each rank, then the next CHUNK; of the last as many
-                           // as there are, filled up to 16 with anything
-    int64_t rank[PARTS];   // 0: nothing is added
-    int64_t ranks, narrow;  // narrow: a and b are bfloat16
-} Factors;
-
-typedef struct {
-    int64_t adapter, first, count;  // tokens [first, first + count) of `order`, at most 64
-} Run;
-
-typedef struct {  // of one step, for all its products
-    const int32_t *order;   // [tokens] columns of x and y
-    const Run *runs;
-    int64_t *ready;         // [runs] pieces of A x that are done; zero between calls
-    float *between;         // [slices, tokens, most], A x of each slice; in the first the sum, scaled
-    int64_t tokens, run_count;
-} Step;
-
-typedef struct {
-    const Step *step;
-    const Factors *factors;  // [adapters]
-    const void *x;  // feature f of token t at f * x_step + t * x_token; bfloat16 when x_narrow
-    float *y;       // likewise
-    int64_t x_narrow, x_round, x_step, x_token, y_step, y_token;  // x_round: x is float32, to be read as bfloat16
-    int64_t columns;         // of x and y; 1 or a multiple of 16
-    int64_t inputs, parts;   // parts: matrices that lie one below the other in the product
-    int64_t outputs[PARTS];  // rows of each
-    int64_t slices;          // of the inputs
-    int64_t most;            // the largest `ranks` in use, rounded up to 16
-    int64_t next[2], done;   // zero before a call
-} LowRank;
+#include "low_rank.h"
 
 #ifdef __AVX512F__
 #define GROUP 4  // tokens worked on together: their sums stay in the registers
-#define TILES 4  // of B
+#define TILES 3  // of B
 #define WIDE 9   // tokens among 16 columns from which on a lane for each is faster than one for each output
 #else
 #define GROUP 2
@@ -60,11 +22,17 @@ typedef struct {
 #define SLICE 256     // the most inputs in one
 #define RUN_TOKENS 64
 #define MOST_RANK 256
-#define CHUNK 64      // outputs a thread takes at a time: CHUNK of packed_adapter.py
 #define APART 64      // columns whose outputs are first kept apart: few enough for the nearest cache
 #define AHEAD 4096    // bytes of A that are fetched before they are read
+#define NEXT (2 << 20)  // most bytes of A that are fetched a product ahead: what second caches have room for
 
 static inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline const Factors *factors_of(const LowRank *s, const Run *run) {
+    return s->step->factors + s->site * s->step->adapters + run->adapter;
+}
+
+static inline int64_t most_of(const LowRank *s) { return s->step->most[s->site]; }
 
 static inline float element(const void *base, int64_t at, int narrow) {
     if (!narrow) return ((const float *)base)[at];
@@ -178,26 +146,27 @@ static inline INLINE void ranks_of(const char *a, int64_t row, int64_t count, co
 #endif
 
 // One run, one slice of the inputs, VECTORS * 16 ranks from `rank` on.
-static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t slice, int64_t rank, const int narrow,
-                                 const int pairs) {
-    const Factors *f = s->factors + run->adapter;
+static inline INLINE void shrink(const LowRank *s, const float *words, const Run *run, int64_t slice, int64_t rank,
+                                 const int narrow, const int pairs) {
+    const Factors *f = factors_of(s, run);
     const int64_t width = ceiling(ceiling(s->inputs, s->slices), 16) * 16, from = slice * width;
     const int64_t inputs = s->inputs - from < width ? s->inputs - from : width, size = narrow ? 2 : 4;
     const int64_t vectors = ceiling(f->ranks - rank, 16), row = f->ranks * size * (pairs ? 2 : 1);
     const int64_t count = pairs ? ceiling(inputs, 2) : inputs;
     const char *a = (const char *)f->a + (from * f->ranks + rank * (pairs ? 2 : 1)) * size;
     const int32_t *order = s->step->order + run->first;
-    float space[SLICE * RUN_TOKENS], *z = s->step->between + (slice * s->step->tokens + run->first) * s->most + rank;
+    const int64_t most = most_of(s);
+    float space[SLICE * RUN_TOKENS], *z = s->step->between + (slice * s->step->tokens + run->first) * most + rank;
     const float *x = (const float *)s->x + from * s->x_step;
     int64_t x_step = s->x_step, at[RUN_TOKENS];
-    for (int64_t t = 0; t < run->count; t++) at[t] = order[t] * s->x_token;
-    if (pairs && inputs > 0) x_step = gather(s, order, run->count, from, inputs, space, at), x = space;
+    for (int64_t t = 0; t < run->count; t++) at[t] = order[t] * (words ? 1 : s->x_token);
+    if (words) x_step = s->columns, x = words + from / (pairs ? 2 : 1) * x_step;
+    else if (pairs && inputs > 0) x_step = gather(s, order, run->count, from, inputs, space, at), x = space;
     int64_t done = 0, left = run->count;
 #define RANKS(v) \
     FOR_GROUPS(left, done, \
-               if (done) ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 0, narrow, \
-                                  pairs); \
-               else ranks_of(a, row, count, x, x_step, at + done, z + done * s->most, s->most, v, N, 1, narrow, pairs))
+               if (done) ranks_of(a, row, count, x, x_step, at + done, z + done * most, most, v, N, 0, narrow, pairs); \
+               else ranks_of(a, row, count, x, x_step, at + done, z + done * most, most, v, N, 1, narrow, pairs))
     switch (vectors) {
         case 1: RANKS(1) break;
         case 2: RANKS(2) break;
@@ -207,20 +176,27 @@ static inline INLINE void shrink(const LowRank *s, const Run *run, int64_t slice
 
 // A x of a run: the sums of all slices, one after the other, scaled.
 static void combine(const LowRank *s, const Run *run) {
-    const Factors *f = s->factors + run->adapter;
-    const int64_t next = s->step->tokens * s->most;
+    const Factors *f = factors_of(s, run);
+    const int64_t most = most_of(s), next = s->step->tokens * most;
     for (int64_t t = run->first; t < run->first + run->count; t++)
         for (int64_t r = 0; r < f->ranks; r += 16) {
-            float *z = s->step->between + t * s->most + r;
+            float *z = s->step->between + t * most + r;
             f32x16 total = load(z);
             for (int64_t slice = 1; slice < s->slices; slice++) total += load(z + slice * next);
             *(f32x16 *)z = total * load(f->scales + r);
         }
 }
 
-// 16 * `tiles` outputs for `tokens` tokens; into `apart`, or added where they belong. b: the first, of the first rank.
-static inline INLINE void outputs_of(const LowRank *s, const char *b, const char *ahead, int64_t rank, int64_t step,
-                                     const int32_t *order, const float *z, int64_t first, int64_t rows,
+// Where outputs of a chunk are added: of the first, y of column 0; then as y_step and y_token of LowRank.
+typedef struct {
+    float *y;
+    int64_t step, token;
+} Into;
+
+// 16 * `tiles` outputs for `tokens` tokens; into `apart`, or added to y, where the first belongs. b: the first, of the
+// first rank. z: of each token, `most` apart.
+static inline INLINE void outputs_of(Into to, const char *b, const char *ahead, int64_t rank, int64_t step,
+                                     const int32_t *order, const float *z, int64_t most, int64_t rows,
                                      float (*apart)[CHUNK], int64_t in_chunk, const int tiles, const int tokens,
                                      const int fetch, const int narrow) {
     f32x16 sums[GROUP][TILES];
@@ -233,7 +209,7 @@ static inline INLINE void outputs_of(const LowRank *s, const char *b, const char
             there[i] = load_any(b, i * 16, narrow);
         }
         for (int t = 0; t < tokens; t++) {
-            f32x16 between = splat(z[t * s->most + r]);
+            f32x16 between = splat(z[t * most + r]);
             for (int i = 0; i < tiles; i++) sums[t][i] = fused(there[i], between, sums[t][i]);
         }
     }
@@ -243,14 +219,14 @@ static inline INLINE void outputs_of(const LowRank *s, const char *b, const char
                 *(f32x16 *)(apart[order[t]] + in_chunk + i * 16) = sums[t][i];
                 continue;
             }
-            float *to = s->y + (first + i * 16) * s->y_step + order[t] * s->y_token;
-            for (int64_t o = 0; o < 16 && i * 16 + o < rows; o++) to[o * s->y_step] += sums[t][i][o];
+            float *y = to.y + i * 16 * to.step + order[t] * to.token;
+            for (int64_t o = 0; o < 16 && i * 16 + o < rows; o++) y[o * to.step] += sums[t][i][o];
         }
 }
 
-// Outputs [row, end) of one part for `count` tokens of a run. first: where the part begins in y. ahead: what is read next.
-static inline INLINE void expand_few(const LowRank *s, const Factors *f, int64_t part, int64_t first, int64_t row,
-                                     int64_t end, const int32_t *order, const float *z, int64_t count,
+// Outputs [row, end) of one part, a chunk, for `count` tokens of a run. ahead: what is read next.
+static inline INLINE void expand_few(Into to, const Factors *f, int64_t part, int64_t row, int64_t end,
+                                     const int32_t *order, const float *z, int64_t most, int64_t count,
                                      float (*apart)[CHUNK], const char *ahead, const int narrow) {
     const int64_t rank = f->rank[part], size = narrow ? 2 : 4, step = ceiling(end - row, 16) * 16 * size;
     const char *b = (const char *)f->b[part] + row * rank * size;
@@ -258,18 +234,18 @@ static inline INLINE void expand_few(const LowRank *s, const Factors *f, int64_t
         const int many = ceiling(end - at, 16) >= TILES;
         int64_t done = 0, left = count;
 #define OUTPUTS(tiles, fetch) \
-    outputs_of(s, b, ahead, rank, step, order + done, z + done * s->most, first + at, end - at, apart, at - row, tiles, N, \
+    outputs_of(to, b, ahead, rank, step, order + done, z + done * most, most, end - at, apart, at - row, tiles, N, \
                fetch, narrow)
         if (many) FOR_GROUPS(left, done, if (done) OUTPUTS(TILES, 0); else OUTPUTS(TILES, 1))
         else FOR_GROUPS(left, done, OUTPUTS(1, 0))
         const int64_t outputs = many ? TILES * 16 : 16;
-        at += outputs, b += outputs * size, ahead += outputs * size;
+        at += outputs, b += outputs * size, ahead += outputs * size, to.y += outputs * to.step;
     }
 }
 
-// What lies apart, [columns, CHUNK], added to rows [row, row + count) of y; columns without changes stay as they are.
-static void add(const LowRank *s, float (*apart)[CHUNK], const char *changed, int64_t row, int64_t count) {
-    for (int64_t column = 0; column < s->columns; column += 16) {
+// What lies apart, [columns, CHUNK], added to `count` rows of y; columns without changes stay as they are.
+static void add(Into into, int64_t columns, float (*apart)[CHUNK], const char *changed, int64_t count) {
+    for (int64_t column = 0; column < columns; column += 16) {
         int changes = 0;
         for (int t = 0; t < 16; t++) changes += changed[column + t];
         for (int64_t o = 0; changes && o < count; o += 16) {
@@ -277,7 +253,7 @@ static void add(const LowRank *s, float (*apart)[CHUNK], const char *changed, in
             for (int t = 0; t < 16; t++) v[t] = changed[column + t] ? load(apart[column + t] + o) : splat(0);
             transpose(v);
             for (int i = 0; i < 16 && o + i < count; i++) {
-                float *to = s->y + (row + o + i) * s->y_step + column;
+                float *to = into.y + (o + i) * into.step + column;
                 if (changes == 16) *(f32x16 *)to += v[i];
                 else
                     for (int t = 0; t < 16; t++)
@@ -288,15 +264,15 @@ static void add(const LowRank *s, float (*apart)[CHUNK], const char *changed, in
 }
 
 // Outputs [row, end) of one part for `count` tokens of 16 columns, a token in each lane; added where they belong.
-static inline INLINE void expand_wide(const LowRank *s, const Factors *f, int64_t part, int64_t first, int64_t row,
-                                      int64_t end, const int32_t *order, const float *z, int64_t count,
+static inline INLINE void expand_wide(Into into, const Factors *f, int64_t part, int64_t row, int64_t end,
+                                      const int32_t *order, const float *z, int64_t most, int64_t count,
                                       const char *ahead, const int narrow) {
     const int64_t rank = f->rank[part], size = narrow ? 2 : 4, step = ceiling(end - row, 16) * 16 * size;
     f32x16 of_rank[MOST_RANK];
     for (int64_t r = 0; r < rank; r += 16) {
         f32x16 *v = of_rank + r;
         for (int lane = 0; lane < 16; lane++) v[lane] = splat(0);
-        for (int64_t t = 0; t < count; t++) v[order[t] % 16] = load(z + t * s->most + r);
+        for (int64_t t = 0; t < count; t++) v[order[t] % 16] = load(z + t * most + r);
         transpose(v);
     }
     for (int64_t at = row; at < end; at += 16) {
@@ -310,7 +286,7 @@ static inline INLINE void expand_wide(const LowRank *s, const Factors *f, int64_
             for (int o = 0; o < 16; o++) sums[o] = fused(splat(outputs[o]), of_rank[r], sums[o]);
         }
         for (int o = 0; o < 16 && at + o < end; o++) {
-            float *to = s->y + (first + at + o) * s->y_step + order[0] / 16 * 16;
+            float *to = into.y + (at - row + o) * into.step + order[0] / 16 * 16;
             if (count == 16) *(f32x16 *)to += sums[o];
             else
                 for (int64_t t = 0; t < count; t++) to[order[t] % 16] += sums[o][order[t] % 16];
@@ -320,46 +296,46 @@ static inline INLINE void expand_wide(const LowRank *s, const Factors *f, int64_
 
 // The same for all tokens of a run: a lane for each token where enough of them are in the same 16 columns. Either way an
 // output adds up along the rank. changed: gets the columns that lie apart.
-static inline INLINE void expand_run(const LowRank *s, const Run *run, int64_t part, int64_t first, int64_t row,
-                                     int64_t end, float (*apart)[CHUNK], char *changed, const char *ahead,
-                                     const int narrow) {
-    const Factors *f = s->factors + run->adapter;
+static inline INLINE void expand_run(const LowRank *s, Into to, const Run *run, int64_t part, int64_t row, int64_t end,
+                                     float (*apart)[CHUNK], char *changed, const char *ahead, const int narrow) {
+    const Factors *f = factors_of(s, run);
     const int32_t *order = s->step->order + run->first;
-    const float *z = s->step->between + run->first * s->most;
+    const int64_t most = most_of(s);
+    const float *z = s->step->between + run->first * most;
     for (int64_t p = 0; p < part; p++) z += f->rank[p];
     for (int64_t t = 0, few = 0; t < run->count;) {  // tokens [few, t) are still to be done
         int64_t count = 1;
         while (t + count < run->count && order[t + count] / 16 == order[t] / 16) count++;
         const int wide = apart && count >= WIDE;
-        if (wide) expand_wide(s, f, part, first, row, end, order + t, z + t * s->most, count, ahead, narrow);
+        if (wide) expand_wide(to, f, part, row, end, order + t, z + t * most, most, count, ahead, narrow);
         else
             for (int64_t i = t; apart && i < t + count; i++) changed[order[i]] = 1;
         const int64_t until = wide ? t : t + count;
         t += count;
         if (wide || t == run->count) {
             if (until > few)
-                expand_few(s, f, part, first, row, end, order + few, z + few * s->most, until - few, apart, ahead, narrow);
+                expand_few(to, f, part, row, end, order + few, z + few * most, most, until - few, apart, ahead, narrow);
             few = t;
         }
     }
 }
 
 // Outputs [row, row + CHUNK) of one part, for all runs.
-static void expand(const LowRank *s, int64_t part, int64_t first, int64_t row) {
+static void expand(const LowRank *s, Into to, int64_t part, int64_t row) {
     int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part], runs = s->step->run_count;
-    int few = s->y_token == 1 && s->columns > 1 && s->columns <= APART;
+    int few = to.token == 1 && s->columns > 1 && s->columns <= APART;
     float space[APART][CHUNK], (*apart)[CHUNK] = few ? space : 0;
     char changed[APART] = {0};
     for (int64_t i = 0; i < runs; i++) {
         const Run *run = s->step->runs + i, *next = s->step->runs + (i + 2) % runs;
-        const Factors *f = s->factors + run->adapter, *after = s->factors + next->adapter;
+        const Factors *f = factors_of(s, run), *after = factors_of(s, next);
         if (!f->rank[part]) continue;
         int64_t ahead = (i + 2 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
         const char *b = (const char *)after->b[part] + ahead;
-        if (f->narrow) expand_run(s, run, part, first, row, end, apart, changed, b, 1);
-        else expand_run(s, run, part, first, row, end, apart, changed, b, 0);
+        if (f->narrow) expand_run(s, to, run, part, row, end, apart, changed, b, 1);
+        else expand_run(s, to, run, part, row, end, apart, changed, b, 0);
     }
-    if (few) add(s, apart, changed, first + row, end - row);
+    if (few) add(to, s->columns, apart, changed, end - row);
 }
 
 // All jobs of a phase are done, by whichever threads there are.
@@ -375,29 +351,27 @@ static void fetch(const void *from, int64_t bytes) {
 // What is read next but one: the beginning of the next run's A, or behind the last run those of the first B's.
 static void fetch_after(const LowRank *s, int64_t run) {
     if (run + 1 < s->step->run_count) {
-        fetch(s->factors[s->step->runs[run + 1].adapter].a, AHEAD);
+        fetch(factors_of(s, s->step->runs + run + 1)->a, AHEAD);
         return;
     }
     for (int64_t i = 0; i < 2 && i < s->step->run_count; i++) {
-        const Factors *f = s->factors + s->step->runs[i].adapter;
+        const Factors *f = factors_of(s, s->step->runs + i);
         fetch(f->b[0], CHUNK * f->rank[0] * (f->narrow ? 2 : 4));
     }
 }
 
-// Run on every thread of a team.
-void low_rank(void *data) {
-    LowRank *s = data;
-    const int64_t runs = s->step->run_count, of_slice = ceiling(s->most, VECTORS * 16), of_run = of_slice * s->slices;
+void low_rank_between(LowRank *s, const float *words) {
+    const int64_t runs = s->step->run_count, of_slice = ceiling(most_of(s), VECTORS * 16), of_run = of_slice * s->slices;
     int64_t job;
     while ((job = __atomic_fetch_add(&s->next[0], 1, __ATOMIC_RELAXED)) < runs * of_run) {
         const Run *run = s->step->runs + job / of_run;
-        const Factors *f = s->factors + run->adapter;
+        const Factors *f = factors_of(s, run);
         int64_t slice = job % of_run / of_slice, rank = job % of_slice * VECTORS * 16;
         if (job % of_run == 0) fetch_after(s, job / of_run);
         if (rank < f->ranks) {
-            if (s->x_narrow || s->x_round) shrink(s, run, slice, rank, 1, 1);
-            else if (f->narrow) shrink(s, run, slice, rank, 1, 0);
-            else shrink(s, run, slice, rank, 0, 0);
+            if (s->x_narrow || s->x_round) shrink(s, words, run, slice, rank, 1, 1);
+            else if (f->narrow) shrink(s, words, run, slice, rank, 1, 0);
+            else shrink(s, words, run, slice, rank, 0, 0);
         }
         int64_t *ready = s->step->ready + job / of_run;
         if (__atomic_add_fetch(ready, 1, __ATOMIC_ACQ_REL) == of_run) {
@@ -406,9 +380,53 @@ void low_rank(void *data) {
             __atomic_fetch_add(&s->done, 1, __ATOMIC_RELEASE);
         }
     }
-    wait_for(&s->done, runs);
+}
 
-    int64_t first = 0, before = 0;
+void low_rank_add(const LowRank *s, int64_t part, int64_t chunk, float *to, int64_t step) {
+    wait_for(&s->done, s->step->run_count);
+    expand(s, (Into){to, step, 1}, part, chunk * CHUNK);
+}
+
+int64_t low_rank_ahead(const LowRank *s, int64_t part, int64_t parts, int64_t chunk, int64_t claim, int64_t claims,
+                       Ahead *ahead, Piece pieces[PIECES]) {
+    const Step *step = s->step;
+    int64_t count = 0, bytes = 0, of_next = 0;
+    for (int64_t i = 0; i < step->run_count; i++) {
+        const Factors *f = factors_of(s, step->runs + i);
+        for (int64_t p = part; p < part + parts; p++) {
+            const int64_t of_row = f->rank[p] * (f->narrow ? 2 : 4), rows = s->outputs[p] - chunk * CHUNK;
+            if (!of_row) continue;
+            pieces[count] = (Piece){(const char *)f->b[p] + chunk * CHUNK * of_row, (rows < CHUNK ? rows : CHUNK) * of_row};
+            bytes += pieces[count++].bytes;
+        }
+    }
+    const Factors *next = s->step->factors + s->next_site * step->adapters;
+    if (s->next_site >= 0)
+        for (int64_t i = 0; i < step->adapters; i++) of_next += s->next_inputs * next[i].ranks * (next[i].narrow ? 2 : 4);
+    if (of_next <= NEXT) {
+        // A share of A's, all of them taken for one after the other, and each for whole lines.
+        int64_t from = of_next / 64 * claim / claims * 64, until = of_next / 64 * (claim + 1) / claims * 64;
+        if (claim + 1 == claims) until = of_next;
+        for (int64_t i = 0, before = 0; i < step->adapters && before < until; i++) {
+            const int64_t size = s->next_inputs * next[i].ranks * (next[i].narrow ? 2 : 4), end = before + size;
+            const int64_t low = from > before ? from : before, high = until < end ? until : end;
+            if (low < high) {
+                pieces[count] = (Piece){(const char *)next[i].a + (low - before), high - low};
+                bytes += pieces[count++].bytes;
+            }
+            before = end;
+        }
+    }
+    *ahead = (Ahead){0, 0, pieces, pieces + count, 0};
+    return bytes;
+}
+
+// Run on every thread of a team, beside a product that does none of it.
+void low_rank(void *data) {
+    LowRank *s = data;
+    low_rank_between(s, 0);
+    wait_for(&s->done, s->step->run_count);
+    int64_t job, first = 0, before = 0;
     int part = 0;
     while ((job = __atomic_fetch_add(&s->next[1], 1, __ATOMIC_RELAXED)) >= 0) {
         while (part < s->parts && job - before >= ceiling(s->outputs[part], CHUNK)) {
@@ -416,7 +434,8 @@ void low_rank(void *data) {
             first += s->outputs[part++];
         }
         if (part == s->parts) return;
-        expand(s, part, first, (job - before) * CHUNK);
+        const int64_t row = (job - before) * CHUNK;
+        expand(s, (Into){s->y + (first + row) * s->y_step, s->y_step, s->y_token}, part, row);
     }
 }
 

@@ -3,12 +3,13 @@
 // A block is a few rows of the weight and all tokens: its sums stay in the registers, a token in each lane, and each
 // number of the weight that is read meets all of them. Meanwhile the rows of the next block are fetched, no nearer than
 // the second cache: the nearest is full of activations. What follows a product (bias, gate, residual, turning logits
-// over) is done to the sums of some rows while they are near.
+// over) is done to the sums of some rows while they are near; so is what adapters add. Their A meets the activations
+// before the product, B after each block, and both are fetched while products have the memory to spare.
 // A lane adds up in the order of oneDNN's product, see single.c: a token has the same bits beside any number of others.
 
 #include <string.h>
 
-#include "vectors.h"
+#include "low_rank.h"
 
 enum { SET, ADD, GATED, GATED_GELU, TURNED };  // as in single.c; TURNED: set, y being [tokens, rows]
 
@@ -22,15 +23,16 @@ typedef struct {
     int64_t tokens;   // 16, 32, 48 or 64
     int64_t threads;  // of the team
     float *scratch;   // (columns + 2 * CLAIM) * tokens floats for each thread
+    LowRank *adapted;  // or null: what is added to the product, of parts of CLAIM rows at the least; before a bias
     int64_t next_claim, next_thread;  // counters, zero before a run
 } Many;
 
-#define CLAIM 48  // rows a thread takes at a time, or half of them where there are few: a multiple of all blocks' rows
+#define CLAIM CHUNK  // rows a thread takes at a time, or half of them where there are few: a multiple of all blocks' rows
 #define SUMS 24        // vectors of sums in a block
 
 // Sums of R rows of `words` words, for V * 16 tokens; x: [words, tokens], a word being a float or two bfloat16.
 static inline INLINE void block(const char *w, int64_t stride, const float *x, int64_t words, int64_t part, float *sums,
-                                const char *ahead, const int R, const int V, const int narrow) {
+                                const char *ahead, Ahead *more, const int R, const int V, const int narrow) {
     const int T = V * 16;
     for (int64_t start = 0; start < words; start += part) {
         const int64_t end = start + part < words ? start + part : words;
@@ -39,6 +41,7 @@ static inline INLINE void block(const char *w, int64_t stride, const float *x, i
         for (int i = 0; i < R * V; i++) a[i] = splat(0);
         for (int64_t line = start; line < end; line += 16) {
             for (int r = 0; r < R; r++) __builtin_prefetch(ahead + r * stride + line * 4, 0, 2);
+            fetch_some(more);
             const int64_t until = line + 16 < end ? line + 16 : end;
 #pragma GCC unroll 1
             for (int64_t at = line; at < until; at++) {
@@ -62,15 +65,15 @@ static inline INLINE void block(const char *w, int64_t stride, const float *x, i
     }
 }
 
-// Sums [count, tokens] of the weight's rows from `row` on. after: the rows that are read next.
+// Sums [count, tokens] of the weight's rows from `row` on. after: the rows that are read next. more: what else is.
 static inline INLINE void sums_of(const Many *s, const float *x, int64_t row, int64_t count, float *sums, int64_t after,
-                                  const int R, const int V, const int narrow) {
+                                  Ahead *more, const int R, const int V, const int narrow) {
     const int64_t size = narrow ? 2 : 4, stride = s->row_step * size;
     const char *all = s->weights;
     for (int64_t r = 0; r < count; r += R) {
         const int64_t next = r + R < count ? row + r + R : after;
         block(all + (row + r) * stride, stride, x, s->columns * size / 4, s->part * size / 4, sums + r * V * 16,
-              all + next * stride, R, V, narrow);
+              all + next * stride, more, R, V, narrow);
     }
 }
 
@@ -133,20 +136,44 @@ static inline INLINE const float *prepared(const Many *s, float *made, const int
     return made;
 }
 
+// What adapters read for claim `claim` of `claims`, to be fetched line by line of the weight's rows.
+static inline INLINE void look_ahead(const Many *s, int64_t part, int64_t chunk, int64_t claim, int64_t claims, Ahead *more,
+                                     Piece pieces[PIECES], const int R, const int narrow) {
+    const int64_t parts = is_gated(s) ? 2 : 1, lines = (s->columns * (narrow ? 2 : 4) + 63) / 64 * (CLAIM / R) * parts;
+    const int64_t bytes = low_rank_ahead(s->adapted, part, parts, chunk, claim, claims, more, pieces);
+    more->rate = (bytes / 64 + lines - 1) / lines;
+}
+
 static inline INLINE void claims(Many *s, const int R, const int V, const int narrow) {
-    float *made = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * (s->columns + 2 * CLAIM) * s->tokens;
-    float *sums = made + s->columns * s->tokens, *ups = sums + CLAIM * s->tokens;
+    const int64_t T = s->tokens;
+    float *made = s->scratch + __atomic_fetch_add(&s->next_thread, 1, __ATOMIC_RELAXED) * (s->columns + 2 * CLAIM) * T;
+    float *sums = made + s->columns * T, *ups = sums + CLAIM * T;
     const float *x = prepared(s, made, narrow);
+    if (s->adapted) low_rank_between(s->adapted, x);
     // Of few rows less is taken at a time, since at the end one thread waits for another.
-    const int64_t size = s->rows < 32 * CLAIM && CLAIM / 2 % R == 0 && s->mode != TURNED ? CLAIM / 2 : CLAIM;
-    const int gated = is_gated(s);
-    int64_t first;
-    while ((first = __atomic_fetch_add(&s->next_claim, size, __ATOMIC_RELAXED)) < s->rows) {
-        // The last claim begins where it is whole. The next of this thread is likely to begin as far on as all take.
-        const int64_t begin = first + size <= s->rows ? first : s->rows - size, next = first + size * s->threads;
-        sums_of(s, x, begin, size, sums, gated ? s->rows + begin : next, R, V, narrow);
-        if (gated) sums_of(s, x, s->rows + begin, size, ups, next, R, V, narrow);
+    const int few = s->rows < 32 * CLAIM && CLAIM / 2 % R == 0 && s->mode != TURNED && !s->adapted;
+    const int64_t size = few ? CLAIM / 2 : CLAIM;
+    const int gated = is_gated(s), parts = s->adapted && !gated ? s->adapted->parts : 1;
+    const int64_t *rows_of = s->adapted && !gated ? s->adapted->outputs : &s->rows;
+    int64_t all = 0, claim, part = 0, top = 0, before = 0;  // claims; of this part: its first row, and claims before it
+    for (int p = 0; p < parts; p++) all += (rows_of[p] + size - 1) / size;
+    Piece pieces[PIECES];
+    Ahead more = {0};
+    while ((claim = __atomic_fetch_add(&s->next_claim, 1, __ATOMIC_RELAXED)) < all) {
+        for (int64_t of_part; claim - before >= (of_part = (rows_of[part] + size - 1) / size); part++)
+            before += of_part, top += rows_of[part];
+        // A part's last claim begins where it is whole. The next of this thread is likely to begin as far on as all take.
+        const int64_t end = top + rows_of[part], first = top + (claim - before) * size, next = first + size * s->threads;
+        const int64_t begin = first + size <= end ? first : end - size;
+        if (s->adapted) look_ahead(s, part, claim - before, claim, all, &more, pieces, R, narrow);
+        sums_of(s, x, begin, size, sums, gated ? s->rows + begin : next, &more, R, V, narrow);
+        if (gated) sums_of(s, x, s->rows + begin, size, ups, next, &more, R, V, narrow);
+        if (s->adapted && gated) {
+            low_rank_add(s->adapted, 0, claim, sums + (first - begin) * T, T);
+            low_rank_add(s->adapted, 1, claim, ups + (first - begin) * T, T);
+        }
         finish(s, sums, ups, begin, first, size, narrow);
+        if (s->adapted && !gated) low_rank_add(s->adapted, part, claim - before, (float *)s->y + first * T, T);
     }
 }
 

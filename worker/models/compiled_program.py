@@ -10,7 +10,8 @@ from worker.cpu.onednn import SUM, PostOp
 from worker.engine.base import Float32, ForwardBatch
 from worker.models.decoder import Linear
 from worker.models.kv_memory import KvMemory
-from worker.models.many_product import ADD, GATED, GATED_GELU, MOST, SET, TURNED, ManyProduct
+from worker.models.low_rank import Adapted, NativeLowRank
+from worker.models.many_product import ADD, GATED, GATED_GELU, MOST, SET, TURNED, ManyProduct, is_divided
 from worker.models.native_attention import NativeAttention
 from worker.models.onednn_program import Angles, Parts, Program, Rows
 from worker.models.onednn_weights import NamedSlot
@@ -77,6 +78,7 @@ class CompiledProgram(Program):
         assert native.number("norm_bytes") == ctypes.sizeof(_Norm)
         assert native.number("gate_bytes") == ctypes.sizeof(_Gate)
         self._native, self._attend, self._part_of_many = native, attend, part_of
+        self._last: Adapted | None = None  # of what adapters add, recorded so far
 
     def linear(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
         """dst = weight @ src, or added to it, by many.c where it can."""
@@ -93,13 +95,33 @@ class CompiledProgram(Program):
             self.cap(turned, cap)
         return turned
 
-    def _many(self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows) -> bool:
-        """Record a product of many.c's; whether it has one: not of a part of each token's inputs (`_summed`)."""
+    def _adapted(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
+        """By many.c, both in one, where it can."""
+        mode = ADD if list(post) == [SUM] else SET
+        if (post and mode == SET) or not self._many(mode, weight, None, src, dst, adapted=True):
+            super()._adapted(weight, src, dst, post)
+
+    def _many(
+        self, mode: int, weight: NamedSlot, bias: NamedSlot | None, src: Rows, dst: Rows, *, adapted: bool = False
+    ) -> bool:
+        """Record a product of many.c's; whether it has one: not of a part of each token's inputs (`_summed`).
+
+        adapted: with what adapters add, where the program has any.
+        """
         part = self._part_of_many(weight) if 16 <= self._tokens <= MOST else None
         if part is None or not (src.flags.c_contiguous or src.T.flags.c_contiguous):
             return False
+        adds: Adapted | None = None
+        if adapted and self._adapters is not None:
+            assert isinstance(self._adapters, NativeLowRank)
+            if not is_divided(self._native, self._adapters.rows(weight.name)):
+                return False
+            adds = self._adapters.adapted(weight.name, src, dst)
+            if self._last is not None:
+                self._last.before(adds)
+            self._last = adds
         words = (self._native, mode, weight, bias, part, src, dst)
-        self._steps.append(ManyProduct(*words, lambda rows: self._buffer("product", rows)))
+        self._steps.append(ManyProduct(*words, lambda rows: self._buffer("product", rows), adds))
         return True
 
     def begin(self, batch: ForwardBatch, kv: KvMemory, angles: Sequence[Angles]) -> None:
@@ -133,15 +155,14 @@ class CompiledProgram(Program):
         return into
 
     def gated(self, h: Rows, gate_up: Linear[NamedSlot]) -> Rows:
-        """activation(gate) * up, from one product; by itself where many.c makes it and no adapter comes between."""
+        """activation(gate) * up, from one product; by many.c where it can."""
         both, gelu = gate_up.weight.shape[0], self._spec.activation == "gelu_tanh"
         made = self._buffer("gated", both // 2, self._compute)
         mode = GATED_GELU if gelu else GATED
-        if self._adapters is None and self._many(mode, gate_up.weight, gate_up.bias, h, made):
+        if self._many(mode, gate_up.weight, gate_up.bias, h, made, adapted=True):
             return made
         products = self._buffer("gate_up", both)
-        self.linear(gate_up.weight, h, products)
-        self._adapt(gate_up.weight, h, products)
+        self._adapted(gate_up.weight, h, products)
         bias = gate_up.bias
         self._steps.append(gating(self._native, products, made, lambda: bias.address if bias else 0, gelu=gelu))
         return made
@@ -151,8 +172,7 @@ class CompiledProgram(Program):
     ) -> Rows:
         """Everything after the projection is the kernel's, bias and norms of heads included."""
         rows, bias = self._qkv(), qkv.bias
-        self.linear(qkv.weight, h, rows)
-        self._adapt(qkv.weight, h, rows)
+        self._adapted(qkv.weight, h, rows)
         if self._spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
             self.add_bias(rows, bias)
             self._norm_projected(rows, q_norm, k_norm)

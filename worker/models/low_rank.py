@@ -132,26 +132,48 @@ class PlainLowRank:
 
 
 class _Step(ctypes.Structure):
-    """`Step` of low_rank.c."""
+    """`Step` of low_rank.h."""
 
     _fields_ = [
-        *((name, _Pointer) for name in ("order", "runs", "ready", "between")),
-        *((name, _Int) for name in ("tokens", "run_count")),
+        *((name, _Pointer) for name in ("order", "runs", "ready", "between", "factors", "most")),
+        *((name, _Int) for name in ("tokens", "run_count", "adapters")),
     ]
 
 
 class _Call(ctypes.Structure):
-    """`LowRank` of low_rank.c."""
+    """`LowRank` of low_rank.h."""
 
     _fields_ = [
-        *((name, _Pointer) for name in ("step", "factors", "x", "y")),
+        *((name, _Pointer) for name in ("step", "x", "y")),
         *((name, _Int) for name in ("x_narrow", "x_round", "x_step", "x_token", "y_step", "y_token")),
         *((name, _Int) for name in ("columns", "inputs", "parts")),
         ("outputs", _Int * PARTS),
-        *((name, _Int) for name in ("slices", "most")),
+        *((name, _Int) for name in ("slices", "site", "next_site", "next_inputs")),
         ("next", _Int * 2),
         ("done", _Int),
     ]
+
+
+class Adapted:
+    """What adapters add to one product of a program, by low_rank.c: by itself, or as a part of the product's kernel."""
+
+    def __init__(self, site: int, call: _Call, most: Array, arrays: tuple[Array, Array]) -> None:
+        """most: see `Step` of low_rank.h. arrays: what the call points into."""
+        self.site = site
+        self._call, self._most, self._kept = call, most, arrays
+        self._address = ctypes.addressof(call)
+        self._counters = self._address + _Call.next.offset, 0, _Call.next.size + _Call.done.size
+
+    def before(self, following: "Adapted") -> None:
+        """That is done next: some of what it reads is fetched meanwhile."""
+        self._call.next_site, self._call.next_inputs = following.site, following._call.inputs
+
+    def begun(self) -> int:
+        """The address of the call, for it to be run once; 0 if none of the step's adapters changes this."""
+        if not self._most[self.site]:
+            return 0
+        ctypes.memset(*self._counters)
+        return self._address
 
 
 class NativeLowRank:
@@ -169,12 +191,11 @@ class NativeLowRank:
         self._held: dict[int, Packed] = {}
         self._of: tuple[int, ...] = ()  # the step's adapters
         self._factors = np.zeros((len(sites), 0), FACTORS)  # theirs
-        self._first = 0  # its address
-        self._most = [0] * len(sites)  # the most ranks of each site's, rounded up to whole vectors
+        self._most = np.zeros(len(sites), np.int64)  # the most ranks of each site's, rounded up to whole vectors
         self._widest = 0  # of what lies between A and B, elements of a token
         self._between, self._ready = np.zeros(0, np.float32), np.zeros(0, np.int64)
-        self._rows = NO_ROWS
-        self._step = _Step()
+        self._rows, self._whose = NO_ROWS, b""
+        self._step = _Step(most=self._most.ctypes.data)
 
     def plan(self, changes: Mapping[str, Factors]) -> object:
         """Where everything lies, and is to lie."""
@@ -191,24 +212,33 @@ class NativeLowRank:
         if held is not None:
             held.plan.let_go(held)
         if epoch in self._of:
-            self._of, self._factors = (), self._factors[:, :0]
+            self._of, self._whose = (), b""
 
     def begin(self, batch: ForwardBatch) -> None:
         """The next step's rows, and its adapters side by side."""
-        self._rows = rows_of(batch)
+        whose = batch.adapters.tobytes() + batch.query_lens.tobytes()
+        if whose == self._whose:
+            return  # as in the step before
+        self._whose, self._rows = b"", rows_of(batch)
         if self._rows.epochs != self._of:
             self._gather(self._rows.epochs)
+        self._whose = whose
         tokens, runs = len(self._rows.order), len(self._rows.runs)
         if self._between.size < tokens * self._widest:
             self._between = np.empty(tokens * self._widest, np.float32)
         if self._ready.size < runs:
             self._ready = np.zeros(runs, np.int64)
-        arrays = self._rows.order, self._rows.runs, self._ready, self._between
-        self._step.order, self._step.runs, self._step.ready, self._step.between = (a.ctypes.data for a in arrays)
-        self._step.tokens, self._step.run_count = tokens, runs
+        step = self._step
+        arrays = self._rows.order, self._rows.runs, self._ready, self._between, self._factors
+        step.order, step.runs, step.ready, step.between, step.factors = (a.ctypes.data for a in arrays)
+        step.tokens, step.run_count, step.adapters = tokens, runs, len(self._of)
 
-    def step(self, site: str, x: Array, y: Float32) -> Step:
-        """One call of the kernel."""
+    def rows(self, site: str) -> tuple[int, ...]:
+        """Of each of the linears that lie one below the other there."""
+        return self._sites[self._index[site]].rows
+
+    def adapted(self, site: str, x: Array, y: Float32) -> Adapted:
+        """What is added to y [rows, T] of x [inputs, T]. Both feature-major views."""
         assert self._narrow or x.dtype == np.float32, "activations are bfloat16 where the base is"
         index = self._index[site]
         found = self._sites[index]
@@ -228,25 +258,27 @@ class NativeLowRank:
             parts=len(found.modules),
             outputs=(_Int * PARTS)(*found.rows),
             slices=_slices(found.inputs),
+            site=index,
+            next_site=-1,
         )
-        counters, counter_bytes = ctypes.addressof(call) + _Call.next.offset, _Call.next.size + _Call.done.size
-        run, kernel, address = self._native.run, self._native.address("low_rank"), ctypes.addressof(call)
+        return Adapted(index, call, self._most, (x, y))
 
-        def work(_: object = (x, y)) -> None:
-            most = self._most[index]
-            if not most:
-                return  # none of the step's adapters changes this
-            call.factors, call.most = self._first + index * self._factors.strides[0], most
-            ctypes.memset(counters, 0, counter_bytes)
-            run(kernel, address)
+    def step(self, site: str, x: Array, y: Float32) -> Step:
+        """One call of the kernel."""
+        adapted, run, kernel = self.adapted(site, x, y), self._native.run, self._native.address("low_rank")
+
+        def work() -> None:
+            address = adapted.begun()
+            if address:
+                run(kernel, address)
 
         return work
 
     def _gather(self, epochs: tuple[int, ...]) -> None:
         self._factors = np.stack([self._held[epoch].factors for epoch in epochs], axis=1)
-        self._first, self._of = self._factors.ctypes.data, epochs
-        self._most = [-(-most // LANES) * LANES for most in self._factors["ranks"].max(axis=1).tolist()]
-        widths = (most * _slices(site.inputs) for most, site in zip(self._most, self._sites, strict=True))
+        self._of = epochs
+        self._most[:] = -(-self._factors["ranks"].max(axis=1) // LANES) * LANES
+        widths = (most * _slices(site.inputs) for most, site in zip(self._most.tolist(), self._sites, strict=True))
         self._widest = max(widths, default=0)
 
 

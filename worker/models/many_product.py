@@ -1,12 +1,13 @@
 """A weight times the activations of 16 to 64 tokens, by many.c: oneDNN's bits in less time than oneDNN takes."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.cpu.native import Native
+from worker.models.low_rank import Adapted
 from worker.models.onednn_weights import NamedSlot
 
 MOST = 64
@@ -24,6 +25,7 @@ class _Many(ctypes.Structure):
         *((name, _Int) for name in ("rows", "columns", "narrow", "token_major", "mode", "row_step")),
         *((name, _Int) for name in ("part", "tokens", "threads")),
         ("scratch", _Pointer),
+        ("adapted", _Pointer),
         *((name, _Int) for name in ("next_claim", "next_thread")),
     ]
 
@@ -35,13 +37,18 @@ def is_fast(native: Native, weight: NamedSlot) -> bool:
     return bool(there) and rows >= native.number("many_least") and columns % 16 == 0
 
 
+def is_divided(native: Native, parts: Sequence[int]) -> bool:
+    """Whether the kernel adds what adapters change of parts of so many rows, which lie one below the other."""
+    return min(parts) >= native.number("many_least")
+
+
 class ManyProduct:
     """The step of a program that makes dst of weight @ src: dst = or +=, gated or turned over, by `mode`.
 
     src: [columns, T], or the transposed view of [T, columns], in the weight's dtype. dst: [rows, T] float32; GATED: in
     the weight's dtype; TURNED: [T, rows]. T: a multiple of 16, MOST at the most. part: columns that are added up before
     their sum is added to the others'. scratch: given a number of rows, [rows, T] that
-    nobody else uses while this runs.
+    nobody else uses while this runs. adapted: what adapters add, before a bias; not TURNED, and see `is_divided`.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class ManyProduct:
         src: Rows,
         dst: Rows,
         scratch: Callable[[int], npt.NDArray[np.float32]],
+        adapted: Adapted | None = None,
     ) -> None:
         assert native.number("many_bytes") == ctypes.sizeof(_Many)
         columns, tokens = src.shape
@@ -78,7 +86,7 @@ class ManyProduct:
             scratch=memory.ctypes.data,
         )
         self._kept = src, dst, memory  # the kernel has only their addresses
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._adapted = weight, bias, adapted
         self._start, self._kernel, self._address = native.run, native.address("many"), ctypes.addressof(self._call)
 
     def __call__(self) -> None:
@@ -86,4 +94,6 @@ class ManyProduct:
         call = self._call
         call.weights, call.bias = self._weight.address, self._bias.address if self._bias else 0
         call.next_claim = call.next_thread = 0
+        if self._adapted is not None:
+            call.adapted = self._adapted.begun()
         self._start(self._kernel, self._address)

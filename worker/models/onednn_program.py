@@ -188,8 +188,7 @@ class Program(ABC):
     def add_projected(self, x: Rows, y: Rows, linear: Linear[NamedSlot], norm: NamedSlot | None = None) -> Rows:
         """x + linear(y), into x itself."""
         if norm is not None:
-            partial = self._summed(linear.weight, y)
-            self._adapt(linear.weight, y, partial)
+            partial = self._summed_adapted(linear.weight, y)
             if self._reduce is not None:
                 self._steps.append(self._reduce(partial))
             self.add_bias(partial, linear.bias)
@@ -197,12 +196,9 @@ class Program(ABC):
             self._steps.append(self._dnn.binary(ADD, x, added, x))
             return x
         if self._reduce is None and self._sum_parts == 1:
-            self.linear(linear.weight, y, x, [SUM])
-            self._adapt(linear.weight, y, x)
+            self._adapted(linear.weight, y, x, [SUM])
         else:
-            partial = self._summed(linear.weight, y)
-            self._adapt(linear.weight, y, partial)
-            self._add_reduced(x, partial)
+            self._add_reduced(x, self._summed_adapted(linear.weight, y))
         self.add_bias(x, linear.bias)
         return x
 
@@ -228,14 +224,12 @@ class Program(ABC):
         """into += the shared expert of h, weighted by its gate's sigmoid if it has one. wide: h in float32."""
         made, down = self.gated(h, shared.gate_up), shared.down.weight
         if gate is None:
-            self.linear(down, made, into, [SUM])
-            self._adapt(down, made, into)
+            self._adapted(down, made, into, [SUM])
             return
         share, added = self._buffer("share", 1), self._buffer("shared", len(into))
         self.linear(gate, wide, share)
         self._steps.append(self._dnn.binary(MUL, share, _scalar(1), share, [eltwise(LOGISTIC)]))
-        self.linear(down, made, added)
-        self._adapt(down, made, added)
+        self._adapted(down, made, added)
         self._steps.append(self._dnn.binary(MUL, added, share, added))
         self._steps.append(self._dnn.binary(ADD, into, added, into))
 
@@ -304,6 +298,11 @@ class Program(ABC):
         self.copy(made.T, turned)
         return turned
 
+    def _adapted(self, weight: NamedSlot, src: Rows, dst: Rows, post: Sequence[PostOp] = ()) -> None:
+        """`linear`, and what adapters add to it."""
+        self.linear(weight, src, dst, post)
+        self._adapt(weight, src, dst)
+
     def _adapt(self, weight: NamedSlot, src: Rows, dst: Rows) -> None:
         """dst += what the adapters of the step's tokens make of src, beside `weight`'s product with it."""
         if self._adapters is not None:
@@ -313,6 +312,16 @@ class Program(ABC):
         """x += the bias's elements from `start` on, in a pass of its own: a product cannot add one to a row."""
         if bias is not None:
             self._steps.append(self._dnn.binary(ADD, x, self._weights.part(bias.name, (len(x), 1), start), x, post))
+
+    def _summed_adapted(self, weight: NamedSlot, y: Rows) -> Rows:
+        """`_summed`, and what adapters add to it."""
+        if self._sum_parts == 1:
+            made = self._buffer("partial0", weight.shape[0])
+            self._adapted(weight, y, made)
+        else:
+            made = self._summed(weight, y)
+            self._adapt(weight, y, made)
+        return made
 
     def _summed(self, weight: NamedSlot, y: Rows) -> Rows:
         """weight @ y, each half of `sum_parts` equal parts of the inputs by itself, then both added up."""

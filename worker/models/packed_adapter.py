@@ -18,9 +18,9 @@ from worker.models.shard import Shard
 Array = npt.NDArray[Any]
 
 PARTS = 3
-"""Linears that one product may hold (q, k and v): PARTS of low_rank.c."""
-LANES, CHUNK = 16, 64
-"""Numbers worked on together; outputs of B that lie side by side, as in low_rank.c."""
+"""Linears that one product may hold (q, k and v): PARTS of low_rank.h."""
+LANES, CHUNK = 16, 48
+"""Numbers worked on together; outputs of B that lie side by side, as in low_rank.h."""
 _LINE = 64
 """Bytes in a cache line, or more elements than in one."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
@@ -35,7 +35,7 @@ FACTORS = np.dtype(
         ("narrow", np.int64),
     ]
 )
-"""`Factors` of low_rank.c; a part without rank adds nothing."""
+"""`Factors` of low_rank.h; a part without rank adds nothing."""
 
 
 class _Pack(ctypes.Structure):

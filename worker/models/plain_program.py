@@ -46,8 +46,7 @@ class PlainProgram(Program):
         """q, k and v, normed and rotated feature-major, turned token-major for MKL."""
         dim, heads, kv_heads = self._spec.head_dim, self._shard.heads, self._shard.kv_heads
         rows = self._buffer("qkv", (heads + 2 * kv_heads) * dim)
-        self.linear(qkv.weight, h, rows)
-        self._adapt(qkv.weight, h, rows)
+        self._adapted(qkv.weight, h, rows)
         self.add_bias(rows, qkv.bias)
         if self._spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
             self._norm_projected(rows, q_norm, k_norm)

@@ -9,7 +9,10 @@ from tests.engine_cases import to_bits
 from weight_manager.layout import Extent
 from worker.cpu import native
 from worker.engine.base import ForwardBatch
+from worker.models.compiled_program import gating
 from worker.models.low_rank import NativeLowRank, PlainLowRank, rows_of
+from worker.models.many_product import ADD, GATED, SET, ManyProduct
+from worker.models.onednn_weights import NamedSlot
 from worker.models.packed_adapter import Factors, Site
 
 SITES = (
@@ -285,3 +288,93 @@ def test_tokens_that_share_an_adapter_have_the_bits_of_each_alone(sharing, narro
                 assert np.array_equal(alone[:, 0], among[:, t]), (site.name, t)
             else:
                 assert not among[:, t].any()
+
+
+def slot(array):
+    """Where a weight lies, as a program knows it."""
+    made = NamedSlot("w", array.shape, array.dtype, 0, None)
+    made.address = array.ctypes.data
+    return made
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize(("mode", "parts"), [(SET, (100, 48, 65)), (ADD, (1600,)), (GATED, (120, 120))])
+@pytest.mark.parametrize("tokens", [16, 32, 48, 64])
+def test_what_a_product_adds_on_its_way_has_the_bits_of_adding_it_afterwards(tokens, mode, parts, token_major, narrow):
+    """Adapters of one and of many tokens, one that leaves a part as it is; claims end in the midst of each part."""
+    rng, columns, names = np.random.default_rng(tokens), 1040, ("q", "k", "v")[: len(parts)]
+    sites = Site("w", names, columns, parts), Site("next", ("o",), 48, (48,))
+    shared = made("native")._native
+    if not shared.number("many_narrow" if narrow else "many_wide"):
+        pytest.skip("this processor lacks the instructions: adapters are added afterwards")
+    low_rank = NativeLowRank(shared, sites, narrow=narrow)
+    for epoch, rank in enumerate((16, 40, 5), 1):
+        changes = {m: random_change(rng, sites[0], part, rank + part) for part, m in enumerate(names)}
+        changes["o"] = random_change(rng, sites[1], 0, rank)
+        if epoch == 2:
+            del changes[names[-1]]
+        hold(low_rank, epoch, changes)
+    weight, biases, x, before = (
+        rng.standard_normal(shape, np.float32)
+        for shape in ((sum(parts), columns), (sum(parts),), (tokens, columns), (sum(parts), tokens))
+    )
+    weight, x = (to_bits(weight), to_bits(x)) if narrow else (weight, x)
+    x, bias = (x.T if token_major else np.ascontiguousarray(x.T)), slot(biases)
+
+    def product(mode, y, adapted=None):
+        words = shared, mode, slot(weight), bias if mode == GATED else None, 1024, x, y
+        ManyProduct(*words, lambda rows: np.full((rows, tokens), np.nan, np.float32), adapted)()
+
+    def gated():
+        return np.zeros((sum(parts) // 2, tokens), np.uint16 if narrow else np.float32)
+
+    def on_its_way():
+        y = gated() if mode == GATED else before.copy()
+        adapted = low_rank.adapted("w", x, y)
+        adapted.before(low_rank.adapted("next", np.zeros((48, tokens), x.dtype), before))
+        for _ in range(2):
+            low_rank._between[:] = np.nan  # what a counter that is not cleared would leave
+            product(mode, y, adapted)
+        return y
+
+    def afterwards():
+        y = before.copy()
+        for _ in range(2):
+            product(SET if mode == GATED else mode, y)
+            low_rank.step("w", x, y)()
+        if mode != GATED:
+            return y
+        into = gated()
+        gating(shared, y, into, lambda: bias.address)()
+        return into
+
+    for adapters in (rng.integers(0, 4, tokens), np.ones(tokens, int), (np.arange(tokens) == 3) * 2):
+        low_rank.begin(batch_of(adapters.tolist()))
+        np.testing.assert_array_equal(on_its_way(), afterwards(), str(adapters))
+
+
+def test_a_step_is_prepared_anew_when_its_rows_or_adapters_are_others():
+    """Steps with the rows of the one before are not: it costs what a step of few tokens would notice."""
+    rng = np.random.default_rng(9)
+    low_rank = made("native")
+    changes = held(low_rank, rng, [4, 3, 2])
+    x = rng.standard_normal((160, 3)).astype(np.float32)
+
+    def check(adapters, lengths=None):
+        got = added(low_rank, SITES[1], x, batch_of(adapters, lengths))
+        want = expected(SITES[1], x, np.repeat(adapters, lengths or [1] * len(adapters)), changes)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+    for lengths in (None, None, [1, 2], [2, 1]):
+        check([1, 3] if lengths else [1, 0, 3], lengths)
+    check([3, 1, 1])
+    with pytest.raises(KeyError):
+        low_rank.begin(batch_of([1, 9, 3]))
+    check([3, 1, 1])
+    low_rank.drop(3)
+    with pytest.raises(KeyError):
+        low_rank.begin(batch_of([3, 1, 1]))
+    changes[3] = {"o": random_change(rng, SITES[1], 0, 7)}
+    hold(low_rank, 3, changes[3])
+    check([3, 1, 1])

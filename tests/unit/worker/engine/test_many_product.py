@@ -118,6 +118,21 @@ def test_steps_of_a_middle_size_have_them(checkpoint, feeder, backend, native, d
     assert sum(isinstance(step, ManyProduct) for step in program._steps) == products * used._spec.layers
 
 
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_they_add_what_adapters_change_where_every_part_has_rows_enough(
+    native, checkpoint_class, tmp_path, backend, dtype
+):
+    """o, gate and up, and down of a layer; of q, k and v the last two have 32 rows: adapters are added afterwards."""
+    Checkpoint.random(tmp_path / "small", 0)
+    backend_of = checkpoint_class(tmp_path / "small", dtype=dtype).engine()._backend
+    for tokens in (16, MOST):
+        program, _ = backend_of._record(tokens, False, True)
+        products = [step for step in program._steps if isinstance(step, ManyProduct)]
+        assert sum(step._adapted is not None for step in products) == 3 * backend_of._spec.layers
+        assert len(products) == 4 * backend_of._spec.layers
+
+
 @pytest.mark.parametrize("sum_parts", [1, 2, 4])
 def test_a_prompt_is_the_same_in_any_steps_also_where_inputs_are_summed_in_parts(
     native, checkpoint_class, feeder, tmp_path, sum_parts
