@@ -1,15 +1,24 @@
 """Adapters: which there are, as the store says, and what the `model` of a request means."""
 
-import contextlib
+import asyncio
 import time
+from typing import NamedTuple
 
-from api.errors import ApiError, BadInput, NotFound
+from api.errors import ApiError, BadInput, NotFound, Unavailable
 from api.model import Model
 from api.schemas.adapters import Adapter
 from api.weights import Weights
 
 LOOK_AGAIN_S = 1.0
 """The store is asked about a name that is not known at most this often: another process may have just loaded it."""
+_MOST_LOOKS = 64
+
+
+class _Look(NamedTuple):
+    """One time that the store was asked. answer: whether it said anything."""
+
+    began: float
+    answer: "asyncio.Task[bool]"
 
 
 class AdapterNames:
@@ -18,7 +27,7 @@ class AdapterNames:
     def __init__(self, model: Model, weights: Weights) -> None:
         self._model = model
         self._weights = weights
-        self._asked: dict[str, float] = {}  # names that nobody knew, and when the store was asked
+        self._looks: dict[str, _Look] = {}  # names that nobody knew
 
     def described(self) -> list[Adapter]:
         """All by name, those that are pushed for the first time included, and which version each replica serves."""
@@ -35,7 +44,8 @@ class AdapterNames:
         """The adapter that a request's `model` stands for; "" is the base, which no name at all means too.
 
         An adapter's name alone, as vLLM has it, or `base:adapter`, as SGLang has it. lora_path: SGLang's own field,
-        which counts when `model` names the base. Raises NotFound for the name of nothing that is served.
+        which counts when `model` names the base. Raises NotFound for the name of nothing that is served, Unavailable
+        where the store would have to say so and does not answer.
         """
         if not model or self._model.knows(model):
             return await self.loaded(lora_path, param="lora_path") if lora_path else ""
@@ -46,7 +56,7 @@ class AdapterNames:
         raise self._model.unknown(model, sorted(self._weights.adapters))
 
     async def loaded(self, name: str, *, param: str) -> str:
-        """The name itself. Raises NotFound when no adapter bears it."""
+        """The name itself. Raises NotFound when no adapter bears it, Unavailable when nobody can say so now."""
         if not await self._known(name):
             known = ", ".join(map(repr, sorted(self._weights.adapters))) or "none"
             raise NotFound(
@@ -66,13 +76,35 @@ class AdapterNames:
             )
 
     async def _known(self, name: str) -> bool:
-        """Whether there is one; the store is asked when this process has not heard of it."""
+        """Whether there is one; the store is asked when this process has not heard of it. Raises Unavailable."""
         if name in self._weights.adapters:
             return True
+        answered = await asyncio.shield(self._look(name).answer)  # others wait for it, too
+        if name in self._weights.adapters:
+            return True
+        if not answered:
+            raise Unavailable(
+                f"the weight store does not answer, and whether there is an adapter {name[:256]!r} is not known here"
+            )
+        return False
+
+    def _look(self, name: str) -> _Look:
+        """Ask the store, or wait with those who have just asked."""
         now = time.monotonic()
-        self._asked = {other: at for other, at in self._asked.items() if now - at < LOOK_AGAIN_S}
-        if name not in self._asked and len(self._asked) < 64:
-            self._asked[name] = now
-            with contextlib.suppress(ApiError):  # the store is away: what is known counts
-                await self._weights.refresh(timeout_s=LOOK_AGAIN_S)
-        return name in self._weights.adapters
+        self._looks = {
+            other: look
+            for other, look in self._looks.items()
+            if now - look.began < LOOK_AGAIN_S or not look.answer.done()
+        }
+        if name not in self._looks:
+            if len(self._looks) == _MOST_LOOKS:
+                return next(reversed(self._looks.values()))
+            self._looks[name] = _Look(now, asyncio.create_task(self._answers()))
+        return self._looks[name]
+
+    async def _answers(self) -> bool:
+        try:
+            await self._weights.refresh(timeout_s=LOOK_AGAIN_S)
+        except ApiError:
+            return False
+        return True

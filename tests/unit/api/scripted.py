@@ -294,6 +294,7 @@ class ScriptedStore:
         self.relay: dict[str, Any] | None = None
         self.arrived: set[str] = set()
         self.adapters: list[dict[str, Any]] = []
+        self.stopped = False  # it hears everything and answers nothing
         self.serving: dict[str, int] = {}  # adapters of replica 0, by epoch
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -357,6 +358,8 @@ class ScriptedStore:
             origin, frame = await self._socket.recv_multipart()
             message = store_messages.decode_incoming(frame)
             self.received.append(message)
+            if self.stopped:
+                continue
             match message:
                 case GetStatus(call=call, subscribe=subscribe):
                     if subscribe:

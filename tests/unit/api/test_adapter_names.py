@@ -6,6 +6,7 @@ import json
 import jsonschema
 import pytest
 
+from api.adapter_names import LOOK_AGAIN_S
 from rollout_client import http_calls as calls
 from weight_manager.messages import LoadAdapter, Result, UnloadAdapter
 from worker.messages import Generate
@@ -146,6 +147,38 @@ async def test_a_name_that_another_process_has_just_loaded_is_asked_for(client, 
     reply = await client.post("/v1/completions", json=BY_MODEL["/v1/completions"] | {"model": "late"})
     assert versions_of(reply) == [("default", "1")]
     store.publish = publish
+
+
+async def test_all_that_ask_at_once_for_a_name_that_was_just_loaded_get_it(client, store, replicas, service):
+    """Whoever comes while the store is asked waits for its answer, too."""
+    publish, store.publish = store.publish, lambda: None
+    store.load_adapter("late", 1, 9)
+    for replica in replicas:
+        replica.adapters["late"] = 1
+    body = {"prompt_ids": PROMPT, "max_tokens": 3, "adapter": "late"}
+    replies = await asyncio.gather(*(client.post("/v1/rollout/generate", json=body) for _ in range(8)))
+    assert [reply.status_code for reply in replies] == [200] * 8
+    store.publish = publish
+
+
+async def test_while_the_store_does_not_answer_nobody_is_told_that_there_is_no_such_adapter(client, loaded):
+    """It may have been loaded meanwhile; a process that has just been started has heard of none."""
+    loaded.stopped = True
+    body = {"prompt_ids": PROMPT, "max_tokens": 3}
+    replies = await asyncio.gather(
+        *(client.post("/v1/rollout/generate", json=body | {"adapter": "late"}) for _ in range(3))
+    )
+    replies.append(await client.post("/v1/completions", json=BY_MODEL["/v1/completions"] | {"model": "late"}))
+    for reply in replies:
+        assert reply.status_code == 503, reply.text
+        assert "weight store" in reply.json()["error"]["message"]
+        assert "late" in reply.json()["error"]["message"]
+    known = await client.post("/v1/rollout/generate", json=body | {"adapter": "policy-a"})
+    assert known.status_code == 200
+    loaded.stopped = False
+    await asyncio.sleep(LOOK_AGAIN_S)
+    reply = await client.post("/v1/rollout/generate", json=body | {"adapter": "late"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "adapter_not_found")
 
 
 async def test_a_name_that_nobody_knows_is_not_asked_for_again_and_again(client, store):
