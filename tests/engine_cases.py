@@ -56,24 +56,14 @@ def hold_adapter(engine: Any, name: str, epoch: int, views: dict[str, np.ndarray
     engine.adapters.hold(epoch, engine.adapters.plan(name, extents, modules, dtype), flat)
 
 
-class Adapter:
-    """A PEFT directory, and what one rank of tp gets of it."""
+class AdapterTensors:
+    """An adapter of a checkpoint, and what one rank of tp gets of it."""
 
-    def __init__(self, path: Path, dtype: Any = "float32") -> None:
-        self.config = json.loads((path / "adapter_config.json").read_text())
-        stored = load_file(path / "adapter_model.safetensors")
-        tensors = {name.removeprefix("base_model.model.").removesuffix(".weight"): t for name, t in stored.items()}
-        self.tensors = tensors if dtype == "float32" else {name: to_bits(t) for name, t in tensors.items()}
-        self.dtype, self.name = dtype, path.name
+    def __init__(self, name: str, tensors: dict[str, np.ndarray], scale: Callable[[str], float], dtype: Any) -> None:
+        """tensors: lora_A and lora_B of HF module names. scale: of a module."""
+        self.name, self.tensors, self.dtype = name, tensors, dtype
         names = sorted({name.rsplit(".", 1)[0] for name in tensors})
-        self.modules = [AdapterModule(name, len(tensors[f"{name}.lora_A"]), self._scale(name)) for name in names]
-        self.expected = load_file(path / "expected.safetensors")
-
-    def _scale(self, module: str) -> float:
-        alphas = self.config["alpha_pattern"].items()
-        alpha = next((a for key, a in alphas if re.fullmatch(rf"(.*\.)?{key}", module)), self.config["lora_alpha"])
-        rank = len(self.tensors[f"{module}.lora_A"])
-        return alpha / (rank**0.5 if self.config["use_rslora"] else rank)
+        self.modules = [AdapterModule(name, len(tensors[f"{name}.lora_A"]), scale(name)) for name in names]
 
     def views(self, checkpoint: Checkpoint, rank: int = 0) -> dict[str, np.ndarray]:
         views: dict[str, np.ndarray] = {}
@@ -89,6 +79,29 @@ class Adapter:
 
     def into(self, engine: Any, epoch: int, checkpoint: Checkpoint, rank: int = 0) -> None:
         hold_adapter(engine, self.name, epoch, self.views(checkpoint, rank), self.modules, self.dtype)
+
+
+def named_by_module(peft: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors as PEFT saves them, by HF module name."""
+    return {name.removeprefix("base_model.model.").removesuffix(".weight"): tensor for name, tensor in peft.items()}
+
+
+class Adapter(AdapterTensors):
+    """A PEFT directory."""
+
+    def __init__(self, path: Path, dtype: Any = "float32") -> None:
+        self.config = json.loads((path / "adapter_config.json").read_text())
+        tensors = named_by_module(load_file(path / "adapter_model.safetensors"))
+        self._ranks = {name: len(tensor) for name, tensor in tensors.items()}
+        stored = tensors if dtype == "float32" else {name: to_bits(t) for name, t in tensors.items()}
+        super().__init__(path.name, stored, self._scale, dtype)
+        self.expected = load_file(path / "expected.safetensors")
+
+    def _scale(self, module: str) -> float:
+        alphas = self.config["alpha_pattern"].items()
+        alpha = next((a for key, a in alphas if re.fullmatch(rf"(.*\.)?{key}", module)), self.config["lora_alpha"])
+        rank = self._ranks[f"{module}.lora_A"]
+        return alpha / (rank**0.5 if self.config["use_rslora"] else rank)
 
 
 class Feeder:

@@ -1,9 +1,10 @@
 """Break a service at random for a while under load, then account for every token, client, file and process.
 
-    .venv/bin/python -m tests.chaos [--seconds 600] [--seed N] [--clients 32] [--replicas 2] [--tp 1]
+    .venv/bin/python -m tests.chaos [--seconds 600] [--seed N] [--clients 32] [--replicas 2] [--tp 1] [--stores 1]
 
 SIGKILL and SIGSTOP of any process, pauses, clears, and a push every second of the model and of two adapters, which are
-unloaded at times; some requests are held to a pattern. What is broken when follows from the seed, which is printed.
+unloaded at times; some requests are held to a pattern. With several stores, each of a host below the one before it,
+networks between them are cut as well. What is broken when follows from the seed, which is printed.
 Ends with status 1 if anything was violated. The report is JSON.
 """
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--api-workers", type=int, default=1, help="API processes, each of which may die too")
+    parser.add_argument("--stores", type=int, default=1, help="hosts, each with a store, its own API and replicas")
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
     parser.add_argument("--replay-later", action="store_true", help="keep the samples, for --replay")
     parser.add_argument("--replay", action="store_true", help="finish the report of a run with --replay-later")

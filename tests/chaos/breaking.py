@@ -9,8 +9,7 @@ from collections.abc import Callable
 import httpx
 
 from tests.chaos.plan import TRAINERS, Fault
-from tests.chaos.service import SPARE, Handle, by_name
-from tests.integration.live import LiveService
+from tests.chaos.service import SPARE, Handle, Hosts, by_name
 
 
 class Breaker:
@@ -18,12 +17,12 @@ class Breaker:
     model, if one runs now."""
 
     def __init__(
-        self, live: LiveService, violations: list[str], trainer: Callable[[str], int | None], clock: Callable[[], float]
+        self, hosts: Hosts, violations: list[str], trainer: Callable[[str], int | None], clock: Callable[[], float]
     ) -> None:
         self.done: Counter[str] = Counter()
-        self.away: list[tuple[float, float]] = []  # when the API was killed or stopped, and when it answered again
+        self.away: list[tuple[int, float, float]] = []  # host whose API was killed or stopped, when; when it was back
         self.returns: dict[str, list[float]] = {}  # per kind of process: seconds from a kill to ready again
-        self._live = live
+        self._hosts = hosts
         self._violations = violations
         self._trainer = trainer
         self.clock = clock
@@ -48,28 +47,36 @@ class Breaker:
         self.done[f"{fault.what} {fault.target}"] += 1
         match fault.what:
             case "kill":
-                await self._kill(fault.target)
+                await self._kill(fault.host, fault.target)
             case "stop":
-                await self._stand_still(fault.target, fault.seconds)
+                await self._stand_still(fault.host, fault.target, fault.seconds)
             case "pause":
                 body = {"mode": fault.target, "lease_s": fault.seconds + 5, "deadline_s": 3.0}
-                await self._operate("pause", body, "resume", {}, fault.seconds)
+                await self._operate(fault.host, "pause", body, "resume", {}, fault.seconds)
             case "clear":
                 body = {"tags": fault.target.split("+")}
-                await self._operate("memory/release", body, "memory/resume", body, fault.seconds)
+                await self._operate(fault.host, "memory/release", body, "memory/resume", body, fault.seconds)
+            case "cut":
+                await self._cut(fault.host, fault.seconds)
 
-    def _handle(self, target: str) -> Handle | None:
+    async def _cut(self, host: int, seconds: float) -> None:
+        network = self._hosts.networks[host]
+        network.cut = True
+        await asyncio.sleep(seconds)
+        network.cut = False
+
+    def _handle(self, host: int, target: str) -> Handle | None:
         if target in TRAINERS:
             pid = self._trainer(TRAINERS[target])
             pids = [] if pid is None else [pid]
         else:
-            pids = by_name(self._live).get(target, [])
+            pids = by_name(self._hosts.services[host]).get(target, [])
         with contextlib.suppress(ProcessLookupError):
             return Handle(pids[0]) if pids else None
         return None
 
-    async def _kill(self, target: str) -> None:
-        handle = self._handle(target)
+    async def _kill(self, host: int, target: str) -> None:
+        handle = self._handle(host, target)
         if handle is None:
             return
         began = self.clock()
@@ -77,32 +84,34 @@ class Breaker:
         handle.close()
         if target in (*TRAINERS, SPARE):
             return
-        async with httpx.AsyncClient(base_url=self._live.url, timeout=2.0) as http:
+        async with httpx.AsyncClient(base_url=self._hosts.services[host].url, timeout=2.0) as http:
             await asyncio.sleep(0.1)
             for _ in range(1200):
-                if await self._back(http, target):
+                if await self._back(http, host, target):
                     break
                 await asyncio.sleep(0.05)
             else:
-                self._violations.append(f"{target}, killed at {began:.1f} s, is not back at {self.clock():.1f} s")
+                self._violations.append(
+                    f"{target} of host {host}, killed at {began:.1f} s, is not back at {self.clock():.1f} s"
+                )
         if target.startswith("api"):
-            self.away.append((began, self.clock()))
+            self.away.append((host, began, self.clock()))
         self.returns.setdefault(target.rstrip("0123456789-") or target, []).append(round(self.clock() - began, 2))
 
-    async def _back(self, http: httpx.AsyncClient, target: str) -> bool:
+    async def _back(self, http: httpx.AsyncClient, host: int, target: str) -> bool:
         """Answers: the API at all, the store to the API, a replica with the live version, or away as it was asked."""
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
             weights = (await http.get("/v1/rollout/weights")).json()
             if target.startswith("api"):
-                return target in by_name(self._live)
+                return target in by_name(self._hosts.services[host])
             if target == "store":
                 return bool(weights["store_connected"])
             replica = weights["replicas"][int(target.split("-")[1])]
             return bool(replica["ready"]) or replica["state"] in ("paused", "cleared")
         return False
 
-    async def _stand_still(self, target: str, seconds: float) -> None:
-        handle = self._handle(target)
+    async def _stand_still(self, host: int, target: str, seconds: float) -> None:
+        handle = self._handle(host, target)
         if handle is None:
             return
         began = self.clock()
@@ -113,11 +122,12 @@ class Breaker:
             handle.send(signal.SIGCONT)
             handle.close()
         if target.startswith("api"):
-            self.away.append((began, self.clock()))
+            self.away.append((host, began, self.clock()))
 
-    async def _operate(self, do: str, body: object, undo: str, undo_body: object, seconds: float) -> None:
+    async def _operate(self, host: int, do: str, body: object, undo: str, undo_body: object, seconds: float) -> None:
         """As an operator would: once, and back again until it is true."""
-        async with httpx.AsyncClient(base_url=f"{self._live.url}/v1/rollout", timeout=30.0) as http:
+        url = f"{self._hosts.services[host].url}/v1/rollout"
+        async with httpx.AsyncClient(base_url=url, timeout=30.0) as http:
             with contextlib.suppress(httpx.HTTPError):
                 answer = await http.post(f"/{do}", json=body)
                 self.done[f"{do} answered {answer.status_code}"] += 1

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Sample:
     adapter: str = ""
     pattern: str = ""  # what its text is held to
     masks: list[list[int]] = field(default_factory=list)  # per token: ids that were open, where it is held to something
+    host: int = 0
 
 
 @dataclass
@@ -48,17 +49,18 @@ class Ending:
     how: str
     detail: str = ""
     adapter: str = ""
+    host: int = 0
 
 
 class Clients:
-    """`count` clients of the service at `url`, until stopped."""
+    """`count` clients of the services at `urls`, each of one of them, until stopped."""
 
-    def __init__(self, url: str, seed: int, count: int, think_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, urls: Sequence[str], seed: int, count: int, think_s: float, clock: Callable[[], float]) -> None:
         """think_s: between two requests of a client, on average."""
         self.samples: list[Sample] = []
         self.endings: list[Ending] = []
         self.hung = 0
-        self._url = url
+        self._urls = urls
         self._seed = seed
         self._count = count
         self._think_s = think_s
@@ -77,22 +79,25 @@ class Clients:
 
     async def _client(self, number: int) -> None:
         rng = random.Random(f"{self._seed} client {number}")
-        async with AsyncRolloutClient(self._url) as client:
+        host = number % len(self._urls)
+        async with AsyncRolloutClient(self._urls[host]) as client:
             while not self._stop.is_set():
                 began = self.clock()
                 adapter = rng.choice(("", "", *ADAPTERS))
-                how, detail = await self._request(client, rng, adapter)
-                self.endings.append(Ending(began, self.clock(), how, detail, adapter))
+                how, detail = await self._request(client, rng, adapter, host)
+                self.endings.append(Ending(began, self.clock(), how, detail, adapter, host))
                 await asyncio.sleep(rng.uniform(0, 2 * self._think_s) if how in GOOD else 0.2)
 
-    async def _request(self, client: AsyncRolloutClient, rng: random.Random, adapter: str) -> tuple[str, str]:
+    async def _request(
+        self, client: AsyncRolloutClient, rng: random.Random, adapter: str, host: int
+    ) -> tuple[str, str]:
         # A few prompts are common, so that the prefix cache is hit, also right after a push.
         prompts = random.Random(rng.randrange(12))
         prompt = [prompts.randrange(1, CONFIG["vocab_size"]) for _ in range(prompts.randrange(1, 100))]
         count = rng.choice((1, 1, 2))
         pattern = rng.choice(("", "", *PATTERNS))
         greedy = not pattern and rng.random() < 0.5  # a mask of greedy tokens says which one was left, not among which
-        samples = [Sample(prompt, greedy, adapter=adapter, pattern=pattern) for _ in range(count)]
+        samples = [Sample(prompt, greedy, adapter=adapter, pattern=pattern, host=host) for _ in range(count)]
         options: dict[str, Any] = {
             "n": count,
             "temperature": 0.0 if greedy else 1.0,

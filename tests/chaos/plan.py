@@ -2,12 +2,12 @@
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.chaos.trainer import ADAPTERS
 
-What = Literal["kill", "stop", "pause", "clear"]
+What = Literal["kill", "stop", "pause", "clear", "cut"]
 QUIET_S = 2.0
 """At the start and the end nothing new is broken."""
 KILLS_OF_A_UNIT = 4
@@ -15,17 +15,22 @@ KILLS_OF_A_UNIT = 4
 PAUSE_MODES = ("keep", "recompute", "abort", "wait")
 TRAINERS = {"trainer": ""} | {f"trainer of {name}": name for name in ADAPTERS}
 """Processes that push, and the adapter of each; "" = the model."""
+_CUT = 0.3
+"""Share of the faults of a host below another that are of the network between them."""
 TAGS = (("weights", "kv_cache"), ("weights",), ("kv_cache",))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing done to the service. target: a process, or how to pause, or what to release. seconds: how long."""
+    """One thing done to a service. target: a process, or how to pause, or what to release; cut: nothing comes through
+    between the stores of `host` and of the one above. seconds: how long.
+    """
 
     at: float
     what: What
     target: str
     seconds: float = 0.0
+    host: int = 0
 
 
 def processes(replicas: int, tp: int, api_workers: int = 1) -> list[str]:
@@ -39,10 +44,25 @@ def unit_of(process: str) -> str:
     return process.rpartition("-rank-")[0] or process
 
 
-def draw(seed: int, seconds: float, every_s: float, replicas: int, tp: int, api_workers: int = 1) -> list[Fault]:
-    """A run's faults, in order; on average one every `every_s`."""
+def draw(
+    seed: int, seconds: float, every_s: float, replicas: int, tp: int, api_workers: int = 1, stores: int = 1
+) -> list[Fault]:
+    """A run's faults, in order; on average one every `every_s`. stores: of one host each, one below the other."""
     rng = random.Random(seed)
-    names = processes(replicas, tp, api_workers)
+    faults = _of_one_host(rng, seconds, every_s, processes(replicas, tp, api_workers))
+    if stores == 1:
+        return faults
+    placed: list[Fault] = []
+    for fault in faults:
+        host = 0 if fault.target in TRAINERS else rng.randrange(stores)
+        if host and rng.random() < _CUT:
+            placed.append(Fault(fault.at, "cut", "network", rng.choice((0.5, 2.0, 8.0)), host))
+        else:
+            placed.append(replace(fault, host=host))
+    return placed
+
+
+def _of_one_host(rng: random.Random, seconds: float, every_s: float, names: list[str]) -> list[Fault]:
     kills: dict[str, list[float]] = defaultdict(list)
     faults: list[Fault] = []
     at = QUIET_S

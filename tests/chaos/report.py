@@ -32,29 +32,24 @@ def run_and_report(options: argparse.Namespace, say: Callable[[str], None]) -> d
 def break_it(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
     """The run: its report without the replay, and every token that a client was given."""
     seed = options.seed
-    faults = draw(seed, options.seconds, options.every_s, options.replicas, options.tp, options.api_workers)
+    shape = (options.replicas, options.tp, options.api_workers)
+    faults = draw(seed, options.seconds, options.every_s, *shape, options.stores)
     say(f"seed {seed}: {len(faults)} faults in {options.seconds:g} s, {options.clients} clients")
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
     Checkpoint.random(directory / "model", seed * 1_000_003)
     text.write_tokenizer(directory / "model")
     load = os.getloadavg()[0]
-    live = service.serve(directory / "model", options.replicas, options.tp, options.api_workers)
+    hosts = service.Hosts(directory / "model", options.stores, *shape)
     try:
-        live.start()
-        run = Run(live, seed, faults, options.seconds, options.clients, options.think_s, say)
+        hosts.start()
+        run = Run(hosts, seed, faults, options.seconds, options.clients, options.think_s, say)
         asyncio.run(run.go())
-        status = live.stop()
-        if status:
-            run.violations.append(f"the service ended with status {status}")
-        try:
-            live.assert_nothing_left()
-        except AssertionError as left:
-            run.violations.append(str(left).splitlines()[0])
+        run.violations += hosts.stop()
     finally:
-        keep = options.out.with_suffix(".log")
-        keep.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(live.log, keep)
-        live.close()
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        for host, live in enumerate(hosts.services):
+            shutil.copy(live.log, options.out.with_suffix(f".{host}.log" if host else ".log"))
+        hosts.close()
         shutil.rmtree(directory)
     return account(options, run) | {"load_before": load}, run.clients.samples
 
@@ -65,7 +60,7 @@ def replay(
     """Every token, against the version its span names. Completes the report, writes and says it."""
     began = time.monotonic()
     say(f"replaying {sum(len(sample.tokens) for sample in samples)} tokens")
-    verdict = witness.judge(report["seed"], samples, max(1, len(os.sched_getaffinity(0))))
+    verdict = witness.judge(report["seed"], samples, max(1, len(os.sched_getaffinity(0))), options.tp)
     report |= {
         "tokens_replayed": verdict.tokens,
         "torn_samples": len(verdict.torn),
@@ -93,6 +88,7 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
         "clients": options.clients,
         "replicas": options.replicas,
         "tp": options.tp,
+        "stores": options.stores,
         "faults": [asdict(fault) for fault in run.faults],
         "done": dict(sorted(run.breaker.done.items())),
         "requests": dict(Counter(ending.how for ending in run.clients.endings).most_common()),
@@ -105,6 +101,7 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
         "samples": len(run.clients.samples),
         "samples_of_adapters": sum(bool(sample.adapter) for sample in run.clients.samples),
         "samples_held_to_a_pattern": sum(bool(sample.pattern) for sample in run.clients.samples),
+        "samples_of_hosts_below": sum(bool(sample.host) for sample in run.clients.samples),
         "samples_of_several_versions": sum(len(sample.spans) > 1 for sample in run.clients.samples),
         "samples_recomputed": sum(any(span.recomputed for span in sample.spans) for sample in run.clients.samples),
         "hung": run.clients.hung,
@@ -129,8 +126,10 @@ def lost_requests(run: Run) -> list[str]:
         if ending.how in GOOD or ending.how == "hung" or ending.how.startswith("503"):
             continue
         broken = ending.how == "unreachable" and any(
-            ending.began <= back + _WAIT_S and ending.ended >= gone for gone, back in run.breaker.away
+            ending.host == host and ending.began <= back + _WAIT_S and ending.ended >= gone
+            for host, gone, back in run.breaker.away
         )
         if not broken and not unknown(run, ending):
-            wrong.append(f"at {ending.began:.1f} to {ending.ended:.1f} s a request ended {ending.how}: {ending.detail}")
+            where = f"at {ending.began:.1f} to {ending.ended:.1f} s a request of host {ending.host}"
+            wrong.append(f"{where} ended {ending.how}: {ending.detail}")
     return wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])

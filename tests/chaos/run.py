@@ -1,4 +1,4 @@
-"""One chaos run: a service, its clients, a trainer, and a plan of what is broken when."""
+"""One chaos run: a service or several, their clients, trainers, and a plan of what is broken when."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from rollout_client.publisher import WeightPublisher
 from tests.chaos.breaking import Breaker
 from tests.chaos.clients import Clients, now_since
 from tests.chaos.plan import Fault
-from tests.chaos.service import SPARE, by_name, held
+from tests.chaos.service import SPARE, Hosts, by_name, of_host
 from tests.chaos.trainer import ADAPTERS, PUSH_S, RUN_ID, push
 from tests.integration.live import LiveService
 
@@ -59,7 +59,7 @@ class Run:
 
     def __init__(
         self,
-        live: LiveService,
+        hosts: Hosts,
         seed: int,
         faults: list[Fault],
         seconds: float,
@@ -67,7 +67,8 @@ class Run:
         think_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self.live = live
+        self.hosts = hosts
+        self.root = hosts.services[0]
         self.seed = seed
         self.faults = faults
         self.seconds = seconds
@@ -77,9 +78,9 @@ class Run:
         self.mended_s = 0.0
         self.final_s = 0.0
         self.clock = now_since(time.monotonic())
-        self.clients = Clients(live.url, seed, clients, think_s, self.clock)
+        self.clients = Clients([live.url for live in hosts.services], seed, clients, think_s, self.clock)
         self._say = say
-        self.breaker = Breaker(live, self.violations, self._trainer_pid, self.clock)
+        self.breaker = Breaker(hosts, self.violations, self._trainer_pid, self.clock)
         self.absent: dict[str, list[Absence]] = {name: [] for name in ADAPTERS}
         self._trainers: dict[str, asyncio.subprocess.Process] = {}
         self._live_versions: dict[str, int] = {}
@@ -88,15 +89,16 @@ class Run:
     async def go(self) -> None:
         """Load, break, mend, push once more."""
         await self._warm_up()
-        self.before = held(self.live)
-        shm = self.live.shared_memory()
+        self.before = self.hosts.held()
+        shm = self.hosts.shared_memory()
         asking = asyncio.create_task(self.clients.run())
-        watching, reporting = (asyncio.create_task(job()) for job in (self._watch, self._report))
+        watching = [asyncio.create_task(self._watch(live)) for live in self.hosts.services]
+        reporting = asyncio.create_task(self._report())
         training = [asyncio.create_task(self._train(name)) for name in ("", *ADAPTERS)]
         for fault in self.faults:
             await asyncio.sleep(max(0.0, fault.at - self.clock()))
-            if self.live.process.poll() is not None:
-                self.violations.append(f"the service ended by itself before {self.clock():.0f} s")
+            if any(live.process.poll() is not None for live in self.hosts.services):
+                self.violations.append(f"a service ended by itself before {self.clock():.0f} s")
                 break
             self.breaker.begin(fault)
         await asyncio.sleep(max(0.0, self.seconds - self.clock()))
@@ -108,7 +110,8 @@ class Run:
         await self._push_once_more()
         self.clients.stop()
         await asking
-        await _end(watching)
+        for task in watching:
+            await _end(task)
         await self._nothing_grew(shm)
 
     def _trainer_pid(self, name: str) -> int | None:
@@ -121,7 +124,7 @@ class Run:
     async def _train(self, name: str) -> None:
         """Start the trainer again whenever it was killed; note what it says. name: of its adapter, "" = the model."""
         while True:
-            words = (sys.executable, "-m", "tests.chaos.trainer", "--endpoint", self.live.push_endpoint)
+            words = (sys.executable, "-m", "tests.chaos.trainer", "--endpoint", self.root.push_endpoint)
             self._trainers[name] = trainer = await asyncio.create_subprocess_exec(
                 *words,
                 *("--seed", str(self.seed), "--first", str(self._next_version(name)), "--adapter", name),
@@ -163,9 +166,9 @@ class Run:
             self.violations.append(f"a push of {name or 'the model'} says version {version} after {before}")
         self._live_versions[name] = max(version, before)
 
-    async def _watch(self) -> None:
+    async def _watch(self, service: LiveService) -> None:
         """The live version, as HTTP tells it, only rises."""
-        async with AsyncRolloutClient(self.live.url) as client:
+        async with AsyncRolloutClient(service.url) as client:
             last = -1
             while True:
                 with contextlib.suppress(RolloutError, TimeoutError):
@@ -195,7 +198,7 @@ class Run:
     async def _warm_up(self) -> None:
         """Everything is open that a service has open: all replicas serve, and have held two versions."""
         await self._mend()
-        with self.live.publisher(RUN_ID) as publisher:
+        with self.root.publisher(RUN_ID) as publisher:
             for name, version in itertools.product(("", *ADAPTERS), (1, 2)):
                 await self._push(publisher, name, version)
         self.clock = self.clients.clock = self.breaker.clock = now_since(time.monotonic())
@@ -208,23 +211,28 @@ class Run:
     async def _mend(self) -> None:
         """Everything is ready, by itself."""
         began = self.clock()
-        async with httpx.AsyncClient(base_url=self.live.url, timeout=2.0) as http:
-            state: object = None
+        await asyncio.gather(*(self._ready(live.url, began) for live in self.hosts.services))
+        self.mended_s = self.clock() - began
+
+    async def _ready(self, url: str, began: float) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=2.0) as http:
+            state: Any = None
             while self.clock() < began + MENDED_S:
                 with contextlib.suppress(httpx.HTTPError, ValueError):
                     state = (await http.get("/v1/rollout/weights")).json()
-                    if state["store_connected"] and all(replica["ready"] for replica in state["replicas"]):
-                        self.mended_s = self.clock() - began
+                    above = (state["relay"] or {}).get("above")
+                    joined = not above or (above["joined"] and not above["fenced"])
+                    if state["store_connected"] and joined and all(replica["ready"] for replica in state["replicas"]):
                         return
                 await asyncio.sleep(0.05)
-        self.violations.append(f"not ready after {MENDED_S:g} s: {state}")
+        self.violations.append(f"{url} is not ready after {MENDED_S:g} s: {state}")
 
     async def _push_once_more(self) -> None:
         """The model and each adapter."""
         last = {name: self._next_version(name) for name in ("", *ADAPTERS)}
         began = self.clock()
         try:
-            with self.live.publisher(RUN_ID) as publisher:
+            with self.root.publisher(RUN_ID) as publisher:
                 for name, version in last.items():
                     await self._push(publisher, name, version)
         except RolloutError as error:
@@ -232,31 +240,34 @@ class Run:
             return
         self.final_s = self.clock() - began
         for name, version in last.items():
-            await self._asked_for(name, version)
+            for host in range(len(self.hosts.services)):
+                await self._asked_for(name, version, host)
 
-    async def _asked_for(self, name: str, version: int) -> None:
-        """Some client gets tokens of it."""
+    async def _asked_for(self, name: str, version: int, host: int) -> None:
+        """Some client of the host gets tokens of it."""
         asked = self.clock()
         while self.clock() < asked + MENDED_S:
             for sample in self.clients.samples[-200:]:
-                if sample.adapter == name and sample.spans:
+                if (sample.adapter, sample.host) == (name, host) and sample.spans:
                     span = sample.spans[-1]
                     if (span.adapter_version if name else span.version) == version:
                         return
             await asyncio.sleep(0.1)
-        self.violations.append(f"no token of the last version {version} of {name or 'the model'} in {MENDED_S:g} s")
+        what = f"the last version {version} of {name or 'the model'}"
+        self.violations.append(f"no token of {what} from host {host} in {MENDED_S:g} s")
 
     async def _nothing_grew(self, shm: list[str]) -> None:
         """Open files, shared memory and processes are those of the start; connections take a moment to close."""
         for _ in range(50):
-            after = held(self.live)
-            spares = len(by_name(self.live).get(SPARE, []))  # for each the supervisor holds two pipes and a pidfd
-            room = {"supervisor": _SLACK_FDS + 3 * spares}
-            room |= {name: _SLACK_FDS + _SLOT_FDS for name in self.before if name == "store" or "-rank-" in name}
+            after = self.hosts.held()
+            room = {name: _SLACK_FDS + _SLOT_FDS for name in self.before if name.endswith("store") or "-rank-" in name}
+            for host, live in enumerate(self.hosts.services):  # for each spare it holds two pipes and a pidfd
+                room[of_host(host, "supervisor")] = _SLACK_FDS + 3 * len(by_name(live).get(SPARE, []))
             grown = [
                 name
                 for name, was in self.before.items()
-                if name != SPARE and (name not in after or after[name].fds > was.fds + room.get(name, _SLACK_FDS))
+                if not name.endswith(SPARE)
+                and (name not in after or after[name].fds > was.fds + room.get(name, _SLACK_FDS))
             ]
             if not grown:
                 break
@@ -265,12 +276,13 @@ class Run:
         for name in grown:
             now = asdict(after[name]) if name in after else "gone"
             self.violations.append(f"{name} held {asdict(self.before[name])} and holds {now}")
-        doubled = {name: pids for name, pids in by_name(self.live).items() if len(pids) > 1 and name != SPARE}
-        strange = doubled or set(after) - set(self.before) - {SPARE}
+        everybody = self.hosts.by_name()
+        doubled = {name: pids for name, pids in everybody.items() if len(pids) > 1 and not name.endswith(SPARE)}
+        strange = doubled or {name for name in set(after) - set(self.before) if not name.endswith(SPARE)}
         if strange:
             self.violations.append(f"processes that were not there: {strange}")
-        if len(self.live.shared_memory()) > len(shm):
-            self.violations.append(f"shared memory: {shm} before, {self.live.shared_memory()} after")
+        if len(self.hosts.shared_memory()) > len(shm):
+            self.violations.append(f"shared memory: {shm} before, {self.hosts.shared_memory()} after")
 
 
 async def _end(task: "asyncio.Task[None]") -> None:

@@ -5,9 +5,11 @@ import os
 import re
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.relay_fleet import Proxy
 from tests.integration.live import LiveService
 from worker.service import free_ports
 
@@ -26,8 +28,77 @@ class Held:
     rss_mb: float
 
 
-def serve(model: Path, replicas: int, tp: int, api_workers: int = 1) -> LiveService:
-    """Not started yet. Its ports are fixed, so that what is restarted is found where it was."""
+LEASE_S = 5.0
+"""How long a store below may serve without a word from above."""
+
+
+class Hosts:
+    """The services of a run, each as on a host of its own. The store of the first takes the pushes, every other one is
+    below the one before it, with a network in between that can be cut.
+    """
+
+    def __init__(self, model: Path, stores: int, replicas: int, tp: int, api_workers: int = 1) -> None:
+        """stores: hosts. Nothing is started yet."""
+        self.services: list[LiveService] = []
+        self.networks: dict[int, Proxy] = {}  # above each host but the first
+        self._relays = [free_ports(2) for _ in range(stores - 1)]  # of each but the last: messages, bytes
+        for host in range(stores):
+            settings = [f"store.relay_lease_s={LEASE_S}", "store.relay_patience_s=3"] if stores > 1 else []
+            if host < stores - 1:
+                port, data = self._relays[host]
+                settings += [f"store.relay_endpoint=tcp://127.0.0.1:{port}", f"store.relay_data_port={data}"]
+            if host:
+                settings += [f"store.upstream=tcp://{Proxy.HOST}:{self._relays[host - 1][0]}"]
+            self.services.append(serve(model, replicas, tp, api_workers, settings))
+
+    def start(self) -> None:
+        """From the root down."""
+        for host, service in enumerate(self.services):
+            if host:
+                port, data = self._relays[host - 1]
+                self.networks[host] = Proxy(f"tcp://127.0.0.1:{port}", data)
+            service.start()
+
+    def stop(self) -> list[str]:
+        """What is wrong with how they end."""
+        wrong = []
+        for host, service in reversed(list(enumerate(self.services))):
+            if status := service.stop():
+                wrong.append(f"the service of host {host} ended with status {status}")
+        for network in self.networks.values():
+            network.close()
+        for host, service in enumerate(self.services):
+            try:
+                service.assert_nothing_left()
+            except AssertionError as left:
+                wrong.append(f"host {host}: {str(left).splitlines()[0]}")
+        return wrong
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for service in self.services:
+            service.close()
+
+    def held(self) -> dict[str, Held]:
+        """Of every process of every host now."""
+        return {of_host(host, name): h for host, s in enumerate(self.services) for name, h in held(s).items()}
+
+    def by_name(self) -> dict[str, list[int]]:
+        """Processes of every host."""
+        return {of_host(host, name): pids for host, s in enumerate(self.services) for name, pids in by_name(s).items()}
+
+    def shared_memory(self) -> list[str]:
+        """Files of all of them in /dev/shm."""
+        return [name for service in self.services for name in service.shared_memory()]
+
+
+def of_host(host: int, name: str) -> str:
+    """A process of a host; the first one's are called as in a run of one host."""
+    return f"{host}:{name}" if host else name
+
+
+def serve(model: Path, replicas: int, tp: int, api_workers: int = 1, store: Sequence[str] = ()) -> LiveService:
+    """Not started yet. Its ports are fixed, so that what is restarted is found where it was. store: settings of it."""
     http, push = free_ports(2)
     # Few blocks, so that sequences are preempted, and short steps, so that a flip falls between two parts of a prompt
     # or of what is computed again.
@@ -36,6 +107,7 @@ def serve(model: Path, replicas: int, tp: int, api_workers: int = 1) -> LiveServ
         "worker.block_size=4",
         "worker.num_blocks=160",
         "worker.max_tokens_per_step=72",
+        *store,
     )
     options = ("--replicas", str(replicas), "--tp", str(tp), *(word for one in small for word in ("--set", one)))
     options += ("--api-workers", str(api_workers))

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_client.spans import forward_passes
+from rollout_client.spans import ForwardPass, forward_passes
 from tests.chaos.clients import PATTERNS, Sample
 from tests.chaos.service import SUM_PARTS
 from tests.chaos.text import text_of
-from tests.chaos.trainer import adapted_weights, weights_of
+from tests.chaos.trainer import adapted_weights, adapter_of, weights_of
 from tests.reference.checkpoint import CONFIG, Checkpoint
-from tests.reference.exact import ExactReplay, difference
+from tests.reference.exact import ExactReplay, Sets, difference
 from tests.reference.llama import Replay
 
 TOLERANCE = 1e-3
@@ -47,24 +47,23 @@ class Verdict:
         self.torn += other.torn
 
 
-def judge(seed: int, samples: Sequence[Sample], workers: int) -> Verdict:
-    """All samples, over several processes."""
+def judge(seed: int, samples: Sequence[Sample], workers: int, tp: int = 1) -> Verdict:
+    """All samples, over several processes. tp: ranks of a replica."""
     verdict = Verdict()
     chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # of the children: matrices are small
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for part in pool.map(functools.partial(_judge_some, seed), chunks):
+        for part in pool.map(functools.partial(_judge_some, seed, tp), chunks):
             verdict.add(part)
     return verdict
 
 
-def _judge_some(seed: int, samples: Sequence[Sample]) -> Verdict:
+def _judge_some(seed: int, tp: int, samples: Sequence[Sample]) -> Verdict:
     verdict = Verdict()
-    exact = exact_replay(seed)
     for number, sample in enumerate(samples):
         problem = replay(seed, sample)
-        if not problem and not sample.adapter and not sample.pattern:
-            problem = differing_bits(exact, sample)
+        if not problem and not sample.pattern:
+            problem = differing_bits(exact_replay(seed, tp if sample.adapter else 1), sample)
         verdict.tokens += len(sample.tokens)
         if problem:
             verdict.torn.append(f"{problem}; prompt of {len(sample.prompt)}, spans {sample.spans}, {sample.finish}")
@@ -129,18 +128,25 @@ def open_only(sample: Sample, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def exact_replay(seed: int) -> ExactReplay:
-    """What computes as the services of a run with this seed do."""
+@functools.lru_cache(maxsize=2)
+def exact_replay(seed: int, tp: int = 1) -> ExactReplay:
+    """What computes as the services of a run with this seed do. The base's tokens are the same on any number of ranks,
+    those of adapters on `tp` of them."""
     with tempfile.TemporaryDirectory(prefix="witness-") as scratch:
         Checkpoint.random(Path(scratch) / "model", seed)
-        return ExactReplay(Path(scratch) / "model", functools.partial(weights_of, seed), sum_parts=SUM_PARTS)
+        sets = Sets(functools.partial(weights_of, seed), functools.partial(adapter_of, seed), sum_parts=SUM_PARTS)
+        made = ExactReplay(Path(scratch) / "model", sets, tp)
+        made.logprobs([1], [1], [ForwardPass(0, 1, [0], [])], 1.0)  # a second rank has read its files then
+        return made
 
 
 def differing_bits(exact: ExactReplay, sample: Sample) -> str:
     """What is wrong with it, its spans being in order; "" = every logprob is derived to the last bit."""
     passes = forward_passes(sample.spans, len(sample.prompt))
     temperature = 0.0 if sample.greedy else 1.0
-    return difference(sample.logprobs, exact.logprobs(sample.prompt, sample.tokens, passes, temperature))
+    return difference(
+        sample.logprobs, exact.logprobs(sample.prompt, sample.tokens, passes, temperature, sample.adapter)
+    )
 
 
 def rows_of(seed: int, sample: Sample, shift: int = 0) -> np.ndarray:

@@ -261,7 +261,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", port))
+                try:
+                    far = socket.create_connection(("127.0.0.1", port))
+                except ConnectionError:  # the store above is away
+                    near.close()
+                    continue
                 sockets += [near, far]
                 for a, b in ((near, far), (far, near)):
                     threading.Thread(target=self._forward, args=(a, b), daemon=True).start()

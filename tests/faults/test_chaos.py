@@ -22,6 +22,7 @@ def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path):
         replicas=2,
         tp=1,
         api_workers=1,
+        stores=1,
         out=tmp_path / "chaos.json",
     )
     report = run_and_report(options, say=print)

@@ -33,7 +33,7 @@ from tests.chaos.service import by_name
 from tests.integration.conftest import running
 from tests.integration.live import READY_S, LiveService
 from tests.reference.checkpoint import Checkpoint, random_weights
-from tests.reference.exact import ExactReplay, difference
+from tests.reference.exact import ExactReplay, Sets, difference
 from tests.reference.llama import Replay
 
 PUSHES = int(os.environ.get("REPLAY_PUSHES", "12"))
@@ -201,7 +201,7 @@ def check(replay: Replay, prompt: list[int], temperature: float, output: Output,
 
 def compare_bits(tiny: Checkpoint, sets: list[Any], answers: list[tuple[list[int], float, Output]]) -> None:
     """Every logprob of every answer is the engine's, with nothing to spare."""
-    exact = ExactReplay(tiny.directory, lambda version: sets[version % 2], sum_parts=2)
+    exact = ExactReplay(tiny.directory, Sets(lambda version: sets[version % 2], sum_parts=2))
     for prompt, temperature, output in answers:
         passes = output.forward_passes(len(prompt))
         problem = difference(output.logprobs, exact.logprobs(prompt, output.token_ids, passes, temperature))

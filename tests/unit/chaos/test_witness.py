@@ -98,6 +98,17 @@ def test_tokens_of_another_version_of_the_adapter_are_found(version):
     assert "has another's version" in witness.replay(SEED, replace(true, adapter=""))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_bit_of_a_logprob_with_an_adapter_is_found(tp):
+    sample, exact = adapted("policy-a", 5), witness.exact_replay(SEED, tp)
+    passes = forward_passes(sample.spans, len(PROMPT))
+    sample.logprobs = exact.logprobs(PROMPT, sample.tokens, passes, 0.0, "policy-a")
+    assert witness.replay(SEED, sample) == witness.differing_bits(exact, sample) == ""
+    sample.logprobs[3] = float(np.nextafter(sample.logprobs[3], 0))
+    assert witness.replay(SEED, sample) == ""
+    assert witness.differing_bits(exact, sample).startswith("logprob 3 is -0x")
+
+
 def held(text: str, finish: str = "length", mask: str = "abcdefghijklmnopqrstuvwxyz .") -> Sample:
     """Tokens of version 4 that were drawn among what a mask leaves."""
     ids = [TOKENS.index(character) for character in mask]
@@ -163,7 +174,7 @@ def test_spans_that_cannot_be_are_found(spans, problem):
 def test_versions_are_told_apart(exact):
     sample = made()
     sample.logprobs = exact.logprobs(PROMPT, sample.tokens, forward_passes(sample.spans, len(PROMPT)), 0.0)
-    verdict = witness._judge_some(SEED, [sample])
+    verdict = witness._judge_some(SEED, 1, [sample])
     assert verdict.torn == []
     assert (verdict.tokens, verdict.asked) == (15, 15)
     assert verdict.telling >= 14
