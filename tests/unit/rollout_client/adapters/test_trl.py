@@ -12,12 +12,13 @@ from rollout_client.adapters.trl_rollout import RolloutFunc, named_parameters
 from rollout_client.http_calls import Generation, Output
 from rollout_client.spans import Span
 
-MODULES = ["metrics", "push", "trl_async", "trl_rollout", "trl_server"]
+MODULES = ["metrics", "push", "trl_async", "trl_rollout", "trl_server", "verl"]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_heavy_is_imported_before_it_is_used(module):
-    probe = f"import sys, rollout_client.adapters.{module}; print({{'torch', 'trl', 'paddle'}} & set(sys.modules))"
+    heavy = {"torch", "trl", "verl", "ray", "paddle"}
+    probe = f"import sys, rollout_client.adapters.{module}; print({heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 

@@ -1,0 +1,208 @@
+"""verl's two ends of a rollout, with a service between them: the server that agent loops ask, and the rollout that the
+training engine gives its weights to. docs/trainers/verl.md puts them in place; neither imports verl.
+
+The calls are those of verl 0.9.1: `generate` and its neighbours of a rollout server's actor, and `BaseRollout`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollout_client.http import AsyncRolloutClient
+from rollout_client.http_calls import DEFAULT_URL, Output
+from rollout_client.protocol import InFlight
+from rollout_client.publisher import DEFAULT_ENDPOINT, WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 600.0
+"""A trainer that dies after `abort_all_requests` holds generation up for this long, not for ever."""
+_STOP_REASON = {"stop": "completed", "length": "completed", "abort": "aborted"}
+
+
+@dataclass
+class TokenOutput:
+    """What verl reads of a server's answer; it has the fields of verl's own class of this name."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: None = None
+    stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Server:
+    """The actor of a rollout replica: `ray.remote(Server).remote(url)`."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        adapter: str = "",
+        response_length: int | None = None,
+        token: str | None = None,
+    ) -> None:
+        """adapter: the name under which `Rollout` pushes one, for `lora.merge=False`; "" = the model itself.
+        response_length: tokens of a request that says nothing of them; None = what the context leaves. token: the
+        service's admin token.
+        """
+        self._client = AsyncRolloutClient(url, token=token)
+        self._adapter = adapter
+        self._response_length = response_length
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        audio_data: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> TokenOutput:
+        """Continue a prompt. `extra_fields` has `global_steps`, `min_global_steps` and `max_global_steps`: the versions
+        whose tokens these are. Raises ValueError for what is no text, RequestFailed with what the service says.
+        """
+        if image_data or video_data or audio_data or mm_processor_kwargs:
+            raise ValueError("images, videos and sound are not understood: the models here take token ids")
+        fields = dict(sampling_params)
+        longest = [fields.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
+        asked = next((count for count in longest if count is not None), self._response_length)
+        logprobs = fields.pop("logprobs", False)
+        if isinstance(logprobs, int) and not isinstance(logprobs, bool):
+            fields["logprobs"] = logprobs  # so many alternatives, beside the sampled token's own
+        if self._adapter:
+            fields["adapter"] = self._adapter
+        made = await self._client.generate(
+            prompt_ids=[list(prompt_ids)],
+            max_tokens=None if asked is None else max(1, asked),
+            request_id=request_id,
+            priority=priority,
+            **fields,
+        )
+        return self._answer(made.outputs[0], with_logprobs=logprobs is not False and logprobs is not None)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End what runs with the tokens that it has, and hold what comes until `resume_generation`."""
+        del reject_request  # who comes now is held, and served by the next version
+        await self._client.pause("abort", lease_s=LEASE_S)
+
+    async def resume_generation(self) -> None:
+        """Let generation go on."""
+        await self._client.resume()
+
+    async def clear_kv_cache(self) -> None:
+        """Nothing: no key of one version is ever read by a sequence that begins under another."""
+
+    async def release_kv_cache(self) -> None:
+        """Nothing: a push needs none of the cache's memory."""
+
+    async def resume_kv_cache(self) -> None:
+        """Nothing: it was not released."""
+
+    async def sleep(self) -> None:
+        """Nothing: the service has memory of its own."""
+
+    async def wake_up(self) -> None:
+        """Nothing: it did not sleep."""
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        await self._client.aclose()
+
+    def _answer(self, output: Output, *, with_logprobs: bool) -> TokenOutput:
+        made_by = [span.adapter_version if self._adapter else span.version for span in output.spans]
+        steps = [version for version in made_by if version is not None]
+        extra: dict[str, Any] = {"num_cached_tokens": output.cached_tokens}
+        if steps:
+            extra |= {"global_steps": steps[-1], "min_global_steps": steps[0], "max_global_steps": steps[-1]}
+        return TokenOutput(
+            token_ids=output.token_ids,
+            log_probs=output.logprobs if with_logprobs else None,
+            stop_reason=_STOP_REASON.get(output.finish_reason or "", output.finish_reason),
+            extra_fields=extra,
+        )
+
+
+class Rollout:
+    """What a training worker calls (`BaseRollout`): its weights go to the service, as the version `global_steps`.
+
+    Every rank of the trainer calls it with an iterator that gathers whole tensors on all of them; rank 0 pushes. All or
+    nothing: when `update_weights` raises, what is served has not changed.
+    """
+
+    sleep_level = 1
+    """Read and set by verl; the service does not sleep."""
+
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        run_id: str,
+        rank: int = 0,
+        adapter: str = "policy",
+        in_flight: InFlight = "keep",
+        timeout_s: float = 600.0,
+        token: str = "",
+        transport: Literal["auto", "shm", "zmq"] = "auto",
+    ) -> None:
+        """rank: of this worker among those that share the model. adapter: what an adapter is called that is trained
+        with `lora.merge=False`. The rest: see WeightPublisher.
+        """
+        self._publisher = WeightPublisher(endpoint, run_id=run_id, token=token, transport=transport, progress=False)
+        self._pushes = rank == 0
+        self._adapter = adapter
+        self._in_flight: InFlight = in_flight
+        self._timeout_s = timeout_s
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Nothing: the service keeps its memory during an update."""
+
+    async def release(self) -> None:
+        """Nothing: the service has memory of its own."""
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Any]],
+        wire_format: str = "named_tensors",
+        *,
+        peft_config: Any = None,
+        base_sync_done: bool = True,
+        global_steps: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Make (name, tensor) pairs live: the model's or, with a peft_config whose base was synchronised, an adapter's.
+
+        Raises as WeightPublisher.push; ValueError for flushes of deltas, and without global_steps.
+        """
+        if wire_format != "named_tensors":
+            raise ValueError(f"wire_format {wire_format!r} is not understood: only whole tensors, named_tensors, are")
+        if not self._pushes:
+            for _pair in weights:  # each gathers a tensor over all ranks
+                pass
+            return
+        if global_steps is None:
+            raise ValueError("update_weights needs global_steps: it becomes the version that tokens name")
+        pairs = list(weights)  # gathered here: a thread of its own would not have this one's device
+        await asyncio.to_thread(self._push, pairs, peft_config, base_sync_done, global_steps)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._publisher.close()
+
+    def _push(self, pairs: list[tuple[str, Any]], peft_config: Any, base_sync_done: bool, version: int) -> None:
+        how: dict[str, Any] = {"in_flight": self._in_flight, "timeout_s": self._timeout_s}
+        if peft_config and base_sync_done:
+            report = self._publisher.push_adapter(self._adapter, pairs, peft_config, version, **how)
+        else:
+            report = self._publisher.push([(_of_the_base(name), tensor) for name, tensor in pairs], version, **how)
+        logger.info("version %d is live after %.3f s", version, report.seconds.get("total", 0.0))
+
+
+def _of_the_base(name: str) -> str:
+    """As the checkpoint has it: under PEFT, verl calls the base's matrices `...q_proj.base_layer.weight`."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
