@@ -29,28 +29,45 @@ typedef struct {
 
 #define CLAIM CHUNK  // rows a thread takes at a time, or half of them where there are few: a multiple of all blocks' rows
 #define SUMS 24        // vectors of sums in a block
+#define STRETCH(narrow, V) (narrow || V > 3 ? 16 : 4)  // words of a row between fetches: more are on their way where a
+                                                       // word takes less time, and too many at once wait for each other
+
+// p, of which the compiler then knows nothing: it would keep a pointer to each row, and there are not as many registers.
+static inline INLINE const char *unknown(const char *p) {
+    __asm__("" : "+r"(p));
+    return p;
+}
 
 // Sums of R rows of `words` words, for V * 16 tokens; x: [words, tokens], a word being a float or two bfloat16.
 static inline INLINE void block(const char *w, int64_t stride, const float *x, int64_t words, int64_t part, float *sums,
                                 const char *ahead, Ahead *more, const int R, const int V, const int narrow) {
-    const int T = V * 16;
+    const int T = V * 16, stretch = STRETCH(narrow, V);
     for (int64_t start = 0; start < words; start += part) {
         const int64_t end = start + part < words ? start + part : words;
         f32x16 a[SUMS];
 #pragma GCC unroll 32
         for (int i = 0; i < R * V; i++) a[i] = splat(0);
-        for (int64_t line = start; line < end; line += 16) {
-            for (int r = 0; r < R; r++) __builtin_prefetch(ahead + r * stride + line * 4, 0, 2);
+        for (int64_t line = start; line < end; line += stretch) {
+            // A line of each of the rows that are read next, a few at a time: not many can be on their way at once.
+            const char *lines = ahead + line / 16 * 64;
+            const int64_t turn = line % 16 / stretch;
+#pragma GCC unroll 32
+            for (int r = 0; r < R; r += 16 / stretch)
+                if (R % (16 / stretch) == 0 || r + turn < R) __builtin_prefetch(lines + (r + turn) * stride, 0, 2);
             fetch_some(more);
-            const int64_t until = line + 16 < end ? line + 16 : end;
+            const int64_t until = line + stretch < end ? line + stretch : end;
+            const float *tokens = x + line * T;
+            const char *words_of = w + line * 4;
 #pragma GCC unroll 1
-            for (int64_t at = line; at < until; at++) {
+            for (int64_t at = line; at < until; at++, tokens += T, words_of += 4) {
+                const char *from = words_of;
                 f32x16 there[4];
 #pragma GCC unroll 4
-                for (int v = 0; v < V; v++) there[v] = load(x + at * T + v * 16);
+                for (int v = 0; v < V; v++) there[v] = load(tokens + v * 16);
 #pragma GCC unroll 32
                 for (int r = 0; r < R; r++) {
-                    const f32x16 word = splat(*(const four_bytes *)(w + r * stride + at * 4));
+                    if (r % 4 == 0) from = unknown(r ? from + 4 * stride : from);
+                    const f32x16 word = splat(*(const four_bytes *)(from + r % 4 * stride));
 #pragma GCC unroll 4
                     for (int v = 0; v < V; v++)
                         a[r * V + v] = narrow ? fused_pairs(word, there[v], a[r * V + v]) : fused(word, there[v], a[r * V + v]);
@@ -141,7 +158,8 @@ static inline INLINE void look_ahead(const Many *s, int64_t part, int64_t chunk,
                                      Piece pieces[PIECES], const int R, const int narrow) {
     const int64_t parts = is_gated(s) ? 2 : 1, lines = (s->columns * (narrow ? 2 : 4) + 63) / 64 * (CLAIM / R) * parts;
     const int64_t bytes = low_rank_ahead(s->adapted, part, parts, chunk, claim, claims, more, pieces);
-    more->rate = (bytes / 64 + lines - 1) / lines;
+    const int64_t turns = lines * 16 / STRETCH(narrow, s->tokens / 16);
+    more->rate = (bytes / 64 + turns - 1) / turns;
 }
 
 static inline INLINE void claims(Many *s, const int R, const int V, const int narrow) {
