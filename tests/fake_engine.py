@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client.digest import digest_of
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import Extent
 from worker.config import WorkerConfig
@@ -101,6 +102,52 @@ class FakeAdapters:
         self.held.pop(epoch, None)
 
 
+class FakeTaking:
+    """`Taking` into an array of its own; numbers: of the pieces that were copied, in order."""
+
+    def __init__(self, extents: Mapping[str, Extent]) -> None:
+        self.extents, self.own = extents, dict[str, npt.NDArray[Any]]()
+        self.numbers: list[int] = []
+
+    def take(self, flat: npt.NDArray[Any], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Copy these, and hash the copies."""
+        found, names = [], list(self.extents)
+        for number in numbers.tolist():
+            own = self.own[names[number]] = self.extents[names[number]].of(flat).copy()
+            found.append(digest_of(own.data))
+        self.numbers += numbers.tolist()
+        return np.array(found, np.uint64)
+
+
+class CopyingAdapters(FakeAdapters):
+    """`TakesPieces`: the hash is that of copies, made tensor by tensor. taken: every version that was begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_pieces = True
+        self.taken: list[FakeTaking] = []
+
+    def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
+        """Without what holds several."""
+        super().plan(name, extents, modules, dtype)
+        return {n: extents[n] for module in modules for n in (f"{module.name}.lora_A", f"{module.name}.lora_B")}
+
+    def pieces(self, plan: Any) -> Sequence[Extent]:
+        """Every A and B."""
+        return list(plan.values())
+
+    def begin(self, plan: Any) -> FakeTaking:
+        """Nothing is copied yet."""
+        self.taken.append(FakeTaking(plan))
+        return self.taken[-1]
+
+    def keep(self, epoch: int, taking: Any) -> None:
+        """Hash the copies."""
+        assert isinstance(taking, FakeTaking)
+        assert taking.own.keys() == taking.extents.keys()
+        self.held.setdefault(epoch, views_hash(taking.own))
+
+
 class FakeEngine:
     """`Engine` of one rank; rank 0 returns logits. step_s: seconds each forward sleeps, to stand for work.
 
@@ -120,7 +167,7 @@ class FakeEngine:
     ) -> None:
         self.spec = spec
         self.asked: Callable[[], bool] = never
-        self.adapters: Adapters | None = FakeAdapters()
+        self.adapters: Adapters | None = CopyingAdapters()
         self._draft_noise = draft_noise
         self.steps = 0
         self._rank = rank

@@ -7,7 +7,8 @@ Life of a replica, seen from the store:
   `Register` -> (store waits until no commit is in flight) -> `Registered` with what is live -> the ranks
   map it and verify it -> `Adopted`. From then on the replica votes in every commit:
   `Prepare` -> `Prepared`; `Flip` -> `Flipped` (the replica now holds its output); then `Finalize` or
-  `Rollback`. Who has said `Register.copies_ahead` hears what is `InPlace` while the push still runs.
+  `Rollback`. Who has said `Register.copies_ahead` (of adapters: `adapters_ahead`) hears what is `InPlace` while the
+  push still runs.
   `Beat` at least every `Registered.beat_s` says that its loop turns.
 Adapters (docs/lora.md) go the same way beside that: `Registered` and `Adapters` say all that are live, and a commit of
 one is `Prepare` -> `Prepared`, then `Finalize` or `Rollback`; both versions are held by then, so nobody flips.
@@ -69,6 +70,7 @@ class Register(Message, tag="register", frozen=True):
     layout_digest: str  # must equal the store's, or the reply is `Refused`
     adapters: list[HeldAdapter] = []  # from an earlier registration
     copies_ahead: bool = False  # its ranks have memory of their own, to copy to what is `InPlace`
+    adapters_ahead: bool = False  # they copy adapters, and take in what is `InPlace` of one
 
 
 class Registered(Message, tag="registered", frozen=True):
@@ -113,6 +115,8 @@ class InPlace(Message, tag="in_place", frozen=True):
     slot: int
     write_epoch: int  # of the slot, while it is that push's
     spans: list[tuple[int, int]]  # (offset in the slot, bytes); a large tensor's come in pieces, and whole at its end
+    adapter: str = ""  # whose slot it is; "": the model's
+    arena_path: str = ""  # of an adapter
 
 
 class Prepare(Message, tag="prepare", frozen=True):

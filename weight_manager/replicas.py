@@ -58,7 +58,8 @@ class Replica:
     told: set[str] = field(default_factory=set)  # names that it was told to serve, and has not said anything since
     held: list[HeldAdapter] = field(default_factory=list)  # versions that are read there
     adapter_error: str = ""
-    copies_ahead: bool = False  # tell it of bytes that are intact
+    copies_ahead: bool = False  # tell it of bytes that are there
+    adapters_ahead: bool = False  # and of an adapter's
 
 
 class Replicas:
@@ -163,6 +164,12 @@ class Replicas:
             if replica.copies_ahead and replica.epoch:
                 self._send(replica.identity, InPlace(slot, write_epoch, spans))
 
+    def adapter_in_place(self, message: InPlace) -> None:
+        """The same of an adapter, to those that have its live version."""
+        for replica in self._replicas.values():
+            if replica.adapters_ahead and message.adapter in replica.adapters:
+                self._send(replica.identity, message)
+
     def drop(self, number: int, why: str) -> None:
         """A replica did not answer: it must register again."""
         replica = self._replicas.get(number)
@@ -266,7 +273,10 @@ class Replicas:
 
     def _welcome(self, identity: bytes, request: Register, now: float) -> None:
         replica = Replica(
-            *(request.replica, identity, request.pids, now), held=request.adapters, copies_ahead=request.copies_ahead
+            *(request.replica, identity, request.pids, now),
+            held=request.adapters,
+            copies_ahead=request.copies_ahead,
+            adapters_ahead=request.adapters_ahead,
         )
         known = self._replicas.pop(request.replica, None)
         if known is not None:

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from rollout_client.protocol import AdapterInFlight
 from weight_manager import messages as store
 from weight_manager.ballot import NEVER
@@ -69,6 +71,7 @@ class AdapterMembership:
         self._error = ""
         self._ask_at: float | None = None  # a version that is live could not be held: perhaps another one is by then
         self._registered = False
+        self._arriving: dict[str, store.InPlace] = {}  # by adapter, what the ranks have not been told yet
 
     @property
     def complete(self) -> bool:
@@ -107,6 +110,8 @@ class AdapterMembership:
             case store.Rollback() if message.session in self._sessions:
                 self._undo(self._sessions[message.session], message.reason)
                 self._send(store.RolledBack(message.session))
+            case store.InPlace() if message.adapter:
+                self._arriving[message.adapter] = _together(self._arriving.get(message.adapter), message)
             case store.Adapters():
                 self.reconcile(message.live)
             case _:
@@ -181,6 +186,8 @@ class AdapterMembership:
             if session.state is State.SEALED and not waits:
                 session.state, session.quick = State.PREPARING, self._is_quick(session.adapter)
                 return Order(Signal.ADAPTER, Phase.PREPARE, session=session.id, adapter=session.adapter)
+        for name in self._arriving:
+            return Order(Signal.ADAPTER, Phase.TAKE_IN, in_place=self._arriving.pop(name))
         if self._ask_at is None:
             for adapter in self._wanted.values():
                 return Order(Signal.ADAPTER, Phase.PREPARE, adapter=adapter)
@@ -205,6 +212,7 @@ class AdapterMembership:
         self._adopt()
 
     def _on_prepare(self, message: store.Prepare, adapter: LiveAdapter) -> None:
+        self._arriving.pop(adapter.name, None)  # what is missing is taken in with the rest
         if message.session in self._sessions:
             return  # said twice
         running = self._scheduler.adapter_running(adapter.name)
@@ -270,3 +278,10 @@ class AdapterMembership:
         needed |= {s.adapter.live.epoch for s in self._sessions.values()}
         idle = self._held.keys() - needed
         return min(idle - self._scheduler.adapter_epochs(), default=None) if idle else None
+
+
+def _together(before: store.InPlace | None, new: store.InPlace) -> store.InPlace:
+    """What is there of a version, if both speak of the same; else of the newer one."""
+    if before is None or msgspec.structs.replace(before, spans=new.spans) != new:
+        return new
+    return msgspec.structs.replace(new, spans=before.spans + new.spans)

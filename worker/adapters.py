@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import VIEW_DTYPE, Extent
-from worker.models.low_rank import LowRankMemory
-from worker.models.packed_adapter import Factors, Site
+from worker.models.low_rank import LowRankMemory, NativeLowRank
+from worker.models.packed_adapter import Factors, Packing, Site, Taking, hasher
 
 MOST_RANK = 256
 """Largest rank of one matrix; the kernel's room for what lies between A and B is made for the step's largest."""
@@ -57,6 +57,30 @@ class AdapterTable:
         assert flat.dtype == plan.dtype, f"an array of {flat.dtype} for a plan of {plan.dtype}"
         if epoch not in self._held:
             self._low_rank.hold(epoch, plan.of_engine, flat)
+            self._held.add(epoch)
+
+    @property
+    def by_pieces(self) -> bool:
+        """See `TakesPieces`: where a kernel of the processor reads copies, and they can be hashed as they are made."""
+        return isinstance(self._low_rank, NativeLowRank) and hasher() != 0
+
+    def pieces(self, plan: Any) -> Sequence[Extent]:
+        """What versions of this plan are copied by."""
+        assert isinstance(plan, _Plan)
+        assert isinstance(plan.of_engine, Packing)
+        return plan.of_engine.pieces
+
+    def begin(self, plan: Any) -> Taking:
+        """A version of this plan, that has pieces, for `keep`."""
+        assert isinstance(self._low_rank, NativeLowRank)
+        return self._low_rank.taking(plan.of_engine, plan.dtype)
+
+    def keep(self, epoch: int, taking: Any) -> None:
+        """Hold a version of which all pieces were taken."""
+        assert isinstance(taking, Taking)
+        assert isinstance(self._low_rank, NativeLowRank)
+        if epoch not in self._held:
+            self._low_rank.keep(epoch, taking)
             self._held.add(epoch)
 
     def forget(self, epoch: int) -> None:

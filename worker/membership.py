@@ -86,7 +86,9 @@ class Membership:
         self.stalls: list[float] = []  # seconds, since last taken
         self.until_flips: deque[float] = deque(maxlen=_FLIPS)  # seconds from a vote to its flip, newest last
         self.registered = False
-        self._me = store.Register(replica, pids, layout_digest, copies_ahead=actions.copies_ahead)
+        self._me = store.Register(
+            *(replica, pids, layout_digest), copies_ahead=actions.copies_ahead, adapters_ahead=actions.adapters_ahead
+        )
         self._actions = actions
         self._lifecycle = lifecycle
         self._scheduler = scheduler

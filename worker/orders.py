@@ -58,14 +58,15 @@ class Phase(IntEnum):
     RESTART = 7  # RELOAD: groups back
     MAP = 8  # RELOAD: views of the live slot and KV, in the background
     FORGET = 9  # ADAPTER: nothing computes with a version any more (PREPARE as of an UPDATE)
+    TAKE_IN = 10  # ADAPTER: bytes of the next version are there
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rank 0's decision for one tick.
 
     live, session: of the weight change. arena_path: the arena that `live` lies in. tags: what to release or
-    bring back. adapter: to prepare; epoch: of the one to forget. vote: every rank tells how its work stands and how its
-    last step went, before it acts.
+    bring back. adapter: to prepare; epoch: of the one to forget; in_place: what can be taken in of one that arrives.
+    vote: every rank tells how its work stands and how its last step went, before it acts.
     """
 
     signal: Signal = Signal.RUN
@@ -78,6 +79,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     tags: tuple[Tag, ...] = ()
     adapter: LiveAdapter | None = None
     epoch: int = 0
+    in_place: InPlace | None = None
 
     @property
     def beside_steps(self) -> bool:
@@ -286,13 +288,18 @@ class Actions:
         """Whether this rank's engine copies a version while it arrives."""
         return isinstance(self.engine, CopiesAhead)
 
+    @property
+    def adapters_ahead(self) -> bool:
+        """Whether this rank copies versions of adapters, and may do so while they arrive."""
+        return self.adapters.takes_in
+
     def copy_ahead(self, message: InPlace) -> None:
         """Part of the next version can be copied already. Between orders; returns at once."""
         if self.weights is not None and "weights" not in self.released:
             self.weights.copy_ahead(message.slot, message.write_epoch, message.spans)
 
     def start(self, order: Order) -> None:
-        """Begin. FINALIZE, ROLLBACK and orders without work are over when this returns."""
+        """Begin. FINALIZE, ROLLBACK, FORGET, TAKE_IN and orders without work are over when this returns."""
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.FINALIZE:
                 if self.weights and "weights" not in self.released:
@@ -302,6 +309,9 @@ class Actions:
                     self.weights.rollback()
             case Signal.ADAPTER, Phase.FORGET:
                 self.adapters.forget(order.epoch)
+            case Signal.ADAPTER, Phase.TAKE_IN:
+                assert order.in_place is not None
+                self.adapters.take_in(order.in_place)
             case Signal.RUN | Signal.PAUSE | Signal.STOP, _:
                 pass
             case _:

@@ -52,8 +52,8 @@ class Ranks:
     compared with anything, as a real one is before its vote. So it had better be true.
     """
 
-    def __init__(self, *, copies_ahead: bool) -> None:
-        self.copies_ahead = copies_ahead
+    def __init__(self, *, copies_ahead: bool, adapters_ahead: bool) -> None:
+        self.copies_ahead, self.adapters_ahead = copies_ahead, adapters_ahead
         self._ahead: tuple[Ahead, bytearray] | None = None
         self.released: frozenset[str] = frozenset()
         self.bound: Held | None = None
@@ -127,14 +127,36 @@ class Ranks:
 
 
 class Versions:
-    """Stands for the adapters that the ranks of a replica hold (worker/adapter_views.py)."""
+    """Stands for the adapters that the ranks of a replica hold (worker/adapter_views.py).
+
+    Where they take versions in while these arrive, they compute with what they copied then, and believe that it is
+    right: they compare the slot alone with the digest, where real ones compare the copy.
+    """
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[LiveAdapter, Memory]] = {}
+        self._copies: dict[int, bytes] = {}  # by epoch
+        self._arriving: dict[str, tuple[tuple[str, int, int], dict[int, bytes]]] = {}
+
+    def take_in(self, message: messages.InPlace) -> None:
+        key, memory = (message.arena_path, message.slot, message.write_epoch), Memory.made.get(message.arena_path)
+        known = [other for _, other in self.held.values()]
+        if memory is None or memory not in known or memory.write_epoch(message.slot) != message.write_epoch:
+            return
+        if self._arriving.get(message.adapter, (None,))[0] != key:
+            self._arriving[message.adapter] = key, {}
+        there, slot = self._arriving[message.adapter][1], memory.slot(message.slot)
+        for start, size in message.spans:
+            there[start] = bytes(slot[start : start + size])
 
     def act(self, order: Order) -> Verdict:
         if order.phase is Phase.FORGET:
             self.held.pop(order.epoch, None)
+            self._copies.pop(order.epoch, None)
+            return Verdict(True)
+        if order.phase is Phase.TAKE_IN:
+            assert order.in_place is not None
+            self.take_in(order.in_place)
             return Verdict(True)
         adapter = order.adapter
         assert adapter is not None
@@ -142,6 +164,11 @@ class Versions:
         if memory is None or not memory.backed(live.slot) or self._differs(adapter, memory):
             return Verdict(False, 0, "the slot does not hold the version")
         self.held[live.epoch] = adapter, memory
+        copy, (key, there) = bytearray(memory.slot(live.slot)), self._arriving.pop(adapter.name, ((), {}))
+        if key == (adapter.arena_path, live.slot, live.write_epoch):
+            for start, taken in there.items():
+                copy[start : start + len(taken)] = taken
+        self._copies[live.epoch] = bytes(copy)
         return Verdict(True)
 
     def overwritten(self) -> set[int]:
@@ -150,7 +177,10 @@ class Versions:
 
     def intact(self, epoch: int) -> bool:
         """Whether its bytes are those that its digest names."""
-        return not self._differs(*self.held[epoch])
+        adapter, memory = self.held[epoch]
+        layout = adapter_layout(adapter.shape, LAYOUT)
+        copied = version_digest(layout, region_digests(layout, memoryview(self._copies[epoch])))
+        return copied == adapter.live.digest and not self._differs(adapter, memory)
 
     def _differs(self, adapter: LiveAdapter, memory: Memory) -> bool:
         live, layout = adapter.live, adapter_layout(adapter.shape, LAYOUT)
@@ -232,7 +262,8 @@ class Replica:
         self.pid, self.alive = world.number(), True
         world.pids.add(self.pid)
         on_device = bool((ord(self.host.name[0]) + self.number) % 2)
-        self.ranks, self.versions, self.sequences = Ranks(copies_ahead=on_device), Versions(), Sequences()
+        self.ranks = Ranks(copies_ahead=on_device, adapters_ahead=not on_device)
+        self.versions, self.sequences = Versions(), Sequences()
         self.work: Order | None = None
         self.lifecycle = Lifecycle(lambda state, reason: None)
         self.adapters = AdapterMembership(
@@ -326,7 +357,7 @@ class Replica:
         self.membership.advance()
         self.adapters.advance()
         while self.work is None and (order := self.membership.next_order() or self.adapters.next_order()) is not None:
-            if order.phase is Phase.FORGET:
+            if order.phase in (Phase.FORGET, Phase.TAKE_IN):
                 self.versions.act(order)
                 self.adapters.advance()
                 continue

@@ -21,7 +21,7 @@ from weight_manager.data_plane import DataPlane
 from weight_manager.history import History, Record
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
-from weight_manager.messages import Finalize, Live, LiveAdapter, Prepare, ToReplica
+from weight_manager.messages import Finalize, InPlace, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.relay.members import Members
 from weight_manager.replicas import Replicas
@@ -200,7 +200,9 @@ class LineReplicas:
         self._audience.send(number, message)
 
     def in_place(self, slot: int, write_epoch: int, spans: list[tuple[int, int]]) -> None:
-        """Adapters are small: nobody copies one before it is whole."""
+        """Those that compute with copies of adapters may begin with these bytes."""
+        path = str(self._line.arena.path)
+        self._audience.adapter_in_place(InPlace(slot, write_epoch, spans, self._line.name, path))
 
     def drop(self, number: int, why: str) -> None:
         """A replica did not answer."""

@@ -6,6 +6,7 @@
 // added up, and over the rank one by one. So what is added to a token does not show who else is in the step.
 
 #include <sched.h>
+#include <string.h>
 
 #include "low_rank.h"
 
@@ -446,10 +447,20 @@ typedef struct {
     int64_t from, to, rows, columns, chunk, apart, pairs;
 } Turn;
 
+// A matrix of what is read, from its first byte on; and `Turn`s [first, first + count), whose `from` counts from there.
+typedef struct {
+    int64_t at, bytes, first, count;
+} Matrix;
+
 typedef struct {
     const void *from;  // bfloat16 when from_narrow
     void *to;          // bfloat16 when to_narrow
     const Turn *turns;
+    const Matrix *matrices;
+    const int64_t *numbers;  // [count] of the matrices that are packed
+    uint64_t *digests;       // [count] what `hash` says of them
+    void *apart;             // room for the largest of them
+    uint64_t (*hash)(const void *, size_t);  // 0: nothing is
     int64_t count, from_narrow, to_narrow;
 } Pack;
 
@@ -465,6 +476,7 @@ static inline INLINE void put(char *there, f32x16 v) {
 }
 
 static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narrow, const int to_narrow) {
+    const void *from = s->apart;
     const int64_t size = to_narrow ? 2 : 4;
     for (int64_t row = 0; row < m->rows; row += 16) {
         char *to = (char *)s->to + (m->to + row / CHUNK * m->chunk + row % CHUNK) * size;
@@ -475,9 +487,9 @@ static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narr
             for (int r = 0; r < 16; r++) {
                 const int64_t at = m->from + (row + r) * m->columns + c;
                 v[r] = splat(0);
-                if (r < rows && columns == 16) v[r] = load_any(s->from, at, from_narrow);
+                if (r < rows && columns == 16) v[r] = load_any(from, at, from_narrow);
                 else
-                    for (int i = 0; r < rows && i < columns; i++) v[r][i] = element(s->from, at + i, from_narrow);
+                    for (int i = 0; r < rows && i < columns; i++) v[r][i] = element(from, at + i, from_narrow);
             }
             transpose(v);
             if (to_narrow && m->pairs) {
@@ -505,13 +517,19 @@ static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narr
     }
 }
 
-// A and B as `Factors` has them; on one thread. What lies between them stays as it is.
+// A and B as `Factors` has them; on one thread. What lies between them stays as it is. Others may be writing what is read:
+// each matrix is first laid aside, so that what is hashed are the very bytes that are packed.
 void pack(void *data) {
     const Pack *s = data;
-    for (const Turn *m = s->turns; m < s->turns + s->count; m++)
-        if (s->from_narrow) turn(s, m, 1, 1);
-        else if (s->to_narrow) turn(s, m, 0, 1);
-        else turn(s, m, 0, 0);
+    for (int64_t i = 0; i < s->count; i++) {
+        const Matrix *p = s->matrices + s->numbers[i];
+        memcpy(s->apart, (const char *)s->from + p->at, p->bytes);
+        if (s->hash) s->digests[i] = s->hash(s->apart, p->bytes);
+        for (const Turn *m = s->turns + p->first; m < s->turns + p->first + p->count; m++)
+            if (s->from_narrow) turn(s, m, 1, 1);
+            else if (s->to_narrow) turn(s, m, 0, 1);
+            else turn(s, m, 0, 0);
+    }
 #ifdef __AVX512F__
     _mm_sfence();  // for other threads to see it
 #endif
@@ -523,3 +541,4 @@ int64_t low_rank_step_bytes(void) { return sizeof(Step); }
 int64_t factors_bytes(void) { return sizeof(Factors); }
 int64_t pack_bytes(void) { return sizeof(Pack); }
 int64_t turn_bytes(void) { return sizeof(Turn); }
+int64_t matrix_bytes(void) { return sizeof(Matrix); }

@@ -335,6 +335,38 @@ class Adapters(Protocol):
         ...
 
 
+class Taking(Protocol):
+    """A version of an adapter, before it is known which, while an engine copies it into memory of its own."""
+
+    def take(self, flat: npt.NDArray[Any], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Copy these pieces, once or once more; xxh3-64 of each, of the very bytes that were copied: somebody may be
+        writing them. Steps may run meanwhile.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesPieces(Adapters, Protocol):
+    """One that copies what it computes with, and need not wait for all of a version.
+
+    by_pieces: it does; else versions are held at once.
+    """
+
+    by_pieces: bool
+
+    def pieces(self, plan: Any) -> Sequence[Extent]:
+        """The tensors that a version is copied by, each at its place in the array."""
+        ...
+
+    def begin(self, plan: Any) -> Taking:
+        """A version of which nothing is copied yet."""
+        ...
+
+    def keep(self, epoch: int, taking: Any) -> None:
+        """Hold a version of which every piece was taken, as `hold` does; its array is read no more."""
+        ...
+
+
 class Engine(Protocol):
     """One rank's model. Weights come as read-only numpy views of the slot (uint16 bits for bfloat16).
 

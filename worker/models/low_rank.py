@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from worker.cpu.native import Native
 from worker.engine.base import Float32, ForwardBatch, Int32
-from worker.models.packed_adapter import FACTORS, LANES, PARTS, Factors, Packed, Packing, Site
+from worker.models.packed_adapter import FACTORS, LANES, PARTS, Factors, Packed, Packing, Site, Taking
 
 Array = npt.NDArray[Any]
 Step = Callable[[], object]
@@ -204,7 +204,17 @@ class NativeLowRank:
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
         """Copy a version, as bfloat16 if it or the base is."""
         assert isinstance(plan, Packing)
-        self._held[epoch] = plan.copy(flat, narrow=self._narrow or flat.dtype == np.uint16)
+        taking = self.taking(plan, flat.dtype)
+        taking.take(flat, np.arange(len(plan.pieces)))
+        self.keep(epoch, taking)
+
+    def taking(self, plan: Packing, dtype: np.dtype[Any]) -> Taking:
+        """A version of `dtype` that is to be copied piece by piece, for `keep`."""
+        return plan.begin(narrow=self._narrow or dtype == np.uint16)
+
+    def keep(self, epoch: int, taking: Taking) -> None:
+        """Take in a version of which all pieces were copied, as `hold` does."""
+        self._held[epoch] = taking.whole()
 
     def drop(self, epoch: int) -> None:
         """Let go of a version."""

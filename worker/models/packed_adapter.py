@@ -6,11 +6,14 @@ The memory is made for huge pages: an adapter of all linears is read once a step
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.native.xxh3 import wheel_functions
 from weight_manager.layout import Extent, Manifest
 from worker.cpu.native import Native
 from worker.models.shard import Shard
@@ -42,7 +45,7 @@ class _Pack(ctypes.Structure):
     """`Pack` of low_rank.c."""
 
     _fields_ = [
-        *((name, _Pointer) for name in ("source", "target", "turns")),
+        *((name, _Pointer) for name in ("source", "target", "turns", "pieces", "numbers", "digests", "apart", "hash")),
         *((name, _Int) for name in ("count", "source_narrow", "target_narrow")),
     ]
 
@@ -82,8 +85,10 @@ class Packed(NamedTuple):
 class Packing:
     """How versions are copied that lie alike.
 
-    factors: [sites], places as elements from the start of the copy. turns: [matrices, 7], `Turn`s of low_rank.c. size:
-    elements of the copy. spare: that of a version that was let go; new memory would be cleared page by page.
+    pieces: what is read of a version, and copied one by one. rows: [pieces, 4], `Matrix` of low_rank.c, in elements.
+    factors: [sites], places as elements from the start of the copy. turns: [matrices, 7], `Turn`s of low_rank.c.
+    size: elements of the copy. spare: that of a version that was let go; new memory would be cleared page by page.
+    apart: room for the largest piece.
     """
 
     def __init__(self, native: Native, sites: Sequence[Site], changes: Mapping[str, Factors], *, pairs: bool) -> None:
@@ -91,12 +96,14 @@ class Packing:
         assert native.number("factors_bytes") == FACTORS.itemsize
         assert native.number("pack_bytes") == ctypes.sizeof(_Pack)
         assert native.number("turn_bytes") == 7 * ctypes.sizeof(_Int)
+        assert native.number("matrix_bytes") == 4 * ctypes.sizeof(_Int)
         self._native, self._pairs, side = native, pairs, 1 + pairs  # inputs side by side
         ranks = [[changes[m].a.shape[0] if m in changes else 0 for m in site.modules] for site in sites]
         most = _whole(max(map(sum, ranks), default=0), LANES)
         self._factors, self._scales = np.zeros(len(sites), FACTORS), np.zeros((len(sites), most), np.float32)
         self._spare: list[Array] = []
-        self._size, turns = 0, []
+        self.pieces: list[Extent] = []
+        self._size, turns, cuts = 0, [], [0]
         for index, (site, of_parts) in enumerate(zip(sites, ranks, strict=True)):
             together, before = sum(of_parts), 0
             if not together:
@@ -107,34 +114,48 @@ class Packing:
                     continue
                 change, rank, rows = changes[module], of_parts[part], site.rows[part]
                 b[part], whole = self._room(_whole(rows, LANES) * rank), rows // CHUNK * CHUNK
-                turns.append((change.a.start, a + before * side, rank, site.inputs, CHUNK, together * side, pairs))
-                turns.append((change.b.start, b[part], whole, rank, rank * CHUNK, CHUNK, False))
-                rest = change.b.start + whole * rank, b[part] + whole * rank, rows - whole
+                self.pieces += [change.a, change.b]
+                turns.append((0, a + before * side, rank, site.inputs, CHUNK, together * side, pairs))
+                cuts.append(len(turns))
+                turns.append((0, b[part], whole, rank, rank * CHUNK, CHUNK, False))
+                rest = whole * rank, b[part] + whole * rank, rows - whole
                 turns.append((*rest, rank, 0, _whole(rows - whole, LANES), False))
+                cuts.append(len(turns))
                 self._scales[index, before : before + rank] = change.scale
                 before += rank
             scales = self._scales.ctypes.data + index * self._scales.strides[0]
             self._factors[index] = (a, scales, b, of_parts + [0] * (PARTS - len(of_parts)), together, 0)
         self._turns = np.array(turns, np.int64).reshape(-1, 7)
+        spans = [(extent.start, prod(extent.shape)) for extent in self.pieces]
+        spans_of_turns = zip(cuts, np.diff(cuts).tolist(), strict=False)
+        self._rows = np.array([span + own for span, own in zip(spans, spans_of_turns, strict=True)], np.int64)
+        self._apart = _memory(max((size for _, size in spans), default=0), np.dtype(np.float32))
 
-    def copy(self, flat: Array, *, narrow: bool) -> Packed:
-        """A packed version of `flat`, made on the thread that calls. narrow: as bfloat16, rounded where `flat` is
-        float32.
-        """
+    def begin(self, *, narrow: bool) -> "Taking":
+        """A version that is to be copied. narrow: as bfloat16, rounded where it is read as float32."""
         assert narrow or not self._pairs
         dtype = np.dtype(np.uint16 if narrow else np.float32)
         spare = [memory for memory in self._spare if memory.dtype == dtype]
         self._spare.clear()
-        memory = spare[0] if spare else _memory(self._size, dtype)
+        return Taking(self, spare[0] if spare else _memory(self._size, dtype))
+
+    def copy(self, flat: Array, numbers: npt.NDArray[np.int64], memory: Array) -> npt.NDArray[np.uint64]:
+        """Copy these pieces of `flat`, float32 or bfloat16 bits. See `Taking.take`."""
+        digests, sizes = np.empty(len(numbers), np.uint64), np.array([flat.itemsize, flat.itemsize, 1, 1])
+        arrays = flat, memory, self._turns, self._rows * sizes, numbers, digests, self._apart
         call = _Pack(
-            *(flat.ctypes.data, memory.ctypes.data, self._turns.ctypes.data),
-            *(len(self._turns), flat.dtype == np.uint16, narrow),
+            *(array.ctypes.data for array in arrays),
+            *(hasher(), len(numbers), flat.dtype == np.uint16, memory.dtype == np.uint16),
         )
         self._native.run_here("pack", ctypes.addressof(call))
+        return digests
+
+    def packed(self, memory: Array) -> Packed:
+        """The version that this copy is of, all of which is there."""
         factors = self._factors.copy()
         for name in ("a", "b"):
-            factors[name] = factors[name] * np.uint64(dtype.itemsize) + np.uint64(memory.ctypes.data)
-        factors["narrow"] = narrow
+            factors[name] = factors[name] * np.uint64(memory.itemsize) + np.uint64(memory.ctypes.data)
+        factors["narrow"] = memory.dtype == np.uint16
         return Packed(factors, memory, self)
 
     def let_go(self, version: Packed) -> None:
@@ -146,6 +167,35 @@ class Packing:
         start = self._size
         self._size += _whole(elements, _LINE)
         return start
+
+
+class Taking:
+    """A version while it is copied, piece by piece (`Packing.pieces`), by one thread at a time, which need not be the
+    one that computes.
+    """
+
+    def __init__(self, packing: Packing, memory: Array) -> None:
+        """memory: of the copy."""
+        self._packing, self._memory = packing, memory
+
+    def take(self, flat: Array, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Copy these pieces of `flat`; xxh3-64 of each, of the very bytes that were copied, whoever writes meanwhile
+        (of no use without a `hasher`).
+        """
+        return self._packing.copy(flat, numbers, self._memory)
+
+    def whole(self) -> Packed:
+        """The version, once every piece was taken; nothing is taken any more."""
+        return self._packing.packed(self._memory)
+
+
+@lru_cache(maxsize=1)
+def hasher() -> int:
+    """The address of xxh3-64 as C calls it; 0 where the xxhash wheel does not show it: then nothing is hashed."""
+    try:
+        return ctypes.cast(wheel_functions("64bits")[0], ctypes.c_void_p).value or 0
+    except OSError:
+        return 0
 
 
 def sites_of(manifest: Manifest, shard: Shard) -> tuple[Site, ...]:

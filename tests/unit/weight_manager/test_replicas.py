@@ -134,3 +134,15 @@ def test_only_who_copies_ahead_and_serves_hears_of_bytes_that_are_intact(replica
     replicas.said.clear()
     replicas.in_place(1, 7, [(0, 64)])
     assert replicas.said == [(b"0", InPlace(1, 7, [(0, 64)]))]
+
+
+def test_only_who_copies_adapters_ahead_and_has_this_one_hears_of_its_bytes(replicas):
+    me = [os.getpid()]
+    for number, ahead in enumerate((True, True, False)):
+        replicas.request(b"%d" % number, Register(number, me, "layout", adapters_ahead=ahead))
+    for number, name in enumerate("aba"):
+        replicas.request(b"%d" % number, AdaptersHeld({name: 7}, []))
+    replicas.said.clear()
+    message = InPlace(1, 7, [(0, 64)], "a", "arena")
+    replicas.adapter_in_place(message)
+    assert replicas.said == [(b"0", message)]

@@ -6,12 +6,12 @@ import pytest
 
 from rollout_client.peft import AdapterConfig
 from rollout_client.protocol import Part
-from tests.fake_engine import FakeAdapters, views_hash
+from tests.fake_engine import CopyingAdapters, FakeAdapters, views_hash
 from weight_manager.adapters.plan import AdapterPlanner, adapter_layout
 from weight_manager.arena import Arena
 from weight_manager.dynamic_weight_manager import WeightsRefused
 from weight_manager.layout import Manifest, Parameter, make_layout, rank_views, region_digests, version_digest
-from weight_manager.messages import Live, LiveAdapter
+from weight_manager.messages import InPlace, Live, LiveAdapter
 from worker.adapter_views import AdapterViews
 
 BASE = make_layout(
@@ -52,6 +52,11 @@ class Store:
         said = {"run_id": "r", "version": number, "epoch": 10 + number, "slot": slot, "digest": digest} | live
         return LiveAdapter("a", Live(**said, write_epoch=self.arena.bump(slot)), str(self.arena.path), self.shape)
 
+    def in_place(self, version, first=0, stop=None):
+        """Of these regions, that they are there."""
+        live = version.live
+        return InPlace(live.slot, live.write_epoch, self.layout.ranges[first:stop], "a", str(self.arena.path))
+
     def hash(self, slot):
         return views_hash({n: v for n, v in rank_views(self.layout, 0, self.arena.slot(slot)).items() if "lora" in n})
 
@@ -78,8 +83,12 @@ def test_versions_that_lie_alike_are_planned_once_and_held_each_with_its_bytes(s
     assert table.planned == 2
 
 
-def test_bytes_that_are_not_the_version_are_refused(store):
-    views = AdapterViews(BASE, 0, FakeAdapters())
+either_kind = pytest.mark.parametrize("kind", [FakeAdapters, CopyingAdapters])
+
+
+@either_kind
+def test_bytes_that_are_not_the_version_are_refused(store, kind):
+    views = AdapterViews(BASE, 0, kind())
     good = store.version(1, 0)
     store.arena.slot(0)[store.layout.regions[-1].offset] ^= 1
     with pytest.raises(WeightsRefused, match="slot 0 does not hold version 1 of a"):
@@ -87,8 +96,9 @@ def test_bytes_that_are_not_the_version_are_refused(store):
     assert not views.overwritten()
 
 
-def test_a_slot_that_was_given_away_is_refused_or_fences(store):
-    table = FakeAdapters()
+@either_kind
+def test_a_slot_that_was_given_away_is_refused_or_fences(store, kind):
+    table = kind()
     views = AdapterViews(BASE, 0, table)
     late = store.version(1, 0)
     store.arena.bump(0)
@@ -126,3 +136,115 @@ def test_only_what_is_planned_and_small_is_prepared_in_the_loop(store, monkeypat
     assert not views.is_quick(msgspec.structs.replace(second, shape=wider))
     monkeypatch.setattr("worker.adapter_views.QUICK_BYTES", store.layout.slot_bytes - 1)
     assert not views.is_quick(second)
+
+
+@pytest.fixture
+def copying(store):
+    """Views of a table that copies, with version 1 in slot 0; version 2 is in slot 1."""
+    views = AdapterViews(BASE, 0, CopyingAdapters())
+    views.prepare(store.version(1, 0))
+    return views, views._table, store.version(2, 1)
+
+
+def test_what_arrived_is_copied_before_it_is_asked_for_and_once(store, copying):
+    views, table, second = copying
+    views.take_in(store.in_place(second, 0, 4))
+    views.take_in(store.in_place(second, 3, 5))
+    assert len(table.taken[-1].numbers) == 5
+    assert table.held.keys() == {11}
+    views.prepare(second)
+    assert table.held[12] == store.hash(1)
+    assert sorted(table.taken[-1].numbers) == list(range(6))
+    assert len(table.taken) == 2
+
+
+def test_what_is_held_is_what_was_proved_whatever_becomes_of_the_slot(store, copying):
+    views, table, second = copying
+    expected = store.hash(1)
+    views.take_in(store.in_place(second))
+    store.arena.slot(1)[store.layout.regions[2].offset] ^= 1
+    views.prepare(second)
+    assert table.held[12] == expected
+
+
+def test_bytes_that_were_copied_too_early_are_copied_again(store, copying):
+    views, table, second = copying
+    slot, at = store.arena.slot(1), store.layout.regions[2].offset
+    slot[at] ^= 1
+    views.take_in(store.in_place(second))
+    slot[at] ^= 1
+    views.prepare(second)
+    assert table.held[12] == store.hash(1)
+    slot[at] ^= 1
+    third = store.version(3, 2)
+    store.arena.slot(2)[at] ^= 1
+    views.take_in(store.in_place(third))
+    with pytest.raises(WeightsRefused, match="slot 2 does not hold version 3 of a"):
+        views.prepare(third)
+    assert table.held.keys() == {11, 12}
+
+
+def test_what_was_copied_for_a_push_that_came_to_nothing_is_not_the_next_ones(store, copying):
+    views, table, second = copying
+    views.take_in(store.in_place(second))
+    again = store.version(2, 1)  # of the same slot
+    views.take_in(store.in_place(second, 0, 3))  # late
+    views.take_in(store.in_place(again, 0, 2))
+    assert len(table.taken[-1].numbers) == 6 + 2
+    views.prepare(again)
+    assert table.held[12] == store.hash(1)
+    assert len(table.taken) == 2, "its memory is used again"
+
+
+def test_a_hint_that_fits_nothing_is_of_no_consequence(store, copying, tmp_path, monkeypatch):
+    views, table, second = copying
+    known = store.in_place(second)
+    views.take_in(msgspec.structs.replace(known, adapter="b"))
+    views.take_in(msgspec.structs.replace(known, arena_path=str(tmp_path / "none")))
+    views.take_in(msgspec.structs.replace(known, spans=[(64, 8), (1 << 40, 64)]))
+    assert not table.taken[-1].numbers
+    monkeypatch.setattr("worker.adapter_views.QUICK_BYTES", store.layout.slot_bytes - 1)
+    views.take_in(known)
+    assert not table.taken[-1].numbers
+    views.prepare(second)
+    assert table.held[12] == store.hash(1)
+
+
+def test_nothing_of_a_name_is_kept_when_its_last_version_goes(store, copying):
+    views, table, second = copying
+    views.take_in(store.in_place(second))
+    views.forget(11)
+    views.take_in(store.in_place(second))
+    views.prepare(second)
+    assert table.held == {12: store.hash(1)}
+    assert len(table.taken) == 3
+
+
+def test_every_rank_proves_all_of_a_version_and_copies_its_own(tmp_path):
+    modules = [f"model.layers.0.self_attn.{n}_proj" for n in "qo"]
+    weights = (Parameter(f"{modules[0]}.weight", (6, 4), split=0), Parameter(f"{modules[1]}.weight", (6, 4), split=1))
+    base = make_layout(Manifest("M", "float32", weights), 2)
+    halves = (("lora_A", (2, 4)), ("lora_B", (6, 2)))
+    parts = [Part(f"{module}.{half}", "float32", shape) for module in modules for half, shape in halves]
+    shape = AdapterPlanner(base).shape(AdapterConfig(2, 2.0), parts, 256)
+    layout = adapter_layout(shape, base)
+    with Arena.create(tmp_path, "adapters", layout.slot_bytes, slots=3) as arena:
+        for slot in range(2):
+            np.frombuffer(arena.slot(slot), np.float32)[:] = np.random.default_rng(slot).standard_normal(
+                layout.slot_bytes // 4
+            )
+        digests = [version_digest(layout, region_digests(layout, arena.slot(slot))) for slot in range(2)]
+        lives = [Live("r", n, 11 + n, n, digests[n], arena.bump(n)) for n in range(2)]
+        first, second = (LiveAdapter("a", live, str(arena.path), shape) for live in lives)
+        table = CopyingAdapters()
+        views = AdapterViews(base, 1, table)
+        views.prepare(first)
+        views.take_in(InPlace(1, second.live.write_epoch, layout.ranges, "a", str(arena.path)))
+        others = next(r for r in layout.regions if r.rank == 0)
+        views.prepare(second)
+        own = {n: v for n, v in rank_views(layout, 1, arena.slot(1)).items() if n in table.taken[-1].extents}
+        assert table.held[12] == views_hash(own)
+        views.forget(12)
+        arena.slot(1)[others.offset] ^= 1
+        with pytest.raises(WeightsRefused, match="does not hold"):
+            views.prepare(second)

@@ -19,7 +19,7 @@ from worker.gloo_signals import GlooSignals
 from worker.process_groups import join
 from worker.orders import GroupDead, Order, Phase, Signal
 from weight_manager.adapters.plan import AdapterShape
-from weight_manager.messages import Live, LiveAdapter
+from weight_manager.messages import InPlace, Live, LiveAdapter
 rank, size = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
 joined = join(rank, size, deadline_s=30)
 signals = GlooSignals(joined.signal, rank, size)
@@ -106,6 +106,7 @@ def test_no_field_of_an_order_stays_behind(three):
 live = Live("run", 7, 3, 1, "ab", 9)
 values = {"signal": Signal.ADAPTER, "phase": Phase.FORGET, "vote": True, "step": True, "session": "s", "live": live,
           "arena_path": "/dev/shm/a", "tags": ("kv_cache",), "epoch": 5,
+          "in_place": InPlace(1, 9, [(0, 64)], "policy-a", "/dev/shm/b"),
           "adapter": LiveAdapter("policy-a", live, "/dev/shm/b", AdapterShape("float32", ()))}
 got = {name: signals.agree(Order(**{name: value}) if rank == 0 else None) for name, value in values.items()}
 tell(same={name: getattr(got[name], name) == value for name, value in values.items()},

@@ -1,9 +1,12 @@
 """What adapters add to a product, by itself: any shape and rank, in one order of sums whoever else is in the step."""
 
+import threading
+import time
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import xxhash
 
 from tests.engine_cases import to_bits
 from weight_manager.layout import Extent
@@ -13,7 +16,7 @@ from worker.models.compiled_program import gating
 from worker.models.low_rank import NativeLowRank, PlainLowRank, rows_of
 from worker.models.many_product import ADD, GATED, SET, ManyProduct
 from worker.models.onednn_weights import NamedSlot
-from worker.models.packed_adapter import Factors, Site
+from worker.models.packed_adapter import Factors, Site, hasher
 
 SITES = (
     Site("qkv.weight", ("q", "k", "v"), 37, (70, 16, 33)),
@@ -378,3 +381,61 @@ def test_a_step_is_prepared_anew_when_its_rows_or_adapters_are_others():
     changes[3] = {"o": random_change(rng, SITES[1], 0, 7)}
     hold(low_rank, 3, changes[3])
     check([3, 1, 1])
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_version_that_was_copied_piece_by_piece_is_the_one_that_is_held_at_once(narrow, source):
+    if not hasher():
+        pytest.skip("nothing hashes here")
+    rng, low_rank = np.random.default_rng(5), made("native", narrow=narrow)
+    changes = {m: random_change(rng, SITES[0], i, 5 + i, narrow=source == "bfloat16") for i, m in enumerate("qkv")}
+    plan = hold(low_rank, 1, changes)
+    pieces = [matrix for change in changes.values() for matrix in (change.a, change.b)]
+    flat = np.zeros(max(e.start + np.prod(e.shape) for e in plan.pieces), pieces[0].dtype)
+    for extent, piece in zip(plan.pieces, pieces, strict=True):
+        extent.of(flat)[...] = piece
+    taking = low_rank.taking(plan, flat.dtype)
+    for numbers in ([3, 0], [1, 2, 5, 4], [2], []):
+        expected = [xxhash.xxh3_64_intdigest(pieces[n].tobytes()) for n in numbers]
+        assert taking.take(flat, np.array(numbers, np.int64)).tolist() == expected
+    low_rank.keep(2, taking)
+    x = rng.standard_normal((37, 3)).astype(np.float32)
+    if narrow:
+        x = wide(to_bits(x))
+    one, other = (added(low_rank, SITES[0], x, batch_of([epoch] * 3)) for epoch in (1, 2))
+    np.testing.assert_array_equal(one, other)
+    assert one.any()
+
+
+def test_what_is_hashed_are_the_bytes_that_are_packed_whoever_writes_meanwhile():
+    """A of one linear alone lies as its transpose."""
+    if not hasher():
+        pytest.skip("nothing hashes here")
+    rank, inputs = 16, 3000
+    sites = (Site("o.weight", ("o",), inputs, (64,)),)
+    low_rank = type(made("native"))(native.load(), sites, narrow=False)
+    plan = low_rank.plan({"o": Factors(Extent(0, (rank, inputs)), Extent(rank * inputs, (64, rank)), 1.0)})
+    flat, over = np.zeros(rank * inputs + 64 * rank, np.float32), threading.Event()
+
+    def write():
+        number = 0
+        while not over.is_set():
+            number += 1
+            flat[:] = number
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    torn = 0
+    try:
+        until = time.monotonic() + 30.0
+        while torn < 20 and time.monotonic() < until:
+            taking = low_rank.taking(plan, flat.dtype)
+            (digest, _) = taking.take(flat, np.arange(2)).tolist()
+            packed = taking._memory[: rank * inputs].reshape(inputs, rank).T
+            assert xxhash.xxh3_64_intdigest(np.ascontiguousarray(packed).tobytes()) == digest
+            torn += len(np.unique(packed)) > 1
+    finally:
+        over.set()
+        writer.join()
+    assert torn, "nobody wrote in the middle of a copy"

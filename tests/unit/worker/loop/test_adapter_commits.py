@@ -11,7 +11,17 @@ from weight_manager import messages as store_messages
 from weight_manager.adapters.plan import AdapterPlanner, adapter_layout
 from weight_manager.arena import Arena
 from weight_manager.layout import region_digests, version_digest
-from weight_manager.messages import Finalize, Finalized, Live, LiveAdapter, Prepare, Prepared, Rollback, RolledBack
+from weight_manager.messages import (
+    Finalize,
+    Finalized,
+    InPlace,
+    Live,
+    LiveAdapter,
+    Prepare,
+    Prepared,
+    Rollback,
+    RolledBack,
+)
 
 STEP_S = 2.0  # what a commit takes without steps is milliseconds, and half a second where the processor is not free
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -25,6 +35,7 @@ class Adapter:
         parts = [Part(f"{MODULE}.lora_A", "float32", (2, 8)), Part(f"{MODULE}.lora_B", "float32", (8, 2))]
         self._shape = AdapterPlanner(rig.layout).shape(AdapterConfig(2, 2.0), parts, 256)
         self._layout = adapter_layout(self._shape, rig.layout)
+        self.spans = self._layout.ranges
         self._arena = Arena.create(rig.run_dir, "adapters", self._layout.slot_bytes, slots=3)
 
     def written(self, number):
@@ -95,6 +106,25 @@ def test_commits_one_after_the_other_leave_room_for_steps(busy):
         busy.adapter.push(number)
         busy.api.pump(0.0)
         assert time.monotonic() - began < 30.0
+
+
+def test_what_arrives_is_copied_before_the_vote_is_asked_for(make_rig):
+    rig = make_rig()
+    rig.serve()
+    adapter = Adapter(rig)
+    assert next(m for m in rig.store.seen if isinstance(m, store_messages.Register)).adapters_ahead
+    adapter.push(1)
+    two, taken = adapter.written(2), rig.loop._actions.engine.adapters.taken
+    place = two.live.slot, two.live.write_epoch
+    for number, span in enumerate(adapter.spans):
+        rig.store.send(InPlace(*place, [span], "a", two.arena_path))
+        rig.api.until(lambda number=number: taken[-1].numbers == list(range(number + 1)))
+    rig.store.send(InPlace(place[0], place[1] - 1, adapter.spans, "a", two.arena_path))  # of a push that is over
+    rig.store.send(Prepare("s2", two.live, "keep", 30.0, two))
+    assert adapter.expect(Prepared).ok
+    assert taken[-1].numbers == [0, 1], "nothing was left to be copied"
+    adapter.finalize(2)
+    adapter.expect(Finalized)
 
 
 def test_what_stays_on_an_overwritten_version_ends_and_the_rest_is_served(make_rig):
