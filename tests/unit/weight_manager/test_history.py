@@ -88,6 +88,21 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch, moment
     assert path.read_bytes() == b"old"
 
 
+def test_what_is_not_synced_takes_the_old_files_place_without_going_to_the_disk(tmp_path, monkeypatch):
+    """A file that is renamed over another is written to the disk at once by ext4."""
+    path = tmp_path / "h.json"
+    write_atomically(path, b"first", synced=False)  # there is none to change places with
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Path, "replace", lambda *_: pytest.fail("renamed over the old one"))
+        patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced"))
+        write_atomically(path, b"second", synced=False)
+    assert path.read_bytes() == b"second"
+    monkeypatch.setattr(module, "_renameat2", lambda: None)  # as on a file system that cannot
+    write_atomically(path, b"third", synced=False)
+    assert path.read_bytes() == b"third"
+    assert [p.name for p in tmp_path.iterdir()] == ["h.json"]
+
+
 def test_the_log_is_capped_and_amended(tmp_path):
     history = History(tmp_path / "h.json", 3)
     for version in range(1, 6):
