@@ -30,29 +30,27 @@ __device__ __forceinline__ const elt *row_of_a(const Factors &f, int j, int colu
     if (j < f.rank[p]) return f.a[p] + (u64)j * columns;
 }
 
+// What a step tells and holds is read before `follow`, as are the first columns of A: no kernel of the step writes it. Blocks
+// without a tile need not wait: that of the first tile, which every step with adapters has, does.
+
 // NORM: x is the residual stream, float, and `weight` goes into it; what it is divided by follows in `expand`. Otherwise x
 // is elt. grid (tiles, blocks of RANKS, shares): both are walked through where they are more. 256 threads.
 template <bool NORM>
 __device__ __forceinline__ void shrink(const void *x, const elt *weight, const Factors *table, int site, int sites,
                                        const int *lists, float *between, float *squares, int rows, int stride, int columns) {
-  __shared__ float sums[8][TILE][RANKS + 1], parts[8][TILE];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tiles = *lists, *order = order_of(lists, rows);
   const int share = ((columns + 31) / 32 + gridDim.z - 1) / gridDim.z * 32;
-  const int from = blockIdx.z * share, until = min(columns, from + share), *order = order_of(lists, rows);
-  if ((int)blockIdx.x < *lists) {  // what is read of A, on its way while the kernel before is at work
-    const Tile tile = tile_of(lists, blockIdx.x);
-    if (tile.place >= 0 && threadIdx.x < RANKS && from < until) {
-      const elt *a = row_of_a(table[(u64)tile.place * sites + site], blockIdx.y * RANKS + threadIdx.x, columns);
-      if (a) ask_l2(a + from, (until - from) * sizeof(elt));
-    }
-  }
-  follow();
-  for (int t = blockIdx.x; t < *lists; t += gridDim.x) {
+  const int from = blockIdx.z * share, until = min(columns, from + share);
+  bool waits = true;
+  for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
     const Tile tile = tile_of(lists, t);
     if (tile.place < 0) continue;
     const Factors &f = table[(u64)tile.place * sites + site];
-    for (int j0 = blockIdx.y * RANKS; j0 < f.ranks; j0 += gridDim.y * RANKS) {
+    const int ranks = f.ranks;
+    for (int j0 = blockIdx.y * RANKS; j0 < ranks; j0 += gridDim.y * RANKS) {
 #if FP32
+      if (waits) follow();
+      waits = false;
       for (int i = warp; i < TILE * RANKS; i += 8) {  // a warp a number
         const int r = i / RANKS, j = i % RANKS;
         const elt *a = row_of_a(f, j0 + j, columns);
@@ -78,33 +76,47 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
 #else
       // A lane has eight columns of two rows of x and of two rows of A: their order within 32 is one for both, so nothing
       // is moved before it is multiplied.
-      const int g = lane >> 2, r0 = min(g, tile.count - 1), r1 = min(g + 8, tile.count - 1);
-      const u64 row0 = (u64)order[tile.first + r0] * columns, row1 = (u64)order[tile.first + r1] * columns;
+      __shared__ float sums[8][TILE][RANKS + 1], parts[8][TILE];
+      constexpr int AHEAD = 3;
+      const int g = lane >> 2, first = from + warp * 32, mine = (lane & 3) * 8;
+      const u64 row[2] = {(u64)order[tile.first + min(g, tile.count - 1)] * columns,
+                          (u64)order[tile.first + min(g + 8, tile.count - 1)] * columns};
       const u16 *a[2] = {row_of_a(f, j0 + g, columns), row_of_a(f, j0 + 8 + g, columns)};
       float d[2][4] = {}, square[2] = {};
-#pragma unroll 4
-      for (int start = from + warp * 32; start < until; start += 256) {
-        const int c = start + (lane & 3) * 8;
-        uint4 v[2] = {}, w[2] = {};
-        if (c < until) {
-          for (int n = 0; n < 2; n++)
-            if (a[n]) w[n] = stream16(a[n] + c);
+      auto of_a = [&](int c, uint4 *w) {
+        for (int n = 0; n < 2; n++) w[n] = a[n] && c < until ? stream16(a[n] + c) : make_uint4(0, 0, 0, 0);
+      };
+      auto add = [&](int c, const uint4 *w) {
+        uint4 v[2] = {};
+        if (c < until)
           for (int h = 0; h < 2; h++) {
-            const u64 at = (h ? row1 : row0) + c;
             if (NORM) {
               float n[8], q[8];
-              load8((const float *)x + at, q);
+              load8((const float *)x + row[h] + c, q);
               unpack8(*(const uint4 *)(weight + c), n);
               for (int e = 0; e < 8; e++) { square[h] += q[e] * q[e]; q[e] *= n[e]; }
               v[h] = make_uint4(pack(q[0], q[1]), pack(q[2], q[3]), pack(q[4], q[5]), pack(q[6], q[7]));
-            } else v[h] = *(const uint4 *)((const u16 *)x + at);
+            } else v[h] = *(const uint4 *)((const u16 *)x + row[h] + c);
           }
-        }
         const u32 low[4] = {v[0].x, v[1].x, v[0].y, v[1].y}, high[4] = {v[0].z, v[1].z, v[0].w, v[1].w};
         for (int n = 0; n < 2; n++) {
           multiply(d[n], low, w[n].x, w[n].y);
           multiply(d[n], high, w[n].z, w[n].w);
         }
+      };
+      uint4 ahead[AHEAD][2];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) of_a(first + i * 256 + mine, ahead[i]);
+      if (waits) follow();
+      waits = false;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (first + i * 256 < until) add(first + i * 256 + mine, ahead[i]);
+#pragma unroll 2
+      for (int c = first + AHEAD * 256; c < until; c += 256) {
+        uint4 w[2];
+        of_a(c + mine, w);
+        add(c + mine, w);
       }
       for (int n = 0; n < 2; n++)
         for (int i = 0; i < 4; i++) sums[warp][g + 8 * (i >> 1)][n * 8 + (lane & 3) * 2 + (i & 1)] = d[n][i];
@@ -118,27 +130,54 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
       float s = 0, all = 0;
       for (int w = 0; w < 8; w++) { s += sums[w][r][j]; if (NORM) all += parts[w][r]; }
       const u64 at = (u64)blockIdx.z * rows + tile.first + r;
-      if (r < tile.count && j0 + j < f.ranks) between[at * stride + j0 + j] = s;
+      if (r < tile.count && j0 + j < ranks) between[at * stride + j0 + j] = s;
       if (NORM && r < tile.count && !(j0 + j)) squares[at] = all;
       __syncthreads();
 #endif
     }
   }
+  if (waits && (int)blockIdx.x < tiles) follow();
 }
 
-// d[n][..] += B between of one part, in what follows the layout of `multiply`: rows g and g + 8 of the tile, outputs
-// first + 8 n + (lane & 3) * 2 and the next. B is read as it lies; between is made of two bfloat16, so that little is lost.
+// d[n][..] += B between of one part, laid out as `multiply` does: rows g and g + 8 of the tile by 32 outputs from `first` on.
+// Which output a column of the eights stands for is chosen so that a lane has eight that lie side by side: 8 (lane & 3) from
+// `first` on. B is read as it lies; between is made of two bfloat16, so that little of it is lost.
 #if !FP32
-template <int N>
-__device__ __forceinline__ void expanded(float (*d)[4], const u16 *b, int rank, const float *row0, const float *row1, int shares,
-                                         u64 apart, int first, int outputs) {
-  const int lane = threadIdx.x & 31, g = lane >> 2;
-  for (int start = 0; start < rank; start += 16) {
-    const int j = start + (lane & 3) * 4;
+__device__ __forceinline__ void of_b(const u16 *b, int rank, int j, int first, int outputs, uint2 *w) {
+  const int g = threadIdx.x % 32 >> 2;
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    const int o = first + (g >> 1) * 8 + n * 2 + (g & 1);
+    const u16 *at = b + (u64)o * rank + j;
+    w[n] = make_uint2(0, 0);
+    if (o >= outputs || j >= rank) continue;
+    if (rank % 4 == 0) w[n] = *(const uint2 *)at;
+    else {
+      u32 e[4];
+      for (int i = 0; i < 4; i++) e[i] = j + i < rank ? at[i] : 0;
+      w[n] = make_uint2(e[0] | e[1] << 16, e[2] | e[3] << 16);
+    }
+  }
+}
+// row: of between, two rows of the tile, from the part's first rank on. w: of_b's first.
+__device__ __forceinline__ void expanded(float (*d)[4], const u16 *b, int rank, const float *const *row, int shares, u64 apart,
+                                         int first, int outputs, uint2 *w) {
+  const int mine = (threadIdx.x & 3) * 4;
+  const bool whole = rank % 4 == 0 && (u64)row[0] % 16 == 0;
+  for (int j = mine; j - mine < rank; j += 16) {
+    if (j > mine) of_b(b, rank, j, first, outputs, w);
     float v[2][4] = {};
     for (int z = 0; z < shares; z++)
-      for (int e = 0; e < 4; e++)
-        if (j + e < rank) { v[0][e] += row0[z * apart + j + e]; v[1][e] += row1[z * apart + j + e]; }
+      for (int h = 0; h < 2; h++) {
+        const float *from = row[h] + z * apart + j;
+        if (whole) {
+          if (j >= rank) continue;
+          const float4 q = *(const float4 *)from;
+          v[h][0] += q.x; v[h][1] += q.y; v[h][2] += q.z; v[h][3] += q.w;
+        } else
+          for (int e = 0; e < 4; e++)
+            if (j + e < rank) v[h][e] += from[e];
+      }
     u32 high[4], low[4];
     for (int i = 0; i < 4; i++) {
       const float p = v[i & 1][i & 2], q = v[i & 1][(i & 2) + 1];
@@ -146,64 +185,50 @@ __device__ __forceinline__ void expanded(float (*d)[4], const u16 *b, int rank, 
       low[i] = pack(p - low_half(high[i]), q - high_half(high[i]));
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-      const int o = first + 8 * n + g;
-      uint2 w = {};
-      if (o < outputs) {
-        const u16 *at = b + (u64)o * rank + j;
-        if (rank % 4 == 0) { if (j < rank) w = *(const uint2 *)at; }
-        else {
-          u32 e[4];
-          for (int i = 0; i < 4; i++) e[i] = j + i < rank ? at[i] : 0;
-          w = make_uint2(e[0] | e[1] << 16, e[2] | e[3] << 16);
-        }
-      }
-      multiply(d[n], high, w.x, w.y);
-      multiply(d[n], low, w.x, w.y);
+    for (int n = 0; n < 4; n++) {
+      multiply(d[n], high, w[n].x, w[n].y);
+      multiply(d[n], low, w[n].x, w[n].y);
     }
   }
 }
 #endif
 
 // y (of STORE: elt, of ADD: the residual stream) += what the parts' adapters make; n0, n1, n2: outputs of each. GATE: y is
-// silu(gate + ..) * (up + ..) of gate_up and bias, of rows without an adapter too, n0 = n1. shares: as shrink had them; norm:
-// whether it left squares. grid (tiles, blocks of OUTPUTS of each part; of GATE, of one), 256 threads.
+// silu(gate + ..) * (up + ..) of gate_up and bias, of rows without an adapter too, n0 = n1. shares: as shrink had them; squares:
+// 0 = it normed nothing. grid (tiles, blocks of OUTPUTS of each part; of GATE, of one), 256 threads.
 template <int WHAT>
 __device__ __forceinline__ void expand(const Factors *table, int site, int sites, const int *lists, const float *between,
                                        const float *squares, int rows, int stride, int shares, int columns, float eps,
                                        const elt *gate_up, const elt *bias, void *y, int n0, int n1, int n2) {
-  const int width = WHAT == GATE ? n0 : n0 + n1 + n2;
+  constexpr int HALVES = WHAT == GATE ? 2 : 1;
+  const int width = WHAT == GATE ? n0 : n0 + n1 + n2, tiles = *lists, *order = order_of(lists, rows);
   int part = 0, size = n0, before = 0, block = blockIdx.y;  // size, before: outputs of the part, and of those before
   while (WHAT != GATE && block >= (size + OUTPUTS - 1) / OUTPUTS) {
     block -= (size + OUTPUTS - 1) / OUTPUTS;
     before += size;
     size = ++part == 1 ? n1 : n2;
   }
-  const int base = block * OUTPUTS, *order = order_of(lists, rows);
-  constexpr int HALVES = WHAT == GATE ? 2 : 1;
-  if ((int)blockIdx.x < *lists && threadIdx.x < HALVES) {
-    const Tile tile = tile_of(lists, blockIdx.x);
-    if (tile.place >= 0) {
-      const Factors &f = table[(u64)tile.place * sites + site];
-      const int p = part + threadIdx.x, count = min(OUTPUTS, size - base) * f.rank[p];
-      if (count > 0) ask_l2(f.b[p] + (u64)base * f.rank[p], count * sizeof(elt));
-    }
-  }
-  follow();
-  for (int t = blockIdx.x; t < *lists; t += gridDim.x) {
+  const int base = block * OUTPUTS;
+  const u64 apart = (u64)rows * stride;
+  bool waits = true;
+  for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
     const Tile tile = tile_of(lists, t);
     const bool changed = tile.place >= 0;
     if (WHAT != GATE && !changed) continue;
     const Factors &f = table[(u64)max(tile.place, 0) * sites + site];  // not read of what is not changed
-    if (WHAT != GATE && !f.rank[part]) continue;
-    const bool normed = squares && changed && f.ranks;
-    int skipped = 0;  // ranks of the parts before
-    for (int p = 0; p < part; p++) skipped += f.rank[p];
-    const u64 apart = (u64)rows * stride;
+    int rank[HALVES] = {}, skipped = 0, ranks = 0;  // skipped: ranks of the parts before
+    float by[HALVES] = {};
+    if (changed) {
+      for (int p = 0; p < part; p++) skipped += f.rank[p];
+      for (int h = 0; h < HALVES; h++) { rank[h] = f.rank[part + h]; by[h] = f.scale[part + h]; ranks += rank[h]; }
+      if (WHAT != GATE && !ranks) continue;
+    }
+    const bool normed = squares && ranks;
 #if FP32
+    if (waits) follow();
+    waits = false;
     const int o = base + threadIdx.x;
-    if (o >= size) continue;
-    for (int r = 0; r < tile.count; r++) {
+    for (int r = 0; o < size && r < tile.count; r++) {
       const u64 row = order[tile.first + r];
       float scale = 1, d[HALVES] = {};
       if (normed) {
@@ -211,15 +236,14 @@ __device__ __forceinline__ void expand(const Factors *table, int site, int sites
         for (int z = 0; z < shares; z++) sum += squares[z * rows + tile.first + r];
         scale = rsqrtf(sum / columns + eps);
       }
-      for (int h = 0, at = skipped; changed && h < HALVES; at += f.rank[part + h++]) {
-        const int p = part + h, rank = f.rank[p];
-        const float *v = between + (u64)(tile.first + r) * stride + at;
-        for (int j = 0; j < rank; j++) {
+      for (int h = 0; h < HALVES; h++) {
+        const float *v = between + (u64)(tile.first + r) * stride + skipped + h * rank[0];
+        for (int j = 0; j < rank[h]; j++) {
           float s = 0;
           for (int z = 0; z < shares; z++) s += v[z * apart + j];
-          d[h] += s * f.b[p][(u64)o * rank + j];
+          d[h] += s * f.b[part + h][(u64)o * rank[h] + j];
         }
-        d[h] *= scale * f.scale[p];
+        d[h] *= scale * by[h];
       }
       float *to = (float *)y + row * width + before + o;
       if (WHAT == GATE) {
@@ -229,8 +253,26 @@ __device__ __forceinline__ void expand(const Factors *table, int site, int sites
     }
 #else
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, first = base + warp * 32;
+    const int o = first + (lane & 3) * 8, at[2] = {tile.first + min(g, tile.count - 1), tile.first + min(g + 8, tile.count - 1)};
+    const u64 row[2] = {(u64)order[at[0]], (u64)order[at[1]]};
+    uint2 w[HALVES][4];
+    for (int h = 0; h < HALVES; h++) of_b(f.b[part + h], rank[h], (lane & 3) * 4, first, size, w[h]);
+    if (waits) follow();
+    waits = false;
     if (first >= size) continue;
-    const int at[2] = {tile.first + min(g, tile.count - 1), tile.first + min(g + 8, tile.count - 1)};
+    raw8 old[2], other[2];  // of y, or gate's and up's
+    float stream[2][8];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (g + 8 * h >= tile.count || o >= size) continue;
+      const u64 to = row[h] * width + before + o;
+      if (WHAT == STORE) old[h] = fetch8((const elt *)y + to);
+      if (WHAT == ADD) load8((const float *)y + to, stream[h]);
+      if (WHAT == GATE) {
+        old[h] = fetch8(gate_up + row[h] * 2 * width + o);
+        other[h] = fetch8(gate_up + row[h] * 2 * width + width + o);
+      }
+    }
     float d[HALVES][4][4] = {}, scale[2] = {1, 1};
     if (normed)
       for (int h = 0; h < 2; h++) {
@@ -239,35 +281,33 @@ __device__ __forceinline__ void expand(const Factors *table, int site, int sites
         scale[h] = rsqrtf(sum / columns + eps);
       }
 #pragma unroll
-    for (int h = 0; changed && h < HALVES; h++)
-      expanded<4>(d[h], f.b[part + h], f.rank[part + h], between + (u64)at[0] * stride + skipped + h * f.rank[0],
-                  between + (u64)at[1] * stride + skipped + h * f.rank[0], shares, apart, first, size);
+    for (int h = 0; h < HALVES; h++) {
+      const float *from = between + skipped + h * rank[0], *const of[2] = {from + (u64)at[0] * stride, from + (u64)at[1] * stride};
+      expanded(d[h], f.b[part + h], rank[h], of, shares, apart, first, size, w[h]);
+    }
 #pragma unroll
-    for (int n = 0; n < 4; n++)
+    for (int h = 0; h < 2; h++) {
+      if (g + 8 * h >= tile.count || o >= size) continue;
+      const u64 to = row[h] * width + before + o;
+      float v[8];
+      if (WHAT == ADD) for (int e = 0; e < 8; e++) v[e] = stream[h][e];
+      else widen8(old[h], v);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int o = first + 8 * n + (lane & 3) * 2;
-        if (g + 8 * h >= tile.count || o >= size) continue;
-        const u64 row = order[at[h]];
-        const float by = changed ? scale[h] * f.scale[part] : 0, p = d[0][n][2 * h] * by, q = d[0][n][2 * h + 1] * by;
-        if (WHAT == STORE) {
-          u32 *to = (u32 *)((u16 *)y + row * width + before + o);
-          *to = pack(low_half(*to) + p, high_half(*to) + q);
-        } else if (WHAT == ADD) {
-          float2 *to = (float2 *)((float *)y + row * width + before + o), old = *to;
-          *to = make_float2(old.x + p, old.y + q);
-        } else {
-          const float up = changed ? scale[h] * f.scale[1] : 0;
-          const u16 *from = gate_up + row * 2 * width + o;
-          u32 gate = *(const u32 *)from, other = *(const u32 *)(from + width), b = 0, c = 0;
-          if (bias) { b = *(const u32 *)(bias + o); c = *(const u32 *)(bias + width + o); }
-          *(u32 *)((u16 *)y + row * width + o) = pack(
-              silu(low_half(gate) + low_half(b) + p) * (low_half(other) + low_half(c) + d[HALVES - 1][n][2 * h] * up),
-              silu(high_half(gate) + high_half(b) + q) * (high_half(other) + high_half(c) + d[HALVES - 1][n][2 * h + 1] * up));
-        }
+      for (int e = 0; e < 8; e++) v[e] += d[0][e >> 1][2 * h + (e & 1)] * scale[h] * by[0];
+      if (WHAT == ADD) { store8((float *)y + to, v); continue; }
+      if (WHAT == GATE) {
+        float u[8], b[8] = {}, c[8] = {};
+        widen8(other[h], u);
+        if (bias) { load8(bias + o, b); load8(bias + width + o, c); }
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+          v[e] = silu(v[e] + b[e]) * (u[e] + c[e] + d[HALVES - 1][e >> 1][2 * h + (e & 1)] * scale[h] * by[HALVES - 1]);
       }
+      store8((elt *)y + to, v);
+    }
 #endif
   }
+  if (waits && (int)blockIdx.x < tiles) follow();
 }
 
 #define SHRINK(name, NORM) KERNEL __launch_bounds__(256) name(const void *x, const elt *weight, const Factors *table, int site, \

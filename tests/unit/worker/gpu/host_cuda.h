@@ -66,6 +66,9 @@ typedef float elt;
 static elt narrow(float v) { return v; }
 #else
 typedef u16 elt;
+typedef uint4 raw8;
+static raw8 fetch8(const elt *p) { return aligned<uint4>(p); }
+static void widen8(raw8 r, float *f) { unpack8(r, f); }
 static elt narrow(float v) { return rounded(v); }
 static u32 operands[256][6];
 static void multiply(float *d, const u32 *a, u32 b0, u32 b1) {  // as the PTX ISA lays m16n8k16 out
