@@ -22,6 +22,7 @@ from worker.engine.base import ForwardBatch, Int32
 from worker.gpu.compiler import compiled, kernels
 from worker.gpu.driver import U64, CudaError, Driver, Float, Handle, Int, Module, Pointer
 from worker.gpu.memory import Region
+from worker.gpu.products import SKINNY_ROWS, Shape, Skinny, skinny
 from worker.gpu.weights import Tensor
 from worker.models.packed_adapter import PARTS, Factors, Site
 
@@ -48,6 +49,7 @@ _MOST_RANKS = 256 * PARTS  # of one product
 _SHARES = 4  # blocks that share the columns of x, at most
 _SHARE = 512  # columns that are worth a block
 _GRAPH_TILES, _GRAPH_RANKS = 8, 3  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
+_KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE")
 _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
 
 
@@ -104,6 +106,7 @@ class DeviceAdapters:
         self._room: _Room | None = None
         self._held: dict[int, _Held] = {}
         self._places = list(range(MOST_VERSIONS))
+        self.multiprocessors = driver.attribute(16)
         self._spare: dict[int, list[Region]] = {}  # addresses without memory, by size
         self.touched: frozenset[int] = frozenset()
 
@@ -248,28 +251,27 @@ class DeviceAdapters:
         self._own_stream = driver.stream()
         self._table = driver.pinned((_PIECES, 2), np.uint64)
         self._out, self._tiny = driver.pinned(_PIECES, np.uint64), driver.pinned((_PIECES, TINY), np.uint8)
-        capability = driver.capability
+        capability, products = driver.capability, self._products()
+        text = "\n".join([kernels("base", "one_row", "skinny", "adapters"), *(kernel.line for kernel in products)])
         room = _Room(
-            kernels=Module(driver, compiled(kernels("base", "adapters"), {"FP32": int(self._fp32)}, capability)),
+            kernels=Module(driver, compiled(text, {"FP32": int(self._fp32)}, capability)),
             hashes=Module(driver, compiled(SOURCE, {}, capability)),
             table=driver.allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize, "adapters"),
             between=driver.allocate(4 * self.rows * _MOST_RANKS, "adapters"),
             squares=driver.allocate(4 * self.rows, "adapters"),
         )
-        self._load(room)
+        for name in (*_KERNELS, *(kernel.name for kernel in products)):
+            room.kernels.load(name)
         self._room = room
 
-    def _load(self, room: _Room) -> None:
-        """Run every kernel of steps over no rows: what is loaded at first use must not be while a graph is captured."""
-        none, zero, lists, stream = U64(0), Int(0), U64(room.between), self._own_stream
-        self._driver.fill(room.between, 16, 0, stream)
-        of = none, zero, zero, lists, none, none
-        for name in ("shrink_rows", "shrink_normed"):
-            room.kernels.launch(name, (1,), 256, stream, [none, none, *of, zero, zero, zero])
-        for name in ("expand_STORE", "expand_ADD", "expand_GATE"):
-            sizes = zero, zero, zero, zero, Float(1.0), none, none, none, Int(8), zero, zero
-            room.kernels.launch(name, (1,), 256, stream, [*of, *sizes])
-        self._driver.wait(stream)
+    def _products(self) -> list[Skinny]:
+        """Products of gate and up that are not joined: of a model's other kernels none leaves both."""
+        if self._fp32:
+            return []
+        wide = [site for site in self._sites if len(site.rows) == 2]
+        shapes = {Shape("STORE", sum(site.rows), site.inputs, normed=True) for site in wide}
+        found = (skinny(shape, rows, self.multiprocessors) for shape in shapes for rows in SKINNY_ROWS)
+        return sorted({kernel for kernel in found if kernel is not None}, key=lambda kernel: kernel.name)
 
 
 class Changes:
@@ -297,6 +299,19 @@ class Changes:
             *(U64(x.address), U64(0 if x.norm is None else x.norm.address), *self._of(site, step)),
             *(U64(room.between), U64(room.squares), Int(step.rows), Int(_MOST_RANKS), Int(x.width)),
         )
+
+    def product(self, weight: Tensor, x: "Rows", step: "StepInputs", y: int) -> bool:
+        """y, gate and up beside each other, of few normed rows; False: this is for others to compute."""
+        held, (n, k) = self._held, weight.shape
+        kernel = skinny(Shape("STORE", n, k, normed=True), step.rows, held.multiprocessors)
+        if kernel is None or x.norm is None or held.element == 4:
+            return False
+        arguments = U64(weight.address), U64(x.address), U64(x.norm.address), U64(y), Int(n), Int(step.rows)
+        cluster = (kernel.split,) if kernel.split > 1 else ()
+        held.room.kernels.launch(
+            kernel.name, (kernel.blocks,), 256, self._stream, [*arguments, Float(self._eps)], kernel.shared, cluster
+        )
+        return True
 
     def expand(
         self, kind: str, site: int, x: "Rows", step: "StepInputs", y: int, gate_up: int = 0, bias: Tensor | None = None

@@ -323,6 +323,10 @@ class Module:
         config = _Config(x, y, z, threads, 1, 1, shared, stream, attributes, 2 if cluster else 1)
         self._driver.call("cuLaunchKernelEx", ctypes.byref(config), function, values, None)
 
+    def load(self, name: str) -> None:
+        """Load a kernel now and not at its first launch, which may be while a graph is captured."""
+        self._driver.call("cuFuncLoad", self._function(name))
+
     def _function(self, name: str) -> Handle:
         function = self._functions.get(name)
         if function is None:

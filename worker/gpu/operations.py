@@ -204,12 +204,13 @@ class Operations:
 
     def gated(self, h: Rows, gate_up: Linear[Tensor]) -> Rows:
         """silu(gate) * up, with whatever bias there is."""
-        change = self._change(gate_up.weight, h)
-        if change is None:
-            self.product("GATE", gate_up.weight, h, self._buffers.activated, gate_up.bias)
+        change, buffers = self._change(gate_up.weight, h), self._buffers
+        if change is None or self.changes is None:
+            self.product("GATE", gate_up.weight, h, buffers.activated, gate_up.bias)
         else:
-            self.product("STORE", gate_up.weight, h, self._buffers.gate_up)
-            change("GATE", self._buffers.activated, self._buffers.gate_up, gate_up.bias)
+            if not self.changes.product(gate_up.weight, h, self.step, buffers.gate_up):
+                self.product("STORE", gate_up.weight, h, buffers.gate_up)
+            change("GATE", buffers.activated, buffers.gate_up, gate_up.bias)
         return Rows(self._buffers.activated, gate_up.weight.shape[0] // 2)
 
     def add_projected(self, x: Rows, y: Rows, linear: Linear[Tensor], norm: Tensor | None = None) -> Rows:

@@ -23,6 +23,8 @@ _GOOD_LOADS, _MOST_LOADS = 4, 7  # of 16 bytes in flight a lane and weight row; 
 _SKINNY = {1: 1, 8: 1, 16: 1, 32: 2}  # blocks that share the columns, by the most rows of x
 _SKINNY_WEIGHTS = 96 << 10  # bytes a block, at most
 _SKINNY_SHARED = 227 << 10  # bytes that a block may have
+SKINNY_ROWS = tuple(_SKINNY)
+"""The most rows of x that there are kernels of skinny.cu for."""
 _ROUNDS = 4
 
 

@@ -1,5 +1,6 @@
 // Low-rank changes of products (LoRA), y += scale B (A x), for the rows of each adapter. Two launches beside a product:
-// `shrink` makes A x before it, `expand` adds the rest behind it. Compiled behind base.cu, apart from all other kernels.
+// `shrink` makes A x before it, `expand` adds the rest behind it. Compiled behind base.cu and one_row.cu, apart from a
+// model's other kernels.
 //
 // lists: [4] (how many tiles), [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at
 // most), [rows] row numbers sorted by adapter. between: [shares][rows][stride] of A x, one after the other for a product's
@@ -8,9 +9,6 @@
 #define PARTS 3      // linears that one product holds (q, k and v)
 #define RANKS 16     // that a block of `shrink` makes at once
 #define OUTPUTS 256  // that a block of `expand` adds to
-#define STORE 0      // as of one_row.cu
-#define ADD 1
-#define GATE 2
 
 struct Factors {  // of one product and one version; rank 0 = this part is not changed
   const elt *a[PARTS], *b[PARTS];  // [rank][columns], [outputs][rank]

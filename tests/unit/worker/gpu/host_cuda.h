@@ -17,6 +17,9 @@ static Place threadIdx, blockIdx, gridDim, blockDim;
 #define __shared__ static
 #define __launch_bounds__(...)
 #define KERNEL extern "C" void
+#define STORE 0
+#define ADD 1
+#define GATE 2
 
 static ucontext_t scheduler, fibers[256];
 static bool ended[256];
