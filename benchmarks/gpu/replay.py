@@ -1,12 +1,13 @@
 """Every token of a service on a GPU derived again, after versions that came while it generated.
 
-    python -m benchmarks.gpu.replay record OUT [--updates 200] [--device gpu]    on a host with a device
-    python -m benchmarks.gpu.replay check OUT                                    anywhere, in numpy
+    python -m benchmarks.gpu.replay record OUT [--updates 200] [--adapters] [--device gpu]    on a host with a device
+    python -m benchmarks.gpu.replay check OUT                                                 anywhere, in numpy
 
 `record` serves a small model in float32, pushes made-up versions under the four in-flight policies in turn while
 clients sample with seeds, some with cuts, penalties, biases or masks, and writes down what they got. `check` computes
 each token's logits from the versions that its spans name, in numpy, and draws again with its seed: a torn or wrongly
-stamped token, KV of another version or a token of another row shows as another token or logprob.
+stamped token, KV of another version or a token of another row shows as another token or logprob. With adapters three
+more trainers push as many versions of one each meanwhile, and most requests name one of them.
 """
 
 import argparse
@@ -45,6 +46,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 POLICIES = ("keep", "recompute", "abort", "wait")
+ADAPTERS, RANK, OF_ADAPTERS = ("a", "b", "c"), 6, (*POLICIES, "finish")
 CLIENTS, LOGPROB_GAP = 24, 2e-4
 ASKED: list[dict[str, Any]] = [
     *({}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.2}, {"logprobs": 3}),
@@ -65,8 +67,49 @@ def weights(version: int) -> dict[str, np.ndarray]:
     return made
 
 
-def record(out: Path, updates: int, device: str) -> None:
-    """Serve, push and sample."""
+def adapter(name: str, version: int) -> dict[str, np.ndarray]:
+    """A version of an adapter, by PEFT's names; the first one changes q and v alone."""
+    rng = np.random.default_rng([ord(name), version])
+    made = {}
+    for p in manifest_for(CONFIG, "float32").parameters:
+        module = p.name.removesuffix(".weight")
+        if module.endswith(("q_proj", "v_proj") if name == "a" else "_proj"):
+            columns = np.float32(p.shape[1] ** -0.5)
+            made[f"base_model.model.{module}.lora_A.weight"] = columns * rng.standard_normal(
+                (RANK, p.shape[1]), np.float32
+            )
+            made[f"base_model.model.{module}.lora_B.weight"] = rng.standard_normal((p.shape[0], RANK), np.float32)
+    return made
+
+
+def adapted(version: int, name: str, of_adapter: int) -> dict[str, np.ndarray]:
+    """A version of the model with one of an adapter in it."""
+    made, parts = weights(version), adapter(name, of_adapter)
+    for a in [part for part in parts if ".lora_A." in part]:
+        module = a.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        b = parts[a.replace("lora_A", "lora_B")]
+        made[f"{module}.weight"] = made[f"{module}.weight"] + np.float32(1 / RANK) * (b @ parts[a])
+    return made
+
+
+def push_adapter(publisher: WeightPublisher, name: str, version: int) -> None:
+    config = {"r": RANK, "lora_alpha": 1.0}
+    policy: Any = OF_ADAPTERS[version % len(OF_ADAPTERS)]
+    publisher.push_adapter(name, adapter(name, version), config, version, in_flight=policy, timeout_s=60)
+
+
+def train_adapter(endpoint: str, name: str, updates: int, failed: list[BaseException]) -> None:
+    """Push versions of an adapter, one after the other."""
+    try:
+        with WeightPublisher(endpoint, run_id="replay") as publisher:
+            for version in range(2, updates + 2):
+                push_adapter(publisher, name, version)
+    except BaseException as error:
+        failed.append(error)
+
+
+def record(out: Path, updates: int, device: str, names: tuple[str, ...]) -> None:
+    """Serve, push and sample. names: of adapters."""
     from benchmarks.gpu.service import EmptyService
 
     log = out.with_suffix(".log")
@@ -88,18 +131,29 @@ def record(out: Path, updates: int, device: str) -> None:
     ):
         publisher.push(weights(1), 1, timeout_s=60)
         service.wait_ready()
-        clients = threading.Thread(target=lambda: asyncio.run(sample(service.url, done, found)))
+        for name in names:
+            push_adapter(publisher, name, 1)
+        clients = threading.Thread(target=lambda: asyncio.run(sample(service.url, done, found, names)))
         clients.start()
+        failed: list[BaseException] = []
+        endpoint = service.push_endpoint
+        trainers = [threading.Thread(target=train_adapter, args=(endpoint, name, updates, failed)) for name in names]
+        for trainer in trainers:
+            trainer.start()
         for version in range(2, updates + 2):
             publisher.push(weights(version), version, in_flight=POLICIES[version % 4], timeout_s=60)
+        for trainer in trainers:
+            trainer.join()
         done.set()
         clients.join()
+    if failed:
+        raise failed[0]
     out.write_text(json.dumps(found))
     print(f"{updates} updates, {len(found)} answers, {sum(len(f['tokens']) for f in found)} tokens, "
           f"{sum(len(f['spans']) > 1 for f in found)} answers of more than one version")  # fmt: skip
 
 
-async def sample(url: str, done: threading.Event, found: list[dict[str, Any]]) -> None:
+async def sample(url: str, done: threading.Event, found: list[dict[str, Any]], names: tuple[str, ...]) -> None:
     client = AsyncRolloutClient(url)
 
     async def one(number: int) -> None:
@@ -108,25 +162,37 @@ async def sample(url: str, done: threading.Event, found: list[dict[str, Any]]) -
             prompt = [rng.randrange(512) for _ in range(rng.randrange(3, 40))]
             more = rng.choice(ASKED)
             asked = {"max_tokens": rng.randrange(8, 120), "temperature": 1.0, "seed": rng.randrange(1 << 40), **more}
-            reply = await client.generate(prompt_ids=prompt, ignore_eos=True, **asked)
+            name = rng.choice(("", *names))
+            reply = await client.generate(prompt_ids=prompt, ignore_eos=True, adapter=name, **asked)
             for output in reply.outputs:
-                spans = [[s.version, s.start, s.end, s.recomputed] for s in output.spans]
-                found.append({"prompt": prompt, "asked": asked, "tokens": list(output.token_ids), "spans": spans,
-                              "logprobs": list(output.logprobs), "finish": output.finish_reason})  # fmt: skip
+                spans = [[s.version, s.start, s.end, s.recomputed, s.adapter_version] for s in output.spans]
+                found.append(
+                    {
+                        "prompt": prompt,
+                        "asked": asked,
+                        "adapter": name,
+                        "tokens": list(output.token_ids),
+                        "spans": spans,
+                        "logprobs": list(output.logprobs),
+                        "finish": output.finish_reason,
+                    }
+                )
 
     await asyncio.gather(*(one(number) for number in range(CLIENTS)))
     await client.aclose()
 
 
 class Replayed:
-    """Logits of a sequence whose positions were computed by these versions."""
+    """Logits of a sequence whose positions were computed by these versions: (the model's, an adapter's name or "", its)
+    of each.
+    """
 
     def __init__(self) -> None:
         self._spec = decoder_spec(CONFIG)
         self._layout = make_layout(manifest_for(CONFIG, "float32"), 1)
-        self._held: dict[int, Weights[np.ndarray]] = {}
+        self._held: dict[tuple[int, str, int], Weights[np.ndarray]] = {}
 
-    def logits(self, tokens: list[int], versions: list[int], wanted: int) -> np.ndarray:
+    def logits(self, tokens: list[int], versions: list[tuple[int, str, int]], wanted: int) -> np.ndarray:
         """[len(tokens) - wanted, vocab] of the tokens after positions [wanted, len(tokens))."""
         ops = ReferenceOps(self._spec, 4, 2, 256, 16, 16)
         rows, start = [], 0
@@ -145,9 +211,9 @@ class Replayed:
             start = end
         return np.concatenate(rows)[wanted:]
 
-    def _weights(self, version: int) -> Weights[np.ndarray]:
+    def _weights(self, version: tuple[int, str, int]) -> Weights[np.ndarray]:
         if version not in self._held:
-            named = weights(version)
+            named = adapted(*version) if version[1] else weights(version[0])
             slot = np.zeros(self._layout.slot_bytes, np.uint8)
             for region, view in zip(self._layout.regions, region_views(self._layout, slot), strict=True):
                 view[:] = named[region.name].reshape(-1)
@@ -162,12 +228,15 @@ def check(path: Path) -> int:
     worst = 0.0
     for answer in json.loads(path.read_text()):
         prompt, out, asked = answer["prompt"], answer["tokens"], answer["asked"]
+        name = answer.get("adapter", "")
         how = {name: value for name, value in asked.items() if name not in {"max_tokens", "seed"}}
         how["logit_bias"] = {int(i): bias for i, bias in asked.get("logit_bias", {}).items()}
         sampling = SamplingParams(**how)
         for one in forward_passes([Span(*span) for span in answer["spans"]], len(prompt)):
             known = (prompt + out)[: len(one.versions)]
-            rows = replayed.logits(known, one.versions, len(prompt) - 1 + one.start)
+            of_adapter = one.adapter_versions or [0] * len(known)
+            made_by = [(base, name, its or 0) for base, its in zip(one.versions, of_adapter, strict=True)]
+            rows = replayed.logits(known, made_by, len(prompt) - 1 + one.start)
             for at, row in zip(range(one.start, one.end), rows, strict=True):
                 edits = LogitEdits(sampling, prompt, frozenset())
                 for token in out[:at]:
@@ -189,11 +258,12 @@ def main() -> None:
     parser.add_argument("what", choices=["record", "check"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--adapters", action="store_true", help="beside three trainers of adapters")
     parser.add_argument("--device", default="gpu")
     args = parser.parse_args()
     if args.what == "check":
         sys.exit(check(args.out))
-    record(args.out, args.updates, args.device)
+    record(args.out, args.updates, args.device, ADAPTERS if args.adapters else ())
 
 
 if __name__ == "__main__":
