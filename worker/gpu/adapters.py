@@ -44,10 +44,11 @@ FACTORS = np.dtype(
 )
 """`Factors` of kernels/adapters.cu; a part without rank adds nothing."""
 MOST_VERSIONS = 256
-_TILE, _OUTPUTS = 16, 256  # of kernels/adapters.cu
+_TILE, _OUTPUTS, _THREADS = 16, 128, 128  # of kernels/adapters.cu
 _MOST_RANKS = 256 * PARTS  # of one product
 _SHARES = 4  # blocks that share the columns of x, at most
-_SHARE = 512  # columns that are worth a block
+_SHARE = 256  # columns that are worth a block
+_FEW_ROWS = 512
 _GRAPH_TILES, _GRAPH_RANKS = 8, 3  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE")
 _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
@@ -102,7 +103,7 @@ class DeviceAdapters:
         """rows: the most of a step. settle: waits until no step runs. shared: the model is, with other ranks."""
         self._shared = shared
         self._driver, self._sites, self._fp32, self._settle = driver, sites, fp32, settle
-        self.rows, self.element = max(rows, _SHARES * 512), 4 if fp32 else 2
+        self.rows, self.element = max(rows, _SHARES * _FEW_ROWS), 4 if fp32 else 2
         self._room: _Room | None = None
         self._held: dict[int, _Held] = {}
         self._places = list(range(MOST_VERSIONS))
@@ -331,7 +332,7 @@ class Changes:
         return U64(self._held.room.table), Int(site), Int(len(self._sites)), U64(step.adapters)
 
     def _launch(self, name: str, grid: tuple[int, ...], *arguments: Any) -> None:
-        self._held.room.kernels.launch(name, grid, 256, self._stream, arguments)
+        self._held.room.kernels.launch(name, grid, _THREADS, self._stream, arguments)
 
 
 def words(rows: int) -> int:
@@ -345,4 +346,4 @@ def _tiles(step: "StepInputs") -> int:
 
 def _shares(columns: int, step: "StepInputs") -> int:
     """Few rows are few blocks: then these share the columns."""
-    return min(_SHARES, -(-columns // _SHARE)) if step.rows <= 512 else 1
+    return min(_SHARES, -(-columns // _SHARE)) if step.rows <= _FEW_ROWS else 1

@@ -8,7 +8,8 @@
 #define TILE 16
 #define PARTS 3      // linears that one product holds (q, k and v)
 #define RANKS 16     // that a block of `shrink` makes at once
-#define OUTPUTS 256  // that a block of `expand` adds to
+#define WARPS 4      // few, so that a block leaves the next product room on its multiprocessor
+#define OUTPUTS 128  // that a block of `expand` adds to
 
 struct Factors {  // of one product and one version; rank 0 = this part is not changed
   const elt *a[PARTS], *b[PARTS];  // [rank][columns], [outputs][rank]
@@ -32,7 +33,8 @@ __device__ __forceinline__ const elt *row_of_a(const Factors &f, int j, int colu
 // without a tile need not wait: that of the first tile, which every step with adapters has, does.
 
 // NORM: x is the residual stream, float, and `weight` goes into it; what it is divided by follows in `expand`. Otherwise x
-// is elt. grid (tiles, blocks of RANKS, shares): both are walked through where they are more. 256 threads.
+// is elt. grid (tiles, blocks of RANKS, shares): both are walked through where they are more.
+// 32 * WARPS threads.
 template <bool NORM>
 __device__ __forceinline__ void shrink(const void *x, const elt *weight, const Factors *table, int site, int sites,
                                        const int *lists, float *between, float *squares, int rows, int stride, int columns) {
@@ -49,7 +51,7 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
 #if FP32
       if (waits) follow();
       waits = false;
-      for (int i = warp; i < TILE * RANKS; i += 8) {  // a warp a number
+      for (int i = warp; i < TILE * RANKS; i += WARPS) {  // a warp a number
         const int r = i / RANKS, j = i % RANKS;
         const elt *a = row_of_a(f, j0 + j, columns);
         if (r >= tile.count || !a) continue;
@@ -74,8 +76,8 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
 #else
       // A lane has eight columns of two rows of x and of two rows of A: their order within 32 is one for both, so nothing
       // is moved before it is multiplied.
-      __shared__ float sums[8][TILE][RANKS + 1], parts[8][TILE];
-      constexpr int AHEAD = 3;
+      __shared__ float sums[WARPS][TILE][RANKS + 1], parts[WARPS][TILE];
+      constexpr int AHEAD = 3, PACE = 32 * WARPS;
       const int g = lane >> 2, first = from + warp * 32, mine = (lane & 3) * 8;
       const u64 row[2] = {(u64)order[tile.first + min(g, tile.count - 1)] * columns,
                           (u64)order[tile.first + min(g + 8, tile.count - 1)] * columns};
@@ -104,14 +106,14 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
       };
       uint4 ahead[AHEAD][2];
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++) of_a(first + i * 256 + mine, ahead[i]);
+      for (int i = 0; i < AHEAD; i++) of_a(first + i * PACE + mine, ahead[i]);
       if (waits) follow();
       waits = false;
 #pragma unroll
       for (int i = 0; i < AHEAD; i++)
-        if (first + i * 256 < until) add(first + i * 256 + mine, ahead[i]);
+        if (first + i * PACE < until) add(first + i * PACE + mine, ahead[i]);
 #pragma unroll 2
-      for (int c = first + AHEAD * 256; c < until; c += 256) {
+      for (int c = first + AHEAD * PACE; c < until; c += PACE) {
         uint4 w[2];
         of_a(c + mine, w);
         add(c + mine, w);
@@ -124,12 +126,14 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
         if (!(lane & 3)) parts[warp][g + 8 * h] = square[h];
       }
       __syncthreads();
-      const int r = threadIdx.x / RANKS, j = threadIdx.x % RANKS;
-      float s = 0, all = 0;
-      for (int w = 0; w < 8; w++) { s += sums[w][r][j]; if (NORM) all += parts[w][r]; }
-      const u64 at = (u64)blockIdx.z * rows + tile.first + r;
-      if (r < tile.count && j0 + j < ranks) between[at * stride + j0 + j] = s;
-      if (NORM && r < tile.count && !(j0 + j)) squares[at] = all;
+      for (int i = threadIdx.x; i < TILE * RANKS; i += 32 * WARPS) {
+        const int r = i / RANKS, j = i % RANKS;
+        float s = 0, all = 0;
+        for (int w = 0; w < WARPS; w++) { s += sums[w][r][j]; if (NORM) all += parts[w][r]; }
+        const u64 at = (u64)blockIdx.z * rows + tile.first + r;
+        if (r < tile.count && j0 + j < ranks) between[at * stride + j0 + j] = s;
+        if (NORM && r < tile.count && !(j0 + j)) squares[at] = all;
+      }
       __syncthreads();
 #endif
     }
@@ -162,20 +166,24 @@ __device__ __forceinline__ void expanded(float (*d)[4], const u16 *b, int rank, 
                                          int first, int outputs, uint2 *w) {
   const int mine = (threadIdx.x & 3) * 4;
   const bool whole = rank % 4 == 0 && (u64)row[0] % 16 == 0;
+#pragma unroll 1
   for (int j = mine; j - mine < rank; j += 16) {
     if (j > mine) of_b(b, rank, j, first, outputs, w);
     float v[2][4] = {};
-    for (int z = 0; z < shares; z++)
-      for (int h = 0; h < 2; h++) {
-        const float *from = row[h] + z * apart + j;
-        if (whole) {
-          if (j >= rank) continue;
-          const float4 q = *(const float4 *)from;
+    if (whole && j < rank) {
+#pragma unroll 2
+      for (int z = 0; z < shares; z++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float4 q = *(const float4 *)(row[h] + z * apart + j);
           v[h][0] += q.x; v[h][1] += q.y; v[h][2] += q.z; v[h][3] += q.w;
-        } else
+        }
+    } else
+#pragma unroll 1
+      for (int z = 0; z < shares; z++)
+        for (int h = 0; h < 2; h++)
           for (int e = 0; e < 4; e++)
-            if (j + e < rank) v[h][e] += from[e];
-      }
+            if (j + e < rank) v[h][e] += row[h][z * apart + j + e];
     u32 high[4], low[4];
     for (int i = 0; i < 4; i++) {
       const float p = v[i & 1][i & 2], q = v[i & 1][(i & 2) + 1];
@@ -193,7 +201,7 @@ __device__ __forceinline__ void expanded(float (*d)[4], const u16 *b, int rank, 
 
 // y (of STORE: elt, of ADD: the residual stream) += what the parts' adapters make; n0, n1, n2: outputs of each. GATE: y is
 // silu(gate + ..) * (up + ..) of gate_up and bias, of rows without an adapter too, n0 = n1. shares: as shrink had them; squares:
-// 0 = it normed nothing. grid (tiles, blocks of OUTPUTS of each part; of GATE, of one), 256 threads.
+// 0 = it normed nothing. grid (tiles, blocks of OUTPUTS of each part; of GATE, of one), as many threads.
 template <int WHAT>
 __device__ __forceinline__ void expand(const Factors *table, int site, int sites, const int *lists, const float *between,
                                        const float *squares, int rows, int stride, int shares, int columns, float eps,
@@ -275,6 +283,7 @@ __device__ __forceinline__ void expand(const Factors *table, int site, int sites
     if (normed)
       for (int h = 0; h < 2; h++) {
         float sum = 0;
+#pragma unroll 4
         for (int z = 0; z < shares; z++) sum += squares[z * rows + at[h]];
         scale[h] = rsqrtf(sum / columns + eps);
       }
@@ -308,10 +317,10 @@ __device__ __forceinline__ void expand(const Factors *table, int site, int sites
   if (waits && (int)blockIdx.x < tiles) follow();
 }
 
-#define SHRINK(name, NORM) KERNEL __launch_bounds__(256) name(const void *x, const elt *weight, const Factors *table, int site, \
+#define SHRINK(name, NORM) KERNEL __launch_bounds__(32 * WARPS) name(const void *x, const elt *weight, const Factors *table, int site, \
     int sites, const int *lists, float *between, float *squares, int rows, int stride, int columns) { \
     shrink<NORM>(x, weight, table, site, sites, lists, between, squares, rows, stride, columns); }
-#define EXPAND(name, WHAT) KERNEL __launch_bounds__(256) name(const Factors *table, int site, int sites, const int *lists, \
+#define EXPAND(name, WHAT) KERNEL __launch_bounds__(OUTPUTS) name(const Factors *table, int site, int sites, const int *lists, \
     const float *between, const float *squares, int rows, int stride, int shares, int columns, float eps, const elt *gate_up, \
     const elt *bias, void *y, int n0, int n1, int n2) { \
     expand<WHAT>(table, site, sites, lists, between, squares, rows, stride, shares, columns, eps, gate_up, bias, y, n0, n1, n2); }

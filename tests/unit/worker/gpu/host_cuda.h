@@ -24,12 +24,12 @@ static Place threadIdx, blockIdx, gridDim, blockDim;
 static ucontext_t scheduler, fibers[256];
 static bool ended[256];
 static int current, waiting[9], round_[9];
-static void wait_for(int group, int size) {  // group: of a warp, or 8 = all
+static void wait_for(int group, int size) {  // group: of a warp, or 8 = all; so 256 threads at most
   const int mine = round_[group];
   if (++waiting[group] == size) { waiting[group] = 0; round_[group]++; return; }
   while (round_[group] == mine) swapcontext(&fibers[current], &scheduler);
 }
-static void __syncthreads() { wait_for(8, 256); }
+static void __syncthreads() { wait_for(8, blockDim.x); }
 static float told[256];
 static float __shfl_xor_sync(u32, float v, int o) {
   const int warp = threadIdx.x / 32;
@@ -94,21 +94,21 @@ static void (*entered)();
 static void fiber() { entered(); ended[current] = true; swapcontext(&fibers[current], &scheduler); }
 template <class F> static F *call_of_block;
 template <class F> static void enter() { (*call_of_block<F>)(); }
-template <class F> static void launch(const int *grid, F call) {
+template <class F> static void launch(const int *grid, int threads, F call) {
   static char *stacks = (char *)malloc(256u << 16);
   call_of_block<F> = &call;
   entered = enter<F>;
-  gridDim = {(u32)grid[0], (u32)grid[1], (u32)grid[2]}; blockDim = {256, 1, 1};
+  gridDim = {(u32)grid[0], (u32)grid[1], (u32)grid[2]}; blockDim = {(u32)threads, 1, 1};
   for (u32 z = 0; z < gridDim.z; z++) for (u32 y = 0; y < gridDim.y; y++) for (u32 x = 0; x < gridDim.x; x++) {
-    for (int i = 0; i < 256; i++) {
+    for (int i = 0; i < threads; i++) {
       getcontext(&fibers[i]);
       fibers[i].uc_stack.ss_sp = stacks + ((u64)i << 16); fibers[i].uc_stack.ss_size = 1 << 16; fibers[i].uc_link = 0;
       makecontext(&fibers[i], fiber, 0);
       ended[i] = false;
     }
-    for (int left = 256; left;) {
+    for (int left = threads; left;) {
       left = 0;
-      for (current = 0; current < 256; current++) {
+      for (current = 0; current < threads; current++) {
         if (ended[current]) continue;
         threadIdx = {(u32)current, 0, 0}; blockIdx = {x, y, z};
         swapcontext(&scheduler, &fibers[current]);

@@ -100,11 +100,11 @@ class HostModule:
         if self.hashes:
             self._hash(grid[0], *(argument.value for argument in arguments))
         elif name.startswith("shrink"):
-            self.library.run_shrink(grid, _Int(name == "shrink_normed"), *arguments)
+            self.library.run_shrink(grid, threads, _Int(name == "shrink_normed"), *arguments)
         elif name.startswith("expand"):
-            self.library.run_expand(grid, _Int(["STORE", "ADD", "GATE"].index(name[7:])), *arguments)
+            self.library.run_expand(grid, threads, _Int(["STORE", "ADD", "GATE"].index(name[7:])), *arguments)
         else:
-            self.library.run_converted(grid, *arguments)
+            self.library.run_converted(grid, threads, *arguments)
 
     @staticmethod
     def _hash(count, table, out, tiny):
