@@ -263,7 +263,35 @@ class DeviceAdapters:
         )
         for name in (*_KERNELS, *(kernel.name for kernel in products)):
             room.kernels.load(name)
+        self._require_right(room)
         self._room = room
+
+    def _require_right(self, room: _Room) -> None:
+        """Raises CudaError where whole numbers, of which no sum is rounded, do not come out as they must."""
+        rng = np.random.default_rng(0)
+        x, a, b, y = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((16, 64), (8, 64), (64, 8), (16, 64)))
+        lists = np.zeros(words(16), np.int32)
+        lists[0], lists[4:7], lists[-16:] = 1, (0, 0, 16), np.arange(15, -1, -1)
+        narrow = [v if self._fp32 else (v.view(np.uint32) >> 16).astype(np.uint16) for v in (x, a, b)]
+        at, there = room.between + 4 * 16 * _MOST_RANKS, []
+        for array in (*narrow, y, lists):
+            self._driver.to_device(at, array, self._own_stream)
+            there.append(at)
+            at += -(-array.nbytes // 256) * 256
+        row = np.zeros(1, FACTORS)
+        row["a"][0, 0], row["b"][0, 0], row["rank"][0, 0], row["scale"][0, 0], row["ranks"] = *there[1:3], 8, 2.0, 8
+        self._driver.to_device(room.table, row, self._own_stream)
+        of = U64(room.table), Int(0), Int(1), U64(there[4])
+        sizes, none = (Int(16), Int(_MOST_RANKS)), U64(0)
+        shrink = U64(there[0]), none, *of, U64(room.between), U64(room.squares), *sizes, Int(64)
+        expand = *of, U64(room.between), none, *sizes, Int(1), Int(64), Float(0.0), none, none, U64(there[3])
+        room.kernels.launch("shrink_rows", (1, 1, 1), _THREADS, self._own_stream, shrink)
+        room.kernels.launch("expand_ADD", (1, 1), _THREADS, self._own_stream, (*expand, Int(64), Int(0), Int(0)))
+        found = np.empty_like(y)
+        self._driver.to_host(found, there[3], self._own_stream)
+        self._driver.wait(self._own_stream)
+        if not np.array_equal(found, y + 2 * (x @ a.T) @ b.T):
+            raise CudaError(f"{self._driver.name} computes wrong")
 
     def _products(self) -> list[Skinny]:
         """Products of gate and up that are not joined: of a model's other kernels none leaves both."""

@@ -17,8 +17,9 @@ OF_ALL = [*OF_LAYER, "shrink_normed", "expand_GATE", "shrink_rows", "expand_ADD"
 
 @pytest.fixture
 def rank(monkeypatch):
-    """A device without others, which serves. What is read from it is zeros, so no copy is ever what was copied."""
-    monkeypatch.setattr(DeviceAdapters, "_prove", lambda *_: None)
+    """A device without others, which serves. What is read from it is zeros, so nothing is ever what it should be."""
+    for proof in ("_prove", "_require_right"):
+        monkeypatch.setattr(DeviceAdapters, proof, lambda *_: None)
     return Rank(monkeypatch, "llama", tp=1, dtype="float32").serve()
 
 
@@ -96,4 +97,4 @@ def test_ranks_that_share_a_model_refuse_them_in_words(monkeypatch):
     shares = Rank(monkeypatch, "llama").serve()
     with pytest.raises(ValueError, match=r"share a model on GPUs take no adapters: replicas of one GPU \(tp 1\) do"):
         Adapter(ADAPTERS / "llama.all").into(shares.engine, 1, Checkpoint(MODELS / "llama", tp=2))
-    assert not shares.calls
+    assert not shares.recording.of("cuMemAlloc_v2", "cuMemCreate", "cuModuleLoadData")

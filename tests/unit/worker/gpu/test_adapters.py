@@ -79,6 +79,9 @@ class HostDriver:
     def unmap(self, address, nbytes, handle):
         del self.mapped[address]
 
+    def to_host(self, target, address, stream):
+        ctypes.memmove(target.ctypes.data, address, target.nbytes)
+
     def to_device(self, address, source, stream, nbytes=None):
         ctypes.memmove(address, source.ctypes.data, source.nbytes)
         if self.spoiled is not None and source.nbytes > 1 << 12:
@@ -359,6 +362,16 @@ def test_no_room_is_said_in_words(device, monkeypatch):
     monkeypatch.setattr(adapters, "compiled", no_compiler)
     with pytest.raises(ValueError, match="this device can hold no adapters: NVRTC: gone"):
         version.into(other, 1)
+
+
+@pytest.mark.parametrize("kernel", ["shrink_rows", "expand_ADD"])
+def test_a_device_whose_kernels_do_nothing_holds_none(device, monkeypatch, kernel):
+    _, held = device("bfloat16")
+    launch = HostModule.launch
+    monkeypatch.setattr(HostModule, "launch", lambda self, name, *a: None if name == kernel else launch(self, name, *a))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="this device can hold no adapters: a device computes wrong"):
+            Version(1, {"o": 4}, "bfloat16").into(held, 1)
 
 
 def test_a_product_that_nothing_held_changes_has_no_launches(device):
