@@ -390,12 +390,12 @@ class Deciding:
         vote = self._actions.work is not None or self._stepping.unjudged
         step = self._stepping.possible
         now = self._clock()
-        if order is None and not vote and not step and now < self.next_heartbeat:
+        if order is None and not vote and not step and not self._actions.heard and now < self.next_heartbeat:
             return None
         self.next_heartbeat = now + self._heartbeat_s
         self._stepping.unjudged = False
         order = order or Order(Signal.PAUSE if self._stepping.paused else Signal.RUN)
-        return msgspec.structs.replace(order, vote=vote, step=step)
+        return msgspec.structs.replace(order, vote=vote, step=step, arrived=self._actions.take_heard())
 
     def settled(self, order: Order, verdict: Verdict) -> None:
         """All ranks are through with an order."""

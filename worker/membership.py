@@ -248,7 +248,7 @@ class Membership:
             case store.Adopt():
                 self._adopt(message.live)
             case store.InPlace():
-                self._actions.copy_ahead(message)
+                self._actions.hear(message)
             case store.Prepare():
                 self._on_prepare(message)
             case store.Flip():

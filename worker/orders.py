@@ -66,7 +66,8 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
 
     live, session: of the weight change. arena_path: the arena that `live` lies in. tags: what to release or
     bring back. adapter: to prepare; epoch: of the one to forget; in_place: what can be taken in of one that arrives.
-    vote: every rank tells how its work stands and how its last step went, before it acts.
+    vote: every rank tells how its work stands and how its last step went, before it acts. arrived: parts of the next
+    version of the model that can be copied already.
     """
 
     signal: Signal = Signal.RUN
@@ -80,6 +81,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: LiveAdapter | None = None
     epoch: int = 0
     in_place: InPlace | None = None
+    arrived: tuple[InPlace, ...] = ()
 
     @property
     def beside_steps(self) -> bool:
@@ -259,6 +261,7 @@ class Actions:
         self._release_cached = release_cached
         self._arena_path = ""
         self._mapping: tuple[str, DynamicWeightManager] | None = None
+        self._heard: list[InPlace] = []
 
     @property
     def fenced(self) -> bool:
@@ -293,13 +296,38 @@ class Actions:
         """Whether this rank copies versions of adapters, and may do so while they arrive."""
         return self.adapters.takes_in
 
-    def copy_ahead(self, message: InPlace) -> None:
-        """Part of the next version can be copied already. Between orders; returns at once."""
-        if self.weights is not None and "weights" not in self.released:
-            self.weights.copy_ahead(message.slot, message.write_epoch, message.spans)
+    def hear(self, message: InPlace) -> None:
+        """Part of the next version can be copied already: rank 0 hears it, and the next order tells all ranks."""
+        self._heard.append(message)
+
+    @property
+    def heard(self) -> bool:
+        """Whether there is something that ranks have not been told."""
+        return bool(self._heard)
+
+    def take_heard(self) -> tuple[InPlace, ...]:
+        """What rank 0 has heard since it was last asked."""
+        heard, self._heard = self._heard, []
+        return tuple(heard)
 
     def start(self, order: Order) -> None:
-        """Begin. FINALIZE, ROLLBACK, FORGET, TAKE_IN and orders without work are over when this returns."""
+        """Begin. FINALIZE, ROLLBACK, FORGET, TAKE_IN and orders without work are over when this returns.
+
+        What has arrived was heard before an order to prepare it, but after the end of the version before.
+        """
+        ends = order.phase in (Phase.FINALIZE, Phase.ROLLBACK)
+        if not ends:
+            self._copy_ahead(order.arrived)
+        self._start(order)
+        if ends:
+            self._copy_ahead(order.arrived)
+
+    def _copy_ahead(self, heard: Sequence[InPlace]) -> None:
+        if self.weights is not None and "weights" not in self.released:
+            for part in heard:
+                self.weights.copy_ahead(part.slot, part.write_epoch, part.spans)
+
+    def _start(self, order: Order) -> None:
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.FINALIZE:
                 if self.weights and "weights" not in self.released:

@@ -55,6 +55,7 @@ class Ranks:
     def __init__(self, *, copies_ahead: bool, adapters_ahead: bool) -> None:
         self.copies_ahead, self.adapters_ahead = copies_ahead, adapters_ahead
         self._ahead: tuple[Ahead, bytearray] | None = None
+        self._heard: list[messages.InPlace] = []
         self.released: frozenset[str] = frozenset()
         self.bound: Held | None = None
         self._staged: Held | None = None
@@ -86,7 +87,16 @@ class Ranks:
                 self.back()
         return Verdict(True)
 
-    def copy_ahead(self, message: messages.InPlace) -> None:
+    def hear(self, message: messages.InPlace) -> None:
+        self._heard.append(message)
+
+    def copy_ahead(self) -> None:
+        """What was heard, with an order that is told to all ranks."""
+        heard, self._heard = self._heard, []
+        for message in heard:
+            self._copy_ahead(message)
+
+    def _copy_ahead(self, message: messages.InPlace) -> None:
         key, held = (message.slot, message.write_epoch), self.bound
         if not self.copies_ahead or held is None or self._staged is not None or self._flipped:
             return
@@ -364,8 +374,10 @@ class Replica:
             if order.signal is Signal.UPDATE and order.phase in (Phase.FINALIZE, Phase.ROLLBACK):
                 self.ranks.act(order, None)
                 continue
+            self.ranks.copy_ahead()
             self.work = order
             self.world.after(self.world.rng.choice([0.001, 0.005, 0.05]), lambda life=self.pid: self._work_ends(life))  # type: ignore[misc]
+        self.ranks.copy_ahead()
         due = min(
             (d for d in (self.membership.next_deadline, self.adapters.next_deadline) if d is not None), default=None
         )

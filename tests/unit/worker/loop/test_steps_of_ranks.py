@@ -15,7 +15,7 @@ from tests.fake_engine import FakeEngine
 from tests.unit.worker.conftest import Ahead
 from tests.unit.worker.loop.rig import Rig
 from tests.unit.worker.test_event_loop import ThreadSignals
-from weight_manager.messages import Finalize, Finalized, Rollback, RolledBack
+from weight_manager.messages import Finalize, Finalized, InPlace, Rollback, RolledBack
 from worker import boot
 from worker.boot import build_loop
 from worker.messages import Abort, Clear, Done, Pause, Reload, Resume
@@ -243,3 +243,48 @@ def test_a_launch_that_fails_on_one_rank_is_not_waited_for_by_the_other(monkeypa
     assert made.journal[0] == ["prove"]
     made.stop()
     assert made.other_error is None
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """What each of two ranks that have memory of their own is told to copy ahead, by rank."""
+    found = {0: [], 1: []}
+    kept = {
+        "copy_ahead": lambda self, key, memory, spans: found[self.number].append((key, spans)),
+        "stage": lambda self, live, views: self.prepare(views),
+        "read": lambda self, handle, name: NotImplemented,
+    }
+    for name, method in kept.items():
+        monkeypatch.setattr(Device, name, method, raising=False)
+    return found
+
+
+def test_both_copy_a_version_while_it_arrives_and_steps_go_on(copied, pair):
+    expected = []
+    for version in (1, 2):
+        live = pair.store.write(version, version % 2)
+        key = (live.slot, live.write_epoch)
+        for span in ([(0, 64)], [(64, 64), (256, 64)]):
+            pair.store.send(InPlace(*key, span))
+            expected.append((key, span))
+        pair.store.push(f"s{version}", live, "keep")
+    finish(pair)
+    assert copied == {0: expected, 1: expected}
+
+
+def test_both_copy_what_arrives_while_nothing_is_asked_for(copied, pair):
+    finish(pair)
+    live = pair.store.write(1, 1)
+    pair.store.send(InPlace(live.slot, live.write_epoch, [(0, 64)]))
+    pair.api.until(lambda: copied[0] and copied[1])
+    assert copied[0] == copied[1] == [((live.slot, live.write_epoch), [(0, 64)])]
+
+
+def test_what_arrives_right_behind_the_end_of_a_commit_is_copied(copied, pair):
+    _flipped(pair)
+    two = pair.store.write(2, 0)
+    pair.store.send(Finalize("s"))
+    pair.store.send(InPlace(two.slot, two.write_epoch, [(0, 64)]))
+    pair.store.expect(Finalized)
+    pair.api.until(lambda: copied[0] and copied[1])
+    assert copied[0] == copied[1] == [((two.slot, two.write_epoch), [(0, 64)])]
