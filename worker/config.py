@@ -17,7 +17,7 @@ class WorkerConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Served dtype; must equal the store's."""
     tp: int = Field(default=1, ge=1, le=64)
-    """Ranks that share one replica's matrices (tensor parallelism). On GPUs, one each: not run on devices yet."""
+    """Ranks that share one replica's matrices (tensor parallelism). On GPUs, one each."""
     device: Literal["cpu", "gpu"] = "cpu"
     """gpu: NVIDIA's, with a driver of 580 or later and the `gpu` extra."""
     engine: str = Field(default="paddle", pattern=r"^(paddle|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")

@@ -46,7 +46,7 @@ def serve(
     replicas: Annotated[int | None, typer.Option(help="Independent copies of the model. [1]")] = None,
     ray: Annotated[bool | None, typer.Option("--ray", help="Place them on the nodes of a Ray cluster.")] = None,
     address: Annotated[str | None, typer.Option(help="Of that cluster. [the one of this host]")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks a replica; on GPUs not yet run. [1]")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks a replica, on GPUs one each. [1]")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Served dtype. [float32]")] = None,
     device: Annotated[Literal["cpu", "gpu"] | None, typer.Option(help="Where ranks compute. [cpu]")] = None,
     speculative: Annotated[Literal["off", "mtp"] | None, typer.Option(help="Draft tokens. [off]")] = None,

@@ -108,21 +108,13 @@ def train_adapter(endpoint: str, name: str, updates: int, failed: list[BaseExcep
         failed.append(error)
 
 
-def record(out: Path, updates: int, device: str, names: tuple[str, ...]) -> None:
-    """Serve, push and sample. names: of adapters."""
+def record(out: Path, updates: int, device: str, names: tuple[str, ...], tp: int) -> None:
+    """Serve, push and sample. names: of adapters. tp: ranks that share the model."""
     from benchmarks.gpu.service import EmptyService
 
     log = out.with_suffix(".log")
-    options = (
-        "--dtype",
-        "float32",
-        "--device",
-        device,
-        "--set",
-        "worker.max_batch=32",
-        "--set",
-        "worker.num_blocks=512",
-    )
+    options = ["--dtype", "float32", "--device", device, "--tp", str(tp)]
+    options += ["--set", "worker.max_batch=32", "--set", "worker.num_blocks=512"]
     done = threading.Event()
     found: list[dict[str, Any]] = []
     with (
@@ -260,10 +252,11 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--adapters", action="store_true", help="beside three trainers of adapters")
     parser.add_argument("--device", default="gpu")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the model")
     args = parser.parse_args()
     if args.what == "check":
         sys.exit(check(args.out))
-    record(args.out, args.updates, args.device, ADAPTERS if args.adapters else ())
+    record(args.out, args.updates, args.device, ADAPTERS if args.adapters else (), args.tp)
 
 
 if __name__ == "__main__":
