@@ -1,6 +1,7 @@
-"""A replica whose ranks share a model on two GPUs: real ranks, loops, arena and NCCL, between a scripted store and API.
+"""A replica whose ranks share a model on two GPUs ($TP_RANKS of them): real ranks, loops, arena and NCCL, between a
+scripted store and API.
 
-Skipped without two devices and NCCL. What is measured is printed as lines of JSON (`pytest -s`).
+Skipped without as many devices, and without NCCL. What is measured is printed as lines of JSON (`pytest -s`).
 """
 
 import json
@@ -22,25 +23,26 @@ from worker.messages import Clear, Done, Pause, Reload, Resume
 
 pytestmark = [pytest.mark.timeout(240)]
 START_S, CLIENTS = 120, 12
+TP = int(os.environ.get("TP_RANKS", "2"))
 UPDATES, LIVES = int(os.environ.get("TP_UPDATES", "60")), int(os.environ.get("TP_LIVES", "50"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _two_devices():
+def _devices():
     try:
         devices = Driver().devices
         load("libnccl.so.2", "nvidia-nccl-cu13", "gpu-tp")
     except (CudaError, OSError) as error:
         pytest.skip(str(error))
-    if devices < 2:
-        pytest.skip("needs two devices")
+    if devices < TP:
+        pytest.skip(f"needs {TP} devices")
 
 
 class Ranks(ProcessRig):
     """tp ranks, each on a device of its own. Weights of a version are those that `benchmarks.gpu.replay` derives."""
 
     def __init__(self, **config):
-        config = {"tp": 2, "max_batch": 32, "max_tokens_per_step": 256, "num_blocks": 1024, "block_size": 16} | config
+        config = {"tp": TP, "max_batch": 32, "max_tokens_per_step": 256, "num_blocks": 1024, "block_size": 16} | config
         super().__init__(engine="paddle", device="gpu", files={"config": replay.CONFIG}, **config)
         self.epoch = 0
         self.store.register(self.write(1, 0), timeout=START_S)
@@ -159,13 +161,13 @@ def test_the_same_hidden_states_on_all_ranks_after_every_step(ranks):
         assert r.api.finish(f"a{number}")[2] == "length"
 
 
-def test_two_ranks_say_what_one_says(ranks):
+def test_several_ranks_say_what_one_says(ranks):
     found = {}
-    for tp in (1, 2):
+    for tp in (1, TP):
         r = ranks(tp=tp)
         found[tp] = [r.greedy(f"g{number}") for number in range(3)]
         r.stop()
-    assert found[1] == found[2]
+    assert found[1] == found[TP]
 
 
 def test_shut_and_brought_back_fifty_times_while_requests_wait(ranks):
@@ -178,7 +180,7 @@ def test_shut_and_brought_back_fifty_times_while_requests_wait(ranks):
         began = time.monotonic()
         cleared = r.api.call(Clear)
         shut.append(time.monotonic() - began)
-        assert cleared.data["groups"] == [["tp"], ["tp"]], cleared
+        assert cleared.data["groups"] == [["tp"]] * TP, cleared
         released.append(cleared.data["released"])
         if turn % 5 == 0:  # a version that comes meanwhile
             version = 2 + turn // 5
