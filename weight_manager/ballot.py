@@ -74,6 +74,7 @@ class Ballot:
     limits: Limits
     may_miss: frozenset[str] = frozenset()
     holds: bool = True  # replicas flip and hold their output before the record; else `Flip` asks stores alone
+    regions: bytes = b""  # as in `Prepare`
     needed: int = 1  # stores that must take part, this one included
     serves_until: Callable[[str], float] = lambda store: 0.0  # until when a silent store may go on serving
     outbox: list[tuple[Voter, ToReplica]] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Ballot:
     def prepare(self, event: Event, now: float) -> None:
         """Ask everybody to prepare. event: who wants it."""
         limit = self.limits.prepare
-        self._ask(event, now, limit, Prepare(self.session, self.live, self.in_flight, limit))
+        self._ask(event, now, limit, Prepare(self.session, self.live, self.in_flight, limit, regions=self.regions))
         self._count(now)
 
     def flip(self, seconds: float, now: float) -> None:

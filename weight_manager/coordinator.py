@@ -19,7 +19,7 @@ from weight_manager.ballot import Ballot, Limits, Voter
 from weight_manager.config import StoreConfig
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.history import History, Intent, Record
-from weight_manager.layout import Layout, version_digest
+from weight_manager.layout import Layout, packed, version_digest
 from weight_manager.life import Event, Go, Ignored, Life, Refused, Role, State
 from weight_manager.messages import Live, ToReplica
 from weight_manager.metrics import Counters
@@ -66,6 +66,7 @@ class PushSession:
     role: Role = Role.ROOT
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     digest: str = ""  # of the version, once all of it is here and intact; stores below may still be busy
+    regions: bytes = b""  # with it: digests of its regions, for ranks that share it
     deadline: float | None = None  # for what it is doing now
     expected: str = ""  # digest that it must have
     quorum: bool = False  # stores below may miss it
@@ -377,6 +378,7 @@ class Coordinator:
             Limits(*times, behind=config.relay_patience_s, word=config.max_deadline_s),
             may_miss=frozenset(name for name, required in stores.items() if not required),
             holds=self._holds,
+            regions=session.regions,
             needed=self.below.needed(),
             serves_until=self.below.serves_until,
         )
@@ -490,7 +492,7 @@ class Coordinator:
         except PushRefused as refusal:
             self.abort(session, refusal, now)
             return
-        session.digest = digest
+        session.digest, session.regions = digest, packed(digests) if self.layout.tp > 1 else b""
         self.below.seal(session, digest, digests, now)
         self.staged_below(now)
 

@@ -45,9 +45,9 @@ class SupportsBind(Protocol):
 class SupportsStage(Protocol):
     """An engine with memory of its own, which may have a version already."""
 
-    def stage(self, live: Live, views: Views) -> object:
+    def stage(self, live: Live, views: Views, regions: Sequence[int]) -> object:
         """As `prepare`; proves that its own memory holds the very version: by its digest where this rank has all of it
-        (tp is 1), else by comparing with the views. Raises ValueError.
+        (tp is 1), else by those of its regions among `regions`, of all. Raises ValueError.
         """
         ...
 
@@ -139,9 +139,11 @@ class DynamicWeightManager:
         finally:
             self._engine.bind(self._live.handle)
 
-    def prepare(self, live: Live, *, verify: bool = False) -> None:
-        """Views of a sealed slot, ready to bind; serving goes on. verify: against its digest. Raises WeightsRefused."""
-        self._staged = self._hold(live, verify=verify)
+    def prepare(self, live: Live, regions: Sequence[int] = (), *, verify: bool = False) -> None:
+        """Views of a sealed slot, ready to bind; serving goes on. regions: digests of all its regions, where the store
+        has sent them. verify: against its digest. Raises WeightsRefused.
+        """
+        self._staged = self._hold(live, regions, verify=verify)
 
     def copy_ahead(self, slot: int, write_epoch: int, spans: Spans) -> None:
         """Bytes of a version that still arrives, and is none before `prepare` has proved it: an engine with memory of
@@ -217,17 +219,19 @@ class DynamicWeightManager:
         views = self._live.views if self._live else {}
         return {p.name: views[p.name] for p in self.layout.manifest.parameters if p.name in views}
 
-    def _hold(self, live: Live, *, verify: bool) -> _Held:
+    def _hold(self, live: Live, regions: Sequence[int], *, verify: bool) -> _Held:
         try:
             reader = self._reader
             epoch = live.write_epoch or reader.write_epoch(live.slot)
             slot = reader.slot(live.slot)
             views = self._views_of(live.slot, slot)
-            proves = isinstance(self._engine, SupportsStage) and self.layout.tp == 1  # it has all of the version
-            if verify and not proves and live.digest != version_digest(self.layout, region_digests(self.layout, slot)):
-                raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
+            stages = isinstance(self._engine, SupportsStage)
+            if self.layout.tp > 1 if stages else verify:  # a rank that has all of a version in its own proves all of it
+                regions = regions or region_digests(self.layout, slot)
+                if live.digest != version_digest(self.layout, regions):
+                    raise WeightsRefused(f"slot {live.slot} does not hold version {live.version}: its digest differs")
             if isinstance(self._engine, SupportsStage):
-                handle = self._engine.stage(live, views)
+                handle = self._engine.stage(live, views, regions)
             else:
                 handle = self._engine.prepare(views)
             held = _Held(live, reader, epoch, views, handle)

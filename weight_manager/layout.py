@@ -279,7 +279,18 @@ def region_digests(layout: Layout, slot: Slot) -> list[int]:
 
 def version_digest(layout: Layout, digests: Sequence[int]) -> str:
     """Name of a whole version: 16 hex digits over the regions' digests. Does not depend on how it was sent."""
-    return xxhash.xxh3_64_hexdigest(layout.digest.encode() + np.array(digests, dtype="<u8").tobytes())
+    return xxhash.xxh3_64_hexdigest(layout.digest.encode() + packed(digests))
+
+
+def packed(digests: Sequence[int]) -> bytes:
+    """Regions' digests as they are sent and hashed: 8 bytes each, little end first."""
+    return np.array(digests, dtype="<u8").tobytes()
+
+
+def unpacked(digests: bytes) -> list[int]:
+    """As `packed` was given them."""
+    found: list[int] = np.frombuffer(digests, "<u8").tolist()
+    return found
 
 
 def _itemsize(layout: Layout) -> int:

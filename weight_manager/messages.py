@@ -127,6 +127,7 @@ class Prepare(Message, tag="prepare", frozen=True):
     in_flight: AdapterInFlight
     deadline_s: float
     adapter: LiveAdapter | None = None  # whose version `live` is; None: the model's
+    regions: bytes = b""  # digests of all regions of `live`, 8 bytes each, where ranks share it; see `packed`
 
 
 class Prepared(Message, tag="prepared", frozen=True):

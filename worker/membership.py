@@ -47,6 +47,7 @@ class Session:
     began: float = 0.0
     voted: float = 0.0  # when it was READY
     still_since: float = float("inf")  # since when no step has run because of it, though there is something to run
+    regions: bytes = b""  # as in `Prepare`
 
     @property
     def waits(self) -> bool:
@@ -201,7 +202,10 @@ class Membership:
         session = self.session
         if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
             session.state = State.PREPARING
-            self._orders.append(Order(Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live))
+            order = Order(
+                Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live, regions=session.regions
+            )
+            self._orders.append(order)
         return self._orders.popleft() if self._orders else None
 
     def settled(self, order: Order, verdict: Verdict) -> None:
@@ -310,7 +314,10 @@ class Membership:
         now = self._clock()
         still = now if self._scheduler.running else float("inf")
         self.session = Session(
-            message.session, message.live, policy, now + message.deadline_s, began=now, still_since=still
+            *(message.session, message.live, policy, now + message.deadline_s),
+            began=now,
+            still_since=still,
+            regions=message.regions,
         )
 
     def _on_flip(self, message: store.Flip) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_manager.dynamic_weight_manager import CopiesAhead, DynamicWeightManager
+from weight_manager.layout import unpacked
 from weight_manager.messages import InPlace, Live, LiveAdapter
 from worker.adapter_views import AdapterViews
 from worker.engine.base import Engine, Float32, ForwardBatch, Logits, OnDevice
@@ -64,10 +65,10 @@ class Phase(IntEnum):
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rank 0's decision for one tick.
 
-    live, session: of the weight change. arena_path: the arena that `live` lies in. tags: what to release or
-    bring back. adapter: to prepare; epoch: of the one to forget; in_place: what can be taken in of one that arrives.
-    vote: every rank tells how its work stands and how its last step went, before it acts. arrived: parts of the next
-    version of the model that can be copied already.
+    live, session: of the weight change. regions: digests of those of `live`, as in `Prepare`. arena_path: the arena that
+    `live` lies in. tags: what to release or bring back. adapter: to prepare; epoch: of the one to forget; in_place: what
+    can be taken in of one that arrives. vote: every rank tells how its work stands and how its last step went, before it
+    acts. arrived: parts of the next version of the model that can be copied already.
     """
 
     signal: Signal = Signal.RUN
@@ -81,6 +82,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: LiveAdapter | None = None
     epoch: int = 0
     in_place: InPlace | None = None
+    regions: bytes = b""
     arrived: tuple[InPlace, ...] = ()
 
     @property
@@ -400,7 +402,7 @@ class Actions:
         assert order.live is not None
         if self.weights is None:
             raise RuntimeError("no arena is mapped yet")
-        self.weights.prepare(order.live)
+        self.weights.prepare(order.live, unpacked(order.regions))
 
     def _prepare_adapter(self, order: Order) -> None:
         assert order.adapter is not None

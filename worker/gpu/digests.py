@@ -1,20 +1,19 @@
 """The digest of a version as it lies in device memory, computed there (rollout_client/cuda_hash.py).
 
 What the store has proved is the arena's slot. A rank votes on its own copy of it, so that is what is read here. A rank
-that has all of a version compares with its digest; one of several compares its own regions with those of the arena.
+that has all of a version compares with its digest; one of several compares its own regions with what the store says
+of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from rollout_client.cuda_hash import SOURCE, THREADS, TINY
-from rollout_client.digest import digest_of, joined, piece_spans
+from rollout_client.digest import joined, piece_spans
 from weight_manager.layout import EVERY_RANK, ITEMSIZE, Layout, Stretches, version_digest
 from weight_manager.messages import Live
 from worker.gpu.compiler import compiled
@@ -33,7 +32,7 @@ class DeviceDigests:
         self._driver, self._layout = driver, layout
         self._stream = driver.stream()
         self._module = Module(driver, compiled(SOURCE, {}, driver.capability))
-        self._names = [region.name for region in layout.regions if region.rank in (rank, EVERY_RANK)]
+        self._own = [at for at, region in enumerate(layout.regions) if region.rank in (rank, EVERY_RANK)]
         starts, self._sizes, first = layout.stretches if layout.tp == 1 else _stretches(layout, rank)
         runs = np.array([(run.source, run.target) for run in where.runs], np.int64)
         at = np.searchsorted(runs[:, 0], starts, "right") - 1
@@ -49,13 +48,13 @@ class DeviceDigests:
         self._out = driver.pinned(count, np.uint64)
         self._tiny = driver.pinned((count, TINY), np.uint8)
 
-    def holds(self, address: int, live: Live, views: Mapping[str, npt.NDArray[Any]]) -> bool:
-        """Whether the slot that begins there holds what the rank reads of this version. views: of the arena's slot,
-        which holds it.
+    def holds(self, address: int, live: Live, regions: Sequence[int]) -> bool:
+        """Whether the slot that begins there holds what the rank reads of this version. regions: digests of all of the
+        version's, known to be its; not looked at where the rank has all of it.
         """
         if self._layout.tp == 1:
             return self.version(address) == live.digest
-        return self.regions(address) == [digest_of(views[name].reshape(-1).data) for name in self._names]
+        return self.regions(address) == [regions[at] for at in self._own]
 
     def version(self, address: int) -> str:
         """The digest of the slot that begins there, where it holds all regions; 16 hex digits, as

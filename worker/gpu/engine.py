@@ -4,7 +4,7 @@ only the signal group is Paddle's.
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,10 @@ class GpuEngine:
         self._check(views)
         return self._slots.stage(views)
 
-    def stage(self, live: Live, views: Mapping[str, npt.NDArray[Any]]) -> object:
+    def stage(self, live: Live, views: Mapping[str, npt.NDArray[Any]], regions: Sequence[int] = ()) -> object:
         """As `prepare`, and sure to be this version in the device's own memory; a trainer may have put it there."""
         self._check(views)
-        return self._lending.stage(live, views)
+        return self._lending.stage(live, views, regions)
 
     def copy_ahead(self, key: tuple[int, int], memory: memoryview, spans: Spans) -> None:
         """Begin to copy a version that still arrives."""

@@ -18,6 +18,7 @@ import os
 import queue
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +87,9 @@ class Lending:
             return
         threading.Thread(target=self._accept, args=(listener,), name="lending", daemon=True).start()
 
-    def stage(self, live: Live, views: Views) -> Staged:
-        """This version in a device slot, proved. views: of the arena's slot, as in DeviceSlots.stage.
+    def stage(self, live: Live, views: Views, regions: Sequence[int] = ()) -> Staged:
+        """This version in a device slot, proved. views: of the arena's slot, as in DeviceSlots.stage. regions: as in
+        DeviceDigests.holds.
 
         Raises ValueError when the device does not hold what was copied, DeviceMemoryError.
         """
@@ -97,7 +99,7 @@ class Lending:
             ahead, self._ahead = self._ahead, None
             if filled is not None and self._is_for(filled, live):
                 staged = self._slots.hold(filled.slot)
-                if self._holds(staged, live, views):
+                if self._holds(staged, live, regions):
                     log.debug("version %d came from the trainer's GPU", live.version)
                     return staged
                 log.warning(
@@ -108,11 +110,11 @@ class Lending:
             if ahead is not None and (ahead.key != (live.slot, live.write_epoch) or ahead.slot != self._slots.spare):
                 ahead = None
             staged = self._slots.stage(views, ahead)
-            if self._holds(staged, live, views):
+            if self._holds(staged, live, regions):
                 return staged
             if self._slots.pinned.let_go() or ahead is not None:  # the driver may have held pages of before
                 staged = self._slots.stage(views)
-                if self._holds(staged, live, views):
+                if self._holds(staged, live, regions):
                     return staged
             raise ValueError(f"the device does not hold version {live.version}: its digest differs")
 
@@ -158,8 +160,8 @@ class Lending:
     def _is_for(self, filled: _Loan, live: Live) -> bool:
         return filled.key == (live.slot, live.write_epoch) and self._slots.spare == filled.slot
 
-    def _holds(self, staged: Staged, live: Live, views: Views) -> bool:
-        return self._digests.holds(self._slots.regions[staged.slot].address, live, views)
+    def _holds(self, staged: Staged, live: Live, regions: Sequence[int]) -> bool:
+        return self._digests.holds(self._slots.regions[staged.slot].address, live, regions)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

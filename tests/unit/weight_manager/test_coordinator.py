@@ -1,5 +1,6 @@
 """Two sessions at once: one that is recorded and waits for stall figures, and the next one. On a simulated host."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from tests.simulation.run import TIMES
 from tests.simulation.world import World
 from weight_manager.errors import PushRefused
 from weight_manager.history import Intent
+from weight_manager.layout import unpacked, version_digest
 from weight_manager.life import Event, State
-from weight_manager.messages import Finalized
+from weight_manager.messages import Finalized, Prepare
 
 
 class Owner:
@@ -61,6 +63,21 @@ def hub():
         first, _ = push(0)
         seal(first)
         yield SimpleNamespace(coordinator=coordinator, world=world, replica=replica, push=push, seal=seal)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_that_share_a_version_are_sent_its_regions_digests(hub, tp):
+    hub.coordinator.layout = replace(hub.coordinator.layout, tp=tp)
+    session, _ = hub.push(1)
+    heard = []
+    take = hub.replica.membership.take
+    hub.replica.membership.take = lambda message: heard.append(message) or take(message)
+    hub.seal(session)
+    (prepare,) = (message for message in heard if isinstance(message, Prepare))
+    if tp == 1:
+        assert prepare.regions == b"", "a rank that has all of it needs the version's alone"
+    else:
+        assert version_digest(hub.coordinator.layout, unpacked(prepare.regions)) == prepare.live.digest
 
 
 def test_what_a_recorded_push_still_says_does_not_end_the_next_one(hub):

@@ -9,7 +9,7 @@ import xxhash
 
 from rollout_client.cuda_hash import TINY
 from weight_manager.families import manifest_for
-from weight_manager.layout import EVERY_RANK, make_layout, rank_views, region_digests, version_digest
+from weight_manager.layout import EVERY_RANK, make_layout, region_digests, version_digest
 from weight_manager.messages import Live
 from worker.gpu import digests
 from worker.gpu.digests import DeviceDigests
@@ -94,12 +94,11 @@ def test_a_rank_of_several_proves_what_it_reads_and_nothing_else(monkeypatch, ra
     slot = words.view(np.uint8)
     for run in where.runs:
         slot[run.target : run.target + run.nbytes] = arena[run.source : run.source + run.nbytes]
-    views = rank_views(layout, rank, memoryview(arena).toreadonly())
     proof = DeviceDigests(HostDriver(), layout, where, rank)
     live = Live("run", 1, 0, 1, "never looked at")
 
     def holds():
-        return proof.holds(slot.ctypes.data, live, views)
+        return proof.holds(slot.ctypes.data, live, region_digests(layout, arena))
 
     assert holds()
     own = [region for region in layout.regions if region.rank in (rank, EVERY_RANK)]

@@ -229,7 +229,7 @@ def test_a_rank_with_memory_of_its_own_is_told_what_is_intact_and_another_is_not
     ahead = []
 
     class Device(FakeEngine):
-        def stage(self, live, views):
+        def stage(self, live, views, regions):
             return self.prepare(views)
 
         def read(self, handle, name):

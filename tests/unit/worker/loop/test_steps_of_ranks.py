@@ -251,7 +251,7 @@ def copied(monkeypatch):
     found = {0: [], 1: []}
     kept = {
         "copy_ahead": lambda self, key, memory, spans: found[self.number].append((key, spans)),
-        "stage": lambda self, live, views: self.prepare(views),
+        "stage": lambda self, live, views, regions: self.prepare(views),
         "read": lambda self, handle, name: NotImplemented,
     }
     for name, method in kept.items():
