@@ -1,0 +1,108 @@
+"""The whole service with a replica of two ranks on two GPUs: its start, pushes of a torch trainer on the last card of
+the host, sleep, and the death of a rank. Skipped without two devices, torch and Paddle, whose gloo the ranks use."""
+
+import importlib.util
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.gpu import replay
+from benchmarks.gpu.service import EmptyService
+from rollout_client import RolloutClient, WeightPublisher
+
+pytestmark = [pytest.mark.timeout(240)]
+BACK_S = 60
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def torch():
+    torch = pytest.importorskip("torch")
+    if importlib.util.find_spec("paddle") is None:
+        pytest.skip("needs Paddle")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    return torch
+
+
+@pytest.fixture
+def service(torch, tmp_path):
+    settings = ("worker.num_blocks=512", "worker.spares=0")  # a spare's command line names no rank
+    options = ["--device", "gpu", "--dtype", "float32", "--tp", "2"]
+    options += [word for each in settings for word in ("--set", each)]
+    with EmptyService(replay.CONFIG, 1, tmp_path / "service.log", *options) as running:
+        yield running
+        print((tmp_path / "service.log").read_text()[-3000:], flush=True)
+
+
+@pytest.fixture
+def push(torch, service):
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    with WeightPublisher(service.push_endpoint, run_id="tp", transport="cuda_ipc") as publisher:
+
+        def pushed(version):
+            tensors = {name: torch.from_numpy(data).to(device) for name, data in replay.weights(version).items()}
+            return publisher.push(tensors, version, timeout_s=60)
+
+        yield pushed
+
+
+@pytest.fixture
+def greedy(service):
+    with RolloutClient(service.url) as client:
+
+        def asked(max_tokens=40):
+            reply = client.generate(prompt_ids=PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            (output,) = reply.outputs
+            return list(output.token_ids), [span.version for span in output.spans]
+
+        yield asked
+
+
+def pid_of(service, rank):
+    """The process of this rank."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if str(service.run_dir / "config.json") in words and words[-3:-1] == ["--rank", str(rank)]:
+            return int(path.parent.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_it_serves_is_pushed_to_sleeps_and_outlives_a_rank(service, push, greedy):
+    report = push(1)
+    assert report.filled == 0, "ranks that share a model are not filled by a trainer"
+    service.wait_ready()
+    first, versions = greedy()
+    assert versions == [1]
+    push(2)
+    second, versions = greedy()
+    assert (versions, second == first) == ([2], False)
+    for _ in range(3):
+        said = httpx.post(f"{service.url}/v1/rollout/memory/release", json={}, timeout=60).raise_for_status().json()
+        httpx.post(f"{service.url}/v1/rollout/memory/resume", json={}, timeout=60).raise_for_status()
+        assert greedy() == (second, [2])
+    assert said["released_bytes"] > 0
+    for victim in (1, 0):
+        under_way = []
+        waits = threading.Thread(target=lambda found=under_way: found.append(greedy(200)))
+        waits.start()
+        time.sleep(0.05)
+        before = pid_of(service, victim)
+        os.kill(before, signal.SIGKILL)
+        began = time.monotonic()
+        waits.join(BACK_S)
+        assert under_way, "what was under way is begun again"
+        assert under_way[0][0][: len(second)] == second
+        print(f"rank {victim} killed: answered after {time.monotonic() - began:.2f} s", flush=True)
+        assert greedy() == (second, [2])
+        assert pid_of(service, victim) != before
+    push(3)
+    assert greedy()[1] == [3]
