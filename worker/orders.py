@@ -65,10 +65,10 @@ class Phase(IntEnum):
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rank 0's decision for one tick.
 
-    live, session: of the weight change. regions: digests of those of `live`, as in `Prepare`. arena_path: the arena that
-    `live` lies in. tags: what to release or bring back. adapter: to prepare; epoch: of the one to forget; in_place: what
-    can be taken in of one that arrives. vote: every rank tells how its work stands and how its last step went, before it
-    acts. arrived: parts of the next version of the model that can be copied already.
+    live, session: of the weight change. regions: digests of those of `live`, as in `Prepare`. arena_path: the arena
+    that `live` lies in. tags: what to release or bring back. adapter: to prepare; epoch: of the one to forget;
+    in_place: what can be taken in of one that arrives. vote: every rank tells how its work stands and how its last step
+    went, before it acts. arrived: parts of the next version of the model that can be copied already.
     """
 
     signal: Signal = Signal.RUN
