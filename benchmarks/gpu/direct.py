@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--model", choices=sorted(SHAPES), default=MODEL)
     parser.add_argument("--trainer", default="cuda:0", help="its device (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], help="passed on to serve")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share a replica's model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -123,12 +123,12 @@ def main() -> None:
     torch.cuda.set_device(args.trainer)
 
     log = Path(tempfile.mkdtemp(prefix="direct-")) / "service.log"
-    options = ["--device", "gpu", *(word for each in (*SETTINGS, *args.set) for word in ("--set", each))]
+    options = ["--device", "gpu", "--tp", str(args.tp), *(word for each in SETTINGS for word in ("--set", each))]
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "replicas": args.replicas,
         "trainer": args.trainer,
-        "set": args.set,
+        "tp": args.tp,
     }
     result["log"] = str(log)
     with EmptyService(SHAPES[args.model], args.replicas, log, *options) as service:

@@ -82,13 +82,20 @@ def main() -> None:
     )
     parser.add_argument("--peer", help="URL of a server that is there already")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--set", action="append", default=[], help="passed on to serve")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
 
     scratch = Path(tempfile.mkdtemp(prefix="throughput-"))
-    options = ["--device", "gpu", *(word for each in (*SETTINGS, *args.set) for word in ("--set", each))]
+    options = [
+        "--device",
+        "gpu",
+        "--tp",
+        str(args.tp),
+        *(word for each in (*SETTINGS, *args.set) for word in ("--set", each)),
+    ]
     began = time.perf_counter()
     with EmptyService(directory(scratch / "model"), 1, scratch / "service.log", *options) as service:
         trainer = Trainer(torch, service.push_endpoint)
