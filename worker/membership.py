@@ -202,9 +202,7 @@ class Membership:
         session = self.session
         if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
             session.state = State.PREPARING
-            order = Order(
-                Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live, regions=session.regions
-            )
+            order = Order(Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live, regions=session.regions)
             self._orders.append(order)
         return self._orders.popleft() if self._orders else None
 
