@@ -133,12 +133,12 @@ def join(rank: int, size: int, *, deadline_s: float) -> Joined:
     """
     if os.environ.get("PADDLE_TRAINER_ID") != str(rank) or os.environ.get("PADDLE_TRAINERS_NUM") != str(size):
         raise ValueError("tensor-parallel ranks need the PADDLE_* variables that `paddle-rollout serve` sets")
-    if rank:
-        # Paddle's client sleeps for 3 s when nobody listens yet.
-        _wait_for(os.environ["PADDLE_MASTER"], deadline_s)
     import paddle.distributed as dist  # noqa: PLC0415  a replica of one rank needs no group
     from paddle.base.core import TCPStore  # noqa: PLC0415
 
+    if rank:
+        # Paddle's client sleeps for 3 s when nobody listens yet.
+        _wait_for(os.environ["PADDLE_MASTER"], deadline_s)
     with _patient():
         dist.init_parallel_env()
         host, _, port = os.environ[SIGNAL_STORE].rpartition(":")

@@ -105,10 +105,13 @@ def configure(options: dict[str, Any], token_files: dict[str, Path | None], sett
 
 def must_fit(config: ServeConfig) -> None:
     """What every process would find out later, each with a traceback. Raises CheckpointError, OSError, ValueError."""
-    worker = config.worker
+    worker, store = config.worker, config.store
+    for name, ours, theirs in (("tp", worker.tp, store.tp), ("dtype", worker.dtype, store.dtype)):
+        if ours != theirs:  # ranks and the store would lay weights out differently, and no push would come to be served
+            raise ValueError(f"worker.{name} is {ours} and store.{name} {theirs}: use --{name}, which sets both")
     make_layout(manifest_for(read_config(worker.model_dir), worker.dtype), worker.tp)
     taken = [_taken(config.api.host, config.api.port, "--port")]
-    host, _, port = config.store.push_endpoint.removeprefix("tcp://").rpartition(":")
+    host, _, port = store.push_endpoint.removeprefix("tcp://").rpartition(":")
     if port.isdigit():
         taken.append(_taken(host.strip("[]").replace("*", "0.0.0.0"), int(port), "--push-endpoint"))  # noqa: S104
     if any(taken):  # beside a service of the defaults both are: whoever was told of one would come back for the other

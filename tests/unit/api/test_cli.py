@@ -151,6 +151,15 @@ def test_a_second_service_is_told_of_both_ports_at_once(model_dir, run_dir, monk
     serve_command.must_fit(config)
 
 
+@pytest.mark.parametrize(("setting", "option"), [("worker.tp=2", "--tp"), ("store.dtype=bfloat16", "--dtype")])
+def test_parts_that_would_lay_weights_out_differently_are_told_which_option_sets_both(
+    model_dir, run_dir, monkeypatch, setting, option
+):
+    config = serve_command.configure({"model": model_dir, "run_dir": run_dir}, {}, [setting])
+    with pytest.raises(ValueError, match=f"worker.* store.*use {option}"):
+        serve_command.must_fit(config)
+
+
 def test_restart_without_a_service(run, run_dir):
     result = run("restart", "--run-dir", str(run_dir))
     assert result.exit_code == 2

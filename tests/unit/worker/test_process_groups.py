@@ -211,3 +211,20 @@ collective._group_map_by_name.update(taken)
 return broken
 """)
     assert results == ["KeyError: '_default_pg'"] * 2
+
+
+def test_a_rank_loads_paddle_before_it_waits_for_the_first_one():
+    """Which loads it meanwhile: seconds, and the first listens only then."""
+    code = """
+import sys
+from worker import process_groups
+def wait(*_):
+    print("paddle" in sys.modules)
+    sys.exit(0)
+process_groups._wait_for = wait
+process_groups.join(1, 2, deadline_s=1.0)
+"""
+    environment = {**os.environ, **group_environment(1, free_ports(ports_needed(2))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split()[-1:] == ["True"], ran.stderr[-2000:]
