@@ -32,7 +32,20 @@ from worker.engine.base import Float32, ForwardBatch, Interrupted, LaunchesToget
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.membership import Membership
-from worker.orders import DONE, FAILED, Actions, GroupDead, Order, Phase, Report, Signal, Signals, Verdict, judge
+from worker.orders import (
+    DONE,
+    FAILED,
+    PENDING,
+    Actions,
+    GroupDead,
+    Order,
+    Phase,
+    Report,
+    Signal,
+    Signals,
+    Verdict,
+    judge,
+)
 from worker.scheduler import Scheduler
 from worker.sequence import Version
 
@@ -124,6 +137,9 @@ class EventLoop:
         if order.signal is Signal.STOP:
             self.stopped = True
         self._actions.start(order)
+        work = self._actions.work
+        if self._signals.size == 1 and work is not None and work.state != PENDING:
+            self._judge()  # nobody else has to be heard: who asked need not wait for the end of a step
 
     def schedule(self, order: Order) -> ForwardBatch | None:
         """The batch of this tick on every rank, if there is one."""

@@ -29,8 +29,10 @@ from worker.messages import Tag
 log = logging.getLogger(__name__)
 
 Int32 = npt.NDArray[np.int32]
-_PREPARE_S = 0.005
-"""Preparing a version takes a millisecond or two where nothing has to be moved."""
+_PREPARE_S, _PREPARE_BESIDE_S = 0.005, 0.0015
+"""Preparing a version takes a millisecond or two where nothing has to be moved. The second is where a device computes
+meanwhile: less than a step, and a vote that is not there by then waits for the end of one.
+"""
 
 
 class Signal(IntEnum):
@@ -236,7 +238,7 @@ class Work:
             self.state = DONE
 
     def run_in_background(self, act: Callable[[], dict[str, object] | None], patience_s: float = 0.0) -> None:
-        """Do it in a thread, and wait so long for it: what is done by then is voted on in the next tick."""
+        """Do it in a thread, and wait so long for it: what is done by then is voted on as soon as can be."""
         thread = threading.Thread(target=self.run, args=(act,), name="work", daemon=True)
         thread.start()
         thread.join(patience_s)
@@ -377,7 +379,8 @@ class Actions:
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
                 computing = order.step and isinstance(self.engine, OnDevice)  # which goes on meanwhile
-                work.run_in_background(lambda: None if skip else self._prepare(order), 0.0 if computing else _PREPARE_S)
+                patience = _PREPARE_BESIDE_S if computing else _PREPARE_S
+                work.run_in_background(lambda: None if skip else self._prepare(order), patience)
             case Signal.ADAPTER, Phase.PREPARE:
                 if order.adapter is not None and self.adapters.is_quick(order.adapter):
                     work.run(lambda: self._prepare_adapter(order))

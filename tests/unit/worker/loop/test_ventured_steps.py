@@ -1,6 +1,7 @@
 """What a device computes between a flip and the store's last word: a step that counts if the version does. The engine
 computes on the host and answers as a device does: tokens are drawn when they are asked for."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from tests import fake_engine
 from tests.fake_engine import FakeEngine
 from tests.unit.worker.conftest import Ahead
 from weight_manager.messages import Finalize, Finalized, Rollback, RolledBack
+from worker import orders
 from worker.messages import Abort, Pause, Resume
 
 
@@ -58,6 +60,41 @@ def _quiet(steps):
         assert time.monotonic() < end
         time.sleep(0.005)
     return seen
+
+
+def test_a_rank_that_is_alone_says_what_it_did_before_the_next_step(busy, monkeypatch):
+    """A vote, and a flip: a step would keep the store waiting for either."""
+    monkeypatch.setattr(orders, "_PREPARE_BESIDE_S", 30.0)  # for as long as it takes; on a busy machine, that may be long
+    held, free, engine = threading.Event(), threading.Event(), busy.loop._actions.engine
+    prepare, bind, launch = engine.prepare, engine.bind, engine._launch
+
+    def then_hold(act):
+        def acted(argument):
+            try:
+                return act(argument)
+            finally:
+                free.clear()
+                held.set()
+
+        return acted
+
+    def launched(batch):
+        if held.is_set():
+            assert free.wait(30)
+        return launch(batch)
+
+    free.set()
+    engine.prepare, engine.bind, engine._launch = then_hold(prepare), then_hold(bind), launched
+    assert busy.store.prepare("s", busy.store.write(1, 1)).ok
+    assert not free.is_set(), "the step is still to come"
+    free.set()
+    assert busy.store.flip("s").ok
+    assert not free.is_set()
+    free.set()
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    for name in NAMES:
+        busy.api.finish(name)
 
 
 def _flipped(rig, steps, policy="keep"):
