@@ -7,12 +7,13 @@
  2. Two streams of our own wait for the caller's current stream: copies start after the kernels that make the
     weights and before any that follow.
  3. Casts and transposed or strided pieces are made dense on the GPU, on the copy stream, batch by batch.
- 4. The other stream hashes the same tensors (cuda_hash.py). Batch by batch, as copies and digests are done, the
-    digests go to the store, which computes its own from the slot. Batches are small, so the store is never far
-    behind the copies.
+ 4. The other stream hashes the same tensors (cuda_hash.py), many batches of them at once: where a rank computes on
+    the same GPU, that divides its time between the two processes, and each launch, however small, takes a slice of
+    about a millisecond from its steps. Batch by batch, as copies and digests are done, the digests go to the store,
+    which computes its own from the slot. Batches are small, so the store is never far behind the copies.
  5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py), on a stream of its own:
     such a copy waits for its turn on a GPU that a rank computes on, and a copy to the host must not wait with it. Their
-    memory is mapped once the first copies to the host are under way.
+    memory is mapped once the first copies to the host are under way. They are started together, as digests are.
  6. All streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
@@ -34,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_client.cuda_hash import CudaHash, CudaSums
+from rollout_client.cuda_hash import CudaHash, CudaSums, Hashing, Summing
 from rollout_client.device_slots import LentSlots
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source
@@ -45,10 +46,16 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20, 64 << 20
 """A push is cut into about this many bytes, at least and at most: small enough for the store to check early."""
 BATCHES = 32
+LAST_BYTES = 2 << 20
+"""Batches become smaller towards the end, down to this: what is left to be done after the last copy is that batch's."""
+TOGETHER_BYTES = 1 << 30
+"""Batches of about so much are hashed in one launch."""
 AHEAD = 6
 """Batches that stay started beyond the one that is reported: the copies, half a millisecond a batch, never wait for a
 word to the store, and the store and ranks that copy from it (ADR 21) are not far behind them.
 """
+MARKS, MARK_BYTES = 64, 16
+"""Random marks that are sent to the device at once, and bytes of each."""
 PORTABLE = 0x01
 """cudaHostRegisterPortable: pinned for every device of this process."""
 PART_BYTES = 16 << 20
@@ -82,6 +89,7 @@ class CudaCopier:
         self._refused: set[int] = set()
         self._streams: dict[Any, tuple[Any, Any, Any]] = {}
         self._digesters: dict[Any, CudaHash | CudaSums] = {}
+        self._marks: dict[Any, _Marks] = {}
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
         copy = self._driver.cuMemcpyDtoHAsync_v2
         copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
@@ -115,7 +123,7 @@ class CudaCopier:
         """Copy and report every job; returns how many ranks' memory has been filled too.
 
         memory: of the slot. writable: makes it that for this process's CPUs as well, which a device writes without once
-        the slot is registered. jobs: largest first, as `can_copy` accepts them. lent: for a version that is here whole;
+        the slot is registered. jobs: as `can_copy` accepts them. lent: for a version that is here whole;
         used if it lies on one device. Raises what Reporter.turn raises, ValueError for an impossible copy, RuntimeError
         from CUDA.
         """
@@ -123,7 +131,7 @@ class CudaCopier:
         lent = lent if len(devices) == 1 else None
         filled = 0
         for device in devices:
-            mine = [job for job in jobs if job[0].on_gpu.device == device]
+            mine = sorted((job for job in jobs if job[0].on_gpu.device == device), key=_turn)
             with self._torch.cuda.device(device), self._torch.no_grad(), contextlib.ExitStack() as held:
                 if slot in self._pinned and not self._arrives(memory, device, mine[0][1][0][1]):
                     log.info("weight slot %d has new memory: pinning it again", slot)
@@ -160,22 +168,22 @@ class CudaCopier:
         try:
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
             loan: _Loan | None = None
-            waiting: deque[_Batch] = deque()
             batches = _batches(jobs)
-            for batch in islice(batches, AHEAD):
-                waiting.append(_Batch(torch, place, summing, digester, batch))
+            started = [_Batch(torch, place, batch) for batch in islice(batches, AHEAD)]  # and not hashed or lent yet
+            waiting = deque(started)
             if lent is not None:  # which takes milliseconds, while these are on their way
                 lent.open(self._driver)
                 loan = _Loan(lent, lending)
-                for started in waiting:
-                    started.lend(loan)
             for batch in batches:
-                waiting.append(_Batch(torch, place, summing, digester, batch))
-                if loan is not None:
-                    waiting[-1].lend(loan)
+                started.append(_Batch(torch, place, batch))
+                waiting.append(started[-1])
+                if sum(one.nbytes for one in started) >= TOGETHER_BYTES:
+                    self._prove(started, summing, digester, loan)
+                    started.clear()
                 waiting[0].tell(reporter)
                 while len(waiting) > AHEAD and waiting[0].done():
                     waiting.popleft().report(reporter)
+            self._prove(started, summing, digester, loan)
             while waiting:
                 waiting[0].wait(reporter)
                 waiting.popleft().report(reporter)
@@ -183,6 +191,25 @@ class CudaCopier:
             copying.synchronize()
             summing.synchronize()
             lending.synchronize()
+
+    def _prove(
+        self, batches: "Sequence[_Batch]", summing: Any, digester: CudaHash | CudaSums, loan: "_Loan | None"
+    ) -> None:
+        """Start what else the GPU does with these batches, which are on their way to the host."""
+        if not batches:
+            return
+        with self._torch.cuda.stream(summing):
+            for batch in batches:
+                if batch.ready is not None:
+                    summing.wait_event(batch.ready)
+            digesting = digester.start([tensor for batch in batches for tensor in batch.tensors], summing)
+            through, first = summing.record_event(), 0
+            for batch in batches:
+                batch.proven_by(digesting, first, through, sums=digester.sums)
+                first += len(batch.tensors)
+        if loan is not None:
+            for batch in batches:
+                batch.lend(loan)
 
     def _streams_of(self, device: Any) -> tuple[Any, Any, Any]:
         """For copies to the host, for digests, and for copies into ranks' memory."""
@@ -206,13 +233,14 @@ class CudaCopier:
 
         copy: where it is tried; its place is this push's to fill.
         """
-        start, nbytes = copy.dst_offset * _itemsize(copy.dst_dtype), min(_nbytes(copy), 16)
-        stream, mark = self._streams_of(device)[0], os.urandom(nbytes)
-        with self._torch.cuda.stream(stream):
-            sent = self._torch.frombuffer(bytearray(mark), dtype=self._torch.uint8).to(device)
+        start, nbytes = copy.dst_offset * _itemsize(copy.dst_dtype), min(_nbytes(copy), MARK_BYTES)
+        stream = self._streams_of(device)[0]
+        if device not in self._marks:
+            self._marks[device] = _Marks(self._torch, device)
+        mark, sent = self._marks[device].next()
         _Place(memory, self._driver, stream).send(sent, copy, nbytes)
         stream.synchronize()
-        return bytes(memory[start : start + nbytes]) == mark
+        return bytes(memory[start : start + nbytes]) == mark[:nbytes]
 
     def _unpin(self, slot: int) -> None:
         code = int(self._torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(slot)))
@@ -223,6 +251,23 @@ class CudaCopier:
         """The runtime remembers a failed call and lets torch's next kernel raise it: let it be one of ours."""
         with contextlib.suppress(RuntimeError):
             self._torch.zeros(1, device=device)
+
+
+class _Marks:
+    """Random bytes in the device's memory, for one push each: to send them there takes as long as a turn on the GPU."""
+
+    def __init__(self, torch: Any, device: Any) -> None:
+        self._torch, self._device, self._left = torch, device, 0
+
+    def next(self) -> tuple[bytes, Any]:
+        """Bytes that were not used before, and where they lie on the device."""
+        if not self._left:
+            self._bytes, self._left = os.urandom(MARKS * MARK_BYTES), MARKS
+            self._there = self._torch.frombuffer(bytearray(self._bytes), dtype=self._torch.uint8).to(self._device)
+            self._torch.cuda.current_stream(self._device).synchronize()
+        self._left -= 1
+        part = slice(MARK_BYTES * self._left, MARK_BYTES * (self._left + 1))
+        return self._bytes[part], self._there[part]
 
 
 class _Place:
@@ -259,20 +304,17 @@ class _Loan:
 
 
 class _Batch:
-    """Some jobs that are under way; making one starts it. What is read stays alive with it."""
+    """Some jobs that are under way; making one starts its copies to the host. What is read stays alive with it.
 
-    def __init__(
-        self,
-        torch: Any,
-        place: _Place,
-        summing: Any,
-        digester: CudaHash | CudaSums,
-        jobs: Sequence[Job],
-    ) -> None:
-        self._torch, self._digester = torch, digester
+    tensors: what is copied, contiguous. ready: when those that had to be made are there; None: there are none such.
+    """
+
+    def __init__(self, torch: Any, place: _Place, jobs: Sequence[Job]) -> None:
+        self._torch = torch
+        self._digesting: Hashing | Summing | None = None
         self._numbers: list[tuple[int, int]] = []  # copy, bytes
         self._parts: deque[tuple[Any, int, int, int]] = deque()  # event, copy, offset in it, bytes: of large tensors
-        tensors: list[Any] = []
+        self.tensors: list[Any] = []
         places: list[Copy] = []
         made = False
         with torch.cuda.stream(place.stream):
@@ -280,31 +322,36 @@ class _Batch:
                 for number, copy in copies:
                     piece, new = self._dense(source.on_gpu, copy)
                     made = made or new
-                    tensors.append(piece)
+                    self.tensors.append(piece)
                     places.append(copy)
                     self._numbers.append((number, _nbytes(copy)))
-            self._ready = place.stream.record_event() if made else None
-            self._pieces = list(zip(tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
+            self.ready = place.stream.record_event() if made else None
+            self._pieces = list(zip(self.tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
             for (number, _), piece in zip(self._numbers, self._pieces, strict=True):
                 self._send(place, number, *piece)
             self._events = [place.stream.record_event()]
-        with torch.cuda.stream(summing):
-            if self._ready is not None:
-                summing.wait_event(self._ready)
-            self._digesting = digester.start(tensors, summing)
-            self._events.append(summing.record_event())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(nbytes for _, nbytes in self._numbers)
+
+    def proven_by(self, digesting: Hashing | Summing, first: int, through: Any, *, sums: bool) -> None:
+        """Its tensors are being hashed, from the `first` of these on, until the event `through`."""
+        self._digesting, self._first, self._sums = digesting, first, sums
+        self._events.append(through)
 
     def lend(self, loan: _Loan) -> None:
         """Start to copy the batch into the memory of ranks, too."""
-        if self._ready is not None:
-            loan.stream.wait_event(self._ready)
+        if self.ready is not None:
+            loan.stream.wait_event(self.ready)
         for piece in self._pieces:
             loan.send(*piece)
         self._events.append(loan.stream.record_event())
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
-        return all(event.query() for event in self._events)
+        return self._digesting is not None and all(event.query() for event in self._events)
 
     def tell(self, reporter: Reporter) -> None:
         """Tell the store which parts of large tensors have arrived since it was told last."""
@@ -324,9 +371,11 @@ class _Batch:
 
     def report(self, reporter: Reporter) -> None:
         """Once it is done: tell the store, and hear what it has to say."""
-        for (number, nbytes), digest in zip(self._numbers, self._digesting.digests(), strict=True):
+        assert self._digesting is not None
+        digests = self._digesting.digests(self._first, self._first + len(self._numbers))
+        for (number, nbytes), digest in zip(self._numbers, digests, strict=True):
             reporter.moved(nbytes)
-            reporter.written(number, digest, nbytes, sums=self._digester.sums)
+            reporter.written(number, digest, nbytes, sums=self._sums)
         reporter.flush()
         reporter.turn()
 
@@ -363,16 +412,26 @@ class _Batch:
         return (piece, made) if piece.dtype == dtype else (piece.to(dtype), True)
 
 
+def _turn(job: Job) -> tuple[bool, int]:
+    """Where a job comes: large tensors first, which the store checks longest, and all as they lie in the slot, so that
+    what has arrived there lies in one piece and a rank takes it in one copy.
+    """
+    source, copies = job
+    return source.nbytes <= PART_BYTES, min(copy.dst_offset * _itemsize(copy.dst_dtype) for _, copy in copies)
+
+
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     low, high = BATCH_BYTES
-    limit = min(max(sum(source.nbytes for source, _ in jobs) // BATCHES, low), high)
+    left = sum(source.nbytes for source, _ in jobs)
+    limit = min(max(left // BATCHES, low), high)
     batch: list[Job] = []
     size = 0
     for job in jobs:
         batch.append(job)
         size += job[0].nbytes
-        if size >= limit:
+        if size >= min(limit, max(left // 2, LAST_BYTES)):
             yield batch
+            left -= size
             batch, size = [], 0
     if batch:
         yield batch

@@ -165,14 +165,15 @@ class Hashing:
         args = [self._table, self._out, self._tiny]
         kernel(grid=(len(rows), 1, 1), block=(THREADS, 1, 1), args=args, stream=stream)
 
-    def digests(self) -> list[int]:
-        """The digest of each tensor, as digest.py says, once the stream has come so far."""
-        out, tiny = self._out.tolist(), self._tiny.numpy()
-        for row, (_, nbytes) in enumerate(self._rows):
+    def digests(self, start: int, stop: int) -> list[int]:
+        """The digest of each of these tensors, as digest.py says, once the stream has come so far."""
+        ends = [0, *self._ends][start : stop + 1]
+        first = ends[0]
+        out, tiny = self._out[first : ends[-1]].tolist(), self._tiny.numpy()
+        for row, (_, nbytes) in enumerate(self._rows[first : ends[-1]], first):
             if nbytes <= TINY:
-                out[row] = xxhash.xxh3_64_intdigest(tiny[TINY * row :][:nbytes].tobytes())
-        starts = [0, *self._ends]
-        return [joined([n % (1 << 64) for n in out[a:b]]) for a, b in pairwise(starts)]
+                out[row - first] = xxhash.xxh3_64_intdigest(tiny[TINY * row :][:nbytes].tobytes())
+        return [joined([n % (1 << 64) for n in out[a - first : b - first]]) for a, b in pairwise(ends)]
 
 
 class CudaSums:
@@ -204,12 +205,12 @@ class Summing:
         self._host = torch.empty(total, dtype=torch.int64, pin_memory=True)
         self._host.copy_(self._sums, non_blocking=True)
 
-    def digests(self) -> list[int]:
-        """The digest of each tensor's page sums, once the stream has come so far."""
-        sums, found, start = self._host.numpy(), [], 0
-        for count in self._counts:
-            found.append(digest_of_sums(sums[start : start + count]))
-            start += count
+    def digests(self, start: int, stop: int) -> list[int]:
+        """The digest of each of these tensors' page sums, once the stream has come so far."""
+        sums, found, at = self._host.numpy(), [], sum(self._counts[:start])
+        for count in self._counts[start:stop]:
+            found.append(digest_of_sums(sums[at : at + count]))
+            at += count
         return found
 
     def _add_up(self, tensor: Any, sums: Any) -> None:

@@ -277,10 +277,9 @@ class ShmTransport(Transport):
 
     def _move_apart(self, placement: Placement, sources: Sequence[Source], number: int, reporter: Reporter) -> None:
         """Have the GPU move what lies there, and threads the rest."""
-        jobs = sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes)
         on_gpu: list[tuple[Source, list[tuple[int, Copy]]]] = []
         others: list[Job] = []
-        for part, copies in jobs:
+        for part, copies in sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes):
             if can_copy(sources[part], copies):
                 on_gpu.append((sources[part], copies))
             else:

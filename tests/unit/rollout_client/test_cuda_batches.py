@@ -1,4 +1,5 @@
-"""When the store hears of what a GPU copies. torch is a stand-in: streams do nothing before they are told to."""
+"""In which order a GPU copies and hashes, and when the store hears of it. torch is a stand-in: what streams are given
+happens when somebody waits for it."""
 
 import contextlib
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_client import cuda_copy
-from rollout_client.cuda_copy import _Batch, _Place
+from rollout_client.cuda_copy import CudaCopier
 from rollout_client.protocol import Copy
 
 PART = 1024
@@ -27,8 +28,11 @@ class Event:
 class Stream:
     cuda_stream = 7
 
-    def __init__(self):
-        self.queued, self.done = [], 0
+    def __init__(self, memory=None):
+        self.memory, self.queued, self.done = memory, [], 0
+
+    def wait_stream(self, other): ...
+    def wait_event(self, event): ...
 
     def record_event(self):
         return Event(self, len(self.queued))
@@ -36,18 +40,24 @@ class Stream:
     def run(self):
         """What was queued next."""
         to, source, nbytes = self.queued[self.done]
-        SLOT[to : to + nbytes] = TENSORS[source : source + nbytes]
+        self.memory[to : to + nbytes] = TENSORS[source : source + nbytes]
         self.done += 1
 
-
-class Cuda:
-    def stream(self, stream):
-        return contextlib.nullcontext()
+    def synchronize(self):
+        self.record_event().synchronize()
 
 
 class Torch:
     bfloat16 = "bfloat16"
-    cuda = Cuda()
+
+    class cuda:  # noqa: N801
+        @staticmethod
+        def stream(stream):
+            return contextlib.nullcontext()
+
+        @staticmethod
+        def current_stream(device):
+            return None
 
 
 class Tensor:
@@ -56,13 +66,13 @@ class Tensor:
     dtype = "bfloat16"
 
     def __init__(self, start, nbytes):
-        self._start, self._nbytes = start, nbytes
+        self.start, self.nbytes = start, nbytes
 
     def data_ptr(self):
-        return self._start
+        return self.start
 
     def numel(self):
-        return self._nbytes // 2
+        return self.nbytes // 2
 
     def is_contiguous(self):
         return True
@@ -70,83 +80,119 @@ class Tensor:
 
 class Source:
     def __init__(self, tensor):
-        self.on_gpu = tensor
+        self.on_gpu, self.nbytes = tensor, tensor.nbytes
 
 
 class Digester:
+    """A tensor's digest is where it begins."""
+
     sums = False
 
-    def start(self, tensors, stream):
-        self._count = len(tensors)
-        return self
+    def __init__(self):
+        self.launches = []
 
-    def digests(self):
-        return list(range(self._count))
+    def start(self, tensors, stream):
+        self.launches.append([tensor.start for tensor in tensors])
+        return Digesting(self.launches[-1])
+
+
+class Digesting:
+    def __init__(self, starts):
+        self._starts = starts
+
+    def digests(self, start, stop):
+        return self._starts[start:stop]
 
 
 class Store:
-    def __init__(self):
-        self.arrived_, self.written_ = [], []
+    """Hears of bytes when they are there."""
+
+    def __init__(self, slot):
+        self._slot, self.heard = slot, []
 
     def moved(self, nbytes): ...
     def flush(self): ...
     def turn(self): ...
 
     def arrived(self, copy, offset, nbytes):
-        assert (SLOT[PLACE[copy] + offset :][:nbytes] == TENSORS[PLACE[copy] + offset :][:nbytes]).all(), "is not there"
-        self.arrived_.append((copy, offset, nbytes))
+        self._require(PLACES[copy] + offset, nbytes)
+        self.heard.append(("part", copy, offset, nbytes))
 
     def written(self, copy, digest, nbytes, *, sums):
-        self.written_.append((copy, nbytes))
+        self._require(PLACES[copy], nbytes)
+        assert digest == PLACES[copy]
+        self.heard.append(("whole", copy, nbytes))
+
+    def _require(self, start, nbytes):
+        assert (self._slot[start : start + nbytes] == TENSORS[start : start + nbytes]).all(), "is not there"
 
 
-TENSORS = np.random.default_rng(0).integers(1, 256, 5000, np.uint8)
-SLOT = np.zeros(5000, np.uint8)
-PLACE = {0: 0, 1: 4 * PART}
-"""Of both tensors, on the device and in the slot."""
+TENSORS = np.random.default_rng(0).integers(1, 256, 64 * PART, np.uint8)
+PLACES = {}
+"""Of each tensor, on the device and in the slot."""
 
 
 @pytest.fixture
-def batch(monkeypatch):
-    SLOT[:] = 0
-    monkeypatch.setattr(cuda_copy, "PART_BYTES", PART)
-    stream = Stream()
-    place = _Place.__new__(_Place)
-    place.stream, place._bytes, place._queue, place._start = stream, SLOT.nbytes, 7, 0
+def pushed(monkeypatch):
+    """Push tensors of these places and sizes; what the store heard, the copies in their order, the hash launches."""
+    for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
+        monkeypatch.setattr(cuda_copy, name, value)
 
-    def dma(to, source, nbytes, queue):
-        stream.queued.append((to, source, nbytes))
-        return 0
+    def push(spans, together=1 << 30):
+        monkeypatch.setattr(cuda_copy, "TOGETHER_BYTES", together)
+        slot = bytearray(TENSORS.nbytes)
+        streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
+        digester, store = Digester(), Store(streams[0].memory)
+        copier = CudaCopier.__new__(CudaCopier)
+        base = streams[0].memory.ctypes.data
+        copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
+        copier._driver = type("Driver", (), {"cuMemcpyDtoHAsync_v2": lambda self, to, *rest: dma(to - base, *rest)})()
 
-    place._dma = dma
-    jobs = [
-        (Source(Tensor(PLACE[n], size)), [(n, Copy(n, (size // 2,), 0, (1,), PLACE[n] // 2, (1,), "bfloat16"))])
-        for n, size in ((0, 3 * PART + 100), (1, 600))
-    ]
-    return _Batch(Torch, place, Stream(), Digester(), jobs), stream
+        def dma(to, source, nbytes, queue):
+            streams[0].queued.append((to, source, nbytes))
+            return 0
 
+        PLACES.clear()
+        jobs = []
+        for number, (start, size) in enumerate(spans):
+            PLACES[number] = start
+            copies = [(number, Copy(number, (size // 2,), 0, (1,), start // 2, (1,), "bfloat16"))]
+            jobs.append((Source(Tensor(start, size)), copies))
+        copier._stage(memoryview(slot), 0, sorted(jobs, key=cuda_copy._turn), store, None)
+        assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
+        return store.heard, streams[0].queued, digester.launches
 
-def test_parts_of_a_large_tensor_are_told_of_as_they_arrive(batch):
-    made, stream, store = *batch, Store()
-    made.tell(store)
-    assert store.arrived_ == []
-    stream.run()
-    made.tell(store)
-    made.tell(store)
-    assert store.arrived_ == [(0, 0, PART)]
-    stream.run()
-    stream.run()
-    made.tell(store)
-    assert store.arrived_ == [(0, 0, PART), (0, PART, PART), (0, 2 * PART, PART)]
-    assert not made.done()
-    assert store.written_ == []
+    return push
 
 
-def test_whoever_waits_for_a_batch_tells_of_its_parts_meanwhile(batch):
-    made, _, store = *batch, Store()
-    made.wait(store)
-    assert store.arrived_ == [(0, 0, PART), (0, PART, PART), (0, 2 * PART, PART), (0, 3 * PART, 100)]
-    made.report(store)
-    assert store.written_ == [(0, 3 * PART + 100), (1, 600)]
-    assert (SLOT[: 3 * PART + 100] == TENSORS[: 3 * PART + 100]).all()
-    assert (SLOT[4 * PART : 4 * PART + 600] == TENSORS[4 * PART : 4 * PART + 600]).all()
+def test_parts_of_a_large_tensor_are_told_of_before_it_is_whole(pushed):
+    heard, _, _ = pushed([(0, 3 * PART + 100), (4 * PART, 600)])
+    sizes = [PART, PART, PART, 100]
+    assert heard[:4] == [("part", 0, n * PART, size) for n, size in enumerate(sizes)]
+    assert heard[4:] == [("whole", 0, 3 * PART + 100), ("whole", 1, 600)]
+
+
+def test_tensors_go_as_they_lie_in_the_slot_but_for_large_ones_which_go_first(pushed):
+    spans = [(8 * PART, 512), (5 * PART, 2 * PART), (512, 512), (0, 512), (2 * PART, 2 * PART)]
+    _, copies, _ = pushed(spans)
+    assert [to for to, *_ in copies] == [PART * n for n in (2, 3, 5, 6)] + [0, 512, 8 * PART]
+    assert [to for to, *_ in copies] == [source for _, source, _ in copies]
+
+
+@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 1), (12 * PART, 3), (1, 28)])
+def test_many_batches_are_hashed_in_one_launch(pushed, together, launches):
+    """Each launch takes a slice of the GPU's time from a rank that computes there."""
+    spans = [(n * PART, PART) for n in range(30)]
+    _, _, hashed = pushed(spans, together)
+    assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
+    assert len(hashed) == launches
+
+
+def test_batches_become_small_towards_the_end(pushed):
+    """What is left to be checked, and copied by ranks, once all has arrived is the last one."""
+    jobs = [(Source(Tensor(64 * n, 64)), []) for n in range(256)]
+    batches = list(cuda_copy._batches(jobs))
+    sizes = [64 * len(batch) for batch in batches]
+    assert [job for batch in batches for job in batch] == jobs
+    assert sizes[:10] == [PART] * 10
+    assert sizes[-4:] == [256, 128, 64, 64]
