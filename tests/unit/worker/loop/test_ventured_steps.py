@@ -64,7 +64,7 @@ def _quiet(steps):
 
 def test_a_rank_that_is_alone_says_what_it_did_before_the_next_step(busy, monkeypatch):
     """A vote, and a flip: a step would keep the store waiting for either."""
-    monkeypatch.setattr(orders, "_PREPARE_BESIDE_S", 30.0)  # for as long as it takes; on a busy machine, that may be long
+    monkeypatch.setattr(orders, "_PREPARE_BESIDE_S", 30.0)  # on a busy machine it may take long
     held, free, engine = threading.Event(), threading.Event(), busy.loop._actions.engine
     prepare, bind, launch = engine.prepare, engine.bind, engine._launch
 
