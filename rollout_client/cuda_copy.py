@@ -48,7 +48,7 @@ BATCH_BYTES = 32 << 20, 64 << 20
 BATCHES = 32
 LAST_BYTES = 2 << 20
 """Batches become smaller towards the end, down to this: what is left to be done after the last copy is that batch's."""
-TOGETHER_BYTES = 1 << 30
+TOGETHER_BYTES = 2 << 30
 """Batches of about so much are hashed in one launch."""
 AHEAD = 6
 """Batches that stay started beyond the one that is reported: the copies, half a millisecond a batch, never wait for a

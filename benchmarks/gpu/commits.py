@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.commits [--sequences 64] [--pushes 60] [--out OUT.json]
 
 64 sequences generate, one of them streamed to a process of its own, which notes when each token comes and which version
-made it. By way of transport (`shm`: the arena, copied and proved by the rank; `cuda_ipc`: from GPU to GPU):
+made it. They begin together and are as long, and pushes end before they do: no prompt is computed beside these. By way
+of transport (`shm`: the arena, copied and proved by the rank; `cuda_ipc`: from GPU to GPU):
 
     step            median gap outside pushes: a step of the loop, as a client sees it
     during          mean gap from a push's begin to its seal (moved and checked), over the mean outside
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,9 @@ from rollout_client import AsyncRolloutClient, RolloutClient
 
 PAUSE_S = 0.12
 LONGEST = 1900
-"""New tokens of a request; the next one follows."""
+"""New tokens of a request; at 64 sequences, more than 6 s."""
+BEGIN_S, ROUND_S, EACH = 2.5, 6.0, 20
+"""Of a round: when its pushes begin and end at the latest, and how many there are at most."""
 Window = tuple[float, float]
 
 
@@ -56,18 +60,12 @@ def watch(url: str, stop: threading.Event) -> list[list[tuple[float, int, int]]]
     return found
 
 
-async def generate(url: str, sequences: int, stop: threading.Event) -> None:
-    """The others, whole answers without pause. The first are of different lengths: then no two end together."""
+async def generate(url: str, sequences: int) -> None:
+    """The others, whole answers."""
     client = AsyncRolloutClient(url)
     rng = np.random.default_rng(0)
-
-    async def one(tokens: int) -> None:
-        while not stop.is_set():
-            prompt = rng.integers(1000, 150_000, PROMPT).tolist()
-            await client.generate(prompt_ids=prompt, max_tokens=tokens, ignore_eos=True)
-            tokens = LONGEST
-
-    await asyncio.gather(*(one((number + 1) * LONGEST // sequences) for number in range(sequences)))
+    prompts = [rng.integers(1000, 150_000, PROMPT).tolist() for _ in range(sequences)]
+    await asyncio.gather(*(client.generate(prompt_ids=p, max_tokens=LONGEST, ignore_eos=True) for p in prompts))
     await client.aclose()
 
 
@@ -80,14 +78,14 @@ def gaps(requests: list[list[tuple[float, int, int]]]) -> list[tuple[float, floa
     return found
 
 
-def judged(all_gaps: list[tuple[float, float, int, bool]], moves: list[Window], pushes: list[Window]) -> dict[str, Any]:
-    """Figures of one way; moves: from begin to sealed, pushes: to committed and 20 ms on."""
+def judged(mine: list[tuple[float, float, int, bool]], moves: list[Window], pushes: list[Window]) -> dict[str, Any]:
+    """Figures of one way. moves: from begun to sealed. pushes: from when the trainer makes weights to 20 ms after the
+    commit.
+    """
 
     def touches(gap: tuple[float, float, int, bool], windows: list[Window]) -> bool:
         return any(gap[0] < end and start < gap[1] for start, end in windows)
 
-    first, last = pushes[0][0] - 1.0, pushes[-1][1]
-    mine = [gap for gap in all_gaps if first <= gap[0] <= last]
     each = [(end - start) / count for start, end, count, _ in mine]
     quiet = [value for gap, value in zip(mine, each, strict=True) if not touches(gap, pushes)]
     moving = [value for gap, value in zip(mine, each, strict=True) if touches(gap, moves) and not gap[3]]
@@ -124,7 +122,7 @@ def main() -> None:
         if args.watch:
             print(json.dumps(watch(args.watch, stop)))
         else:
-            asyncio.run(generate(args.load, args.sequences, stop))
+            asyncio.run(generate(args.load, args.sequences))
         return
     import torch
 
@@ -137,32 +135,46 @@ def main() -> None:
             time.sleep(0.05)
         for way in ("shm", "cuda_ipc") * 2:
             trainer.push(way)
-        others = apart("--load", service.url, "--sequences", str(args.sequences - 1))
-        watcher = apart("--watch", service.url)
-        time.sleep(3.0)
-        windows: dict[str, tuple[list[Window], list[Window]]] = {}
-        totals: dict[str, list[float]] = {}
-        for way in trainer.ways:
-            moves, pushes, totals[way] = [], [], []
-            time.sleep(1.0)
-            for _ in range(args.pushes):
-                trainer.prepare()
-                began = time.monotonic()
-                seconds = trainer.send(way).seconds
-                moves.append((began + seconds["begin"], began + seconds["total"] - seconds["commit"]))
-                pushes.append((began, time.monotonic() + 0.02))
-                totals[way].append(1e3 * seconds["total"])
-                time.sleep(PAUSE_S)
-            windows[way] = moves, pushes
-        found, _ = watcher.communicate("")
-        others.communicate("")
-    seen = gaps(json.loads(found))
+        ways = {way: Way() for way in trainer.ways}
+        while any(len(way.pushes) < args.pushes for way in ways.values()):
+            for name, way in ways.items():
+                a_round(service.url, trainer, name, way, args.sequences, args.pushes)
     result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "sequences": args.sequences}
-    for way, (moves, pushes) in windows.items():
-        result[way] = {"push_ms": round(statistics.median(totals[way]), 1)} | judged(seen, moves, pushes)
+    for name, way in ways.items():
+        result[name] = {"push_ms": round(statistics.median(way.totals), 1)} | judged(way.gaps, way.moves, way.pushes)
     print(json.dumps(result, indent=1))
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@dataclass
+class Way:
+    """What was measured of one way of transport. totals: of its pushes, in milliseconds."""
+
+    gaps: list[tuple[float, float, int, bool]] = field(default_factory=list)
+    moves: list[Window] = field(default_factory=list)
+    pushes: list[Window] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+
+
+def a_round(url: str, trainer: Trainer, name: str, way: Way, sequences: int, most: int) -> None:
+    """Push while one set of sequences generates."""
+    others, watcher = apart("--load", url, "--sequences", str(sequences - 1)), apart("--watch", url)
+    start, first = time.monotonic(), len(way.pushes)
+    time.sleep(BEGIN_S)
+    while len(way.pushes) < min(most, first + EACH) and time.monotonic() < start + ROUND_S:
+        made = time.monotonic()
+        trainer.prepare()
+        began = time.monotonic()
+        seconds = trainer.send(name).seconds
+        way.moves.append((began + seconds["begin"], began + seconds["total"] - seconds["commit"]))
+        way.pushes.append((made, time.monotonic() + 0.02))
+        way.totals.append(1e3 * seconds["total"])
+        time.sleep(PAUSE_S)
+    found, _ = watcher.communicate("")
+    others.communicate("")
+    span = way.pushes[first][0] - 0.3, way.pushes[-1][1] + PAUSE_S
+    way.gaps += [gap for gap in gaps(json.loads(found)) if span[0] <= gap[0] <= span[1]]
 
 
 def apart(*words: str) -> "subprocess.Popen[str]":
