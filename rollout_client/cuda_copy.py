@@ -50,6 +50,8 @@ LAST_BYTES = 2 << 20
 """Batches become smaller towards the end, down to this: what is left to be done after the last copy is that batch's."""
 TOGETHER_BYTES = 2 << 30
 """Batches of about so much are hashed in one launch."""
+MADE_BYTES = 512 << 20
+"""Device memory for tensors that are cast or made dense, about: no more are made before the first have arrived."""
 AHEAD = 6
 """Batches that stay started beyond the one that is reported: the copies, half a millisecond a batch, never wait for a
 word to the store, and the store and ranks that copy from it (ADR 21) are not far behind them.
@@ -177,11 +179,13 @@ class CudaCopier:
             for batch in batches:
                 started.append(_Batch(torch, place, batch))
                 waiting.append(started[-1])
-                if sum(one.nbytes for one in started) >= TOGETHER_BYTES:
+                much = sum(one.nbytes for one in started) >= TOGETHER_BYTES
+                if much or sum(one.made for one in started) >= MADE_BYTES // 2:
                     self._prove(started, summing, digester, loan)
                     started.clear()
                 waiting[0].tell(reporter)
-                while len(waiting) > AHEAD and waiting[0].done():
+                while (len(waiting) > AHEAD and waiting[0].done()) or sum(one.made for one in waiting) > MADE_BYTES:
+                    waiting[0].wait(reporter)
                     waiting.popleft().report(reporter)
             self._prove(started, summing, digester, loan)
             while waiting:
@@ -316,16 +320,16 @@ class _Batch:
         self._parts: deque[tuple[Any, int, int, int]] = deque()  # event, copy, offset in it, bytes: of large tensors
         self.tensors: list[Any] = []
         places: list[Copy] = []
-        made = False
+        self.made = 0  # bytes of those that had to be made
         with torch.cuda.stream(place.stream):
             for source, copies in jobs:
                 for number, copy in copies:
                     piece, new = self._dense(source.on_gpu, copy)
-                    made = made or new
+                    self.made += new * _nbytes(copy)
                     self.tensors.append(piece)
                     places.append(copy)
                     self._numbers.append((number, _nbytes(copy)))
-            self.ready = place.stream.record_event() if made else None
+            self.ready = place.stream.record_event() if self.made else None
             self._pieces = list(zip(self.tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
             for (number, _), piece in zip(self._numbers, self._pieces, strict=True):
                 self._send(place, number, *piece)

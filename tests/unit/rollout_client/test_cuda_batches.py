@@ -107,8 +107,9 @@ class Digesting:
 class Store:
     """Hears of bytes when they are there."""
 
-    def __init__(self, slot):
-        self._slot, self.heard = slot, []
+    def __init__(self, stream):
+        self._slot, self._queued, self.heard = stream.memory, lambda: len(stream.queued), []
+        self.on_their_way = []  # copies that were, whenever one was told of
 
     def moved(self, nbytes): ...
     def flush(self): ...
@@ -121,6 +122,7 @@ class Store:
     def written(self, copy, digest, nbytes, *, sums):
         self._require(PLACES[copy], nbytes)
         assert digest == PLACES[copy]
+        self.on_their_way.append(self._queued() - len(self.on_their_way))
         self.heard.append(("whole", copy, nbytes))
 
     def _require(self, start, nbytes):
@@ -138,11 +140,15 @@ def pushed(monkeypatch):
     for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
         monkeypatch.setattr(cuda_copy, name, value)
 
-    def push(spans, together=1 << 30):
+    def push(spans, together=1 << 30, most=None):
+        """most: of copies that may be on their way, whose tensors are all cast; None = none is."""
+        if most is not None:
+            monkeypatch.setattr(cuda_copy, "MADE_BYTES", most * PART)
+            monkeypatch.setattr(cuda_copy._Batch, "_dense", lambda self, whole, copy: (whole, True))
         monkeypatch.setattr(cuda_copy, "TOGETHER_BYTES", together)
         slot = bytearray(TENSORS.nbytes)
         streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
-        digester, store = Digester(), Store(streams[0].memory)
+        digester, store = Digester(), Store(streams[0])
         copier = CudaCopier.__new__(CudaCopier)
         base = streams[0].memory.ctypes.data
         copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
@@ -160,6 +166,7 @@ def pushed(monkeypatch):
             jobs.append((Source(Tensor(start, size)), copies))
         copier._stage(memoryview(slot), 0, sorted(jobs, key=cuda_copy._turn), store, None)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
+        assert most is None or max(store.on_their_way) <= most + 1
         return store.heard, streams[0].queued, digester.launches
 
     return push
@@ -186,6 +193,12 @@ def test_many_batches_are_hashed_in_one_launch(pushed, together, launches):
     _, _, hashed = pushed(spans, together)
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
     assert len(hashed) == launches
+
+
+def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
+    """They cost a trainer device memory."""
+    _, _, hashed = pushed([(n * PART, PART) for n in range(30)], most=8)
+    assert len(hashed) == 8
 
 
 def test_batches_become_small_towards_the_end(pushed):
