@@ -26,7 +26,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -171,11 +171,14 @@ class CudaCopier:
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
             loan: _Loan | None = None
             batches = _batches(jobs)
-            started = [_Batch(torch, place, batch) for batch in islice(batches, AHEAD)]  # and not hashed or lent yet
-            waiting = deque(started)
+            waiting = deque(_Batch(torch, place, batch) for batch in islice(batches, AHEAD))
+            self._prove(waiting, summing, digester, None)  # now: the store begins to check when it has these digests
             if lent is not None:  # which takes milliseconds, while these are on their way
                 lent.open(self._driver)
                 loan = _Loan(lent, lending)
+                for first in waiting:
+                    first.lend(loan)
+            started: list[_Batch] = []  # and not hashed or lent yet
             for batch in batches:
                 started.append(_Batch(torch, place, batch))
                 waiting.append(started[-1])
@@ -197,7 +200,7 @@ class CudaCopier:
             lending.synchronize()
 
     def _prove(
-        self, batches: "Sequence[_Batch]", summing: Any, digester: CudaHash | CudaSums, loan: "_Loan | None"
+        self, batches: "Collection[_Batch]", summing: Any, digester: CudaHash | CudaSums, loan: "_Loan | None"
     ) -> None:
         """Start what else the GPU does with these batches, which are on their way to the host."""
         if not batches:

@@ -301,8 +301,14 @@ class Actions:
         return self.adapters.takes_in
 
     def hear(self, message: InPlace) -> None:
-        """Part of the next version can be copied already: rank 0 hears it, and the next order tells all ranks."""
-        self._heard.append(message)
+        """Part of the next version can be copied already: rank 0 hears it, and the next order tells all ranks. What is
+        heard of one push until then is one message.
+        """
+        last = self._heard[-1] if self._heard else None
+        if last is not None and (last.slot, last.write_epoch) == (message.slot, message.write_epoch):
+            self._heard[-1] = msgspec.structs.replace(last, spans=[*last.spans, *message.spans])
+        else:
+            self._heard.append(message)
 
     @property
     def heard(self) -> bool:

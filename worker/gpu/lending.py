@@ -56,6 +56,11 @@ class _Part:
     memory: memoryview
     spans: Spans
 
+    @property
+    def base(self) -> int:
+        """Address of the arena's slot."""
+        return np.frombuffer(self.memory, np.uint8).ctypes.data
+
 
 class Lending:
     """Stages versions. `stage`, `copy_ahead` and `withdraw` are the rank's; trainers have a thread each, and so have
@@ -119,11 +124,25 @@ class Lending:
             raise ValueError(f"the device does not hold version {live.version}: its digest differs")
 
     def copy_ahead(self, key: Key, memory: memoryview, spans: Spans) -> None:
-        """Begin to copy these bytes of the arena's slot, unless a trainer fills the device's; returns at once."""
+        """Begin to copy these bytes of the arena's slot, unless a trainer fills the device's; returns at once.
+
+        Whatever takes long is a thread's: pinning, memory for the slot, waiting for whoever has the lock. Else they
+        are begun here, in some ten microseconds: a thread would take Python's lock from the caller, who computes, a few
+        times for each call.
+        """
+        part = _Part(self._turn, key, memory, spans)
+        if self._parts.empty() and self._lock.acquire(blocking=False):
+            try:
+                slot = self._slots.spare
+                if slot is None or self._slots.ready(slot, part.base):
+                    self._copy_or_warn(part)
+                    return
+            finally:
+                self._lock.release()
         if self._copying is None:
             self._copying = threading.Thread(target=self._copy_parts, name="copying", daemon=True)
             self._copying.start()
-        self._parts.put(_Part(self._turn, key, memory, spans))
+        self._parts.put(part)
 
     def withdraw(self) -> None:
         """The rank gives its weights up: nothing that was lent or copied counts, and nothing reads the arena."""
@@ -137,11 +156,14 @@ class Lending:
         while True:
             part = self._parts.get()
             with self._lock:
-                try:
-                    self._copy(part)
-                except CudaError as error:  # `stage` meets it again, and answers for it
-                    log.warning("could not copy ahead: %s", error)
-                    self._ahead = None
+                self._copy_or_warn(part)
+
+    def _copy_or_warn(self, part: _Part) -> None:
+        try:
+            self._copy(part)
+        except CudaError as error:  # `stage` meets it again, and answers for it
+            log.warning("could not copy ahead: %s", error)
+            self._ahead = None
 
     def _copy(self, part: _Part) -> None:
         slot = self._slots.spare
@@ -149,7 +171,7 @@ class Lending:
             return
         if self._ahead is None or (self._ahead.key, self._ahead.slot) != (part.key, slot):
             self._ahead = Ahead(part.key, slot)
-        self._slots.copy_ahead(self._ahead, np.frombuffer(part.memory, np.uint8).ctypes.data, part.spans)
+        self._slots.copy_ahead(self._ahead, part.base, part.spans)
 
     def _drop_ahead(self) -> None:
         """What was copied ahead is of no use, and no copy of it is under way any more."""

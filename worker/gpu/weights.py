@@ -48,13 +48,15 @@ class Placement:
     """Where a rank's tensors lie.
 
     places: byte offset in a device slot and shape, by name (fused groups too). pieces: (offset in a slot of the arena,
-    bytes) of what the rank reads, each byte once, rising; between them is padding, or what others read.
+    bytes) of what the rank reads, each byte once, rising; between them is padding, or what others read. first: a tensor
+    that lies at the first run's begin.
     """
 
     places: dict[str, tuple[int, tuple[int, ...]]]
     runs: tuple[Run, ...]
     pieces: tuple[tuple[int, int], ...]
     nbytes: int
+    first: str
 
     def tensors(self, base: int) -> dict[str, Tensor]:
         """All of them in the slot that begins at an address."""
@@ -85,7 +87,8 @@ def placement(layout: Layout, rank: int) -> Placement:
     for name, (start, _, shape) in spans.items():
         run = next(run for run in reversed(runs) if run.source <= start)
         places[name] = (run.target + start - run.source, shape)
-    return Placement(places, tuple(runs), tuple(pieces), runs[-1].target + runs[-1].nbytes)
+    first = min(spans, key=lambda name: spans[name][0])
+    return Placement(places, tuple(runs), tuple(pieces), runs[-1].target + runs[-1].nbytes, first)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -155,12 +158,18 @@ class DeviceSlots:
         slot = 0 if self.bound is None else 1 - self.bound
         staged = Staged(slot)
         self._claim()
-        base = min(view.ctypes.data for view in views.values()) - self._where.runs[0].source
+        base = views[self._where.first].ctypes.data - self._where.runs[0].source
         whole = [(run.source, run.nbytes) for run in self._where.runs]
-        self._copy(slot, base, whole if ahead is None else ahead.missing(self._where.pieces))
+        if ahead is not None:  # as a rule all is there, which one look at the few runs tells
+            whole = ahead.missing(whole) and ahead.missing(self._where.pieces)
+        self._copy(slot, base, whole)
         self._driver.wait(self._stream)
         self._held[slot] = weakref.ref(staged)
         return staged
+
+    def ready(self, slot: int, base: int) -> bool:
+        """Whether copies into this slot, from the arena's slot at an address, can begin at once."""
+        return self.regions[slot].filled and self.pinned.holds(base)
 
     def copy_ahead(self, ahead: Ahead, base: int, spans: Sequence[tuple[int, int]]) -> None:
         """Begin to copy a part of a version into the spare slot. base: address of the arena's slot. spans: of that."""

@@ -416,9 +416,10 @@ def _tell(rank, version, spans):
     """The same, of these bytes; once what can be copied of them is copied."""
     before, lending = rank.driver.copied, rank.lending
     lending.copy_ahead((version.live.slot, version.live.write_epoch), memoryview(version.bytes), spans)
-    done = threading.Event()
-    lending._parts.put(_Last(done))
-    assert done.wait(30)
+    if lending._copying is not None:
+        done = threading.Event()
+        lending._parts.put(_Last(done))
+        assert done.wait(30)
     return rank.driver.copied - before
 
 
@@ -443,6 +444,32 @@ def test_what_has_arrived_is_copied_while_the_rest_is_awaited(rank):
     assert rank.holds(staged, two)
     rest = sum(size for _, size in _spans(LAYOUT.regions[:3]))
     assert rest <= rank.driver.copied - before <= rest + 64 * 3, "the rest, and padding between its regions"
+
+
+def test_what_can_begin_at_once_is_begun_by_whoever_is_told(rank):
+    two = Version(2)
+    key, memory = (two.live.slot, two.live.write_epoch), memoryview(two.bytes)
+    first, second, *_ = _spans()
+    rank.slots.pinned.let_go()
+    rank.lending.copy_ahead(key, memory, [first])  # to be pinned first, which takes a tenth of a second: a thread's
+    assert rank.lending._copying is not None
+    _wait_until(lambda: rank.slots.pinned.holds(two.bytes.ctypes.data) and rank.lending._ahead is not None)
+    with rank.lending._lock:
+        before = rank.driver.copied
+    rank.lending.copy_ahead(key, memory, [second])
+    assert rank.driver.copied == before + second[1]
+    assert rank.holds(rank.lending.stage(two.live, two.views), two)
+
+
+def test_who_tells_of_bytes_does_not_wait_for_a_version_that_is_being_staged(rank):
+    two, three = Version(2), Version(3, slot=1)
+    rank.serve(two)
+    before = rank.driver.copied
+    with rank.lending._lock:
+        rank.lending.copy_ahead((1, three.live.write_epoch), memoryview(three.bytes), _spans())  # returns
+        assert rank.driver.copied == before
+    _wait_until(lambda: rank.driver.copied > before)
+    assert rank.holds(rank.lending.stage(three.live, three.views), three)
 
 
 def test_a_version_that_has_all_been_copied_is_only_proved(rank):
@@ -530,6 +557,7 @@ def test_a_trainer_may_have_the_slot_that_copying_ahead_has_begun_to_fill(rank, 
 def test_a_rank_that_gives_its_weights_up_does_not_copy_what_it_was_told_of_before(rank):
     two, lending = Version(2), rank.lending
     before = rank.driver.copied
+    rank.slots.pinned.let_go()
     lending._copying = threading.current_thread()  # one that does not come to it
     lending.copy_ahead((two.live.slot, two.live.write_epoch), memoryview(two.bytes), _spans())
     lending.withdraw()

@@ -17,6 +17,7 @@ from weight_manager.messages import (
     Rollback,
     RolledBack,
 )
+from worker.orders import Actions
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -220,6 +221,17 @@ def test_a_slot_given_away_while_we_slept_voids_the_step(busy):
     assert busy.versions("long") == [0, 1]
     busy.check(busy.api, "long")
     assert busy.api.stats().counters["fenced_steps"] == 1
+
+
+def test_what_was_said_within_a_step_of_bytes_that_are_there_is_one_message():
+    actions = Actions(None, None, None, None, None)
+    of_one = [[(0, 64)], [(64, 8), (96, 8)]]
+    said = [*(InPlace(1, 7, spans) for spans in of_one), InPlace(1, 9, [(0, 8)]), InPlace(1, 7, [(8, 8)])]
+    for message in said:
+        actions.hear(message)
+    assert actions.take_heard() == (InPlace(1, 7, [(0, 64), (64, 8), (96, 8)]), *said[2:]), "not of another push"
+    assert said[0].spans == [(0, 64)]
+    assert not actions.heard
 
 
 def test_a_rank_with_memory_of_its_own_is_told_what_is_intact_and_another_is_not(make_rig, monkeypatch):
