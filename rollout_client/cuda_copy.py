@@ -67,9 +67,17 @@ arrived (ADR 21) would else begin with a model's largest tensor when all of it i
 Job = tuple[Source, list[tuple[int, Copy]]]
 
 
-def can_copy(source: Source, copies: Sequence[tuple[int, Copy]]) -> bool:
-    """Whether it is a CUDA tensor whose copies land in one piece each; any other goes by the CPU."""
-    return source.on_gpu is not None and all(dense(copy.shape, copy.dst_strides) for _, copy in copies)
+def can_copy(copies: Sequence[tuple[int, Copy]]) -> bool:
+    """Whether a CUDA tensor's copies land in one piece each; any other tensor goes by the CPU."""
+    return all(dense(copy.shape, copy.dst_strides) for _, copy in copies)
+
+
+def turn(copies: Sequence[tuple[int, Copy]]) -> tuple[bool, int]:
+    """Where a tensor comes: large ones first, which the store checks longest, and all as they lie in the slot, so that
+    what has arrived there lies in one piece and a rank takes it in one copy.
+    """
+    small = sum(_nbytes(copy) for _, copy in copies) <= PART_BYTES
+    return small, min(copy.dst_offset * _itemsize(copy.dst_dtype) for _, copy in copies)
 
 
 def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -125,15 +133,15 @@ class CudaCopier:
         """Copy and report every job; returns how many ranks' memory has been filled too.
 
         memory: of the slot. writable: makes it that for this process's CPUs as well, which a device writes without once
-        the slot is registered. jobs: as `can_copy` accepts them. lent: for a version that is here whole;
-        used if it lies on one device. Raises what Reporter.turn raises, ValueError for an impossible copy, RuntimeError
-        from CUDA.
+        the slot is registered. jobs: as `can_copy` accepts them, in the order of `turn`. lent: for a version that is
+        here whole; used if it lies on one device. Raises what Reporter.turn raises, ValueError for an impossible copy,
+        RuntimeError from CUDA.
         """
         devices = dict.fromkeys(source.on_gpu.device for source, _ in jobs)
         lent = lent if len(devices) == 1 else None
         filled = 0
         for device in devices:
-            mine = sorted((job for job in jobs if job[0].on_gpu.device == device), key=_turn)
+            mine = [job for job in jobs if job[0].on_gpu.device == device]
             with self._torch.cuda.device(device), self._torch.no_grad(), contextlib.ExitStack() as held:
                 if slot in self._pinned and not self._arrives(memory, device, mine[0][1][0][1]):
                     log.info("weight slot %d has new memory: pinning it again", slot)
@@ -417,14 +425,6 @@ class _Batch:
             offset = flat.storage_offset() + copy.src_offset
             piece, made = flat.as_strided(copy.shape, copy.src_strides, offset).reshape(-1), True
         return (piece, made) if piece.dtype == dtype else (piece.to(dtype), True)
-
-
-def _turn(job: Job) -> tuple[bool, int]:
-    """Where a job comes: large tensors first, which the store checks longest, and all as they lie in the slot, so that
-    what has arrived there lies in one piece and a rank takes it in one copy.
-    """
-    source, copies = job
-    return source.nbytes <= PART_BYTES, min(copy.dst_offset * _itemsize(copy.dst_dtype) for _, copy in copies)
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -29,7 +29,7 @@ from rollout_client import slot_lock
 from rollout_client.aligned_map import protect
 from rollout_client.arena_file import ArenaFile
 from rollout_client.copying import Alike, Array, move_all, slot_view, source_view
-from rollout_client.cuda_copy import CudaCopier, can_copy
+from rollout_client.cuda_copy import CudaCopier, can_copy, turn
 from rollout_client.device_slots import LentSlots
 from rollout_client.digest import PIECE, joined
 from rollout_client.errors import ArenaError, SessionLost
@@ -201,6 +201,8 @@ LISTEN_S = 0.005
 """The store is listened to this often, not after every batch: what is done beside copying is taken from the copies."""
 Job = tuple[int, list[tuple[int, Copy]]]
 """A part of the trainer's, and its copies with their numbers."""
+Turn = tuple[int, list[tuple[int, Copy]], bool]
+"""The same, and whether a GPU can move them."""
 
 
 class ShmTransport(Transport):
@@ -213,6 +215,7 @@ class ShmTransport(Transport):
         self._arena = arena
         self._cuda: CudaCopier | None = None
         self._alike: Alike | None = None  # of the last small push
+        self._turns: tuple[list[Copy], list[Turn]] | None = None  # of the last copies
         self.filled = 0
         """Ranks whose device memory the last push has filled."""
         self._threads = threads or moving_threads()
@@ -279,11 +282,12 @@ class ShmTransport(Transport):
         """Have the GPU move what lies there, and threads the rest."""
         on_gpu: list[tuple[Source, list[tuple[int, Copy]]]] = []
         others: list[Job] = []
-        for part, copies in sorted(by_part(placement.copies), key=lambda item: -sources[item[0]].nbytes):
-            if can_copy(sources[part], copies):
+        for part, copies, fit in self._in_turn(placement.copies):
+            if fit and sources[part].on_gpu is not None:
                 on_gpu.append((sources[part], copies))
             else:
                 others.append((part, copies))
+        others.sort(key=lambda job: -sources[job[0]].nbytes)
         self.filled = 0
         if on_gpu:
             self._cuda = self._cuda or CudaCopier()
@@ -294,6 +298,15 @@ class ShmTransport(Transport):
         if others:
             with self._arena.staging(number) as slot:
                 self._move_all(others, slot, sources, reporter)
+
+    def _in_turn(self, copies: list[Copy]) -> list[Turn]:
+        """Every part, in the order in which a GPU moves them. Pushes under one plan have one list of copies, of which
+        this is found out once.
+        """
+        if self._turns is None or self._turns[0] is not copies:
+            ordered = sorted(by_part(copies), key=lambda job: turn(job[1]))
+            self._turns = copies, [(part, numbered, can_copy(numbered)) for part, numbered in ordered]
+        return self._turns[1]
 
     def _move_all(self, parts: Sequence[Job], slot: memoryview, sources: Sequence[Source], reporter: Reporter) -> None:
         every = [unit for part, copies in parts for unit in units(sources[part], copies, slot)]

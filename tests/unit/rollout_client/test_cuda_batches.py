@@ -164,7 +164,7 @@ def pushed(monkeypatch):
             PLACES[number] = start
             copies = [(number, Copy(number, (size // 2,), 0, (1,), start // 2, (1,), "bfloat16"))]
             jobs.append((Source(Tensor(start, size)), copies))
-        copier._stage(memoryview(slot), 0, sorted(jobs, key=cuda_copy._turn), store, None)
+        copier._stage(memoryview(slot), 0, sorted(jobs, key=lambda job: cuda_copy.turn(job[1])), store, None)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
         assert most is None or max(store.on_their_way) <= most + 1
         return store.heard, streams[0].queued, digester.launches

@@ -133,3 +133,16 @@ def test_a_copy_that_leaves_its_tensor_is_refused():
     (unit,) = Slot(64).units(*sources({"w": content(8)}), plain(4))
     with pytest.raises(ValueError, match="leaves a buffer of 2"):
         move_units([unit])
+
+
+def test_the_order_of_a_plans_copies_is_found_out_once():
+    transport = shm_transport.ShmTransport.__new__(shm_transport.ShmTransport)
+    transport._turns = None
+    small = [Copy(part, (16,), 0, (1,), 64 - 16 * part, (1,), "float32") for part in range(2)]
+    strided = Copy(2, (2, 2), 0, (2, 1), 80, (4, 1), "float32")
+    copies = [*small, strided, Copy(3, (5 << 20,), 0, (1,), 4096, (1,), "float32")]
+    found = transport._in_turn(copies)
+    assert [(part, fit) for part, _, fit in found] == [(3, True), (1, True), (0, True), (2, False)]
+    assert [numbered for _, numbered, _ in found] == [[(3, copies[3])], [(1, copies[1])], [(0, copies[0])], [(2, strided)]]
+    assert transport._in_turn(copies) is found
+    assert [part for part, _, _ in transport._in_turn(small)] == [1, 0]
