@@ -143,6 +143,6 @@ def test_the_order_of_a_plans_copies_is_found_out_once():
     copies = [*small, strided, Copy(3, (5 << 20,), 0, (1,), 4096, (1,), "float32")]
     found = transport._in_turn(copies)
     assert [(part, fit) for part, _, fit in found] == [(3, True), (1, True), (0, True), (2, False)]
-    assert [numbered for _, numbered, _ in found] == [[(3, copies[3])], [(1, copies[1])], [(0, copies[0])], [(2, strided)]]
+    assert [numbered for _, numbered, _ in found] == [[(number, copies[number])] for number in (3, 1, 0, 2)]
     assert transport._in_turn(copies) is found
     assert [part for part, _, _ in transport._in_turn(small)] == [1, 0]
