@@ -442,6 +442,7 @@ class Coordinator:
         live = ballot.live
         report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
         session.owner.committed(session, report)  # first: a trainer waits
+        session.staging.forget()
         self.history.amend(live.epoch, ballot.stall_ms)
         self.last_push = self.history.tail(1)[0]
         self.changes += 1
@@ -513,3 +514,4 @@ class Coordinator:
         self.note_error(refusal, session.extra())
         session.owner.ended(session, refusal)
         self.below.ended(session, refusal)
+        session.staging.forget()

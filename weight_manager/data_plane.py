@@ -110,6 +110,7 @@ class Receiver(ABC):
 
     def __init__(self, connection: socket.socket, tell: Hear, name: str) -> None:
         """connection: taken over. tell: called in the thread, which has this name."""
+        self._targets: Sequence[Target] = ()
         self._socket = connection
         self._tell = tell
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -128,9 +129,12 @@ class Receiver(ABC):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, after `Ended`."""
+        """Close the connection and let go of the slot, after `Ended`. `tell` knows this object, as this object it: the
+        collector of cycles may come late.
+        """
         self._thread.join()
         self._socket.close()
+        self._targets = ()
 
     def _run(self) -> None:
         refusal: PushRefused | None = None
@@ -166,7 +170,7 @@ class TrainerReceiver(Receiver):
         self._from = SocketReader(connection)
         self._staging = staging
         self._first, self._count = copies
-        self._targets: Sequence[Target] = staging.targets[self._first : self._first + self._count]
+        self._targets = staging.targets[self._first : self._first + self._count]
         self._step = 1 << 20 if progress else 1 << 62
         self._told = 0.0
 

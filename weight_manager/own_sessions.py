@@ -48,12 +48,10 @@ class OwnSession:
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """`Owner.committed`: the version is live; say so to `done`."""
-        session.staging.forget()
         self._done(report)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """`Owner.ended`: the session has come to nothing; say why to `done`."""
-        session.staging.forget()
         self._done(refusal)
 
 

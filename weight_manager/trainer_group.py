@@ -234,7 +234,6 @@ class TrainerGroup:
         """Keep what late requests are answered from, not the plan."""
         self.outcome = outcome
         self._data.end(self._running)
-        self._running.staging.forget()
         for rank in self.ranks.values():
             rank.begin = msgspec.structs.replace(rank.begin, parts=[])
 

@@ -4,8 +4,11 @@ What holds of the model's weights (test_relay.py, test_relay_faults.py) holds of
 a commit only, and nobody is admitted who lacks one that is live, or has one too many.
 """
 
+import contextlib
+import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -319,3 +322,27 @@ def test_a_stopped_store_is_left_behind_by_a_quorum_and_fenced_before_the_record
     fleet.serve_adapters(THREE | {"policy-a": (9, 9)}, "a", "b")
     c.signal(signal.SIGCONT)
     fleet.serve_adapters(THREE | {"policy-a": (9, 9)}, seconds=LEASE_S + MARGIN)
+
+
+def removed_files(host):
+    """Files that are gone and that the store still holds: their memory is not given back before it lets go."""
+    held = Path(f"/proc/{host.pid}/fd").iterdir()
+    with contextlib.suppress(OSError):
+        return [name for fd in held if "(deleted)" in (name := os.readlink(fd)) and "adapters" in name]
+    return ["one that was closed meanwhile"]
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_the_memory_of_an_adapter_that_is_unloaded_is_given_back_at_once(fleet, transport):
+    """Of one that was pushed whole, and of one whose push was refused: not when the collector of cycles comes by."""
+    hosts = fleet.chain(2)
+    with fleet.publisher() as publisher:
+        for version in range(1, 6):
+            fleet.push_adapter(version, version, transport=transport)
+            publisher.unload_adapter("policy-a")
+            hosts[1].replica.plan["prepare"] = "no"
+            with pytest.raises(errors.PushError):
+                fleet.push_adapter(version, version, transport=transport)
+            hosts[1].replica.plan["prepare"] = "yes"
+    for host in hosts:
+        until(lambda host=host: not removed_files(host), 5)

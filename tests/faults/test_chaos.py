@@ -6,23 +6,26 @@ import pytest
 
 from tests.chaos.report import run_and_report
 
-SEED = 5
 SECONDS = 15.0
+KINDS = {"kill", "stop", "pause", "clear"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)  # alone it takes half a minute
-def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path):
+@pytest.mark.timeout(180)  # alone it takes half a minute
+@pytest.mark.parametrize(
+    ("seed", "replicas", "stores", "kinds"), [(5, 2, 1, KINDS), (42, 1, 2, KINDS | {"cut"})], ids=["alone", "tree"]
+)
+def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path, seed, replicas, stores, kinds):
     options = argparse.Namespace(
-        seed=SEED,
+        seed=seed,
         seconds=SECONDS,
         clients=8,
         every_s=1.5,
         think_s=0.2,
-        replicas=2,
+        replicas=replicas,
         tp=1,
         api_workers=1,
-        stores=1,
+        stores=stores,
         out=tmp_path / "chaos.json",
     )
     report = run_and_report(options, say=print)
@@ -32,5 +35,5 @@ def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path):
     for committed in ("committed", "policy-a committed", "policy-b committed"):
         assert report["pushes"][committed] >= 3
     assert min(report["samples_of_adapters"], report["samples_held_to_a_pattern"]) > 10
-    kinds = {fault["what"] for fault in report["faults"]}
-    assert kinds == {"kill", "stop", "pause", "clear"}
+    assert {fault["what"] for fault in report["faults"]} == kinds
+    assert (report["samples_of_hosts_below"] > 10) == (stores > 1)

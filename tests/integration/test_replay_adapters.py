@@ -2,13 +2,15 @@
 claim of its own adapter. Under every policy in turn, `finish` among them; `REPLAY_PUSHES=200` makes it the long proof.
 
 The derivation is an independent forward in numpy over weights into which the claimed version is merged: every logprob
-must be theirs, and under the adapter's other version nearly all of them would be far off.
+must be theirs, and under the adapter's other version nearly all of them would be far off. Then an engine of as many
+ranks makes them once more, to the last bit.
 """
 
 import itertools
 import threading
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ from tests.integration.conftest import running
 from tests.integration.live import LiveService
 from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, small
 from tests.reference.adapters import adapter, adapter_config, merged
-from tests.reference.checkpoint import Checkpoint, random_weights
+from tests.reference.checkpoint import Checkpoint, Weights, random_weights
+from tests.reference.exact import ExactReplay, Sets, difference
 from tests.reference.llama import Replay
 
 NAMES = ("policy-a", "policy-b")
@@ -41,15 +44,23 @@ class AdapterLoad(Load):
 
 
 @pytest.fixture(scope="module")
-def service(tiny: Checkpoint) -> Iterator[LiveService]:
+def one_rank(tiny: Checkpoint) -> Iterator[LiveService]:
     """Two replicas of one rank."""
     yield from running(tiny.directory, "--replicas", "2", *small())
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
+    """One replica of two ranks."""
+    yield from running(tiny.directory, "--tp", "2", *small())
+
+
 @pytest.mark.timeout(4 * LONGEST_S)
+@pytest.mark.parametrize(("ranks", "tp"), [("one_rank", 1), ("two_ranks", 2)])
 def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
-    service: LiveService, tiny: Checkpoint
+    ranks: str, tp: int, tiny: Checkpoint, request: pytest.FixtureRequest
 ) -> None:
+    service: LiveService = request.getfixturevalue(ranks)
     base = random_weights(tiny.config, 301)
     changes = {name: [adapter(base, seed, RANK) for seed in (10 * n, 10 * n + 1)] for n, name in enumerate(NAMES)}
     run = f"adapters-{uuid.uuid4().hex[:8]}"
@@ -86,8 +97,29 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
     of_adapters = [output for name, _, output in answers if name]
     assert len({span.adapter_version for output in of_adapters for span in output.spans}) >= PUSHES / 2
     assert [output for output in of_adapters if len(output.spans) > 1], "no push landed inside a running sequence"
+    compare_bits(tiny, tp, base, changes, answers)
     tokens = sum(len(output.token_ids) for _, _, output in answers)
     print(f"2 trainers of {PUSHES} pushes: {tokens} tokens of {len(answers)} samples replayed")
+
+
+def compare_bits(
+    tiny: Checkpoint, tp: int, base: Weights, changes: dict[str, list[Weights]], answers: list[Any]
+) -> None:
+    """Every logprob of every answer is the engine's, with nothing to spare."""
+    sets = Sets(partial(_base, base), partial(_change, changes), sum_parts=2)
+    exact = ExactReplay(tiny.directory, sets, tp)
+    for name, prompt, output in answers:
+        passes = output.forward_passes(len(prompt))
+        problem = difference(output.logprobs, exact.logprobs(prompt, output.token_ids, passes, 1.0, name))
+        assert not problem, f"{problem}; {name}, prompt of {len(prompt)}, {output.spans}"
+
+
+def _base(base: Weights, _: int) -> Weights:
+    return base
+
+
+def _change(changes: dict[str, list[Weights]], name: str, version: int) -> Weights:
+    return changes[name][version % 2]
 
 
 def wait_for(load: Load, answers: int) -> None:
