@@ -128,9 +128,10 @@ class CopyingAdapters(FakeAdapters):
         self.taken: list[FakeTaking] = []
 
     def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
-        """Without what holds several."""
+        """Without what holds several; of no modules, all there is."""
         super().plan(name, extents, modules, dtype)
-        return {n: extents[n] for module in modules for n in (f"{module.name}.lora_A", f"{module.name}.lora_B")}
+        own = {n: extents[n] for module in modules for n in (f"{module.name}.lora_A", f"{module.name}.lora_B")}
+        return own or extents
 
     def pieces(self, plan: Any) -> Sequence[Extent]:
         """Every A and B."""
