@@ -4,7 +4,8 @@
 processes of their own, and pushes an adapter on all projections of all layers again and again through shared memory:
 from `push_adapter()` to committed, checksums on. The first push of the name is said apart. A stall is the longest pause
 between two tokens of any running request that a push falls into, less the median pause: bar, one step. What the machine
-does by itself is said beside it: the same of as long a time in the middle between two pushes.
+does by itself is said beside it: the same of as long a time in the middle between two pushes. A service that has just
+started fills in its KV cache for some ten seconds, with half of a core: pushes begin after that.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from benchmarks.settling import wait_until_filled
 from rollout_client import RolloutClient, WeightPublisher
 from tests.integration.live import LiveService
 from weight_manager.checkpoint import read_config
@@ -44,6 +46,7 @@ def main() -> int:
     config = {"r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": MODULES}
     service = LiveService(args.model, "--dtype", args.dtype).start()
     try:
+        wait_until_filled(service.log)
         times = Tokens(service, args.clients)
         with WeightPublisher(service.push_endpoint, run_id="bench", progress=False) as publisher, times:
             reports = []
