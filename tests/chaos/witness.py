@@ -60,14 +60,15 @@ def judge(seed: int, samples: Sequence[Sample], workers: int, tp: int = 1) -> Ve
 
 def _judge_some(seed: int, tp: int, samples: Sequence[Sample]) -> Verdict:
     verdict = Verdict()
-    for number, sample in enumerate(samples):
+    asked = next((sample for sample in samples if not sample.pattern), None)  # where one id is open, all agree on it
+    for sample in samples:
         problem = replay(seed, sample)
         if not problem and not sample.pattern:
             problem = differing_bits(exact_replay(seed, tp if sample.adapter else 1), sample)
         verdict.tokens += len(sample.tokens)
         if problem:
             verdict.torn.append(f"{problem}; prompt of {len(sample.prompt)}, spans {sample.spans}, {sample.finish}")
-        elif number == 0:  # is the question hard enough?
+        elif sample is asked:  # is the question hard enough?
             likely = open_only(sample, rows_of(seed, sample, shift=1))
             own = likely[np.arange(len(sample.tokens)), sample.tokens]
             verdict.telling += int((np.abs(own - sample.logprobs) > 10 * TOLERANCE).sum())
