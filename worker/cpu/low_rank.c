@@ -35,6 +35,14 @@ static inline const Factors *factors_of(const LowRank *s, const Run *run) {
 
 static inline int64_t most_of(const LowRank *s) { return s->step->most[s->site]; }
 
+// v, kept in a register: gcc would read it again for each token.
+static inline INLINE f32x16 held(f32x16 v) {
+#ifdef __AVX512F__
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
+
 static inline float element(const void *base, int64_t at, int narrow) {
     if (!narrow) return ((const float *)base)[at];
     union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t *)base)[at] << 16};
@@ -119,6 +127,7 @@ static inline INLINE void ranks_of(const char *a, int64_t row, int64_t count, co
         for (int v = 0; v < vectors; v++) {
             if (fetch) __builtin_prefetch(a + AHEAD + v * (narrow && !pairs ? 32 : 64), 0, 2);
             ranks[v] = load_any(a, v * 16, narrow && !pairs);
+            if (tokens > 1) ranks[v] = held(ranks[v]);
         }
         for (int t = 0; t < tokens; t++) {
             f32x16 there = splat(x[at[t]]);
@@ -208,6 +217,7 @@ static inline INLINE void outputs_of(Into to, const char *b, const char *ahead, 
         for (int i = 0; i < tiles; i++) {
             if (fetch) __builtin_prefetch(ahead + i * (narrow ? 32 : 64), 0, 2);
             there[i] = load_any(b, i * 16, narrow);
+            if (tokens > 1) there[i] = held(there[i]);
         }
         for (int t = 0; t < tokens; t++) {
             f32x16 between = splat(z[t * most + r]);
@@ -225,22 +235,24 @@ static inline INLINE void outputs_of(Into to, const char *b, const char *ahead, 
         }
 }
 
-// Outputs [row, end) of one part, a chunk, for `count` tokens of a run. ahead: what is read next.
+// Outputs [row, end) of one part, a chunk, for `count` tokens of a run. ahead: what is read next, to be fetched; or null.
 static inline INLINE void expand_few(Into to, const Factors *f, int64_t part, int64_t row, int64_t end,
                                      const int32_t *order, const float *z, int64_t most, int64_t count,
                                      float (*apart)[CHUNK], const char *ahead, const int narrow) {
     const int64_t rank = f->rank[part], size = narrow ? 2 : 4, step = ceiling(end - row, 16) * 16 * size;
     const char *b = (const char *)f->b[part] + row * rank * size;
+    const int fetch = ahead != 0;
     for (int64_t at = row; at < end;) {
         const int many = ceiling(end - at, 16) >= TILES;
         int64_t done = 0, left = count;
 #define OUTPUTS(tiles, fetch) \
     outputs_of(to, b, ahead, rank, step, order + done, z + done * most, most, end - at, apart, at - row, tiles, N, \
                fetch, narrow)
-        if (many) FOR_GROUPS(left, done, if (done) OUTPUTS(TILES, 0); else OUTPUTS(TILES, 1))
+        if (many) FOR_GROUPS(left, done, if (done || !fetch) OUTPUTS(TILES, 0); else OUTPUTS(TILES, 1))
         else FOR_GROUPS(left, done, OUTPUTS(1, 0))
         const int64_t outputs = many ? TILES * 16 : 16;
-        at += outputs, b += outputs * size, ahead += outputs * size, to.y += outputs * to.step;
+        at += outputs, b += outputs * size, to.y += outputs * to.step;
+        if (fetch) ahead += outputs * size;
     }
 }
 
@@ -277,7 +289,8 @@ static inline INLINE void expand_wide(Into into, const Factors *f, int64_t part,
         transpose(v);
     }
     for (int64_t at = row; at < end; at += 16) {
-        const char *b = (const char *)f->b[part] + row * rank * size + (at - row) * size, *next = ahead + (at - row) * size;
+        const char *b = (const char *)f->b[part] + row * rank * size + (at - row) * size;
+        const char *next = ahead ? ahead + (at - row) * size : b;
         f32x16 sums[16];
         for (int o = 0; o < 16; o++) sums[o] = splat(0);
         for (int64_t r = 0; r < rank; r++, b += step, next += step) {
@@ -321,8 +334,8 @@ static inline INLINE void expand_run(const LowRank *s, Into to, const Run *run, 
     }
 }
 
-// Outputs [row, row + CHUNK) of one part, for all runs.
-static void expand(const LowRank *s, Into to, int64_t part, int64_t row) {
+// Outputs [row, row + CHUNK) of one part, for all runs. near: what is read has been fetched.
+static void expand(const LowRank *s, Into to, int64_t part, int64_t row, int near) {
     int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part], runs = s->step->run_count;
     int few = to.token == 1 && s->columns > 1 && s->columns <= APART;
     float space[APART][CHUNK], (*apart)[CHUNK] = few ? space : 0;
@@ -332,7 +345,7 @@ static void expand(const LowRank *s, Into to, int64_t part, int64_t row) {
         const Factors *f = factors_of(s, run), *after = factors_of(s, next);
         if (!f->rank[part]) continue;
         int64_t ahead = (i + 2 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
-        const char *b = (const char *)after->b[part] + ahead;
+        const char *b = near ? 0 : (const char *)after->b[part] + ahead;
         if (f->narrow) expand_run(s, to, run, part, row, end, apart, changed, b, 1);
         else expand_run(s, to, run, part, row, end, apart, changed, b, 0);
     }
@@ -385,7 +398,7 @@ void low_rank_between(LowRank *s, const float *words) {
 
 void low_rank_add(const LowRank *s, int64_t part, int64_t chunk, float *to, int64_t step) {
     wait_for(&s->done, s->step->run_count);
-    expand(s, (Into){to, step, 1}, part, chunk * CHUNK);
+    expand(s, (Into){to, step, 1}, part, chunk * CHUNK, 1);
 }
 
 int64_t low_rank_ahead(const LowRank *s, int64_t part, int64_t parts, int64_t chunk, int64_t claim, int64_t claims,
@@ -436,7 +449,7 @@ void low_rank(void *data) {
         }
         if (part == s->parts) return;
         const int64_t row = (job - before) * CHUNK;
-        expand(s, (Into){s->y + (first + row) * s->y_step, s->y_step, s->y_token}, part, row);
+        expand(s, (Into){s->y + (first + row) * s->y_step, s->y_step, s->y_token}, part, row, 0);
     }
 }
 
