@@ -64,7 +64,7 @@ class _Part:
 
 class Lending:
     """Stages versions. `stage`, `copy_ahead` and `withdraw` are the rank's; trainers have a thread each, and so have
-    copies that are made ahead.
+    copies ahead that do not begin at once.
     """
 
     def __init__(self, slots: DeviceSlots, digests: DeviceDigests, refusal: str = "") -> None:

@@ -37,8 +37,8 @@ class Pinned:
         log.info("pinned %.2f GB of the arena in %.2f s", nbytes / 1e9, time.monotonic() - started)
 
     def holds(self, address: int) -> bool:
-        """Whether the mapping that begins there is pinned, or will not be."""
-        return self._refused or address in self._sizes
+        """Whether the mapping that begins there is pinned. From others a copy keeps the host until it is through."""
+        return address in self._sizes
 
     def let_go(self) -> bool:
         """Unpin everything, before mappings go; whether there was anything."""

@@ -461,6 +461,17 @@ def test_what_can_begin_at_once_is_begun_by_whoever_is_told(rank):
     assert rank.holds(rank.lending.stage(two.live, two.views), two)
 
 
+def test_where_nothing_can_be_pinned_a_thread_copies(rank):
+    """Such a copy keeps its caller until it is through."""
+    two, callers = Version(2), set()
+    rank.slots.pinned.let_go()
+    rank.slots.pinned._refused = True
+    copy = rank.driver.from_address
+    rank.driver.from_address = lambda *rest: (callers.add(threading.current_thread().name), copy(*rest))
+    _arrive(rank, two)
+    assert callers == {"copying"}
+
+
 def test_who_tells_of_bytes_does_not_wait_for_a_version_that_is_being_staged(rank):
     two, three = Version(2), Version(3, slot=1)
     rank.serve(two)
