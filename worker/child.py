@@ -49,18 +49,23 @@ class Child:
         with contextlib.suppress(OSError):  # a limit for unprivileged users; the default size will do
             fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(read_end, False)
+        # Known before it is made: whatever interrupts its making, what was forked has to be ended by somebody.
+        self._process: subprocess.Popen[bytes] = subprocess.Popen.__new__(subprocess.Popen)
         try:
-            self._process = subprocess.Popen(
+            self._process.__init__(  # type: ignore[misc]
                 argv,
                 env=dict(env),
                 stdin=subprocess.PIPE if told else subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,  # a Ctrl-C is for the supervisor alone
-                preexec_fn=_dies_with(os.getpid(), death_signal),  # noqa: PLW1509  one thread of Python, one prctl
+                preexec_fn=_dies_with(os.getpid(), death_signal),  # one thread of Python, one prctl
             )
         except BaseException:
             os.close(read_end)
+            if getattr(self._process, "pid", None) is not None and self._process.returncode is None:
+                self._process.kill()
+                self._process.wait()
             raise
         finally:
             os.close(write_end)

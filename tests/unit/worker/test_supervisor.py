@@ -1,15 +1,18 @@
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import worker.unit
 from tests.unit.worker.supervising import QUICK, SLEEP, alive, ask, pids, python, supervise, unit, until
+from worker.child import Child
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.supervisor_messages import (
     Failed,
@@ -106,6 +109,27 @@ def test_ranks_that_cannot_be_started_are_tried_again_together(run_dir, lines, t
     assert started
     assert not any(map(alive, started))
     assert "replica-0 cannot be started" in caplog.text
+
+
+async def test_a_process_that_was_forked_and_nobody_knows_of_is_ended(monkeypatch):
+    """What waits for it to become its program is interrupted: nobody else could end it, or take its exit status."""
+    here, read = set(_children()), os.read
+
+    def interrupted(*_):
+        monkeypatch.setattr(os, "read", read)
+        raise MemoryError
+
+    monkeypatch.setattr(os, "read", interrupted)
+    with pytest.raises(MemoryError):
+        Child("rank-0", (sys.executable, "-c", SLEEP), os.environ, signal.SIGTERM, lambda *_: None)
+    assert set(_children()) == here
+    gc.collect()  # a process object that is unfinished warns
+
+
+def _children():
+    """Of this process, those that have ended and that nobody has taken the status of included."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        yield from path.read_text().split()
 
 
 def test_a_unit_that_can_never_be_started_is_given_up_in_words(run_dir, lines, tmp_path):
