@@ -93,6 +93,7 @@ class TrainerGroup:
         self.outcome: Committed | PushRefused | None = None
         self._kept: tuple[str, ...] = ()  # tensors taken from the base version
         self._sealed_by = 0.0  # the soonest deadline of a seal
+        self._is_sealed = False
 
     @property
     def id(self) -> str:
@@ -212,23 +213,33 @@ class TrainerGroup:
         """Owner: every byte is there and matches. Ranks that asked for the commit are owed the answer to that next."""
         seals = [(rank, owed) for rank in self.ranks.values() for owed in rank.owed if isinstance(owed, Seal)]
         asked = [(rank, seal) for rank, seal in seals if seal.commit]
-        self._reply_all(Seal, Sealed(session.id, session.digest))
         for rank, seal in asked:
             rank.owed.append(Commit(session.id, seal.deadline_s))
-        if asked:
-            now = time.monotonic()
-            self._coordinator.commit(session, max(self._sealed_by - now, 0.0), now)
+        self._is_sealed = True
+        try:
+            if asked:  # first: replicas have something to do meanwhile
+                now = time.monotonic()
+                self._coordinator.commit(session, max(self._sealed_by - now, 0.0), now)
+        finally:
+            self._say_sealed()
 
     def committed(self, session: PushSession, report: Committed) -> None:
         """`Owner.committed`: the version is live; answer the ranks that asked."""
+        self._say_sealed()
         self._over_with(report)
         self._reply_all(Commit, report)
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
         """`Owner.ended`: the session has come to nothing; answer the ranks that wait."""
+        if self._is_sealed:
+            self._say_sealed()
         self._over_with(refusal)
         self._reply_all(Abort, Aborted(session.id))
         self._reply_all((Seal, Commit), refusal.to_wire(session.id))
+
+    def _say_sealed(self) -> None:
+        """Answer the ranks that wait for that; every other answer comes after it."""
+        self._reply_all(Seal, Sealed(self.id, self._running.digest))
 
     def _over_with(self, outcome: Committed | PushRefused) -> None:
         """Keep what late requests are answered from, not the plan."""
