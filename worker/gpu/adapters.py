@@ -45,7 +45,8 @@ FACTORS = np.dtype(
 """`Factors` of kernels/adapters.cu; a part without rank adds nothing."""
 MOST_VERSIONS = 256
 _TILE, _OUTPUTS, _THREADS = 16, 128, 128  # of kernels/adapters.cu
-_MOST_RANKS = 256 * PARTS  # of one product
+MOST_RANKS = 256 * PARTS
+"""Ranks of all parts of one product, at most."""
 _SHARES = 4  # blocks that share the columns of x, at most
 _SHARE = 256  # columns that are worth a block
 _FEW_ROWS = 512
@@ -56,19 +57,20 @@ _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks,
 
 class _Plan(NamedTuple):
     """How versions lie that are alike. factors: [sites] of FACTORS, with elements from a version's start for addresses.
-    touched: sites that they change.
+    touched: sites that they change. ranks: of all parts of one site, the most, in fours.
     """
 
     factors: Array
     touched: frozenset[int]
+    ranks: int
 
 
 class _Held(NamedTuple):
-    """A version on the device. place: its row of the table."""
+    """A version on the device. place: its row of the table. plan: its own."""
 
     memory: Region
     place: int
-    touched: frozenset[int]
+    plan: _Plan
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class DeviceAdapters:
                     row["rank"][part], row["scale"][part] = change.a.shape[0], change.scale
                     touched.add(index)
         factors["ranks"] = factors["rank"].sum(axis=1)
-        return _Plan(factors, frozenset(touched))
+        return _Plan(factors, frozenset(touched), -(-int(factors["ranks"].max()) // 4) * 4)
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
         """Copy a version, in the dtype that is computed with, and prove the copy. Raises ValueError where there is no
@@ -153,7 +155,7 @@ class DeviceAdapters:
             factors[name] = factors[name] * np.uint64(self.element) + np.uint64(memory.address)
         self._driver.to_device(self.room.table + place * factors.nbytes, factors, self._own_stream)
         self._driver.wait(self._own_stream)
-        self._held[epoch] = _Held(memory, place, plan.touched)
+        self._held[epoch] = _Held(memory, place, plan)
         self._touch()
 
     def drop(self, epoch: int) -> None:
@@ -185,12 +187,13 @@ class DeviceAdapters:
         ]
         found: Int32 = np.zeros(words(rows), np.int32)
         found[0] = len(tiles)
+        found[1] = max(self._held[epoch].plan.ranks for epoch in set(batch.adapters.tolist()) if epoch)
         found[4 : 4 + 3 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
         found[words(rows) - rows :][: len(order)] = order
         return found
 
     def _touch(self) -> None:
-        self.touched = frozenset().union(*(held.touched for held in list(self._held.values())))
+        self.touched = frozenset().union(*(held.plan.touched for held in list(self._held.values())))
 
     def _copied(self, flat: Array) -> Region:
         """A version in memory of its own, proved."""
@@ -258,8 +261,8 @@ class DeviceAdapters:
             kernels=Module(driver, compiled(text, {"FP32": int(self._fp32)}, capability)),
             hashes=Module(driver, compiled(SOURCE, {}, capability)),
             table=driver.allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize, "adapters"),
-            between=driver.allocate(4 * self.rows * _MOST_RANKS, "adapters"),
-            squares=driver.allocate(4 * self.rows, "adapters"),
+            between=driver.allocate(4 * self.rows * MOST_RANKS, "adapters"),
+            squares=driver.allocate(4 * self.rows * _SHARES, "adapters"),
         )
         for name in (*_KERNELS, *(kernel.name for kernel in products)):
             room.kernels.load(name)
@@ -273,7 +276,7 @@ class DeviceAdapters:
         lists = np.zeros(words(16), np.int32)
         lists[0], lists[4:7], lists[-16:] = 1, (0, 0, 16), np.arange(15, -1, -1)
         narrow = [v if self._fp32 else (v.view(np.uint32) >> 16).astype(np.uint16) for v in (x, a, b)]
-        at, there = room.between + 4 * 16 * _MOST_RANKS, []
+        at, there = room.between + 4 * 16 * MOST_RANKS, []
         for array in (*narrow, y, lists):
             self._driver.to_device(at, array, self._own_stream)
             there.append(at)
@@ -282,7 +285,7 @@ class DeviceAdapters:
         row["a"][0, 0], row["b"][0, 0], row["rank"][0, 0], row["scale"][0, 0], row["ranks"] = *there[1:3], 8, 2.0, 8
         self._driver.to_device(room.table, row, self._own_stream)
         of = U64(room.table), Int(0), Int(1), U64(there[4])
-        sizes, none = (Int(16), Int(_MOST_RANKS)), U64(0)
+        sizes, none = (Int(16), Int(MOST_RANKS)), U64(0)
         shrink = U64(there[0]), none, *of, U64(room.between), U64(room.squares), *sizes, Int(64)
         expand = *of, U64(room.between), none, *sizes, Int(1), Int(64), Float(0.0), none, none, U64(there[3])
         room.kernels.launch("shrink_rows", (1, 1, 1), _THREADS, self._own_stream, shrink)
@@ -321,12 +324,12 @@ class Changes:
 
     def shrink(self, site: int, x: "Rows", step: "StepInputs") -> None:
         """A x, of the rows with an adapter that changes the site."""
-        room, shares = self._held.room, _shares(x.width, step)
+        room, shares = self._held.room, self._shares(x.width, step)
         self._launch(
             "shrink_rows" if x.norm is None else "shrink_normed",
             (_tiles(step), _GRAPH_RANKS, shares),
             *(U64(x.address), U64(0 if x.norm is None else x.norm.address), *self._of(site, step)),
-            *(U64(room.between), U64(room.squares), Int(step.rows), Int(_MOST_RANKS), Int(x.width)),
+            *(U64(room.between), U64(room.squares), Int(step.rows), Int(step.ranks), Int(x.width)),
         )
 
     def product(self, weight: Tensor, x: "Rows", step: "StepInputs", y: int) -> bool:
@@ -352,9 +355,14 @@ class Changes:
             f"expand_{kind}",
             (_tiles(step), sum(-(-n // _OUTPUTS) for n in blocks)),
             *(*self._of(site, step), U64(room.between), U64(0 if x.norm is None else room.squares)),
-            *(Int(step.rows), Int(_MOST_RANKS), Int(_shares(x.width, step)), Int(x.width), Float(self._eps)),
+            *(Int(step.rows), Int(step.ranks), Int(self._shares(x.width, step)), Int(x.width), Float(self._eps)),
             *(U64(gate_up), U64(0 if bias is None else bias.address), U64(y), *(Int(n) for n in rows)),
         )
+
+    def _shares(self, columns: int, step: "StepInputs") -> int:
+        """Blocks that share the columns: each hides the waits of others, where there is room for the parts of sums."""
+        fit = self._held.rows * MOST_RANKS // (step.rows * step.ranks)
+        return max(1, min(_SHARES, -(-columns // _SHARE), fit))
 
     def _of(self, site: int, step: "StepInputs") -> tuple[Any, ...]:
         return U64(self._held.room.table), Int(site), Int(len(self._sites)), U64(step.adapters)
@@ -370,8 +378,3 @@ def words(rows: int) -> int:
 
 def _tiles(step: "StepInputs") -> int:
     return min(step.rows, _GRAPH_TILES + -(-step.rows // _TILE))
-
-
-def _shares(columns: int, step: "StepInputs") -> int:
-    """Few rows are few blocks: then these share the columns."""
-    return min(_SHARES, -(-columns // _SHARE)) if step.rows <= _FEW_ROWS else 1

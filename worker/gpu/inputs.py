@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from worker.engine.base import ForwardBatch, Int32
+from worker.gpu.adapters import MOST_RANKS
 from worker.gpu.adapters import words as adapter_words
 from worker.gpu.driver import Driver, Handle
 
@@ -42,6 +43,7 @@ class StepInputs:
     wanted: tuple[int, int] | None = None
     copies: tuple[int, int] | None = None
     adapters: int = 0  # `DeviceAdapters.lists`
+    ranks: int = 0  # room between A and B of a row, in numbers
 
 
 class Inputs:
@@ -66,7 +68,7 @@ class Inputs:
         if not adapted:
             return StepInputs(rows, self._device, tokens, positions, end, fused=True)
         tables = end + 4 * _whole(adapter_words(rows))
-        return StepInputs(rows, self._device, tokens, positions, tables, fused=True, adapters=end)
+        return StepInputs(rows, self._device, tokens, positions, tables, fused=True, adapters=end, ranks=MOST_RANKS)
 
     def decode(self, batch: ForwardBatch, rows: int, stream: Handle, adapters: Int32 | None = None) -> StepInputs:
         """Copy a batch of one token a sequence, as a step of `rows` rows; its addresses are those of `fixed`. adapters:
@@ -133,6 +135,7 @@ class Inputs:
             wanted=(put(batch.logits_rows, batch.logits_rows.size), batch.logits_rows.size),
             copies=(put(batch.block_copies, batch.block_copies.size), len(batch.block_copies)),
             adapters=0 if adapters is None else put(adapters, adapters.size),
+            ranks=0 if adapters is None else int(adapters[1]),
         )
         self._send(buffer, end, stream)
         return there

@@ -2,7 +2,7 @@
 // `shrink` makes A x before it, `expand` adds the rest behind it. Compiled behind base.cu and one_row.cu, apart from a
 // model's other kernels.
 //
-// lists: [4] (how many tiles), [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at
+// lists: [4] (how many tiles, for the host: the most ranks), [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at
 // most), [rows] row numbers sorted by adapter. between: [shares][rows][stride] of A x, one after the other for a product's
 // parts; a share is the sum over a part of the columns. squares: [shares][rows], of what a norm divides by.
 #define TILE 16

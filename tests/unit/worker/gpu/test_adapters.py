@@ -18,7 +18,7 @@ from weight_manager.adapters.plan import AdapterModule
 from worker.adapters import AdapterTable
 from worker.engine.base import ForwardBatch
 from worker.gpu import adapters
-from worker.gpu.adapters import Changes, DeviceAdapters, words
+from worker.gpu.adapters import MOST_RANKS, Changes, DeviceAdapters, words
 from worker.gpu.compiler import kernels
 from worker.gpu.driver import CudaError, DeviceMemoryError
 from worker.gpu.operations import Rows
@@ -191,13 +191,16 @@ def _bits(x, dtype):
     return np.ascontiguousarray(x, np.float32) if dtype == "float32" else to_bits(np.ascontiguousarray(x, np.float32))
 
 
-def _changed(held, site, x, norm, lists, rows, y, gate_up=None, bias=None):
+def _changed(held, site, x, norm, lists, rows, y, gate_up=None, bias=None, ranks=0):
     """What `Changes` makes of y at one site; all arrays are the device's, so the host's."""
     at = [s.name for s in SITES].index(site.name)
     changes = Changes(held, SITES, {4096: at}, None, EPS)
     assert changes.site(Tensor(4096, (1, 1))) == at
     weight = None if norm is None else Tensor(norm.ctypes.data, norm.shape)
-    source, step = Rows(x.ctypes.data, x.shape[1], weight), SimpleNamespace(rows=rows, adapters=lists.ctypes.data)
+    source, step = (
+        Rows(x.ctypes.data, x.shape[1], weight),
+        SimpleNamespace(rows=rows, adapters=lists.ctypes.data, ranks=ranks or int(lists[1])),
+    )
     changes.shrink(at, source, step)
     kind = {"qkv": "STORE", "gate_up": "GATE"}.get(site.name, "ADD")
     into = () if gate_up is None else (gate_up.ctypes.data, Tensor(bias.ctypes.data, bias.shape))
@@ -207,9 +210,10 @@ def _changed(held, site, x, norm, lists, rows, y, gate_up=None, bias=None):
 RANKS = {"q": 5, "k": 16, "v": 3, "o": 20, "gate": 8, "up": 33, "down": 256}
 
 
+@pytest.mark.parametrize("ranks", [0, MOST_RANKS], ids=["launched", "graph"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
-def test_every_product_of_a_mixed_step(device, dtype, site):
+def test_every_product_of_a_mixed_step(device, dtype, site, ranks):
     """Ranks that fill no tile; versions that change some of the parts, or not this product at all; rows of the base."""
     _, held = device(dtype)
     wide = dtype == "float32"
@@ -245,7 +249,7 @@ def test_every_product_of_a_mixed_step(device, dtype, site):
         bias = _bits(rng.standard_normal(2 * site.rows[0]), dtype)
         there = _bits(before, dtype)
         y = _bits(np.full((rows, site.rows[0]), 7.0), dtype)
-        _changed(held, site, x, norm, lists, rows, y, there, bias)
+        _changed(held, site, x, norm, lists, rows, y, there, bias, ranks=ranks)
         gate, up = np.split(widened(there).astype(np.float64) + widened(bias) + added, 2, axis=1)
         expected = gate / (1 + np.exp(-gate)) * up
         assert (widened(y)[count:] == 7).all(), "rows that are nobody's"
@@ -253,7 +257,7 @@ def test_every_product_of_a_mixed_step(device, dtype, site):
         y = _bits(before, dtype if site.name == "qkv" else "float32")
         expected = widened(y).astype(np.float64) + added
         was = y.copy()
-        _changed(held, site, x, norm, lists, rows, y)
+        _changed(held, site, x, norm, lists, rows, y, ranks=ranks)
         same = np.ones(rows, np.bool_)
         same[:count] = [not epoch or not set(versions[epoch].numbers) & set(site.modules) for epoch in of_rows]
         assert 5 <= same.sum() < rows - 15
