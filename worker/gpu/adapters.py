@@ -50,7 +50,7 @@ MOST_RANKS = 256 * PARTS
 _SHARES = 4  # blocks that share the columns of x, at most
 _SHARE = 256  # columns that are worth a block
 _FEW_ROWS = 512
-_GRAPH_TILES, _GRAPH_RANKS = 8, 3  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
+_GRAPH_TILES, _GRAPH_RANKS = 8, 6  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE")
 _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ const elt *row_of_a(const Factors &f, int j, int colu
 }
 
 // What a step tells and holds is read before `follow`, as are the first columns of A: no kernel of the step writes it. Blocks
-// without a tile need not wait: that of the first tile, which every step with adapters has, does.
+// that have nothing to do leave without waiting, but for the first: so a kernel ends after those before it nevertheless.
 
 // NORM: x is the residual stream, float, and `weight` goes into it; what it is divided by follows in `expand`. Otherwise x
 // is elt. grid (tiles, blocks of RANKS, shares): both are walked through where they are more.
@@ -138,7 +138,7 @@ __device__ __forceinline__ void shrink(const void *x, const elt *weight, const F
 #endif
     }
   }
-  if (waits && (int)blockIdx.x < tiles) follow();
+  if (waits && !(blockIdx.x | blockIdx.y | blockIdx.z)) follow();
 }
 
 // d[n][..] += B between of one part, laid out as `multiply` does: rows g and g + 8 of the tile by 32 outputs from `first` on.
@@ -314,7 +314,7 @@ __device__ __forceinline__ void expand(const Factors *table, int site, int sites
     }
 #endif
   }
-  if (waits && (int)blockIdx.x < tiles) follow();
+  if (waits && !(blockIdx.x | blockIdx.y)) follow();
 }
 
 #define SHRINK(name, NORM) KERNEL __launch_bounds__(32 * WARPS) name(const void *x, const elt *weight, const Factors *table, int site, \
