@@ -9,6 +9,7 @@ are two launches (kernels/adapters.cu): A x before it, B (A x) behind it.
 Kernels are compiled, and the table and what lies between A and B get memory, when the first adapter comes.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,7 +50,7 @@ MOST_RANKS = 256 * PARTS
 """Ranks of all parts of one product, at most."""
 _SHARES = 4  # blocks that share the columns of x, at most
 _SHARE = 256  # columns that are worth a block
-_FEW_ROWS = 512
+_FEW_ROWS = 512  # for which there is room at the most ranks and shares
 _GRAPH_TILES, _GRAPH_RANKS = 8, 6  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE")
 _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
@@ -108,6 +109,8 @@ class DeviceAdapters:
         self.rows, self.element = max(rows, _SHARES * _FEW_ROWS), 4 if fp32 else 2
         self._room: _Room | None = None
         self._held: dict[int, _Held] = {}
+        self._listed: tuple[object, Int32] | None = None  # the last step's rows, and `lists` of them
+        self._lock = threading.Lock()  # what is held, and what of it follows
         self._places = list(range(MOST_VERSIONS))
         self.multiprocessors = driver.attribute(16)
         self._spare: dict[int, list[Region]] = {}  # addresses without memory, by size
@@ -155,19 +158,21 @@ class DeviceAdapters:
             factors[name] = factors[name] * np.uint64(self.element) + np.uint64(memory.address)
         self._driver.to_device(self.room.table + place * factors.nbytes, factors, self._own_stream)
         self._driver.wait(self._own_stream)
-        self._held[epoch] = _Held(memory, place, plan)
-        self._touch()
+        with self._lock:
+            self._held[epoch] = _Held(memory, place, plan)
+            self._touch()
 
     def drop(self, epoch: int) -> None:
         """Give a version's memory back, once no step runs."""
-        held = self._held.pop(epoch, None)
+        with self._lock:
+            held = self._held.pop(epoch, None)
+            self._touch()
         if held is None:
             return
         self._driver.enter()
         self._settle()
         self._give_back(held.memory)
         self._places.append(held.place)
-        self._touch()
 
     def lists(self, batch: ForwardBatch, rows: int) -> Int32 | None:
         """Which rows of a step of `rows` rows have which version, as kernels/adapters.cu reads it; None: none has any.
@@ -176,6 +181,13 @@ class DeviceAdapters:
         """
         if not batch.adapters.any():
             return None
+        key = rows, batch.adapters.tobytes(), batch.query_lens.tobytes()
+        listed = self._listed
+        if listed is None or listed[0] != key:
+            listed = self._listed = key, self._list(batch, rows)
+        return listed[1]
+
+    def _list(self, batch: ForwardBatch, rows: int) -> Int32:
         places = np.array([self._held[epoch].place if epoch else -1 for epoch in batch.adapters.tolist()], np.int32)
         of_tokens = np.repeat(places, batch.query_lens)
         order = np.argsort(of_tokens, kind="stable")
@@ -193,7 +205,8 @@ class DeviceAdapters:
         return found
 
     def _touch(self) -> None:
-        self.touched = frozenset().union(*(held.plan.touched for held in list(self._held.values())))
+        self._listed = None
+        self.touched = frozenset().union(*(held.plan.touched for held in self._held.values()))
 
     def _copied(self, flat: Array) -> Region:
         """A version in memory of its own, proved."""
@@ -240,7 +253,11 @@ class DeviceAdapters:
         size = -(-max(nbytes, 1) // self._driver.page) * self._driver.page
         spare = self._spare.setdefault(size, [])
         memory = spare.pop() if spare else Region(self._driver, size, "a version of an adapter")
-        memory.fill()
+        try:
+            memory.fill()
+        except CudaError:
+            spare.append(memory)
+            raise
         return memory
 
     def _give_back(self, memory: Region) -> None:

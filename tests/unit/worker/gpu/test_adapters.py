@@ -312,6 +312,24 @@ def test_rows_are_sorted_into_tiles_of_one_version(device):
     assert tiles == expected
 
 
+def test_rows_are_looked_at_anew_when_they_or_what_is_held_are_others(device):
+    _, held = device("bfloat16")
+    for epoch in (5, 6):
+        Version(epoch, {"o": epoch}, "bfloat16").into(held, epoch)
+    first = held.lists(_batch([5, 6], [1, 1]), 4)
+    assert held.lists(_batch([5, 6], [1, 1]), 4) is first
+    for batch, rows in ((_batch([6, 5], [1, 1]), 4), (_batch([5, 6], [1, 2]), 4), (_batch([5, 6], [1, 1]), 8)):
+        other = held.lists(batch, rows)
+        assert other is not first
+        assert not np.array_equal(other[: len(first)], first)
+    held.lists(_batch([5, 6], [1, 1]), 4)
+    held.drop(6)
+    with pytest.raises(KeyError):
+        held.lists(_batch([5, 6], [1, 1]), 4)
+    Version(7, {"o": 7}, "bfloat16").into(held, 6)  # in its place
+    assert held.lists(_batch([5, 6], [1, 1]), 4)[1] == 8
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_given_back_once_no_step_runs(device, dtype):
     waits = []
@@ -353,6 +371,10 @@ def test_no_room_is_said_in_words(device, monkeypatch):
     driver.free = 1 << 12
     with pytest.raises(ValueError, match="no room for a version of an adapter"):
         version.into(held, 1)
+    addresses = set(driver.memory)
+    with pytest.raises(ValueError, match="no room"):
+        version.into(held, 1)
+    assert set(driver.memory) == addresses, "they are used again"
     driver.free = 1 << 40
     version.into(held, 1)
     held._places.clear()
@@ -366,6 +388,21 @@ def test_no_room_is_said_in_words(device, monkeypatch):
     monkeypatch.setattr(adapters, "compiled", no_compiler)
     with pytest.raises(ValueError, match="this device can hold no adapters: NVRTC: gone"):
         version.into(other, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "columns", "shares"),
+    [
+        *((16, MOST_RANKS, 72, 1), (16, MOST_RANKS, 1024, 4), (512, MOST_RANKS, 3072, 4), (8192, 48, 3072, 4)),
+        *((1024, MOST_RANKS, 3072, 2), (4096, MOST_RANKS, 3072, 1), (8192, MOST_RANKS, 3072, 1)),
+    ],
+)
+def test_blocks_share_columns_as_far_as_their_sums_have_room(device, rows, ranks, columns, shares):
+    _, held = device("bfloat16")
+    held.rows = max(rows, held.rows)
+    found = Changes(held, SITES, {}, None, EPS)._shares(columns, SimpleNamespace(rows=rows, ranks=ranks))
+    assert found == shares
+    assert found * rows * ranks <= held.rows * MOST_RANKS
 
 
 @pytest.mark.parametrize("kernel", ["shrink_rows", "expand_ADD"])
