@@ -10,7 +10,7 @@ onto the residual stream, GATE silu(gate) * up, WIDE float32 logits. Ways:
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -130,8 +130,14 @@ class Choices:
         self._fresh = False
 
     def way(self, shape: Shape, tokens: int) -> str:
-        """The way chosen, or the library's first proposal where nothing was timed."""
-        return self._ways.get(self._key(shape, tokens), "lt:0")
+        """The way chosen, or the library's first proposal where nothing was timed. Gate and up that are not joined are
+        the same product to the library as those that are.
+        """
+        way = self._ways.get(self._key(shape, tokens))
+        if way is None and shape.kind == "STORE":
+            joined = self._ways.get(self._key(replace(shape, kind="GATE", n=shape.n // 2), tokens), "")
+            way = joined if joined.startswith("lt") else None
+        return way or "lt:0"
 
     def choose(
         self, shape: Shape, tokens: int, timer: Timer, run: Callable[[str], None], *, own: bool

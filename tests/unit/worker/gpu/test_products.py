@@ -1,8 +1,10 @@
-"""Which own kernels there are for a shape."""
+"""Which own kernels there are for a shape, and which way is taken."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from worker.gpu.products import Shape, instances, one_row_threads, skinny
+from worker.gpu.products import Choices, Shape, instances, one_row_threads, skinny
 
 SHAPES = [
     Shape("STORE", 4096, 1024, True),
@@ -43,3 +45,15 @@ def test_more_rows_and_other_shapes_have_no_skinny_product():
     assert skinny(SHAPES[0], 33, 132) is None
     assert skinny(Shape("ADD", 576, 1536 + 8, False), 1, 132) is None
     assert skinny(Shape("WIDE", 151936, 1024, True), 1, 132) is None
+
+
+def test_gate_and_up_apart_go_the_way_of_both_together_where_it_is_the_librarys(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = SimpleNamespace(version=1)
+    choices = Choices(SimpleNamespace(name="a device", version=1), library, 132, "model")
+    joined, apart = Shape("GATE", 3072, 1024, True), Shape("STORE", 6144, 1024, True)
+    choices._ways |= {choices._key(joined, 64): "lt:3", choices._key(joined, 16): "skinny"}
+    assert [choices.way(apart, rows) for rows in (64, 16, 8)] == ["lt:3", "lt:0", "lt:0"]
+    assert choices.way(joined, 64) == "lt:3"
+    choices._ways[choices._key(apart, 64)] = "lt:1"
+    assert choices.way(apart, 64) == "lt:1"
