@@ -107,6 +107,7 @@ live = Live("run", 7, 3, 1, "ab", 9)
 values = {"signal": Signal.ADAPTER, "phase": Phase.FORGET, "vote": True, "step": True, "session": "s", "live": live,
           "arena_path": "/dev/shm/a", "tags": ("kv_cache",), "epoch": 5,
           "in_place": InPlace(1, 9, [(0, 64)], "policy-a", "/dev/shm/b"),
+          "regions": b"ab", "arrived": (InPlace(1, 9, [(0, 64)]),),
           "adapter": LiveAdapter("policy-a", live, "/dev/shm/b", AdapterShape("float32", ()))}
 got = {name: signals.agree(Order(**{name: value}) if rank == 0 else None) for name, value in values.items()}
 tell(same={name: getattr(got[name], name) == value for name, value in values.items()},
