@@ -119,7 +119,7 @@ class Server:
         steps = [version for version in made_by if version is not None]
         extra: dict[str, Any] = {"num_cached_tokens": output.cached_tokens}
         if steps:
-            extra |= {"global_steps": steps[-1], "min_global_steps": steps[0], "max_global_steps": steps[-1]}
+            extra |= {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
         return TokenOutput(
             token_ids=output.token_ids,
             log_probs=output.logprobs if with_logprobs else None,
@@ -158,6 +158,7 @@ class Rollout:
         self._adapter = adapter
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s
+        self._made: dict[str, int] = {}  # adapter, "" = the model -> the step that was made live last
 
     async def resume(self, tags: Sequence[str]) -> None:
         """Nothing: the service keeps its memory during an update."""
@@ -177,27 +178,35 @@ class Rollout:
     ) -> None:
         """Make (name, tensor) pairs live: the model's or, with a peft_config whose base was synchronised, an adapter's.
 
-        Raises as WeightPublisher.push; ValueError for flushes of deltas, and without global_steps.
+        The step that this object has last made live, or no step, is how verl wakes servers that it had put to sleep:
+        nothing is pushed then. Raises as WeightPublisher.push; ValueError, on every rank alike, for flushes of deltas,
+        for what a checkpoint engine receives, and for the first weights where they have no global_steps.
         """
         if wire_format != "named_tensors":
             raise ValueError(f"wire_format {wire_format!r} is not understood: only whole tensors, named_tensors, are")
-        if not self._pushes:
+        if not isinstance(weights, Iterable):
+            raise ValueError("weights that a checkpoint engine receives are not understood: let its backend be naive")
+        line = self._adapter if peft_config and base_sync_done else ""
+        made = self._made.get(line)
+        if global_steps is None and made is None:
+            raise ValueError("update_weights needs global_steps: it becomes the version that tokens name")
+        if not self._pushes or global_steps in (None, made):
             for _pair in weights:  # each gathers a tensor over all ranks
                 pass
-            return
-        if global_steps is None:
-            raise ValueError("update_weights needs global_steps: it becomes the version that tokens name")
-        pairs = list(weights)  # gathered here: a thread of its own would not have this one's device
-        await asyncio.to_thread(self._push, pairs, peft_config, base_sync_done, global_steps)
+        else:
+            pairs = list(weights)  # gathered here: a thread of its own would not have this one's device
+            await asyncio.to_thread(self._push, pairs, line, peft_config, global_steps)
+        if global_steps is not None:
+            self._made[line] = global_steps
 
     def close(self) -> None:
         """Disconnect."""
         self._publisher.close()
 
-    def _push(self, pairs: list[tuple[str, Any]], peft_config: Any, base_sync_done: bool, version: int) -> None:
+    def _push(self, pairs: list[tuple[str, Any]], line: str, peft_config: Any, version: int) -> None:
         how: dict[str, Any] = {"in_flight": self._in_flight, "timeout_s": self._timeout_s}
-        if peft_config and base_sync_done:
-            report = self._publisher.push_adapter(self._adapter, pairs, peft_config, version, **how)
+        if line:
+            report = self._publisher.push_adapter(line, pairs, peft_config, version, **how)
         else:
             report = self._publisher.push([(_of_the_base(name), tensor) for name, tensor in pairs], version, **how)
         logger.info("version %d is live after %.3f s", version, report.seconds.get("total", 0.0))
