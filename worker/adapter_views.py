@@ -137,8 +137,10 @@ class AdapterViews:
         return known is not None and known.shape == adapter.shape and known.layout.slot_bytes <= QUICK_BYTES
 
     def prepare(self, adapter: LiveAdapter) -> None:
-        """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong."""
-        live = adapter.live
+        """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong; the
+        loop is to `forget` the version then, as the engine may have it.
+        """
+        live, reader = adapter.live, None
         if live.epoch in self._held:
             return
         if self._table is None:
@@ -152,29 +154,26 @@ class AdapterViews:
             epoch = live.write_epoch or reader.write_epoch(live.slot)
             slot = reader.slot(live.slot)
             self._hold(adapter, fit, slot, _Key(reader, live.slot, epoch))
+            if reader.write_epoch(live.slot) != epoch:
+                raise ArenaError(f"slot {live.slot} was given away before it could be mapped")
+            self._held[live.epoch] = _Held(adapter.name, reader, live.slot, epoch)
         except (ArenaError, OSError, ValueError) as error:
             raise WeightsRefused(f"adapter {adapter.name}: {error}") from error
-        held = _Held(adapter.name, reader, live.slot, epoch)
-        self._held[live.epoch] = held
-        if reader.write_epoch(live.slot) != epoch:
-            self.forget(live.epoch)
-            raise WeightsRefused(f"slot {live.slot} was given away before {adapter.name} could be mapped")
+        finally:
+            self._tidy(adapter.name, reader)  # nothing of a version that is not held
 
     def forget(self, epoch: int) -> None:
-        """Let a version go. Idempotent."""
+        """Let a version go, also one that `prepare` refused; between steps. Idempotent."""
         held = self._held.pop(epoch, None)
-        if held is None or self._table is None:
-            return
-        self._table.forget(epoch)
-        if not any(other.reader is held.reader for other in self._held.values()):
-            held.reader.close()
-        if not any(other.name == held.name for other in self._held.values()):
-            self._fits.pop(held.name, None)
-            self._arriving.pop(held.name, None)
+        if self._table is not None:
+            self._table.forget(epoch)
+        if held is not None:
+            self._tidy(held.name, held.reader)
 
     def overwritten(self) -> set[int]:
         """Epochs that are held and whose slots the store has begun to overwrite: it went on without this replica."""
-        return {e for e, held in self._held.items() if held.reader.write_epoch(held.slot) != held.write_epoch}
+        held = list(self._held.items())  # a thread that prepares may add one meanwhile
+        return {epoch for epoch, one in held if one.reader.write_epoch(one.slot) != one.write_epoch}
 
     @property
     def takes_in(self) -> bool:
@@ -220,6 +219,14 @@ class AdapterViews:
         if not same:
             raise _other(adapter)
         self._copying.keep(live.epoch, arriving.taking)
+
+    def _tidy(self, name: str, reader: ArenaReader | None) -> None:
+        """Keep nothing that no version needs any more: of this name, and this mapping."""
+        if reader is not None and not any(other.reader is reader for other in self._held.values()):
+            reader.close()
+        if not any(other.name == name for other in self._held.values()):
+            self._fits.pop(name, None)
+            self._arriving.pop(name, None)
 
     def _begin(self, fit: _Fit, pieces: _Pieces) -> _Arriving:
         assert self._copying is not None

@@ -1,5 +1,7 @@
 """A rank's adapters: only what its slot proves to be is held, and what lies alike is planned once."""
 
+import os
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from rollout_client.peft import AdapterConfig
 from rollout_client.protocol import Part
 from tests.fake_engine import CopyingAdapters, FakeAdapters, views_hash
 from weight_manager.adapters.plan import AdapterPlanner, adapter_layout
-from weight_manager.arena import Arena
+from weight_manager.arena import Arena, ArenaReader
 from weight_manager.dynamic_weight_manager import WeightsRefused
 from weight_manager.layout import Manifest, Parameter, make_layout, rank_views, region_digests, version_digest
 from weight_manager.messages import InPlace, Live, LiveAdapter
@@ -51,6 +53,12 @@ class Store:
         digest = version_digest(self.layout, region_digests(self.layout, self.arena.slot(slot)))
         said = {"run_id": "r", "version": number, "epoch": 10 + number, "slot": slot, "digest": digest} | live
         return LiveAdapter("a", Live(**said, write_epoch=self.arena.bump(slot)), str(self.arena.path), self.shape)
+
+    def given_away(self, number, slot):
+        """A version whose slot is already another push's."""
+        version = self.version(number, slot)
+        self.arena.bump(slot)
+        return version
 
     def in_place(self, version, first=0, stop=None):
         """Of these regions, that they are there."""
@@ -104,11 +112,52 @@ def test_a_slot_that_was_given_away_is_refused_or_fences(store, kind):
     store.arena.bump(0)
     with pytest.raises(WeightsRefused, match="given away"):
         views.prepare(late)
+    assert not views.overwritten(), "no step is void for it"
+    views.forget(late.live.epoch)  # as the loop does, between steps
     assert not table.held
     views.prepare(store.version(2, 1))
     assert not views.overwritten()
     store.arena.bump(1)
     assert views.overwritten() == {12}
+
+
+def test_steps_are_checked_while_a_thread_prepares_another_version(store, monkeypatch):
+    views = AdapterViews(BASE, 0, FakeAdapters())
+    views.prepare(store.version(1, 0))
+    more = iter([store.version(2, 1), store.version(3, 2)])
+    look = ArenaReader.write_epoch
+
+    def meanwhile(reader, slot):
+        found = look(reader, slot)
+        with monkeypatch.context() as once:
+            once.setattr(ArenaReader, "write_epoch", look)
+            if (version := next(more, None)) is not None:
+                views.prepare(version)  # as its thread may, between two looks of the loop's
+        return found
+
+    monkeypatch.setattr(ArenaReader, "write_epoch", meanwhile)
+    assert not views.overwritten()
+    assert views._held.keys() >= {11, 12}
+
+
+@either_kind
+def test_nothing_is_kept_of_what_was_refused(store, kind):
+    views = AdapterViews(BASE, 0, kind())
+    spoiled = store.version(1, 0)
+    store.arena.slot(0)[store.layout.regions[-1].offset] ^= 1
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        for wrong in (spoiled, store.version(2, 1, digest="0" * 16), store.given_away(3, 2)):
+            with pytest.raises(WeightsRefused):
+                views.prepare(msgspec.structs.replace(wrong, name=f"a{number}"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not views._fits
+    good = store.version(4, 1)
+    views.prepare(good)
+    with pytest.raises(WeightsRefused):
+        views.prepare(spoiled)
+    assert views.is_quick(good), "of a name with a version nothing is lost"
+    assert not views.overwritten()
 
 
 def test_another_shape_of_the_name_is_planned_anew(store, tmp_path):
