@@ -108,6 +108,7 @@ class DeviceAdapters:
         self._driver, self._sites, self._fp32, self._settle = driver, sites, fp32, settle
         self.rows, self.element = max(rows, _SHARES * _FEW_ROWS), 4 if fp32 else 2
         self._room: _Room | None = None
+        self._parts: dict[str, Any] = {}  # of the room, as far as it has come
         self._held: dict[int, _Held] = {}
         self._listed: tuple[object, Int32] | None = None  # the last step's rows, and `lists` of them
         self._lock = threading.Lock()  # what is held, and what of it follows
@@ -156,8 +157,13 @@ class DeviceAdapters:
         factors, place = plan.factors.copy(), self._places.pop()
         for name in ("a", "b"):
             factors[name] = factors[name] * np.uint64(self.element) + np.uint64(memory.address)
-        self._driver.to_device(self.room.table + place * factors.nbytes, factors, self._own_stream)
-        self._driver.wait(self._own_stream)
+        try:
+            self._driver.to_device(self.room.table + place * factors.nbytes, factors, self._own_stream)
+            self._driver.wait(self._own_stream)
+        except CudaError as error:
+            self._places.append(place)
+            self._give_back(memory)
+            raise ValueError(str(error)) from error
         with self._lock:
             self._held[epoch] = _Held(memory, place, plan)
             self._touch()
@@ -269,22 +275,34 @@ class DeviceAdapters:
             return
         driver = self._driver
         driver.enter()
-        self._own_stream = driver.stream()
-        self._table = driver.pinned((_PIECES, 2), np.uint64)
-        self._out, self._tiny = driver.pinned(_PIECES, np.uint64), driver.pinned((_PIECES, TINY), np.uint8)
+        once = self._once
+        self._own_stream = once("stream", driver.stream)
+        self._table = once("pieces", lambda: driver.pinned((_PIECES, 2), np.uint64))
+        self._out = once("hashes", lambda: driver.pinned(_PIECES, np.uint64))
+        self._tiny = once("tiny", lambda: driver.pinned((_PIECES, TINY), np.uint8))
         capability, products = driver.capability, self._products()
         text = "\n".join([kernels("base", "one_row", "skinny", "adapters"), *(kernel.line for kernel in products)])
+        fp32 = {"FP32": int(self._fp32)}
         room = _Room(
-            kernels=Module(driver, compiled(text, {"FP32": int(self._fp32)}, capability)),
-            hashes=Module(driver, compiled(SOURCE, {}, capability)),
-            table=driver.allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize, "adapters"),
-            between=driver.allocate(4 * self.rows * MOST_RANKS, "adapters"),
-            squares=driver.allocate(4 * self.rows * _SHARES, "adapters"),
+            kernels=once("kernels", lambda: Module(driver, compiled(text, fp32, capability))),
+            hashes=once("hash", lambda: Module(driver, compiled(SOURCE, {}, capability))),
+            table=once("table", lambda: self._allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize)),
+            between=once("between", lambda: self._allocate(4 * self.rows * MOST_RANKS)),
+            squares=once("squares", lambda: self._allocate(4 * self.rows * _SHARES)),
         )
         for name in (*_KERNELS, *(kernel.name for kernel in products)):
             room.kernels.load(name)
         self._require_right(room)
         self._room = room
+
+    def _allocate(self, nbytes: int) -> int:
+        return self._driver.allocate(nbytes, "adapters")
+
+    def _once(self, what: str, make: Callable[[], Any]) -> Any:
+        """A part of the room: they live as long as the process, so another try takes those that there are."""
+        if what not in self._parts:
+            self._parts[what] = make()
+        return self._parts[what]
 
     def _require_right(self, room: _Room) -> None:
         """Raises CudaError where whole numbers, of which no sum is rounded, do not come out as they must."""

@@ -390,6 +390,52 @@ def test_no_room_is_said_in_words(device, monkeypatch):
         version.into(other, 1)
 
 
+def test_room_that_cannot_be_made_is_not_taken_again_at_each_try(device, monkeypatch):
+    """What is live is tried again every two seconds, and none of this is ever freed."""
+    driver, held = device("bfloat16")
+    made, full = [], True
+
+    def counted(make):
+        def call(*args):
+            if full and len(made) == most:
+                raise DeviceMemoryError("no room")
+            made.append(make)
+            return make(*args)
+
+        return call
+
+    for name in ("stream", "pinned", "allocate"):
+        setattr(driver, name, counted(getattr(driver, name)))
+    monkeypatch.setattr(adapters, "Module", counted(HostModule))
+    for most in range(9):  # a stream, three pinned arrays, two modules, three pieces of the device
+        for _ in range(2):
+            with pytest.raises(ValueError, match="this device can hold no adapters: no room"):
+                Version(1, RANKS, "bfloat16").into(held, 1)
+            assert len(made) == most
+    full = False
+    Version(1, RANKS, "bfloat16").into(held, 1)
+    assert len(made) == 9
+
+
+def test_a_version_whose_row_does_not_arrive_leaves_nothing(device, monkeypatch):
+    driver, held = device("bfloat16")
+    Version(1, RANKS, "bfloat16").into(held, 1)
+    copy, there = driver.to_device, set(driver.mapped)
+
+    def to_device(address, source, *args):
+        if source.dtype == adapters.FACTORS:
+            raise CudaError("cuMemcpyHtoDAsync_v2: gone")
+        copy(address, source, *args)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(driver, "to_device", to_device)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cuMemcpyHtoDAsync_v2: gone"):
+                Version(2, RANKS, "bfloat16").into(held, 2)
+    assert set(driver.mapped) == there
+    assert len(held._places) == adapters.MOST_VERSIONS - 1
+
+
 @pytest.mark.parametrize(
     ("rows", "ranks", "columns", "shares"),
     [
