@@ -287,6 +287,20 @@ def said(store):
     return {words for words in ("of no use", "cannot be read") if words in text}
 
 
+def test_records_that_a_crash_left_unreadable_or_half_written_are_removed(store, push_adapter, loaded, until):
+    """No record of an adapter is synced: after the machine lost its power, one may be there without its bytes."""
+    push_adapter(1, 1)
+    store.end(signal.SIGKILL)
+    folder = store.run_dir / "adapters"
+    (kept,) = folder.iterdir()
+    (folder / "policy-b@01234567.json").touch()
+    (folder / f".{kept.name}.4711").write_bytes(kept.read_bytes())
+    store.start()
+    store.wait_live()
+    until(lambda: loaded() == {"policy-a": (1, adapter_digest(adapter(1)))})
+    assert list(folder.iterdir()) == [kept]
+
+
 def test_without_snapshots_adapters_are_gone_after_an_ordered_end(store, push_adapter, loaded):
     push_adapter(1, 1)
     store.end()

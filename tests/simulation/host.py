@@ -6,6 +6,7 @@ how they are put together, and a turn of its loop are the real ones.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -183,8 +184,8 @@ class DiskFolder:
     def mkdir(self, **_: Any) -> None:
         pass
 
-    def glob(self, _: str) -> list["DiskPath"]:
-        return [DiskPath(self._disk, name) for name in self._disk.files if name.startswith("adapters/")]
+    def glob(self, pattern: str) -> list["DiskPath"]:
+        return [DiskPath(self._disk, name) for name in self._disk.files if fnmatchcase(name, f"adapters/{pattern}")]
 
     def __truediv__(self, name: str) -> "DiskPath":
         return DiskPath(self._disk, f"adapters/{name}")

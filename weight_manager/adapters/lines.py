@@ -93,6 +93,8 @@ class Lines:
 
     def take_over(self) -> None:
         """What an earlier life of this store left: every adapter that was live and is intact. The rest is removed."""
+        for scratch in self._folder.glob(".*.json.*"):  # it died while it wrote a record
+            scratch.unlink(missing_ok=True)
         found = [line for path in sorted(self._folder.glob("*.json")) if (line := self._found(path)) is not None]
         for line in sorted(found, key=lambda line: line.history.live.epoch if line.history.live else 0):
             if line.name in self._lines:  # it died between the two steps of a change of shape
@@ -368,11 +370,12 @@ class Lines:
         return line
 
     def _found(self, path: Path) -> Line | None:
-        """The line that a file is of, if its live version is intact; else the file is removed."""
+        """The line that a file is of, if its live version is intact; else the file is removed: its arena goes, too."""
         try:
             history = LineHistory(path, self._config.history, self._epochs)
-        except StartError as error:
-            log.error("%s", error)
+        except StartError as error:  # of another format; or the machine lost its power, and nothing of it was synced
+            log.error("the record of an adapter is removed: %s", error)
+            path.unlink(missing_ok=True)
             return None
         saved = history.saved
         arena = None
