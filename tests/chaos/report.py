@@ -48,7 +48,8 @@ def break_it(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[d
     finally:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         for host, live in enumerate(hosts.services):
-            shutil.copy(live.log, options.out.with_suffix(f".{host}.log" if host else ".log"))
+            if live.log.exists():  # not of one that was not started, as another one failed to
+                shutil.copy(live.log, options.out.with_suffix(f".{host}.log" if host else ".log"))
         hosts.close()
         shutil.rmtree(directory)
     return account(options, run) | {"load_before": load}, run.clients.samples

@@ -40,6 +40,7 @@ class Hosts:
     def __init__(self, model: Path, stores: int, replicas: int, tp: int, api_workers: int = 1) -> None:
         """stores: hosts. Nothing is started yet."""
         self.services: list[LiveService] = []
+        self._started: list[LiveService] = []
         self.networks: dict[int, Proxy] = {}  # above each host but the first
         self._relays = [free_ports(2) for _ in range(stores - 1)]  # of each but the last: messages, bytes
         for host in range(stores):
@@ -57,6 +58,7 @@ class Hosts:
             if host:
                 port, data = self._relays[host - 1]
                 self.networks[host] = Proxy(f"tcp://127.0.0.1:{port}", data)
+            self._started.append(service)
             service.start()
 
     def stop(self) -> list[str]:
@@ -75,8 +77,10 @@ class Hosts:
         return wrong
 
     def close(self) -> None:
-        """End whatever still runs."""
-        for service in self.services:
+        """End whatever still runs, networks too."""
+        for network in self.networks.values():
+            network.close()
+        for service in self._started:
             service.close()
 
     def held(self) -> dict[str, Held]:
