@@ -62,7 +62,6 @@ class Spares:
             if now < self._not_before:
                 await asyncio.sleep(self._not_before - now)
             elif len(self._waiting) < self._count:
-                self.disturb()
                 name = f"spare-{len(self._waiting)}"
                 try:
                     child = Child(name, self._argv, os.environ, signal.SIGKILL, self._output, told=True)
@@ -70,6 +69,7 @@ class Spares:
                     log.warning("a spare process cannot be started: %s", error)
                 else:
                     self._waiting.append(child)
+                self.disturb()  # from now on: a fork beside a full memory may have taken longer than that
             else:
                 await asyncio.sleep(_LOOK_S)
         log.error("%d spare processes ended before they were needed: no more are made", self._lost)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -155,3 +156,25 @@ def test_a_service_that_can_start_no_spare_ends_in_order_all_the_same(tmp_path, 
     assert asyncio.run(main()) == 0
     assert lines == ["here", "asked to"]
     claimed.close()
+
+
+def test_a_try_that_takes_longer_than_the_time_between_two_leaves_the_loop_to_others(monkeypatch):
+    tries = []
+
+    def no_room(*args, **kwargs):
+        tries.append(args)
+        assert len(tries) < 50, "nobody else gets to run"
+        time.sleep(0.02)
+        raise OSError("no room")
+
+    monkeypatch.setattr("worker.spares.Child", no_room)
+    spares = Spares(("nothing",), 1, lambda *_: None, calm_s=0.01)
+
+    async def main():
+        running = asyncio.create_task(spares.run())
+        await until(lambda: len(tries) > 2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
