@@ -63,7 +63,9 @@ def test_what_is_live_outlives_a_loop_that_failed(failing, replica, push, weight
 
 
 def test_a_stop_that_fails_leaves_nothing_in_shared_memory(failing):
+    failing.process.send_signal(signal.SIGSTOP)  # it must be told to stop before it fails
     (failing.run_dir / "fail").touch()
     failing.process.send_signal(signal.SIGTERM)
+    failing.process.send_signal(signal.SIGCONT)
     assert failing.process.wait(10) == 1
     assert list(failing.arena_dir.iterdir()) == []
