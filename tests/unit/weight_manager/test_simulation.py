@@ -80,7 +80,7 @@ def test_it_finds_a_store_in_doubt_that_is_undone_by_an_operator(monkeypatch):
 
 def test_it_finds_a_store_in_doubt_that_is_undone_by_the_loss_of_the_store_above(monkeypatch):
     decide(monkeypatch, ((Role.RELAY, State.DOUBT, Event.ABOVE_LOST), Go(State.UNDOING)))
-    found("", faults=["lose_connection", "kill_store", "slow", "cut"], shapes=BELOW)
+    found("", faults=["lose_connection", "cut"], shapes=BELOW)
 
 
 def test_it_finds_a_record_that_does_not_wait_for_the_lease_of_a_store_left_behind(monkeypatch):
