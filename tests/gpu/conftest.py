@@ -15,6 +15,7 @@ from tests.faults.store_process import Store
 from weight_manager.arena import ArenaReader
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, region_digests, version_digest
+from worker.gpu.driver import CudaError, Driver
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,15 @@ def device() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    """The engine's own way to a device, without torch."""
+    try:
+        return Driver()
+    except CudaError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=[("float32", 1), ("bfloat16", 1), ("float32", 2)], ids=lambda p: f"{p[0]}-tp{p[1]}")

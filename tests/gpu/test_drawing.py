@@ -6,7 +6,7 @@ import pytest
 from worker.engine.base import Cuts
 from worker.gpu.compiler import compiled, source
 from worker.gpu.drawing import Drawing
-from worker.gpu.driver import CudaError, Driver, Module
+from worker.gpu.driver import Module
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
 from worker.sampler import Pick, RowSampler, Sampler
@@ -30,14 +30,6 @@ def _all_open(count):
 
 def _no_step(batch, sources):
     raise AssertionError("nothing follows here")
-
-
-@pytest.fixture(scope="module")
-def driver():
-    try:
-        return Driver()
-    except CudaError as error:
-        pytest.skip(str(error))
 
 
 def drawing_from(driver, logits, rows=None):

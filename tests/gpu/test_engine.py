@@ -6,17 +6,10 @@ from safetensors.numpy import load_file
 
 from tests.engine_cases import MODELS, Checkpoint, Feeder
 from tests.gpu import gpu_engines
-from worker.gpu.driver import CudaError, Driver
 
 FAMILIES = sorted(path.name for path in MODELS.iterdir())
 
-
-@pytest.fixture(autouse=True)
-def _device():
-    try:
-        Driver()
-    except CudaError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("driver")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,19 +9,12 @@ from tests.gpu.test_engine import SHAPES
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
-from worker.gpu.driver import CudaError, Driver
 from worker.gpu.engine import GpuEngine
 from worker.gpu.reference import widened
 
 CASES = sorted(path.name for path in ADAPTERS.iterdir())
 
-
-@pytest.fixture(autouse=True)
-def _device():
-    try:
-        Driver()
-    except CudaError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("driver")
 
 
 def _run(engine, sequences, epochs):

@@ -7,18 +7,11 @@ from safetensors.numpy import load_file
 from tests.engine_cases import MODELS, Checkpoint, Feeder
 from tests.gpu import gpu_engines
 from worker.gpu.backend import GpuDecoder
-from worker.gpu.driver import CudaError, Driver
 from worker.gpu.engine import GpuEngine
 from worker.gpu.operations import Operations
 from worker.gpu.self_test import ComputesWrong
 
-
-@pytest.fixture(autouse=True)
-def _device():
-    try:
-        Driver()
-    except CudaError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("driver")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,7 +6,6 @@ import pytest
 from tests.engine_cases import to_bits
 from tests.gpu import gpu_engines
 from weight_manager.families import decoder_spec
-from worker.gpu.driver import CudaError, Driver
 from worker.gpu.operations import Rows
 from worker.gpu.products import Shape
 from worker.gpu.reference import widened
@@ -44,13 +43,7 @@ SHAPES = {
 LIBRARYS = {(960, 576), (576, 576)}  # SmolLM2's: no own kernel divides their columns among its warps
 ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _device():
-    try:
-        Driver()
-    except CudaError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("driver")
 
 
 @pytest.fixture(scope="module", params=SHAPES)

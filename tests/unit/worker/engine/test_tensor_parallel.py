@@ -62,12 +62,8 @@ def test_one_two_and_four_ranks_have_the_same_bits():
     assert _told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_scheduled():
-    """Chunks, the prefix cache, preemption, penalties, scores: other ones on each number of ranks."""
-    places = ((1, 1), (1, 2), (2, 3), (4, 4))
-    runs = [_told(tp, "tp_requests_rank.py", "4", str(seed), "0", "llama") for tp, seed in places]
+def _alike(runs):
+    """What the first of these runs answered, and all others too, though they were scheduled in other ways."""
     first, *others = ({case: answers for case, (answers, _) in run.items()} for run in runs)
     assert len(first) == 2
     assert all(other == first for other in others)
@@ -75,6 +71,16 @@ def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_
     assert all(counters["prefix_hits"] for counters in befell)
     assert any(counters["preempted"] for counters in befell)
     assert len({counters["most"] for counters in befell}) > 1
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_scheduled():
+    """Chunks, the prefix cache, preemption, penalties, scores: other ones on each number of ranks."""
+    places = ((1, 1), (1, 2), (2, 3), (4, 4))
+    runs = [_told(tp, "tp_requests_rank.py", "4", str(seed), "0", "llama") for tp, seed in places]
+    first = _alike(runs)
     alone = _told(1, "tp_requests_rank.py", "1", "1", "0", "llama")
     assert {case: answers for case, (answers, _) in alone.items()} != first, "sums do not depend on their order"
 
@@ -96,13 +102,7 @@ def test_requests_of_a_mixture_have_the_same_bits_on_two_ranks_however_they_are_
 def test_requests_of_adapters_have_the_same_bits_on_two_ranks_however_they_are_scheduled(family):
     """Beside others of the base and of other adapters, in chunks, from the prefix cache, preempted, and scored."""
     runs = [_told(2, "tp_requests_rank.py", "1", str(seed), "1", family) for seed in (1, 2, 3)]
-    first, *others = ({case: answers for case, (answers, _) in run.items()} for run in runs)
-    assert len(first) == 2
-    assert all(other == first for other in others)
-    befell = [counters for run in runs for _, counters in run.values()]
-    assert all(counters["prefix_hits"] for counters in befell)
-    assert any(counters["preempted"] for counters in befell)
-    assert len({counters["most"] for counters in befell}) > 1
+    first = _alike(runs)
     adapters = len(list(ADAPTERS.glob(f"{family}.*")))
     base = _told(2, "tp_requests_rank.py", "1", "1", "0", family)
     for case, answers in first.items():
