@@ -11,7 +11,6 @@ from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views, region_digests, version_digest
 from weight_manager.messages import Live
 from worker.gpu.digests import DeviceDigests
-from worker.gpu.driver import CudaError, Driver
 from worker.gpu.lending import Lending
 from worker.gpu.weights import DeviceSlots, placement
 
@@ -24,14 +23,6 @@ CONFIG = {
     "num_hidden_layers": 2,
     "vocab_size": 320_000,  # over a piece of a digest
 }
-
-
-@pytest.fixture
-def driver():
-    try:
-        return Driver()
-    except CudaError as error:
-        pytest.skip(str(error))
 
 
 class Version:

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rollout_client.cuda_hash import SOURCE, THREADS, TINY
+from rollout_client.cuda_hash import SOURCE, TINY
 from worker.engine.base import ForwardBatch, Int32
 from worker.gpu.compiler import compiled, kernels
-from worker.gpu.driver import U64, CudaError, Driver, Float, Handle, Int, Module, Pointer
+from worker.gpu.digests import hashed
+from worker.gpu.driver import U64, CudaError, Driver, Float, Handle, Int, Module
 from worker.gpu.memory import Region
 from worker.gpu.products import SKINNY_ROWS, Shape, Skinny, skinny
 from worker.gpu.weights import Tensor
@@ -244,15 +245,11 @@ class DeviceAdapters:
         count = len(starts)
         table, out, tiny = self._table[:count], self._out[:count], self._tiny[:count]
         table[:, 0], table[:, 1] = starts + address, ends - starts
-        arguments = [Pointer(array.ctypes.data) for array in (table, out, tiny)]
-        self.room.hashes.launch("xxh3", (count,), THREADS, self._own_stream, arguments)
-        self._driver.wait(self._own_stream)
-        found: list[int] = out.tolist()
-        if flat.nbytes <= TINY:
-            found = [xxhash.xxh3_64_intdigest(tiny[0, : flat.nbytes].tobytes())]
+        small = [0] if flat.nbytes <= TINY else []
+        found = hashed(self._driver, self.room.hashes, self._own_stream, table, out, tiny, small)
         there = flat.view(np.uint8).data
-        for start, end, hashed in zip(starts.tolist(), ends.tolist(), found, strict=True):
-            if xxhash.xxh3_64_intdigest(there[start:end]) != hashed:
+        for start, end, digest in zip(starts.tolist(), ends.tolist(), found, strict=True):
+            if xxhash.xxh3_64_intdigest(there[start:end]) != digest:
                 raise ValueError(f"{self._driver.name} does not hold what was copied to it")
 
     def _memory(self, nbytes: int) -> Region:

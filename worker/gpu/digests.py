@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rollout_client.cuda_hash import SOURCE, THREADS, TINY
@@ -17,7 +18,7 @@ from rollout_client.digest import joined, piece_spans
 from weight_manager.layout import EVERY_RANK, ITEMSIZE, Layout, Stretches, version_digest
 from weight_manager.messages import Live
 from worker.gpu.compiler import compiled
-from worker.gpu.driver import Driver, Module, Pointer
+from worker.gpu.driver import Driver, Handle, Module, Pointer
 from worker.gpu.weights import Placement
 
 _WORD = 8
@@ -66,12 +67,8 @@ class DeviceDigests:
         """The digests of the rank's regions in the slot that begins there, in layout order."""
         self._driver.enter()
         self._table[:, 0] = self._starts + address
-        arguments = [Pointer(array.ctypes.data) for array in (self._table, self._out, self._tiny)]
-        self._module.launch("xxh3", (len(self._starts),), THREADS, self._stream, arguments)
-        self._driver.wait(self._stream)
-        pieces: list[int] = self._out.tolist()
-        for row in self._small.tolist():
-            pieces[row] = xxhash.xxh3_64_intdigest(self._tiny[row, : self._sizes[row]].tobytes())
+        buffers = self._table, self._out, self._tiny
+        pieces = hashed(self._driver, self._module, self._stream, *buffers, self._small.tolist())
         for row in self._odd.tolist():
             fetched = np.empty(int(self._sizes[row]), np.uint8)
             self._driver.to_host(fetched, address + int(self._starts[row]), self._stream)
@@ -81,6 +78,28 @@ class DeviceDigests:
         for region, start, stop in self._several:
             regions[region] = joined(pieces[start:stop])
         return regions
+
+
+def hashed(
+    driver: Driver,
+    module: Module,
+    stream: Handle,
+    table: npt.NDArray[np.uint64],
+    out: npt.NDArray[np.uint64],
+    tiny: npt.NDArray[np.uint8],
+    small: Sequence[int],
+) -> list[int]:
+    """xxh3-64 of pieces of device memory; waits for it. module: of cuda_hash.py's SOURCE. table: [pieces, 2], address
+    and bytes of each. out: [pieces] and tiny: [pieces, TINY], for the kernel to write to; pinned, as the table is.
+    small: pieces of up to TINY bytes, which the kernel only fetches.
+    """
+    arguments = [Pointer(array.ctypes.data) for array in (table, out, tiny)]
+    module.launch("xxh3", (len(table),), THREADS, stream, arguments)
+    driver.wait(stream)
+    found: list[int] = out.tolist()
+    for row in small:
+        found[row] = xxhash.xxh3_64_intdigest(tiny[row, : int(table[row, 1])].tobytes())
+    return found
 
 
 def _stretches(layout: Layout, rank: int) -> Stretches:
