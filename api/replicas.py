@@ -71,7 +71,7 @@ class Replica:
         self.load = 0  # sequences it is working on for us
         self.lost = 0  # times it went away
         self.down_reason = "not there yet"
-        self._full_until = 0.0
+        self._full: asyncio.TimerHandle | None = None  # it has refused a request; until then
         self._members: list[tuple[str, int]] = []  # sequences of the last `Tokens`
         self._handles = array("q")  # of their lanes
         self._quiet_s = min(6.0, config.silence_s / 3)
@@ -106,12 +106,7 @@ class Replica:
 
     def serves(self, live: Live | None) -> bool:
         """Ready: serving, and what it serves is what the store says is live (when the store has said so)."""
-        if (
-            self.state != "serving"
-            or self.version is None
-            or self.draining
-            or self._full_until > asyncio.get_running_loop().time()
-        ):
+        if self.state != "serving" or self.version is None or self.draining or self._full is not None:
             return False
         return live is None or self.version == live.version
 
@@ -223,8 +218,15 @@ class Replica:
         log.info("replica %d refused a request: %s", self.index, why, extra={"replica": self.index})
         self.load -= flight.open
         self.down_reason = why
-        self._full_until = asyncio.get_running_loop().time() + REFUSED_FOR_S
+        if self._full is not None:
+            self._full.cancel()
+        self._full = asyncio.get_running_loop().call_later(REFUSED_FOR_S, self._has_room)
         self._fleet.hold_again(flight)
+        self._fleet.changed()
+
+    def _has_room(self) -> None:
+        """It may get requests again: those that are held do not wait for anything else to happen."""
+        self._full = None
         self._fleet.changed()
 
     def _moved(self, message: StateChanged | Stats) -> None:

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 MAX_PROBLEMS = 5
 """Problems of one body that are listed."""
+MAX_SAID = 500
+"""Characters of what is said of one, and of where it is: keys of a body, and values that it is about, may be long."""
 
 
 class Json(Response):
@@ -52,13 +54,14 @@ def error_response(error: ApiError) -> Response:
 
 def explain(errors: Sequence[Any]) -> str:
     """What is wrong with a body, without repeating it: it may be huge, secret, or no valid text."""
-    refused = [str(problem["msg"]) for problem in errors if problem["type"] == REFUSAL]
+    refused = [str(problem["msg"])[:MAX_SAID] for problem in errors if problem["type"] == REFUSAL]
     if refused:  # what else a union of bodies might have been says nothing
         return "; ".join(dict.fromkeys(refused))
     problems = []
     for problem in errors[:MAX_PROBLEMS]:
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
+        where = ".".join(str(part) for part in problem["loc"] if part != "body")[:MAX_SAID]
+        said = str(problem["msg"])[:MAX_SAID]
+        problems.append(f"{where}: {said}" if where else said)
     more = len(errors) - MAX_PROBLEMS
     return "; ".join(problems) + (f"; and {more} more" if more > 0 else "")
 
@@ -68,7 +71,7 @@ def culprit(errors: Sequence[Any]) -> str | None:
     for problem in errors:
         if problem["type"] == REFUSAL:
             return str(problem["ctx"]["field"])
-    where = [str(part) for problem in errors[:1] for part in problem["loc"] if part != "body"]
+    where = [str(part)[:MAX_SAID] for problem in errors[:1] for part in problem["loc"] if part != "body"]
     return where[0] if where else None
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-from api.errors import Unavailable
+from api.errors import TooMany, Unavailable
 from api.generation import Ask
 from api.link import LinkDown
 from api.replies import Json
@@ -51,7 +51,8 @@ async def ready(service: Uses) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(service: Uses) -> GenerateHealth:
-    """Make one token; during pauses and updates, and when it takes long, see that a loop turns. Within a second."""
+    """Make one token; during pauses and updates, when it takes long, and when there are as many requests as there may
+    be, see that a loop turns. Within a second."""
     turns = asyncio.create_task(_a_loop_turns(service))
     try:
         idle = service.control.paused or service.fleet.intents.cleared or not describe(service).ready
@@ -101,11 +102,11 @@ def describe(service: Service) -> Health:
 
 async def _made_a_token(service: Service) -> bool:
     ask = Ask([[0]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), priority=-(1 << 31))
-    with service.generations.submit(ask) as job:
-        try:
+    try:
+        with service.generations.submit(ask) as job:
             await asyncio.wait_for(job.samples(), TOKEN_S)
-        except TimeoutError:
-            return False
+    except (TimeoutError, TooMany):
+        return False
     return True
 
 

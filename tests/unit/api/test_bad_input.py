@@ -229,6 +229,21 @@ async def test_bad_input(client, path, body, status, says):
     assert (await client.post(NATIVE, json={"prompt": "A", "max_tokens": 1})).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (NATIVE, {"prompt": "A", "y" * 100_000: 1}),
+        (NATIVE, {"prompt": "A", "constraint": {"y" * 100_000: 1}}),
+        (COMPLETIONS, {"prompt": "A", "logit_bias": {"y" * 100_000: 1}}),
+        (NATIVE, {"prompt": "A", "stop": "B", "seed": "y" * 100_000}),
+    ],
+)
+async def test_what_is_wrong_is_told_without_all_of_it(client, path, body):
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 400
+    assert len(reply.content) < 4096
+
+
 async def test_a_body_that_lies_about_its_length_is_stopped_while_it_arrives(client):
     async def body():
         for _ in range(20):

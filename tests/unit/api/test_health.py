@@ -96,6 +96,20 @@ async def test_health_generate_asks_the_loops_when_a_token_takes_long(client, re
     assert (await client.get("/health_generate")).json()["generated"] is False
 
 
+async def test_health_generate_asks_the_loops_of_a_service_that_has_all_it_takes(client, service, replicas, until):
+    """Routers end an engine that does not say that it is well, and one that is at its limit is."""
+    service.generations._max_requests = 1
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    request = asyncio.create_task(client.post("/v1/rollout/generate", json={"prompt": "A", "max_tokens": 1}))
+    await until(lambda: any(r.running for r in replicas))
+    reply = await client.get("/health_generate")
+    assert (reply.status_code, reply.json()) == (200, {"status": "ok", "generated": False})
+    for replica in replicas:
+        replica.gate.release()
+    assert (await request).status_code == 200
+
+
 async def test_health_generate_fails_when_no_loop_turns(client, replicas, until, service):
     for replica in replicas:
         await replica.die()

@@ -50,6 +50,14 @@ async def test_a_rebound_page_changes_nothing(service, replicas):
         assert [len(r.received) for r in replicas] == before
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://[x]:y", "http://[::1", "null", "//", "\x80"])
+async def test_an_origin_that_is_none_is_another_site(service, caplog, origin):
+    async with client_of(service) as client:
+        headers = {"origin": origin.encode("latin-1")}
+        assert (await client.post("/resume", headers=headers)).status_code == 403
+    assert not caplog.records, "a client writes no traceback into the log"
+
+
 async def test_names_that_were_allowed_are_answered(service):
     async with client_of(service, allowed_hosts=("Box.lab", "other.lab")) as client:
         assert await status(client, "box.LAB:8000") == 200

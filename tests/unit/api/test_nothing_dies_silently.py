@@ -138,3 +138,14 @@ async def test_a_call_that_cannot_be_written_leaves_nothing_behind(service):
         replica.link.start_call(lambda call: Generate(call, [2**70], SamplingParams()))
     await asyncio.sleep(0)
     assert not replica.link._calls
+
+
+async def test_a_request_that_the_only_replica_refused_is_offered_again(client, service, replicas, until):
+    """Nothing else has to happen: no other request, no change of the replica's state."""
+    await replicas[1].die()
+    await until(lambda: not service.fleet.replicas[1].link.up)
+    replicas[0].refuse = "4096 requests are held already"
+    request = asyncio.create_task(client.post(URL, json=BODY))
+    await until(lambda: service.fleet.retried)
+    replicas[0].refuse = ""
+    assert (await asyncio.wait_for(request, 30)).status_code == 200
