@@ -11,6 +11,8 @@ A connection that is kept open and silent is closed by uvicorn (timeout_keep_ali
 A head has at most `HEAD_BYTES`, and a client may send at most `AHEAD` requests before the first is answered: the parser
 itself counts neither. Fields after a chunked body are ignored: the application has read the head by then.
 
+A client of HTTP/1.0 knows no chunks: a stream to it ends with the connection.
+
 When all places are taken, the connection goes that has waited longest for a head, or else was kept open longest; when
 all are at work, it is the new one, with 503.
 
@@ -24,10 +26,12 @@ import asyncio
 import functools
 import logging
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 log = logging.getLogger(__name__)
@@ -200,6 +204,8 @@ class Connection(HttpToolsProtocol):
             WRITE_REST: self._write_rest,
         }
         cycle.scope["extensions"] = extensions
+        if cycle.scope["http_version"] == "1.0":
+            app = functools.partial(_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _write_now(self, cycle: RequestResponseCycle, body: bytes) -> bool:
@@ -390,6 +396,27 @@ class _Outlet:
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
+async def _without_chunks(
+    app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a client of HTTP/1.0: what has no length there ends with the connection. Uvicorn, which would send it in
+    chunks, is told that it is as long as it gets.
+    """
+    is_open = False
+
+    async def plain(message: Message) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = False if is_open else None
+        elif is_open:
+            more = message.get("more_body", False)
+            cycle.expected_content_length = sys.maxsize if more else len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, plain)
 
 
 def _nothing() -> None:

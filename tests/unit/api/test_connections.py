@@ -311,6 +311,34 @@ async def test_fields_after_a_body_are_not_taken_for_its_head(clients):
     assert status == 200
 
 
+@pytest.mark.parametrize("body", [{"n": 2, "max_tokens": 3}, {"max_tokens": 40}])
+async def test_a_stream_to_a_client_that_knows_no_chunks_ends_with_the_connection(clients, body):
+    """HTTP/1.0, as some proxies and benchmarks speak it."""
+    asked = json.dumps({"prompt": "A", "stream": True} | body).encode()
+    reader, writer = await clients.open()
+    writer.write(body_of(len(asked), asked).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, said = (await asyncio.wait_for(reader.read(), DEADLINE_S)).partition(b"\r\n\r\n")
+    assert b"200 OK" in head
+    assert b"chunked" not in head.lower()
+    *events, end, nothing = said.split(b"\n\n")
+    assert (end, nothing) == (b"data: [DONE]", b"")
+    outputs = [output for event in events for output in json.loads(event.removeprefix(b"data: "))["outputs"]]
+    assert sum(len(output["token_ids"]) for output in outputs) == body.get("n", 1) * body["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [GET, GET.replace(b"GET", b"HEAD"), GET.replace(b"/live", b"/nowhere"), body_of(2, b"{}")],
+)
+async def test_a_client_that_knows_no_chunks_gets_whole_answers_too(clients, request_of):
+    reader, writer = await clients.open()
+    writer.write(request_of.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, said = (await asyncio.wait_for(reader.read(), DEADLINE_S)).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    if not request_of.startswith(b"HEAD"):
+        json.loads(said)
+
+
 async def test_a_client_that_offers_another_protocol_is_served_by_this_one(clients):
     """As curl and Java do on a first request; the connection goes on."""
     offer = GET.replace(b"\r\n\r\n", b"\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n\r\n")
