@@ -208,17 +208,31 @@ class Grammars:
             if pool is None:
                 return Refused("too many grammars that were sent before are still being compiled: try again later")
             self.counters["grammars"] += 1
-            self._found[grammar] = self._begin(grammar, pool)
+            try:
+                self._found[grammar] = self._begin(grammar, pool)
+            except RuntimeError as error:  # a limit of processes, or of address space
+                return Refused(f"there is no thread to compile the grammar on: {error}")
             self._forget()
         self._found.move_to_end(grammar)
         begun = self._found[grammar]
         if begun.future.done():
-            return begun.future.result()
+            return self._outcome(grammar, begun.future)
         if begun.late:
             if begun.future.cancel():  # it has not begun, and nobody waits for it
                 del self._found[grammar]
             return Refused(f"the grammar was not compiled within {_COMPILE_S:g} s: make it simpler")
         return None
+
+    def _outcome(self, grammar: str, future: "Future[Compiled | Refused]") -> Compiled | Refused:
+        """What became of a grammar. An error of the library's, a panic too, is the answer to its request: raised here
+        it would end the loop, and where that request went next another one.
+        """
+        error = future.exception()
+        if error is None:
+            return future.result()
+        log.error("a grammar could not be compiled", exc_info=error)
+        del self._found[grammar]  # it may have been memory that was short
+        return Refused(f"the grammar could not be compiled: {_first_line(f'{type(error).__name__}: {error}')}")
 
     def _free_pool(self) -> ThreadPoolExecutor | None:
         """The first pool with a thread for another grammar; one more is made while there are fewer than _POOLS. None:

@@ -363,6 +363,44 @@ def test_what_takes_too_long_to_compile_is_refused(monkeypatch):
     own.close()
 
 
+@pytest.mark.parametrize("error", [ValueError("of the library"), MemoryError(), SystemExit("a panic in Rust")])
+def test_what_the_library_fails_over_ends_its_own_requests_and_not_the_loop(monkeypatch, error):
+    """A panic of the library's is no `Exception`. Whoever is sent such a grammar must not take a replica along, nor the
+    next one, to which the request would go then.
+    """
+    own, compile_ = Grammars(letters(), VOCAB, (END,)), Grammars._compile
+
+    def fails(self, grammar):
+        if grammar == AB:
+            raise error
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", fails)
+    made = found(own, AB)
+    assert isinstance(made, Refused)
+    assert "could not be compiled" in made.why
+    assert type(error).__name__ in made.why
+    compiled(own, COUNTS)
+    monkeypatch.undo()
+    compiled(own, AB)  # it may have been memory: nothing of it is remembered
+    own.close()
+
+
+def test_without_a_thread_to_compile_it_on_a_grammar_is_refused(monkeypatch):
+    own = Grammars(letters(), VOCAB, (END,))
+
+    def none(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    made = own.look_up(AB)
+    assert isinstance(made, Refused)
+    assert "can't start new thread" in made.why
+    monkeypatch.undo()
+    compiled(own, AB)
+    own.close()
+
+
 def test_grammars_that_are_never_compiled_are_not_in_the_way_of_others(monkeypatch):
     own = Grammars(letters(), VOCAB, (END,))
     release, compile_ = threading.Event(), own._compile
