@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
 
@@ -39,12 +39,14 @@ def _of_system(*fields: str) -> float:
 
 
 def _containers() -> Iterator[tuple[float, float]]:
-    """(limit, used) by cgroups of version 2 and 1. Files that are in memory and of which nobody needs more do not
-    count."""
-    for directory, limit, used, files in _CGROUPS:
+    """(limit, used) by cgroups of version 2 and 1. Files that are in memory do not count, those that were read more
+    than once neither: the system gives up both before it ends a process. What lies in /dev/shm is not among them.
+    """
+    for directory, limit, used, prefix in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):
             most, now = float(Path(directory, limit).read_text()), 0.0  # "max" is no number
             with contextlib.suppress(OSError, ValueError, KeyError):
                 known = dict(line.split() for line in Path(directory, "memory.stat").read_text().splitlines())
-                now = float(Path(directory, used).read_text()) - float(known[files])
+                files = sum(float(known.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+                now = float(Path(directory, used).read_text()) - files
             yield most, now

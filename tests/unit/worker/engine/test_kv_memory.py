@@ -84,6 +84,24 @@ V1, V2 = "/sys/fs/cgroup/memory/memory.", "/sys/fs/cgroup/memory."
             1 << 20,
             4 << 20,
         ),
+        (  # a checkpoint that was read twice is active, and given back as well when somebody needs memory
+            {
+                V2 + "max": str(4 << 20),
+                V2 + "current": str(4 << 20),
+                V2 + "stat": f"inactive_file {1 << 19}\nactive_file {1 << 20}\nshmem 9\n",
+            },
+            (1 << 19) + (1 << 20),
+            4 << 20,
+        ),
+        (
+            {
+                V1 + "limit_in_bytes": str(4 << 20),
+                V1 + "usage_in_bytes": str(4 << 20),
+                V1 + "stat": f"active_file 5\ntotal_active_file {1 << 20}\ntotal_inactive_file 0\n",
+            },
+            1 << 20,
+            4 << 20,
+        ),
         ({V2 + "max": "100", V2 + "current": "200", V2 + "stat": "inactive_file 0"}, 0, 100),
     ],
 )
