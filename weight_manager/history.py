@@ -232,7 +232,7 @@ def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None
     Raises OSError, then it holds the old ones. A directory that cannot be synced is logged only: the new bytes are what
     everybody reads from then on, and a machine that loses power may come back with the old ones.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = scratch_of(path)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # first: after the replacement nothing may fail
     try:
         with scratch.open("wb") as file:
@@ -252,6 +252,22 @@ def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None
         raise
     finally:
         os.close(directory)
+
+
+def scratch_of(path: Path) -> Path:
+    """What this process writes before it takes the place of `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def remove_scratch(folder: Path, name: str) -> None:
+    """Remove what processes that died while they wrote have left of files of this name (a pattern), as large as those,
+    and one more with each death.
+    """
+    for scratch in folder.glob(f".{name}.*"):
+        try:
+            scratch.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("%s could not be removed: %s", scratch, error)
 
 
 def _exchanged(scratch: Path, path: Path) -> bool:

@@ -10,6 +10,7 @@ import logging
 import os
 from pathlib import Path
 from threading import Event
+from time import monotonic
 
 import msgspec
 
@@ -18,7 +19,7 @@ from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.disk import Loaded
 from weight_manager.errors import CheckpointError, PushRefused
-from weight_manager.history import Saved
+from weight_manager.history import Saved, scratch_of
 from weight_manager.layout import PAGE, Layout, region_digests, version_digest
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_FILE = "snapshot.weights"
 _BLOCK = 64 << 20
+RETRY_S = 60.0
+"""Seconds until a version that could not be written is tried again."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -63,24 +66,29 @@ class Snapshots:
         self._files = files
         self._counters = counters
         self._running = False
-        self._written = 0  # epoch of the last one, or of the last attempt
+        self._written = 0  # epoch of the last one
+        self._failed, self._again = 0, 0.0  # epoch of the last one that could not be written, and its next try
+        self._removed = Event()
 
     def follow(self, live: Live | None) -> None:
         """Start writing what is live, unless it is written or another is still being written."""
         if not self._enabled or self._running or live is None or live.epoch == self._written:
             return
-        self._running, self._written = True, live.epoch
+        if live.epoch == self._failed and monotonic() < self._again:
+            return
+        self._running = True
         slot = self._slots.arena.slot(live.slot)
         self._slots.enter(live.slot)
 
         def done(_: None) -> None:
-            self._running = False
+            self._running, self._written = False, live.epoch
             self._slots.leave(live.slot)
             self._counters.add("snapshots")
             log.info("version %d is on disk", live.version, extra={"version": live.version, "epoch": live.epoch})
 
         def failed(error: BaseException) -> None:
             self._running = False
+            self._failed, self._again = live.epoch, monotonic() + RETRY_S
             self._slots.leave(live.slot)
             self._counters.add("snapshots_failed")
             log.error("version %d could not be saved: %s", live.version, error, extra={"version": live.version})
@@ -101,21 +109,29 @@ class Snapshots:
         self._written = live.epoch
 
     def remove(self) -> None:
-        """Nothing is live any more: the next life of the store is to find nothing."""
+        """Nothing is live any more: the next life of the store finds nothing, and were this one to end now. A thread
+        that is writing the file sees to it after that.
+        """
         if self._enabled:
-            self._files.submit(lambda: self._path.unlink(missing_ok=True), lambda _: None, self._not_removed)
+            self._removed.set()
+            self._unlink()
 
-    def _not_removed(self, error: BaseException) -> None:
-        log.error("%s could not be removed: %s", self._path, error)
+    def _unlink(self) -> None:
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("%s could not be removed: %s", self._path, error)
 
     def _write(self, live: Live, slot: memoryview) -> None:
         head = Head(self._layout.digest, live, self._adapter, len(self._shape))
         write_snapshot(self._path, head, slot, self._shape)
+        if self._removed.is_set():
+            self._unlink()
 
 
 def write_snapshot(path: Path, head: Head, slot: memoryview, shape: bytes = b"") -> None:
     """Replace the snapshot as a whole. Raises OSError, then the old one is still there."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = scratch_of(path)
     try:
         with scratch.open("wb", buffering=0) as file:
             _write(file.fileno(), msgspec.json.encode(head).ljust(PAGE), 0)

@@ -33,7 +33,7 @@ from weight_manager.data_port import DataPort
 from weight_manager.errors import CheckpointError, PushRefused, StartError
 from weight_manager.families import manifest_for
 from weight_manager.first_weights import FirstWeights, open_arena
-from weight_manager.history import History
+from weight_manager.history import History, remove_scratch
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout, make_layout
 from weight_manager.life import Event
@@ -69,6 +69,8 @@ class Store:
         self._stopping = self._opened = False
         self._lock = lock_run_dir(config.run_dir)
         config.state.mkdir(parents=True, exist_ok=True)
+        for name in (HISTORY_FILE, SNAPSHOT_FILE):
+            remove_scratch(config.state, name)
         self.layout = layout_of(config)
         self._counters = Counters()
         self._history = History(config.state / HISTORY_FILE, config.history)

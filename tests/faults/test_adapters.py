@@ -295,6 +295,7 @@ def test_records_that_a_crash_left_unreadable_or_half_written_are_removed(store,
     (kept,) = folder.iterdir()
     (folder / "policy-b@01234567.json").touch()
     (folder / f".{kept.name}.4711").write_bytes(kept.read_bytes())
+    (folder / ".policy-a.weights.4711").write_bytes(b"half a snapshot")
     store.start()
     store.wait_live()
     until(lambda: loaded() == {"policy-a": (1, adapter_digest(adapter(1)))})

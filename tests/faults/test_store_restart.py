@@ -136,6 +136,21 @@ def test_a_snapshot_of_a_stopped_store_is_whole(store, push, weights, digest_of,
     assert store.serving() == (7, digest_of(weights(7)))
 
 
+def test_half_files_that_crashes_left_are_removed(store, push, weights):
+    """A snapshot is as large as the model, and each store that dies while it writes one leaves another."""
+    push(weights(7), 7)
+    store.end(signal.SIGKILL)
+    left = [store.run_dir / f".{name}.{pid}" for name in ("snapshot.weights", "weights.json") for pid in (4711, 4712)]
+    for path in left:
+        path.write_bytes(b"half of it")
+    others = store.run_dir / ".others.4711"
+    others.touch()
+    store.start()
+    store.wait_live()
+    assert not [path for path in left if path.exists()]
+    assert others.exists()
+
+
 @pytest.mark.parametrize("store_config", [{"snapshot": True}])
 def test_a_damaged_snapshot_is_not_served(store, push, weights, digest_of, until, store_config):
     push(weights(7), 7)

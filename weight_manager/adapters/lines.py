@@ -27,7 +27,7 @@ from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused, StartError
 from weight_manager.first_weights import take_over
-from weight_manager.history import History, Intent, Record
+from weight_manager.history import History, Intent, Record, remove_scratch
 from weight_manager.layout import Layout
 from weight_manager.life import Event
 from weight_manager.messages import Adapters, LiveAdapter
@@ -93,8 +93,8 @@ class Lines:
 
     def take_over(self) -> None:
         """What an earlier life of this store left: every adapter that was live and is intact. The rest is removed."""
-        for scratch in self._folder.glob(".*.json.*"):  # it died while it wrote a record
-            scratch.unlink(missing_ok=True)
+        for name in ("*.json", f"*{SNAPSHOT_SUFFIX}"):
+            remove_scratch(self._folder, name)
         found = [line for path in sorted(self._folder.glob("*.json")) if (line := self._found(path)) is not None]
         for line in sorted(found, key=lambda line: line.history.live.epoch if line.history.live else 0):
             if line.name in self._lines:  # it died between the two steps of a change of shape
