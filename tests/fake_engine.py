@@ -124,7 +124,7 @@ class CopyingAdapters(FakeAdapters):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_pieces = True
+        self.by_pieces = self.room = True
         self.taken: list[FakeTaking] = []
 
     def plan(self, name: str, extents: Mapping[str, Extent], modules: Sequence[AdapterModule], dtype: str) -> object:
@@ -136,6 +136,10 @@ class CopyingAdapters(FakeAdapters):
     def pieces(self, plan: Any) -> Sequence[Extent]:
         """Every A and B."""
         return list(plan.values())
+
+    def has_room(self, plan: Any) -> bool:
+        """As `room` says."""
+        return self.room
 
     def begin(self, plan: Any) -> FakeTaking:
         """Nothing is copied yet."""

@@ -132,9 +132,9 @@ class AdapterViews:
             copying.prepare()
 
     def is_quick(self, adapter: LiveAdapter) -> bool:
-        """Whether one like it is held, and it is read in a few milliseconds."""
+        """Whether one like it is held, and it is read in a few milliseconds, into memory that is there."""
         known = self._fits.get(adapter.name)
-        return known is not None and known.shape == adapter.shape and known.layout.slot_bytes <= QUICK_BYTES
+        return known is not None and known.shape == adapter.shape and self._fits_a_step(adapter.name, known)
 
     def prepare(self, adapter: LiveAdapter) -> None:
         """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong; the
@@ -186,7 +186,7 @@ class AdapterViews:
         """
         adapter, slot, write_epoch, spans = message.adapter, message.slot, message.write_epoch, message.spans
         fit, reader = self._fits.get(adapter), self._known_reader(message.arena_path)
-        if fit is None or fit.pieces is None or reader is None or fit.layout.slot_bytes > QUICK_BYTES:
+        if fit is None or fit.pieces is None or reader is None or not self._fits_a_step(adapter, fit):
             return
         arriving, key = self._arriving.get(adapter), _Key(reader, slot, write_epoch)
         try:
@@ -227,6 +227,12 @@ class AdapterViews:
         if not any(other.name == name for other in self._held.values()):
             self._fits.pop(name, None)
             self._arriving.pop(name, None)
+
+    def _fits_a_step(self, name: str, fit: _Fit) -> bool:
+        """Whether a version that lies so is taken in within a few milliseconds."""
+        if fit.layout.slot_bytes > QUICK_BYTES:
+            return False
+        return self._copying is None or name in self._arriving or self._copying.has_room(fit.plan)
 
     def _begin(self, fit: _Fit, pieces: _Pieces) -> _Arriving:
         assert self._copying is not None

@@ -70,6 +70,13 @@ class AdapterTable:
         assert isinstance(plan.of_engine, Packing)
         return plan.of_engine.pieces
 
+    def has_room(self, plan: Any) -> bool:
+        """Whether the next version of this plan has memory at once."""
+        assert isinstance(plan, _Plan)
+        assert isinstance(self._low_rank, NativeLowRank)
+        assert isinstance(plan.of_engine, Packing)
+        return self._low_rank.has_room(plan.of_engine, plan.dtype)
+
     def begin(self, plan: Any) -> Taking:
         """A version of this plan, that has pieces, for `keep`."""
         assert isinstance(self._low_rank, NativeLowRank)

@@ -358,6 +358,10 @@ class TakesPieces(Adapters, Protocol):
         """The tensors that a version is copied by, each at its place in the array."""
         ...
 
+    def has_room(self, plan: Any) -> bool:
+        """Whether `begin` has memory that was made before: new memory may take longer than a step to be made."""
+        ...
+
     def begin(self, plan: Any) -> Taking:
         """A version of which nothing is copied yet."""
         ...

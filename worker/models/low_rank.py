@@ -212,6 +212,10 @@ class NativeLowRank:
         """A version of `dtype` that is to be copied piece by piece, for `keep`."""
         return plan.begin(narrow=self._narrow or dtype == np.uint16)
 
+    def has_room(self, plan: Packing, dtype: np.dtype[Any]) -> bool:
+        """Whether `taking` has memory at once."""
+        return plan.has_room(narrow=self._narrow or dtype == np.uint16)
+
     def keep(self, epoch: int, taking: Taking) -> None:
         """Take in a version of which all pieces were copied, as `hold` does."""
         self._held[epoch] = taking.whole()

@@ -1,6 +1,6 @@
 """An adapter as low_rank.c reads it: of each product A by inputs and B in chunks of outputs, in one piece of memory.
 
-The memory is made for huge pages: an adapter of all linears is read once a step, some hundred KiB for each product.
+It lies in huge pages: an adapter of all linears is read once a step, some hundred KiB for each product.
 """
 
 import ctypes
@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.aligned_map import HUGE
 from rollout_client.native.xxh3 import wheel_functions
 from weight_manager.layout import Extent, Manifest
 from worker.cpu.native import Native
+from worker.models.filled_memory import mapped
 from worker.models.shard import Shard
 
 Array = npt.NDArray[Any]
@@ -129,7 +131,13 @@ class Packing:
         spans = [(extent.start, prod(extent.shape)) for extent in self.pieces]
         spans_of_turns = zip(cuts, np.diff(cuts).tolist(), strict=False)
         self._rows = np.array([span + own for span, own in zip(spans, spans_of_turns, strict=True)], np.int64)
-        self._apart = _memory(max((size for _, size in spans), default=0), np.dtype(np.float32))
+        self._apart = np.empty(max((size for _, size in spans), default=0), np.float32)
+
+    def has_room(self, *, narrow: bool) -> bool:
+        """Whether `begin` has memory from a version before. New memory takes milliseconds when it is first written to,
+        and tens of them where the machine is a guest whose host has to find it first.
+        """
+        return any(memory.itemsize == (2 if narrow else 4) for memory in self._spare)
 
     def begin(self, *, narrow: bool) -> "Taking":
         """A version that is to be copied. narrow: as bfloat16, rounded where it is read as float32."""
@@ -221,9 +229,14 @@ def sites_of(manifest: Manifest, shard: Shard) -> tuple[Site, ...]:
 
 
 def _memory(size: int, dtype: np.dtype[Any]) -> Array:
-    """Memory for so many elements, in huge pages where it is large: numpy asks for them."""
-    memory = np.empty((size + _LINE) * dtype.itemsize, np.uint8)
-    start = -memory.ctypes.data % _LINE
+    """Memory for so many elements: a mapping of its own, from the beginning of a huge page on.
+
+    The heap keeps what is freed, small pages with it, whatever is asked for them: with eight adapters there, a step
+    spent as long on looking their pages up as on reading them.
+    """
+    whole = max(1, -(-size * dtype.itemsize // HUGE)) * HUGE  # a huge page that is not whole is small ones
+    memory = mapped((whole + HUGE,), np.uint8)
+    start = -memory.ctypes.data % HUGE
     return memory[start : start + size * dtype.itemsize].view(dtype)
 
 

@@ -259,6 +259,24 @@ def test_a_hint_that_fits_nothing_is_of_no_consequence(store, copying, tmp_path,
     assert table.held[12] == store.hash(1)
 
 
+def test_a_version_whose_memory_is_to_be_made_first_is_left_to_a_thread(store, copying):
+    """Making it may take longer than a step; nothing is copied between steps either."""
+    views, table, second = copying
+    table.room = False
+    views.take_in(store.in_place(second))
+    assert len(table.taken) == 1
+    assert not views.is_quick(second)
+    table.room = True
+    assert views.is_quick(second)
+    views.take_in(store.in_place(second, 0, 4))
+    table.room = False
+    assert views.is_quick(second), "it has its memory"
+    views.take_in(store.in_place(second, 3))
+    views.prepare(second)
+    assert table.held[12] == store.hash(1)
+    assert len(table.taken) == 2
+
+
 def test_nothing_of_a_name_is_kept_when_its_last_version_goes(store, copying):
     views, table, second = copying
     views.take_in(store.in_place(second))

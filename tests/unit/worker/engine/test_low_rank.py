@@ -2,12 +2,14 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import xxhash
 
+from rollout_client.aligned_map import HUGE
 from tests.engine_cases import to_bits
 from weight_manager.layout import Extent
 from worker.cpu import native
@@ -208,6 +210,9 @@ def test_versions_that_lie_alike_share_a_plan_and_the_memory_of_those_let_go(kin
         plan = hold(low_rank, epoch, changes[epoch], plan)
         if epoch > 2:
             low_rank.drop(epoch - 2)
+        if kind == "native":
+            assert plan.has_room(narrow=narrow) == (epoch > 2)
+            assert not plan.has_room(narrow=not narrow)
         for held_now in {max(1, epoch - 1), epoch}:
             want = expected(SITES[1], x, [held_now, 0, held_now], changes)
             got = added(low_rank, SITES[1], x, batch_of([held_now, 0, held_now]))
@@ -239,6 +244,35 @@ def test_a_copy_is_bfloat16_where_the_base_or_the_adapter_is(base, sent):
     want = expected(SITES[1], x, [1, 1, 1], {1: changes})
     np.testing.assert_allclose(added(low_rank, SITES[1], x, batch_of([1, 1, 1])), want, rtol=1e-5, atol=1e-4)
     assert low_rank._held[1].memory.itemsize == (2 if base or sent else 4)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_copy_lies_in_huge_pages_of_its_own(narrow):
+    """From the first byte to the last: a step that reads small pages takes as long to look them up."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this kernel has no huge pages")
+    rng = np.random.default_rng(9)
+    low_rank = NativeLowRank(made("native")._native, (Site("o", ("o",), 4000, (3000,)),), narrow=narrow)
+    changes = {"o": Change(*(rng.standard_normal(s).astype(np.float32) for s in ((200, 4000), (3000, 200))), 1.0)}
+    hold(low_rank, 1, changes)
+    memory = low_rank._held[1].memory
+    start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    assert start % HUGE == 0
+    whole = -(-end // HUGE) * HUGE
+    ours = [flags for first, last, flags in mappings() if first <= start and last >= whole]
+    assert ours
+    assert "hg" in ours[0]
+
+
+def mappings():
+    """(first byte, byte after the last, flags) of each mapping of this process."""
+    first = last = 0
+    with open("/proc/self/smaps") as smaps:
+        for words in map(str.split, smaps):
+            if not words[0].endswith(":"):
+                first, last = (int(place, 16) for place in words[0].split("-"))
+            elif words[0] == "VmFlags:":
+                yield first, last, words[1:]
 
 
 @pytest.mark.parametrize("inputs", [16, 576, 1040, 3000])
