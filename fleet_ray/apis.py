@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fleet_ray.errors import short
+from fleet_ray.kept_file import KeptFile
 from fleet_ray.shipment import bracketed
-from worker.run_dir import replace
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class Apis:
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._urls: dict[str, str] = {}
         self._told: dict[str, dict[str, bytes]] = {}  # node -> file -> what it was told
+        self._telling: set[asyncio.Task[None]] = set()
+        self._file = KeptFile(run_dir / "apis.json")
         self._looking = asyncio.create_task(self._keep_looking())
 
     def beside(self, node: str, actor: Any) -> None:
@@ -57,17 +60,33 @@ class Apis:
             for name, content in contents.items():
                 if self._told[node].get(name) != content:
                     self._told[node][name] = content
-                    actor.tell.remote(name, content)  # in order; an actor that has died is told all again
+                    # In order; an actor that has died is told all again.
+                    telling = asyncio.create_task(self._heard(node, name, content, actor.tell.remote(name, content)))
+                    self._telling.add(telling)
+                    telling.add_done_callback(self._telling.discard)
 
     def close(self) -> None:
         """Tell nobody anything any more."""
-        for task in (self._looking, *self._starting.values()):
+        for task in (self._looking, *self._starting.values(), *self._telling):
             task.cancel()
+
+    async def _heard(self, node: str, name: str, content: bytes, answer: Awaitable[None]) -> None:
+        """Tell a node again what it could not write down, unless that is something else by then."""
+        try:
+            await answer
+        except Exception as error:
+            log.warning("node %s has not been told %s: %s", node[:8], name, short(error), extra={"node": node})
+            await asyncio.sleep(AGAIN_S)
+            if self._told.get(node, {}).get(name) == content:
+                del self._told[node][name]
 
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look()
+            try:
+                self.look()
+            except Exception:  # or no node would ever hear of a change again
+                log.exception("nodes could not be told what has changed")
 
     def _content(self, name: str) -> bytes | None:
         try:
@@ -109,4 +128,4 @@ class Apis:
         return self._head_host if self._head_bound in ("0.0.0.0", "::") else str(self._head_bound)  # noqa: S104
 
     def _write(self) -> None:
-        replace(self._run_dir / "apis.json", json.dumps(self._urls).encode())
+        self._file.say(json.dumps(self._urls).encode())

@@ -17,11 +17,11 @@ from fleet_ray import messages
 from fleet_ray.actors import Place
 from fleet_ray.apis import Apis
 from fleet_ray.config import FleetConfig
+from fleet_ray.kept_file import KeptFile
 from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Scale
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.shipment import KEYS, bracketed, pack
 from fleet_ray.stores import Stores
-from worker.run_dir import replace
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Head:
         self._config = config
         self._config_path = config_path
         self._endpoints: dict[int, str] = {}
+        self._file = KeptFile(config.run_dir / "replicas.json")
         self._kept: dict[int, tuple[KeptReplica, asyncio.Task[None]]] = {}
         self._leaving: dict[KeptReplica, asyncio.Task[None]] = {}
         self._wanted = 0
@@ -123,6 +124,8 @@ class Head:
         await asyncio.gather(task, return_exceptions=True)
         try:
             await replica.leave()
+        except Exception:  # whatever it was: it is gone from here, and may be wanted again
+            log.exception("replica %d did not leave in order", replica.index)
         finally:
             del self._leaving[replica]
         if replica.index < self._wanted:  # asked for again meanwhile
@@ -136,7 +139,7 @@ class Head:
             del self._endpoints[index]
         else:
             self._endpoints[index] = endpoint
-        replace(self._config.run_dir / "replicas.json", json.dumps(self._endpoints).encode())
+        self._file.say(json.dumps(self._endpoints).encode())
         if self._apis is not None:
             self._apis.look()
 

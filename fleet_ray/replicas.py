@@ -57,20 +57,27 @@ class KeptReplica:
             began = time.monotonic()
             self.state = "placing"
             try:
-                if self._actor is None:
-                    self._make()
-                place = await self._actor.where.remote(str(self._config.run_dir / "config.json"))
-            except RayError as error:
+                why = await self._live_once()
+                self._told(self.index, None)
+            except Exception as error:  # not of Ray's: a replica that nobody keeps would never serve again
+                log.exception("replica %d", self.index)
                 why = short(error)
-                if isinstance(error, ActorDiedError):
-                    self._give_back()  # not one that Ray restarts: begin again
-            else:
-                why = await self._serve(place)
-            self._told(self.index, None)
             self.said = why
             log.warning("replica %d: %s", self.index, why, extra={"replica": self.index})
             wait_s = AGAIN_S if time.monotonic() > began + STEADY_S else min(AGAIN_MAX_S, 2 * wait_s)
             await asyncio.sleep(wait_s / 2)
+
+    async def _live_once(self) -> str:
+        """Place the replica, and run it until it ends; returns why it did."""
+        try:
+            if self._actor is None:
+                self._make()
+            place = await self._actor.where.remote(str(self._config.run_dir / "config.json"))
+        except RayError as error:
+            if isinstance(error, ActorDiedError):
+                self._give_back()  # not one that Ray restarts: begin again
+            return short(error)
+        return await self._serve(place)
 
     async def leave(self) -> None:
         """Drain the replica, take it out of what the API is told, give its place back."""

@@ -61,12 +61,19 @@ class Stores:
         life = self._lives.get(place.node)
         if life is None:
             self._tree.add(place.node)
-            with self._noted.open("a") as file:
-                file.write(f"{place.node}\n")
+            self._note(place.node)
             life = _Life(place.node, self._shipment, self._upstream, self._remove, self._apis, self._log_level)
             self._lives[place.node] = life
         life.users.add(replica)
         return await life.up()
+
+    def _note(self, node: str) -> None:
+        """Write down that there is a store on the node, for who comes after us if we are killed."""
+        try:
+            with self._noted.open("a") as file:
+                file.write(f"{node}\n")
+        except OSError as error:
+            log.warning("%s cannot be written, a kill would leave files on node %s: %s", self._noted, node[:8], error)
 
     def leave(self, place: Place, replica: int) -> None:
         """A replica is gone from there; with the last one the node's store ends."""
@@ -195,6 +202,9 @@ class _Life:
                 why = short(error)
                 if isinstance(error, ActorDiedError):
                     self._actor = None  # Ray does not restart this one
+            except Exception as error:  # not of Ray's: a store that nobody keeps would be started by nobody again
+                log.exception("the store of node %s", self.node[:8], extra={"node": self.node})
+                why = short(error)
             log.warning("node %s: store: %s", self.node[:8], why, extra={"node": self.node})
             await asyncio.sleep(AGAIN_S)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 _LONGEST_NAME = len("/replica-999.sock")
 _SOCKET_PATH = 107
 """Longest path of a socket that Linux takes, in bytes."""
-_OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json")
+_OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json")
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -21,7 +21,7 @@ class Method:
         future = asyncio.get_running_loop().create_future()
         try:
             future.set_result(self._call(*words))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             future.set_exception(error)
         return future
 

@@ -40,3 +40,15 @@ def test_a_directory_removed_under_a_service_is_no_error_at_its_end(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     run_dir.close()
+
+
+def test_what_a_killed_service_said_of_others_is_not_believed(tmp_path):
+    """Nor does it keep the directory: who reads it would ask hosts that are gone."""
+    said = ("http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json")
+    (tmp_path / "run").mkdir()
+    for name in said:
+        (tmp_path / "run" / name).write_text("of another life")
+    run_dir = RunDir(tmp_path / "run")
+    assert [path.name for path in run_dir.path.iterdir()] == ["lock"]
+    run_dir.close()
+    assert not (tmp_path / "run").exists()
