@@ -11,6 +11,7 @@ from. What each method takes, sends and returns is written in http_calls.py; her
 """
 
 import inspect
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args
 
@@ -53,6 +54,18 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+_IDLE_S, _EVERY_S, _TIMES = 30, 10, 6
+"""A reply may take hours, in which nothing comes. After so long the kernel asks the other side whether it is there, and
+after so many answers that do not come, so far apart, the connection is over: a host may lose its power.
+"""
+_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _EVERY_S), ("TCP_KEEPCNT", _TIMES))
+        if hasattr(socket, name)  # trainers also run where these have other names
+    ),
+]
 
 
 def _described(method: Callable[..., Any], verb: Callable[..., Any]) -> None:
@@ -97,7 +110,7 @@ class RolloutClient:
         self._http = httpx.Client(
             base_url=url,
             headers=calls.headers(token),
-            transport=transport or httpx.HTTPTransport(retries=2, limits=_LIMITS),
+            transport=transport or httpx.HTTPTransport(retries=2, limits=_LIMITS, socket_options=_ALIVE),
         )
 
     generate = _blocking(calls.generate)
@@ -166,7 +179,7 @@ class AsyncRolloutClient:
         self._http = httpx.AsyncClient(
             base_url=url,
             headers=calls.headers(token),
-            transport=transport or httpx.AsyncHTTPTransport(retries=2, limits=_LIMITS),
+            transport=transport or httpx.AsyncHTTPTransport(retries=2, limits=_LIMITS, socket_options=_ALIVE),
         )
 
     generate = _awaited(calls.generate)

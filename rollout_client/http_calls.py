@@ -20,7 +20,7 @@ PromptIds = Sequence[int] | Sequence[Sequence[int]]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 10.0
-"""How long a connection may take; generation itself is bounded by the server."""
+"""How long a connection may take; generation itself is bounded by the server, as long as that is there (http.py)."""
 REPLY_MARGIN_S = 10.0
 """How much longer than a verb's own deadline the client waits for its reply."""
 

@@ -1,4 +1,7 @@
 import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import msgspec
@@ -101,6 +104,52 @@ def test_a_reply_of_something_else_is_an_error_too(client, server):
 def test_nobody_listening_is_unreachable():
     with RolloutClient("http://127.0.0.1:9") as client, pytest.raises(Unreachable):
         client.weights()
+
+
+@pytest.fixture
+def listening():
+    """The URL of a service on a real socket, which answers /ready."""
+
+    class Ready(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as service:
+        thread = threading.Thread(target=service.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{service.server_port}"
+        service.shutdown()
+        thread.join()
+
+
+def gives_up_after_s(response):
+    """Seconds of silence after which the kernel ends the connection of a reply; infinite if it asks nobody."""
+    end = response.extensions["network_stream"].get_extra_info("socket")
+    if not end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        return float("inf")
+    first, every, times = (
+        end.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    return first + every * times
+
+
+async def test_a_service_whose_host_is_gone_is_not_waited_for_without_end(listening):
+    """A reply that takes long has no timeout: the kernel looks whether the other side is there."""
+    with RolloutClient(listening) as client:
+        assert client.ready() == {}
+        assert gives_up_after_s(client._http.get("/ready")) <= 120
+    async with AsyncRolloutClient(listening) as client:
+        assert await client.ready() == {}
+        assert gives_up_after_s(await client._http.get("/ready")) <= 120
 
 
 def test_control_verbs(client, server):
