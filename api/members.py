@@ -71,6 +71,7 @@ class ReplicasFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int] | None = None
+        self._failed = False  # the last time
 
     async def follow(self, found: Callable[[dict[int, str]], None]) -> None:
         """Tell what it says whenever that is something else, until cancelled."""
@@ -88,10 +89,15 @@ class ReplicasFile:
             self._seen = stat.st_ino, stat.st_mtime_ns
             if self._seen == before:
                 return None
-            return {int(index): str(endpoint) for index, endpoint in json.loads(self._path.read_bytes()).items()}
+            content, self._failed = self._path.read_bytes(), False
+            return {int(index): str(endpoint) for index, endpoint in json.loads(content).items()}
         except FileNotFoundError:
             self._seen = None
             return None if before is None else {}
-        except (OSError, ValueError, AttributeError) as error:
-            log.error("%s cannot be read: %s", self._path, error)
-            return None
+        except OSError as error:  # of this process: the file is as good as before
+            if not self._failed:
+                log.error("%s cannot be read, it is tried again: %s", self._path, error)
+            self._seen, self._failed = before, True
+        except (ValueError, AttributeError) as error:
+            log.error("%s says nothing that can be read: %s", self._path, error)
+        return None

@@ -21,6 +21,7 @@ INITIAL = "default"
 FILE = "version_names.json"
 KEPT = 1024
 FOLLOW_S = 0.2
+AGAIN_S = 1.0
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -46,10 +47,13 @@ class VersionNames:
         """renamed: called whenever a version has got another name here, whichever process gave it."""
         self._weights = weights
         self._path = state_dir / FILE
-        self._given = _read(self._path)
+        self._given: dict[int, Given] = {}
+        self._again: asyncio.TimerHandle | None = None  # the file could not be read
         self._renamed = renamed
         self._writing = asyncio.Lock()
         self.on_given: Callable[[], None] = lambda: None
+        with contextlib.suppress(OSError):
+            self._given = _read(self._path)
 
     def name(self, version: int) -> str:
         """The name of a version."""
@@ -108,8 +112,15 @@ class VersionNames:
             await asyncio.sleep(FOLLOW_S)
 
     def read_again(self) -> None:
-        """Read the file again, as another process may have given a name."""
-        given = _read(self._path)
+        """Read the file again, as another process may have given a name. What is known holds while that fails."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        try:
+            given = _read(self._path)
+        except OSError:
+            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self.read_again)
+            return
         if given != self._given:
             self._given = given
             self._renamed()
@@ -131,13 +142,17 @@ class VersionNames:
 
 
 def _read(path: Path) -> dict[int, Given]:
+    """The names in the file. Raises OSError, which says nothing of the file."""
     try:
         return {given.version: given for given in msgspec.json.decode(path.read_bytes(), type=list[Given])}
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("%s cannot be read (%s): versions are called by their numbers", path, error)
+    except msgspec.DecodeError as error:
+        log.warning("%s says nothing that can be read (%s): versions are called by their numbers", path, error)
         return {}
+    except OSError as error:
+        log.warning("%s cannot be read: %s", path, error)
+        raise
 
 
 def _write(path: Path, names: list[Given]) -> None:

@@ -1,12 +1,15 @@
 """Replicas that come, move and go, as run_dir/replicas.json tells them."""
 
 import asyncio
+import errno
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api import versions
 from api.members import ReplicasFile
 from worker.messages import Generate
 
@@ -107,3 +110,43 @@ def test_a_file_that_cannot_be_read_changes_nothing(tmp_path):
     path.unlink()
     assert file.news() == {}
     assert file.news() is None
+
+
+@pytest.fixture
+def too_many_files(monkeypatch):
+    """Has so many reads fail, as they do where a process has as many files open as it may."""
+    left = []
+
+    def read_bytes(path, read=Path.read_bytes):
+        if left:
+            left.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    return lambda times: left.extend(range(times))
+
+
+def test_what_could_not_be_read_for_a_moment_is_read_after_it(tmp_path, too_many_files, caplog):
+    path = tmp_path / "replicas.json"
+    file = ReplicasFile(path)
+    path.write_text('{"2": "tcp://10.0.0.1:5"}')
+    too_many_files(3)
+    assert [file.news() for _ in range(3)] == [None] * 3
+    assert file.news() == {2: "tcp://10.0.0.1:5"}
+    assert len(caplog.records) == 1, "it is looked at ten times a second"
+
+
+async def test_names_that_could_not_be_read_for_a_moment_are_not_forgotten(
+    client, service, tell, too_many_files, until, monkeypatch
+):
+    monkeypatch.setattr(versions, "AGAIN_S", 0.01)
+    tell(0)
+    await client.post("/update_weight_version", json={"new_version": "first"})
+    assert service.versions.live == "first"
+    path = service.config.run_dir / versions.FILE
+    path.write_bytes(path.read_bytes().replace(b"first", b"second"))
+    too_many_files(2)
+    service.versions.read_again()
+    assert service.versions.live == "first"
+    await until(lambda: service.versions.live == "second")
