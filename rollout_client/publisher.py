@@ -303,11 +303,7 @@ class WeightPublisher:
         with self._alone(deadline):
             self._connect(min(self._connect_timeout_s, _left(deadline)), name)
             self._ask(Unload(name, _left(deadline)), Unloaded, deadline)
-            self._kept.pop(name, None)
-            self._plans.pop(name, None)
-            shm = self._adapter_shm.pop(name, None)
-            if shm is not None:
-                shm.close()
+            self._forget(name)
 
     def close(self) -> None:
         """Disconnect and unmap. Idempotent."""
@@ -346,7 +342,10 @@ class WeightPublisher:
         whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
             patience, before = min(self._connect_timeout_s, deadline - time.monotonic()), self._welcomed
-            welcome, transport = self._connect(patience, whose, known=not begin.force)
+            # Before the first push of a name the store says which there are: others may have been unloaded since.
+            welcome, transport = self._connect(
+                patience, whose, known=not begin.force and (not whose or whose in self._plans)
+            )
             if not whose:
                 held = _tied_once(held, welcome.tied)
             kept = self._kept.get(whose) if transport.name == "zmq" else None
@@ -455,7 +454,17 @@ class WeightPublisher:
                 self._channel.reset()
                 raise
             self._welcomed = self._channel.connection, welcome
+            for name in {*self._adapter_shm, *self._kept, *self._plans} - {"", *welcome.adapters}:
+                self._forget(name)
             return welcome
+
+    def _forget(self, name: str) -> None:
+        """Let go of what is kept for pushes of an adapter, which is loaded no more."""
+        self._kept.pop(name, None)
+        self._plans.pop(name, None)
+        shm = self._adapter_shm.pop(name, None)
+        if shm is not None:
+            shm.close()
 
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""

@@ -634,3 +634,25 @@ def test_memory_of_lines_that_are_gone_is_given_back(store, replica, publisher, 
         publisher.push_adapter("policy-b", adapter(version, rank), ADAPTER_CONFIG | {"r": rank}, version)
         publisher.unload_adapter("policy-a")
     until(lambda: not removed_and_held())
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_trainer_keeps_nothing_of_adapters_that_an_operator_unloaded(store, replica, run, transport):
+    """One that trains an adapter for each of its tasks for weeks would map, and remember, all of them."""
+    replica(0)
+
+    def held():
+        mine = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return [line for line in (*mine, *maps) if "-adapters-" in line and line.endswith("(deleted)")]
+
+    before = len(held())  # of other tests' stores
+    with WeightPublisher(store.endpoint, run_id=run, transport=transport, delta=transport == "zmq") as publisher:
+        for number in range(6):
+            publisher.push_adapter(f"task-{number}", adapter(number), ADAPTER_CONFIG, 1)
+            assert store.ask(messages.UnloadAdapter(f"unload-{number}", f"task-{number}")).ok
+        publisher.push_adapter("last", adapter(7), ADAPTER_CONFIG, 1)
+        assert len(held()) - before == 0
+        kept = publisher._kept.keys() | publisher._plans.keys() | publisher._adapter_shm.keys()
+        assert kept <= {"", "last"}
+        assert publisher.push_adapter("last", adapter(8), ADAPTER_CONFIG, 2).version == 2
