@@ -210,6 +210,14 @@ class Coordinator:
         if self._config.upstream is not None:
             raise PushRefused("refused", f"this store follows {self._config.upstream}; ask the root of its tree")
 
+    def check_moved(self) -> None:
+        """Of an adapter's version nobody holds the output, so that who pushed it is not told that it is there before
+        all have moved to it. Raises PushRefused busy until then.
+        """
+        if self._committing is not None and self.settled and not self._holds:
+            message = f"{self._committing.intent} is live, and not everybody has moved to it yet"
+            raise PushRefused("busy", message, retryable=True)
+
     def begin(
         self, intent: Intent, owner: Owner, now: float, *, role: Role = Role.ROOT, reuse: Live | None = None
     ) -> PushSession:
@@ -220,10 +228,8 @@ class Coordinator:
         intent.check_order(self.history)
         if self.session is not None:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
-        if self._committing is not None and role is Role.ROOT and not self._holds:
-            # Nobody holds its output, so that who pushed it is not answered before; the next commit would end the wait.
-            message = f"{self._committing.intent} is live, and not everybody has moved to it yet"
-            raise PushRefused("busy", message, retryable=True)
+        if role is Role.ROOT:
+            self.check_moved()  # the next commit would end the wait for those who have not
         live = self.history.live
         if reuse is not None:
             slot, write_epoch = reuse.slot, reuse.write_epoch

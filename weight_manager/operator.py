@@ -216,16 +216,15 @@ class Operator:
 
     def _answer_commits(self) -> None:
         waiting, self._commits = self._commits, []
-        live, running = self._coordinator.history.live, self._coordinator.session
         for peer, call, session in waiting:
-            intent = session.intent
-            if session is running:
+            if session is self._coordinator.session:
                 self._commits.append((peer, call, session))
-            elif live is not None and (live.run_id, live.version) == (intent.run_id, intent.version):
-                self._send(peer, Result(call, ok=True, data={"version": live.version, "seconds": session.seconds}))
+            elif session.life.ended_by is None:
+                data = {"version": session.intent.version, "seconds": session.seconds}
+                self._send(peer, Result(call, ok=True, data=data))
             else:
                 error = self._coordinator.last_error or {}
-                message = error.get("message", f"{intent} did not go live")
+                message = error.get("message", f"{session.intent} did not go live")
                 self._send(peer, Result(call, ok=False, code=error.get("code", "internal"), message=message))
 
     def _open_session(self) -> PushSession:

@@ -49,6 +49,11 @@ class Slots:
         """The thread has stopped."""
         self._writers[slot] -= 1
 
+    @property
+    def quiet(self) -> bool:
+        """No thread of ours makes, writes or reads any slot."""
+        return not any(self._writers.values())
+
     def back(self, slot: int) -> None:
         """Give the slot memory before it is needed."""
         if not self.arena.backed(slot):

@@ -179,6 +179,7 @@ class Trainers:
         coordinator = self._coordinator if line is None else line.coordinator
         live = coordinator.history.live
         if live is not None and (live.run_id, live.version) == (hello.run_id, begin.version) and not begin.force:
+            coordinator.check_moved()
             return Committed(live.version, live.digest, 0, {}, {}, already=True)
         intent = Intent(
             *(hello.run_id, begin.version, "push", hello.client, begin.in_flight, begin.transport, begin.force),
@@ -200,7 +201,7 @@ class Trainers:
             raise
         self._groups[group.id] = group
         over = [session for session, group in self._groups.items() if group.outcome is not None]
-        for session in over[: len(self._groups) - SESSIONS]:
+        for session in over[: max(0, len(over) - SESSIONS)]:
             del self._groups[session]
         return self._plans.name(begin, placement)
 

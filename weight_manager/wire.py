@@ -137,7 +137,9 @@ def receive_payload(socket: "zmq.Socket[bytes]", buffers: Sequence[memoryview] |
 
 
 def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, counters: Counters) -> None:
-    """One turn on the trainers' socket. A bug of ours costs one message its answer, not everybody the store."""
+    """One turn on the trainers' socket. A bug of ours costs one message its answer, not everybody the store, unless it
+    leaves nobody knowing what is live: raises IllegalTransition.
+    """
     for _ in range(TURN_MESSAGES):
         message = router.next()
         if message is None:
@@ -165,6 +167,8 @@ def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, count
                 receiver.malformed(peer, "bad_message", f"{type(request).__name__} takes no payload frames")
             else:
                 receiver.request(peer, request)
+        except IllegalTransition:
+            raise  # as of `receive_messages`
         except Exception as error:
             router.drain()
             log.exception("a %s could not be handled", type(request).__name__)

@@ -101,7 +101,8 @@ class Replica:
             if reply is not None:
                 socket.send(messages.encode(reply))
             if (reply is not None and getattr(message, "adapter", None)) or isinstance(message, messages.Adapters):
-                socket.send(messages.encode(self.holds()))
+                said = self.holds()
+                socket.send(messages.encode(said))
 
     def _answer(self, message: Any, what: str) -> Any:
         if what == "die":

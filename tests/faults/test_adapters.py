@@ -387,6 +387,48 @@ def test_an_operator_ends_a_push_of_an_adapter_and_goes_back(store, replica, tra
     assert store.ask(messages.RollbackAdapter("z", "policy-x")).code == "unknown_adapter"
 
 
+def test_an_operator_does_not_go_back_while_another_shape_is_pushed(store, replica, trainer, push_adapter, loaded):
+    """The name is about to stand for another line. Gone back to after that, the line that it stood for would have been
+    what a restart found, and what replicas served until they were reminded.
+    """
+    one = replica(0)
+    push_adapter(1, 1)
+    push_adapter(2, 2)
+    wide = AdapterPush("policy-a", adapter_config(ADAPTER_CONFIG | {"r": 8}))
+    pushed = trainer(run_id="other")
+    placement = pushed.begin(dict(adapter_tensors(adapter(3, 8))), 3, transport="zmq", adapter=wide)
+    assert isinstance(placement, wire.Placement)
+    answer = store.ask(messages.RollbackAdapter("z", "policy-a"))
+    assert (answer.ok, answer.code) == (False, "busy")
+    assert one.adapter_served("policy-a")[0] == loaded()["policy-a"][0] == 2
+    assert store.ask(messages.AbortSession("x", adapter="policy-a")).ok
+    assert store.ask(messages.RollbackAdapter("z", "policy-a")).ok
+    assert loaded()["policy-a"][0] == 1
+
+
+@pytest.mark.parametrize("store_config", [{"finalize_s": 30.0}])
+def test_a_version_that_is_pushed_again_is_not_there_before_everybody_has_moved_to_it(
+    store, replica, trainer, loaded, until, store_config
+):
+    """A trainer that lost its connection asks again: a replica may begin its next request under the version before."""
+    one = replica(0, finalize="silent")
+    first = trainer()
+    placement = begin(first, 1, 1)
+    send(first, placement)
+    first.say(wire.Commit(placement.session))
+    until(lambda: loaded().get("policy-a", (0,))[0] == 1)
+    again = trainer()
+    answer = begin(again, 1, 1)
+    assert isinstance(answer, wire.Error)
+    assert (answer.code, answer.retryable) == ("busy", True)
+    assert "not everybody has moved to it yet" in answer.message
+    one.die()
+    assert isinstance(first.hear(), wire.Committed)
+    answer = begin(again, 1, 1)
+    assert isinstance(answer, wire.Committed)
+    assert answer.already
+
+
 @pytest.mark.parametrize("store_config", [{"model_names": ["policy", "default"], "disk_roots": ["/"]}])
 def test_no_adapter_bears_a_name_of_the_model(store, replica, push_adapter, saved, model):
     replica(0)

@@ -170,3 +170,17 @@ def test_commit_before_seal_changes_nothing(served, trainer, weights):
     assert t.ask(wire.Commit(placement.session)).code == "refused"
     t.ask(wire.Abort(placement.session))
     served.recovers()
+
+
+def test_what_became_of_the_last_sessions_is_remembered(trainer, weights):
+    """Of 32 that are over: their late messages get the reason, and not that nobody knows them."""
+    one = trainer()
+    sessions = []
+    for version in range(100, 133):
+        sessions.append(one.begin(weights(1), version).session)
+        assert isinstance(one.ask(wire.Abort(sessions[-1], f"no {version}")), wire.Aborted)
+    assert isinstance(one.begin(weights(1), 140), wire.Placement)
+    answers = [one.ask(wire.Seal(session)) for session in sessions]
+    assert [answer.code for answer in answers] == ["unknown_session"] + ["aborted"] * 32
+    assert answers[1].message == "no 101"
+    assert isinstance(one.ask(wire.Abort(one.placement.session)), wire.Aborted)

@@ -76,7 +76,7 @@ class AdapterCalls:
     def rollback(self, request: RollbackAdapter, done: Done) -> None:
         """Make the version that was live before live again, from the slot that still holds it. Raises PushRefused."""
         self._model.check_root()
-        line: Line = self._lines.find(request.name)
+        line: Line = self._lines.at_rest(request.name)
         owner = RollbackToPrevious(line.coordinator, done, self._config.patience(request.deadline_s))
         owner.start(request.in_flight, time.monotonic())
 

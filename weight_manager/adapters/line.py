@@ -149,9 +149,11 @@ class Line:
         return self.coordinator.idle
 
     @property
-    def is_read(self) -> bool:
-        """Whether some replica still holds a version of it."""
-        return bool(self._read())
+    def is_used(self) -> bool:
+        """Whether some replica still holds a version of it, or a thread works on its memory: closed under that, its
+        descriptor might be another file's by the time it is used.
+        """
+        return bool(self._read()) or not self.coordinator.slots.quiet
 
     def described(self, live: Live) -> LiveAdapter:
         """A version of it, as replicas are told of it."""

@@ -151,6 +151,15 @@ class Lines:
             raise PushRefused("unknown_adapter", f"no adapter {name!r} is loaded{others}")
         return line
 
+    def at_rest(self, name: str) -> Line:
+        """The line that a name stands for, and goes on to. Raises PushRefused unknown_adapter, or busy while something
+        of another shape is pushed, which may take the name over.
+        """
+        line = self.find(name)
+        if any(opened.name == name for opened in self._opened):
+            raise _running(name)
+        return line
+
     def pushed(self, name: str) -> Coordinator:
         """The coordinator of the line of this name that something is pushed to, else of the live one. Raises
         PushRefused unknown_adapter.
@@ -211,9 +220,9 @@ class Lines:
         """The name stands for nothing any more. done: called once no replica begins anything under it, or with why that
         is not known. Raises PushRefused unknown_adapter, or busy while it is pushed.
         """
-        line = self.find(name)
-        if not line.idle or any(opened.name == name for opened in self._opened):
-            raise PushRefused("busy", f"a push of adapter {name} is running: end it first", retryable=True)
+        line = self.at_rest(name)
+        if not line.idle:
+            raise _running(name)
         del self._lines[name]
         line.snapshots.remove()
         self._retire(line)
@@ -248,7 +257,7 @@ class Lines:
         for line in [line for line in self._opened if line.idle]:
             self._opened.remove(line)
             self._retire(line)
-        for line in [line for line in self._retired if not line.is_read and line.idle]:
+        for line in [line for line in self._retired if not line.is_used and line.idle]:
             self._retired.remove(line)
             self._changes += line.coordinator.changes + 1
             line.close()
@@ -416,3 +425,7 @@ class Lines:
         if line.name not in self._lines:
             self._shapes.pop(line.name, None)
         self._changes += 1
+
+
+def _running(name: str) -> PushRefused:
+    return PushRefused("busy", f"a push of adapter {name} is running: end it first", retryable=True)

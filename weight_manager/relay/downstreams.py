@@ -275,10 +275,13 @@ class Downstreams:
         """A store has left, or must join again. absent: it may still be serving, until its lease runs out."""
         self._coordinator.changes += 1
         ballot, enrolment = self._coordinator.ballot, store.enrolments.get(self._line)
-        if ballot is not None and (not self._coordinator.settled or store.serves_until <= now):
+        in_question = ballot is not None and not self._coordinator.settled
+        if ballot is not None and (in_question or store.serves_until <= now):
             ballot.gone(store.name, why, now)
             self._coordinator.drive(now)
-        elif enrolment is not None and self._session is not None and not enrolment.catch_up and not absent:
+        if in_question:
+            return  # of the very session that it was enrolled in
+        if enrolment is not None and self._session is not None and not enrolment.catch_up and not absent:
             refusal = PushRefused("refused", f"store {store.name} {why}; push again", rank=store.name, retryable=True)
             if enrolment.required:
                 self._coordinator.abort(self._session, refusal, now)

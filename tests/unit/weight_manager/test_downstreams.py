@@ -229,6 +229,27 @@ def test_a_commit_waits_for_whom_a_store_that_holds_its_version_has_still_to_mov
     assert moved == ([] if moving else ["first"])
 
 
+@pytest.mark.parametrize("last", ["is over", "waits for it", "waits for others"])
+def test_a_store_that_leaves_ends_the_push_that_waits_for_it_whatever_the_last_commit_waits_for(above, last):
+    """A trainer pushes on while replicas and stores still report of the version before. A store that is told to stop
+    then was taken out of that commit alone: the push waited for it until its deadline.
+    """
+    above.join(b"1", "a" * 16, "first")
+    (store,) = above.below.roster.all()
+    gone, ended = [], []
+    if last != "is over":
+        voters = {"first"} if last == "waits for it" else {0}
+        above.model.ballot = SimpleNamespace(voters=voters, gone=lambda store, *_: gone.append(store))
+        above.model.drive = lambda now: None
+    session = SimpleNamespace(id="s", intent=SimpleNamespace(source="push"))
+    above.line._session = above.model.session = session
+    store.enrolments[""] = Enrolment("s", Stream(LAYOUT), memoryview(b""), required=True)
+    above.model.abort = lambda session, refusal, now: ended.append((session, refusal.retryable, refusal.message))
+    above.below.request(b"1", wire.Leave())
+    assert ended == [(session, True, "store first has stopped; push again")]
+    assert gone == ([] if last == "is over" else ["first"])
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_while_an_adapter_of_another_shape_is_pushed_its_live_version_hears_of_stores_too(above, order):
     """Two lines have its name: one is live and one is not yet."""

@@ -21,6 +21,8 @@ class Receiver:
     def request(self, peer, request):
         if request == Renew("bug"):
             raise ZeroDivisionError
+        if request == Renew("impossible"):
+            raise IllegalTransition("recorded twice")
         self.requests.append(request)
 
     def chunk(self, peer, chunk):
@@ -131,6 +133,14 @@ def test_a_bug_of_ours_is_answered_and_the_loop_goes_on(pair, caplog):
     exchange([encode(Chunk("bug", 0, 0, [4])), b"1234"])
     assert receiver.refused == ["internal", "internal"]
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_when_nobody_knows_what_is_live_a_trainers_message_ends_the_store_too(pair):
+    """As one of a replica, an operator or another store does: the next life of the store learns what is true."""
+    exchange, receiver, _ = pair
+    with pytest.raises(IllegalTransition):
+        exchange([encode(Renew("impossible"))])
+    assert not receiver.refused
 
 
 class StoreReceiver:
