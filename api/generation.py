@@ -282,6 +282,8 @@ class Ask:
     prompts: list[list[int]]
     sampling: SamplingParams
     request_id: str = ""
+    batch: str = ""
+    """What the client calls the request together with others that it sent in one; "" = nothing."""
     stream: bool = False
     priority: int = 0
     cache_salt: str = ""
@@ -398,7 +400,7 @@ class Generations:
             self._fleet.drop(flight)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float = 10.0) -> int:
-        """End requests by exact client id, or all; returns how many were open, once they have ended.
+        """End requests by exact id, or their batch's, or all; returns how many were open, once they have ended.
 
         Their callers get what there is. Works while paused. An end that takes longer than timeout_s comes later.
         Raises Unavailable, TimedOut when another process of the API, which may have some of them, does not answer.
@@ -410,8 +412,13 @@ class Generations:
 
     async def abort_here(self, request_ids: list[str] | None, *, timeout_s: float) -> int:
         """End requests of this process only; see `abort`."""
-        wanted = list(self._jobs) if request_ids is None else [i for i in dict.fromkeys(request_ids) if i in self._jobs]
-        flights = [[f for f in self._jobs[i].flights if not f.done.is_set()] for i in wanted]
+        named = None if request_ids is None else set(request_ids)
+        wanted = [
+            job
+            for i, job in self._jobs.items()
+            if named is None or i in named or (job.ask.batch and job.ask.batch in named)
+        ]
+        flights = [[f for f in job.flights if not f.done.is_set()] for job in wanted]
         ends = [asyncio.ensure_future(flight.done.wait()) for of_job in flights for flight in of_job]
         for of_job in flights:
             for flight in of_job:

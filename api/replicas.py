@@ -110,6 +110,10 @@ class Replica:
             return False
         return live is None or self.version == live.version
 
+    def is_ready(self, live: Live | None) -> bool:
+        """Whether it serves what is live, or would, were it not paused: requests are accepted then, and held."""
+        return self.serves(live) or (self.state == "paused" and (live is None or self.version == live.version))
+
     def send(self, flight: Flight) -> None:
         """Start a flight here. Raises LinkDown."""
         message = flight.new_attempt()

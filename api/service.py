@@ -73,6 +73,11 @@ class Service:
         return sum(await asyncio.gather(*asked))
 
     @property
+    def ready(self) -> bool:
+        """Whether requests are taken: some replica is ready, and what it serves may be served."""
+        return any(r.is_ready(self.fleet.live) for r in self.fleet.replicas) and not self.weights.fenced
+
+    @property
     def own_url(self) -> str:
         """Where this API was bound."""
         try:

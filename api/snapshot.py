@@ -29,7 +29,7 @@ def take(service: Service) -> Snapshot:
         name=service.config.name,
         model=service.model.name,
         uptime_s=time.time() - service.started,
-        ready=any(r.ready for r in replicas),
+        ready=service.ready,
         store_connected=service.weights.link.up,
         live=_version(live),
         live_since=next((h.get("time") for h in reversed(history) if live and h.get("epoch") == live.epoch), None),
@@ -67,14 +67,14 @@ def _version(live: Live | None) -> LiveVersion | None:
 
 
 def _replica(service: Service, r: Replica) -> ReplicaView:
-    said, live = r.stats, service.fleet.live
+    said = r.stats
     ranks = said.ranks if said else []
     return ReplicaView(
         replica=r.index,
         state=r.state,
         reason=r.reason,
         version=r.version,
-        ready=r.serves(live) or (r.state == "paused" and (live is None or r.version == live.version)),
+        ready=r.is_ready(service.fleet.live),
         running=said.running if said else 0,
         waiting=said.waiting if said else 0,
         held=said.held if said else 0,

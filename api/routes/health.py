@@ -79,8 +79,7 @@ def describe(service: Service) -> Health:
             replica=r.index,
             state=r.state,
             version=r.version,
-            ready=r.serves(live_version)
-            or (r.state == "paused" and (live_version is None or r.version == live_version.version)),
+            ready=r.is_ready(live_version),
             reason=r.reason,
             kernels=r.stats.kernels if r.stats else "",
             kernels_why=r.stats.kernels_why if r.stats else "",
@@ -88,10 +87,9 @@ def describe(service: Service) -> Health:
         )
         for r in service.fleet.replicas
     ]
-    is_ready = any(r.ready for r in replicas) and not service.weights.fenced
     return Health(
-        status="ok" if is_ready else "not ready",
-        ready=is_ready,
+        status="ok" if service.ready else "not ready",
+        ready=service.ready,
         paused=service.control.paused,
         weight_version=live_version.version if live_version else None,
         store_connected=service.weights.link.up,

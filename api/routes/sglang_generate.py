@@ -46,6 +46,7 @@ async def generate(body: SglangGenerate, request: Request, service: Uses, x_sess
             prompts=[ids],
             sampling=w.params(len(ids), constrained(w.sampling.constraint, service.model)),
             request_id=_rid(body, i, len(prompts)),
+            batch=body.rid if isinstance(body.rid, str) and len(prompts) > 1 else "",
             stream=bool(body.stream),
             priority=body.priority or 0,
             cache_salt=w.cache_salt,

@@ -1,5 +1,6 @@
 import base64
 
+from api import snapshot
 from weight_manager.messages import Checksums, ReadTensor, Result, RollbackWeights
 
 WEIGHTS = "/v1/rollout/weights"
@@ -43,6 +44,7 @@ async def test_a_fenced_service_is_not_ready(client, store, until, service):
     await until(lambda: service.weights.fenced)
     reply = await client.get("/ready")
     assert (reply.status_code, reply.json()["fenced"]) == (503, True)
+    assert snapshot.take(service).ready is False, "the status page says the same"
     store.relay = {"above": {"fenced": False}, "below": {}}
     store.publish()
     await until(lambda: not service.weights.fenced)

@@ -153,6 +153,26 @@ async def test_abort_by_exact_rid(client, replicas, until):
     assert (await client.post("/abort_request", json={})).status_code == 400
 
 
+async def test_a_batch_is_aborted_by_the_one_id_that_it_has(client, replicas, until):
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    batch, other = (
+        asyncio.create_task(client.post("/generate", json=SHORT | {"text": ["A", "B"], "rid": rid}))
+        for rid in ("batch", "batch_0")
+    )
+    await until(lambda: sum(len(r.running) for r in replicas) == 4)
+    assert (await post(client, "/abort_request", {"rid": "batc"}))["aborted"] == 0
+    assert (await post(client, "/abort_request", {"rid": "batch"}))["aborted"] == 2
+    ended = [output["meta_info"] for output in (await batch).json()]
+    assert [(meta["id"], meta["finish_reason"]["type"]) for meta in ended] == [
+        ("batch_0", "abort"),
+        ("batch_1", "abort"),
+    ]
+    assert not other.done()
+    assert (await post(client, "/abort_request", {"abort_all": True}))["aborted"] == 2
+    await other
+
+
 async def test_memory(client, replicas):
     for _ in range(2):
         assert (await post(client, "/release_memory_occupation"))["status"] == "ok"
