@@ -23,7 +23,7 @@
 #define SLICE 256     // the most inputs in one
 #define RUN_TOKENS 64
 #define MOST_RANK 256
-#define APART 64      // columns whose outputs are first kept apart: few enough for the nearest cache
+#define APART 64      // columns whose outputs are first kept apart, together: few enough for the nearest cache
 #define AHEAD 4096    // bytes of A that are fetched before they are read
 #define NEXT (2 << 20)  // most bytes of A that are fetched a product ahead: what second caches have room for
 
@@ -96,19 +96,26 @@ static inline INLINE u32x16 bits_of_16(const LowRank *s, int64_t f, int64_t toke
 // token is among the words of a pair; first is even, and the last input may be alone, beside a zero. Returns width.
 static int64_t gather(const LowRank *s, const int32_t *order, int64_t tokens, int64_t first, int64_t count, float *words,
                       int64_t *at) {
-    const int64_t block = order[0] / 16 * 16, wide = order[tokens - 1] / 16 * 16 + 16 - block;
-    const int blocks = s->x_token == 1 && s->columns % 16 == 0 && wide <= RUN_TOKENS;  // 16 tokens cost what one does
-    const int64_t width = blocks ? wide : tokens;
+    int64_t blocks[RUN_TOKENS / 16], found = 0;  // 16 tokens side by side cost what one does
+    int fit = s->x_token == 1 && s->columns % 16 == 0;
+    for (int64_t t = 0; t < tokens && fit; t++) {
+        if (!found || order[t] / 16 != blocks[found - 1]) {
+            fit = found < RUN_TOKENS / 16;
+            if (fit) blocks[found++] = order[t] / 16;
+        }
+        at[t] = (found - 1) * 16 + order[t] % 16;
+    }
+    const int64_t width = fit ? found * 16 : tokens;
     uint32_t *to = (uint32_t *)words;
-    for (int64_t t = 0; t < tokens; t++) at[t] = blocks ? order[t] - block : t;
+    for (int64_t t = 0; t < tokens && !fit; t++) at[t] = t;
     for (int64_t f = first; f < first + count; f += 2, to += width) {
         const int alone = f + 1 == first + count;
-        for (int64_t t = 0; blocks && t < width; t += 16) {
-            u32x16 one = bits_of_16(s, f, block + t);
-            if (!alone) one |= bits_of_16(s, f + 1, block + t) << 16;
-            *(u32x16 *)(to + t) = one;
+        for (int64_t i = 0; fit && i < found; i++) {
+            u32x16 one = bits_of_16(s, f, blocks[i] * 16);
+            if (!alone) one |= bits_of_16(s, f + 1, blocks[i] * 16) << 16;
+            *(u32x16 *)(to + i * 16) = one;
         }
-        for (int64_t t = 0; !blocks && t < tokens; t++)
+        for (int64_t t = 0; !fit && t < tokens; t++)
             to[t] = bits_of(s, f, order[t]) | (alone ? 0 : bits_of(s, f + 1, order[t]) << 16);
     }
     return width;
@@ -197,10 +204,11 @@ static void combine(const LowRank *s, const Run *run) {
         }
 }
 
-// Where outputs of a chunk are added: of the first, y of column 0; then as y_step and y_token of LowRank.
+// Where outputs of a chunk are added: of the first, y of column 0; then as y_step and y_token of LowRank. Those that are
+// kept apart are of columns [base, base + APART).
 typedef struct {
     float *y;
-    int64_t step, token;
+    int64_t step, token, base;
 } Into;
 
 // 16 * `tiles` outputs for `tokens` tokens; into `apart`, or added to y, where the first belongs. b: the first, of the
@@ -227,7 +235,7 @@ static inline INLINE void outputs_of(Into to, const char *b, const char *ahead, 
     for (int t = 0; t < tokens; t++)
         for (int i = 0; i < tiles; i++) {
             if (apart) {
-                *(f32x16 *)(apart[order[t]] + in_chunk + i * 16) = sums[t][i];
+                *(f32x16 *)(apart[order[t] - to.base] + in_chunk + i * 16) = sums[t][i];
                 continue;
             }
             float *y = to.y + i * 16 * to.step + order[t] * to.token;
@@ -257,7 +265,7 @@ static inline INLINE void expand_few(Into to, const Factors *f, int64_t part, in
 }
 
 // What lies apart, [columns, CHUNK], added to `count` rows of y; columns without changes stay as they are.
-static void add(Into into, int64_t columns, float (*apart)[CHUNK], const char *changed, int64_t count) {
+static void add_apart(Into into, int64_t columns, float (*apart)[CHUNK], const char *changed, int64_t count) {
     for (int64_t column = 0; column < columns; column += 16) {
         int changes = 0;
         for (int t = 0; t < 16; t++) changes += changed[column + t];
@@ -266,7 +274,7 @@ static void add(Into into, int64_t columns, float (*apart)[CHUNK], const char *c
             for (int t = 0; t < 16; t++) v[t] = changed[column + t] ? load(apart[column + t] + o) : splat(0);
             transpose(v);
             for (int i = 0; i < 16 && o + i < count; i++) {
-                float *to = into.y + (o + i) * into.step + column;
+                float *to = into.y + (o + i) * into.step + into.base + column;
                 if (changes == 16) *(f32x16 *)to += v[i];
                 else
                     for (int t = 0; t < 16; t++)
@@ -309,24 +317,28 @@ static inline INLINE void expand_wide(Into into, const Factors *f, int64_t part,
 }
 
 // The same for all tokens of a run: a lane for each token where enough of them are in the same 16 columns. Either way an
-// output adds up along the rank. changed: gets the columns that lie apart.
+// output adds up along the rank. apart: null where columns do not lie side by side; then all tokens are meant, else those
+// of the columns that are kept apart. changed: gets the columns that lie there.
 static inline INLINE void expand_run(const LowRank *s, Into to, const Run *run, int64_t part, int64_t row, int64_t end,
                                      float (*apart)[CHUNK], char *changed, const char *ahead, const int narrow) {
     const Factors *f = factors_of(s, run);
     const int32_t *order = s->step->order + run->first;
     const int64_t most = most_of(s);
     const float *z = s->step->between + run->first * most;
+    int64_t first = 0, last = run->count;
+    while (apart && first < last && order[first] < to.base) first++;
+    while (apart && first < last && order[last - 1] >= to.base + APART) last--;
     for (int64_t p = 0; p < part; p++) z += f->rank[p];
-    for (int64_t t = 0, few = 0; t < run->count;) {  // tokens [few, t) are still to be done
+    for (int64_t t = first, few = first; t < last;) {  // tokens [few, t) are still to be done
         int64_t count = 1;
-        while (t + count < run->count && order[t + count] / 16 == order[t] / 16) count++;
+        while (t + count < last && order[t + count] / 16 == order[t] / 16) count++;
         const int wide = apart && count >= WIDE;
         if (wide) expand_wide(to, f, part, row, end, order + t, z + t * most, most, count, ahead, narrow);
         else
-            for (int64_t i = t; apart && i < t + count; i++) changed[order[i]] = 1;
+            for (int64_t i = t; apart && i < t + count; i++) changed[order[i] - to.base] = 1;
         const int64_t until = wide ? t : t + count;
         t += count;
-        if (wide || t == run->count) {
+        if (wide || t == last) {
             if (until > few)
                 expand_few(to, f, part, row, end, order + few, z + few * most, most, until - few, apart, ahead, narrow);
             few = t;
@@ -337,19 +349,24 @@ static inline INLINE void expand_run(const LowRank *s, Into to, const Run *run, 
 // Outputs [row, row + CHUNK) of one part, for all runs. near: what is read has been fetched.
 static void expand(const LowRank *s, Into to, int64_t part, int64_t row, int near) {
     int64_t end = row + CHUNK < s->outputs[part] ? row + CHUNK : s->outputs[part], runs = s->step->run_count;
-    int few = to.token == 1 && s->columns > 1 && s->columns <= APART;
-    float space[APART][CHUNK], (*apart)[CHUNK] = few ? space : 0;
-    char changed[APART] = {0};
-    for (int64_t i = 0; i < runs; i++) {
-        const Run *run = s->step->runs + i, *next = s->step->runs + (i + 2) % runs;
-        const Factors *f = factors_of(s, run), *after = factors_of(s, next);
-        if (!f->rank[part]) continue;
-        int64_t ahead = (i + 2 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
-        const char *b = near ? 0 : (const char *)after->b[part] + ahead;
-        if (f->narrow) expand_run(s, to, run, part, row, end, apart, changed, b, 1);
-        else expand_run(s, to, run, part, row, end, apart, changed, b, 0);
+    const int across = to.token == 1 && s->columns > 1;
+    float space[APART][CHUNK], (*apart)[CHUNK] = across ? space : 0;
+    for (to.base = 0; to.base < s->columns; to.base += across ? APART : s->columns) {
+        char changed[APART] = {0};
+        for (int64_t i = 0; i < runs; i++) {
+            const Run *run = s->step->runs + i, *next = s->step->runs + (i + 2) % runs;
+            const Factors *f = factors_of(s, run), *after = factors_of(s, next);
+            const int32_t *tokens = s->step->order + run->first;
+            if (!f->rank[part]) continue;
+            if (across && (tokens[0] >= to.base + APART || tokens[run->count - 1] < to.base)) continue;
+            int64_t ahead = (i + 2 < runs ? row : row + CHUNK) * after->rank[part] * (after->narrow ? 2 : 4);
+            const char *b = near || to.base ? 0 : (const char *)after->b[part] + ahead;
+            if (f->narrow) expand_run(s, to, run, part, row, end, apart, changed, b, 1);
+            else expand_run(s, to, run, part, row, end, apart, changed, b, 0);
+        }
+        const int64_t left = s->columns - to.base;
+        if (across) add_apart(to, left < APART ? left : APART, apart, changed, end - row);
     }
-    if (few) add(to, s->columns, apart, changed, end - row);
 }
 
 // All jobs of a phase are done, by whichever threads there are.
@@ -398,7 +415,7 @@ void low_rank_between(LowRank *s, const float *words) {
 
 void low_rank_add(const LowRank *s, int64_t part, int64_t chunk, float *to, int64_t step) {
     wait_for(&s->done, s->step->run_count);
-    expand(s, (Into){to, step, 1}, part, chunk * CHUNK, 1);
+    expand(s, (Into){to, step, 1, 0}, part, chunk * CHUNK, 1);
 }
 
 int64_t low_rank_ahead(const LowRank *s, int64_t part, int64_t parts, int64_t chunk, int64_t claim, int64_t claims,
@@ -449,7 +466,7 @@ void low_rank(void *data) {
         }
         if (part == s->parts) return;
         const int64_t row = (job - before) * CHUNK;
-        expand(s, (Into){s->y + (first + row) * s->y_step, s->y_step, s->y_token}, part, row, 0);
+        expand(s, (Into){s->y + (first + row) * s->y_step, s->y_step, s->y_token, 0}, part, row, 0);
     }
 }
 

@@ -154,17 +154,19 @@ def test_any_shape_and_rank(kind, site, narrow, token_major):
     assert not got[:, epochs == 0].any()
 
 
-@pytest.mark.parametrize("kind", ["native", "plain"])
+@pytest.mark.parametrize(("kind", "narrow"), [("native", False), ("native", True), ("plain", False)])
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
-def test_what_is_added_to_a_token_does_not_show_who_else_is_there(kind, site):
+def test_what_is_added_to_a_token_does_not_show_who_else_is_there(kind, narrow, site):
+    """Also where there are more columns than are worked on together, and an adapter's tokens lie far apart."""
     rng = np.random.default_rng(1)
-    low_rank = made(kind)
+    low_rank = made(kind, narrow=narrow)
     held(low_rank, rng, [16, 3, 4])
-    x = rng.standard_normal((site.inputs, 64)).astype(np.float32)
-    epochs = rng.integers(0, 4, 64).tolist()
+    x = rng.standard_normal((site.inputs, 150)).astype(np.float32)
+    x = to_bits(x) if narrow else x
+    epochs = np.concatenate([rng.integers(0, 4, 55), np.repeat([1, 2, 3], 15), rng.integers(0, 4, 50)]).tolist()
     among = added(low_rank, site, x, batch_of(epochs))
-    for count in (1, 2, 3, 5, 16, 33):
-        some = rng.permutation(64)[:count]
+    for count in (1, 2, 3, 5, 16, 33, 64, 65, 130):
+        some = rng.permutation(150)[:count]
         of_them = [epochs[t] for t in some]
         if any(of_them):
             found = added(low_rank, site, x[:, some], batch_of(of_them), token_major=count % 2 == 1)
