@@ -37,7 +37,7 @@ def _settled(run_dir: Path, fleet: FleetState) -> bool:
         return False
     try:
         url = (run_dir / "http_url").read_text().strip()
-        said = httpx.get(f"{url}/ready", timeout=ASK_S).json()["replicas"]
+        said = httpx.get(f"{url}/ready", timeout=ASK_S, trust_env=False).json()["replicas"]
     except (OSError, httpx.HTTPError, ValueError, KeyError):
         return False
     return [r["replica"] for r in said if r["ready"]] == list(range(fleet.wanted))

@@ -28,8 +28,9 @@ def run(file: Path, fields: dict[str, Any], as_json: bool, url: str | None, name
         for start in range(0, len(samples), _AT_ONCE):
             some = samples[start : start + _AT_ONCE]
             scores = client.score([s.prompt_ids for s in some], [s.token_ids for s in some], **fields)
-            for sample, score in zip(some, scores.outputs, strict=True):
-                line = msgspec.json.encode(score).decode() if as_json else _said(sample, score.logprobs)
+            for number, (sample, score) in enumerate(zip(some, scores.outputs, strict=True), start):
+                numbered = msgspec.structs.replace(score, index=number)  # of all, not of those of one request
+                line = msgspec.json.encode(numbered).decode() if as_json else _said(sample, score.logprobs)
                 end = "" if as_json else f"  version {score.weight_version}"
                 sys.stdout.write(f"{line}{end}\n")
             sys.stdout.flush()

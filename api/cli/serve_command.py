@@ -139,7 +139,8 @@ def announce(config: ServeConfig) -> None:
         time.sleep(POLL_S)
         try:
             url = url_file.read_text().strip()
-            replicas = [replica["ready"] for replica in httpx.get(f"{url}/ready", timeout=2.0).json()["replicas"]]
+            health = httpx.get(f"{url}/ready", timeout=2.0, trust_env=False).json()  # no proxy reaches this host for us
+            replicas = [replica["ready"] for replica in health["replicas"]]
         except (OSError, httpx.HTTPError, ValueError, KeyError):
             continue
         now = time.monotonic()

@@ -5,16 +5,22 @@ import json
 import os
 import re
 import socket
+import threading
+import time
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import app, serve_command
+from api.cli import app, scale_command, score_command, serve_command
 from api.cli.connect import url_of
 from api.config import ServeConfig
-from rollout_client.http import RolloutClient
+from examples.grpo_paddle.service import Service
+from fleet_ray.messages import FleetState, PlacedReplica
+from rollout_client.http import RolloutClient, Score, Scores
 
 
 @pytest.fixture
@@ -261,6 +267,78 @@ def test_score_says_which_line_is_wrong(run, served, text, says):
     result = run("score", "-", input=text)
     assert result.exit_code == 2
     assert says in result.stderr
+
+
+def test_scores_are_numbered_through_all_requests(run, monkeypatch):
+    class Client:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def score(self, prompts, tokens, **_):
+            found = [Score(i, [-0.5] * len(ids), 7, "length") for i, ids in enumerate(tokens)]
+            return Scores("r", "m", found)
+
+    monkeypatch.setattr(score_command, "connect", lambda *_: Client())
+    monkeypatch.setattr(score_command, "_AT_ONCE", 2)
+    lines = "\n".join(json.dumps({"prompt_ids": [1], "token_ids": [2] * length}) for length in (1, 2, 3, 4, 5))
+    told = [json.loads(line) for line in run("score", "-", "--json", input=lines).stdout.splitlines()]
+    assert [(score["index"], len(score["logprobs"])) for score in told] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+
+
+@pytest.fixture
+def ready_behind_a_proxy(monkeypatch):
+    """The URL of a service that is ready, where the environment names a proxy for all of HTTP that cannot reach it."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"replicas": [{"replica": 0, "ready": True}]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as service:
+        thread = threading.Thread(target=service.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{service.server_port}"
+        service.shutdown()
+        thread.join()
+
+
+def test_a_service_is_announced_whatever_proxy_the_environment_names(model_dir, run_dir, ready_behind_a_proxy, capsys):
+    (run_dir / "http_url").write_text(f"{ready_behind_a_proxy}\n")
+    announcing = threading.Thread(
+        target=serve_command.announce, args=(configure(model_dir, run_dir=run_dir),), daemon=True
+    )
+    announcing.start()
+    announcing.join(30)
+    assert capsys.readouterr().out.startswith(f"ready: {ready_behind_a_proxy}")
+
+
+def test_scaling_sees_who_is_ready_whatever_proxy_the_environment_names(run_dir, ready_behind_a_proxy):
+    (run_dir / "http_url").write_text(f"{ready_behind_a_proxy}\n")
+    fleet = FleetState("", 1, [PlacedReplica(0, "running", "node", "127.0.0.1", "")])
+    assert scale_command._settled(run_dir, fleet)
+
+
+def test_the_demo_sees_its_service_whatever_proxy_the_environment_names(tmp_path, ready_behind_a_proxy):
+    demo = Service(tmp_path / "model", 1, tmp_path)
+    demo._process = SimpleNamespace(poll=lambda: None)
+    demo._run_dir.mkdir()
+    (demo._run_dir / "http_url").write_text(ready_behind_a_proxy)
+    (demo._run_dir / "push_endpoint").write_text("tcp://127.0.0.1:5600")
+    assert demo._wait_until_ready(time.monotonic() + 10).url == ready_behind_a_proxy
+    demo._scratch.cleanup()
 
 
 def test_status_shows_a_table(run, served):
