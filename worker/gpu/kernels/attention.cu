@@ -111,7 +111,7 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
   const int column = min(part * 8, HEAD_DIM - 8);  // lanes beyond the head read what they then multiply by q = 0
   auto place = [&](int p) { return (((u64)table[p / BLOCK] * KV_HEADS + kv_head) * BLOCK + p % BLOCK) * HEAD_DIM + column; };
   auto slot = [&](int n, int j) { return ring + (n * 2 * AT_ONCE + j) * 128 + threadIdx.x; };  // values: j + AT_ONCE
-  auto ask = [&](int base, int n) {  // for AT_ONCE tokens from base on, or the last one instead
+  auto ask = [&](int base, int n, int end) {  // for AT_ONCE tokens from base on, or the last one before end instead
     if (base < end) {
 #if BLOCK % AT_ONCE == 0  // all of them lie in one block
       const u64 first_at = place(base);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
     if (!threadIdx.x && k_norm) ask_l2(k_norm, HEAD_DIM * sizeof(elt));
   }
 #pragma unroll
-  for (int n = 0; n < RING; n++) ask(mine + n * turn, n);
+  for (int n = 0; n < RING; n++) ask(mine + n * turn, n, FUSED ? min(end, position) : end);
   if (FUSED) follow();
   const elt *row = qkv + (u64)t * QKV;
   const float2 *at = angles + (u64)max(position, 0) * HALF;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
 #pragma unroll
     for (int i = 0; i < 8; i++) { q[g][i] = q_shared[g][part * 8 + i]; acc[g][i] = 0; }
   }
-  if (FUSED && position < end && position < start + RING * turn) {  // the new token has been asked for too early
+  if (FUSED && position < end && position < start + RING * turn) {  // the new token was not there to be asked for
     copies_left<0>();
     for (int n = 0; n < RING; n++)
       for (int j = 0; j < AT_ONCE; j++)
@@ -230,7 +230,7 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
 #pragma unroll
           for (int i = 0; i < 8; i++) acc[g][i] += s[g][j] * f[i];
       }
-    ask(base + RING * turn, n);
+    ask(base + RING * turn, n, end);
     n = n + 1 == RING ? 0 : n + 1;
   }
   copies_left<0>();
