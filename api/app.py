@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from api import openapi, replies
+from api.auth import is_stranger
 from api.bodies import Bodies
 from api.hosts import Hosts
 from api.processes import forwarding
@@ -80,9 +81,9 @@ def create_app(service: Service) -> FastAPI:
     longest, answered = service.config.max_body_bytes, service.metrics.answered
     if peers is not None and passing is not None:
         app.add_middleware(Claiming, peers=peers, passing=passing)
-    app.add_middleware(Bodies, max_bytes=service.config.max_body_bytes)
+    app.add_middleware(Bodies, max_bytes=longest, is_stranger=lambda scope: is_stranger(scope, service.config))
     app.add_middleware(Hosts, config=service.config)
-    app.add_middleware(ReplyCounts, answered=service.metrics.answered)
+    app.add_middleware(ReplyCounts, answered=answered)
     if peers is not None and passing is not None:
         if not peers.leads:
             app.add_middleware(

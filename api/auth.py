@@ -14,7 +14,11 @@ from urllib.parse import urlsplit
 
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
+from api.config import ApiConfig
 from api.errors import Forbidden, Unauthorized
 from api.service import Service
 
@@ -41,6 +45,15 @@ async def require_admin(request: Request, given: AdminToken) -> None:
     config = request.app.state.service.config
     token = config.admin_token or config.data_token
     _check(request, given, [token] if token else [], other=config.data_token)
+
+
+def is_stranger(scope: Scope, config: ApiConfig) -> bool:
+    """Whether a request shows no token where all that have a body need one."""
+    if not config.data_token:
+        return False
+    scheme, given = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+    known = (token for token in (config.data_token, config.admin_token) if token)
+    return scheme.lower() != "bearer" or not any(_equal(given, token) for token in known)
 
 
 def _check(

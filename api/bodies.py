@@ -1,11 +1,14 @@
 """What every request passes through first: the longest body there may be, and three habits of clients.
 
-A body whose JSON escapes half of a surrogate pair is refused whole: no field of it could be written into UTF-8.
+The body of somebody without a token is not read where one is needed: to read JSON is what a stranger could keep the
+process busy with. A body whose JSON escapes half of a surrogate pair is refused whole: no field of it could be written
+into UTF-8.
 Bodies are JSON whatever Content-Type says (curl says form, some trainers say nothing), a trailing slash is no other
 route, and HEAD, which probes like to send, is answered like GET but for the body.
 """
 
 import re
+from collections.abc import Callable
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,9 +41,10 @@ def _check_text(body: bytes) -> None:
 class Bodies:
     """ASGI middleware. 413 while a body arrives, before anything is parsed."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, is_stranger: Callable[[Scope], bool]) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._is_stranger = is_stranger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take one request, as ASGI has it."""
@@ -58,11 +62,14 @@ class Bodies:
             await error_response(self._error())(scope, receive, send)
             return
         parts: list[bytes] = []
-        read, whole = 0, False
+        read, whole, unread = 0, False, self._is_stranger(scope)
 
         async def checked() -> Message:
             """The body as one message; HTTPException is the one exception that FastAPI lets through meanwhile."""
-            nonlocal read, whole
+            nonlocal read, whole, unread
+            if unread:
+                whole, unread = True, False
+                return {"type": "http.request", "body": b"", "more_body": False}
             while True:
                 message = await receive()
                 if whole or message["type"] != "http.request":
