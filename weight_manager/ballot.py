@@ -86,6 +86,7 @@ class Ballot:
     _tallies: dict[Voter, Tally] = field(default_factory=dict)
     _owing: set[Voter] = field(default_factory=set)
     _fences: dict[str, float] = field(default_factory=dict)  # left behind or lost, perhaps still serving, until when
+    _seconds: float = 0.0  # for the answers that are owed
     _hard: float = NEVER
     _soft: float = NEVER
 
@@ -202,7 +203,6 @@ class Ballot:
         self.voters.discard(voter)
         if undoable and isinstance(voter, int) and not any(isinstance(v, int) for v in self.voters):
             message = f"no replica is left to serve the version; the last, replica {voter}, {why}"
-            self._owing.discard(voter)
             self.undo(Event.REFUSED, PushRefused("refused", message, rank=f"replica {voter}"), now)
         else:
             if isinstance(voter, str) and not self.holds:
@@ -237,12 +237,11 @@ class Ballot:
             if isinstance(self.life.cell(Event.LATE), Go):
                 why = f"did not answer to {verb} in time"
                 self._miss(store, why, PushRefused("deadline", f"store {store} {why}", rank=store), now)
-        if self.life.state not in (State.PREPARING, State.FLIPPING) or not self._owing or now < self._hard:
+        if now < self._hard:  # it goes on without them, or everybody goes back: there is another deadline
             return
         silent = self._drop()
-        limit = self.limits.prepare if self.life.state is State.PREPARING else self.limits.flip
         names = [label(v) for v in silent]
-        message = f"{', '.join(names)} did not answer to {verb} within {limit:g} s"
+        message = f"{', '.join(names)} did not answer to {verb} within {self._seconds:g} s"
         for voter in silent:  # should they wake, they find the rollback before anything else
             self.outbox.append((voter, Rollback(self.session, message)))
         self.undo(Event.LATE, PushRefused("deadline", message, rank=names[0]), now)
@@ -332,6 +331,7 @@ class Ballot:
     ) -> None:
         """Move, and have these owe an answer; None = all voters."""
         self.life.fire(event, self.refusal.message if self.refusal else self.session)
+        self._seconds = seconds
         self._hard, self._soft = now + seconds, now + min(seconds, self.limits.behind)
         self._owing = set(self.voters if whom is None else whom)
         self.outbox += [(voter, message) for voter in sorted(self._owing, key=str)]

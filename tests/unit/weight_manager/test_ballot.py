@@ -103,6 +103,8 @@ def test_silence_in_prepare_and_flip_fails_the_vote_and_unregisters():
         ballot.tick(late)
         assert ballot.refusal is not None
         assert (ballot.refusal.code, ballot.refusal.rank, ballot.lost) == ("deadline", "replica 1", [1])
+        asked = "prepare within 10 s" if late == 10.0 else "flip within 2 s"
+        assert ballot.refusal.message == f"replica 1 did not answer to {asked}"
         assert sent(ballot) == [(1, "Rollback"), (0, "Rollback")]
         ballot.rolled_back(0, RolledBack("s"), late)
         assert ballot.life.state is State.OVER
@@ -386,3 +388,137 @@ def test_a_relay_without_anybody_flips_when_it_is_told():
     assert ballot.life.state is State.READY
     ballot.flip(2.0, 0.1)
     assert ballot.life.state is State.FLIPPED
+
+
+def test_a_store_is_told_of_silence_by_the_time_that_the_one_above_gave():
+    ballot = ballot_of(0, role=Role.RELAY)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.flip(1.5, 0.2)
+    ballot.tick(1.7)
+    assert ballot.refusal is not None
+    assert ballot.refusal.message == "replica 0 did not answer to flip within 1.5 s"
+
+
+def test_a_vote_on_another_session_counts_for_nothing():
+    """One that was given up: its replica answers late, and has prepared other bytes."""
+    ballot = ballot_of(0)
+    ballot.prepared(0, Prepared("the one before"), 0.1)
+    assert ballot.life.state is State.PREPARING
+    ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.flipped_by(0, Flipped("the one before"), 0.2)
+    assert ballot.life.state is State.FLIPPING
+    ballot.flipped_by(0, Flipped("s", ok=False, error="no"), 0.2)
+    assert ballot.refusal is not None
+    assert ballot.refusal.message == "replica 0 rank 0 failed to flip: no"
+    ballot.rolled_back(0, RolledBack("the one before"), 0.3)
+    assert ballot.life.state is State.UNDOING
+
+
+@pytest.mark.parametrize("reach", [ballot_of, to_flip, "ready", "live", "undoing"])
+def test_before_its_time_a_turn_of_the_loop_changes_nothing(reach):
+    if reach == "ready":
+        ballot = ballot_of(0, role=Role.RELAY)
+        ballot.prepared(0, Prepared("s"), 0.1)
+    elif reach == "live":
+        ballot = to_record(0, 1)
+        ballot.recorded(0.3)
+    elif reach == "undoing":
+        ballot = to_flip(0, 1)
+        ballot.flipped_by(0, Flipped("s", ok=False, error="no"), 0.2)
+    else:
+        ballot = reach(0, 1)
+    state, refusal = ballot.life.state, ballot.refusal
+    sent(ballot)
+    ballot.tick(ballot.deadline - 0.01)
+    assert (ballot.life.state, ballot.refusal, ballot.lost, sent(ballot)) == (state, refusal, [], [])
+
+
+def test_where_too_few_stores_take_part_nobody_is_asked_to_flip():
+    ballot = ballot_of(0, needed=2)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    assert ballot.refusal is not None
+    assert ballot.refusal.message == "1 stores take part, 2 must"
+    assert sent(ballot) == [(0, "Prepare"), (0, "Rollback")]
+
+
+@pytest.mark.parametrize("flipping", [False, True])
+def test_stores_that_may_miss_it_end_it_once_too_few_are_left(flipping):
+    """At once, whatever others still owe. What the last of them said is what went wrong; it may go well next time."""
+    ballot = ballot_of(0, "a", "b", "c", may_miss=frozenset("abc"), needed=3, serves_until=lambda store: 30.0)
+    if flipping:
+        ballot.prepared(0, Prepared("s"), 0.1)
+        for store in "abc":
+            ballot.store_voted(store, Prepared("s"), Tally(1, 1), "", 0.1)
+    no = (Flipped if flipping else Prepared)("s", ok=False, error="no memory", tensors=["x"])
+    sent(ballot)
+    ballot.store_voted("a", no, Tally(0, 0), "", 0.2)
+    assert (ballot.refusal, ballot.stores) == (None, 3)
+    ballot.gone("b", "is lost", 0.3)
+    assert ballot.refusal is not None
+    assert ballot.refusal.message == "2 stores are left, 3 must take part; store b is lost"
+    assert (ballot.refusal.code, ballot.refusal.rank, ballot.refusal.retryable) == ("refused", "b", True)
+    assert sent(ballot) == [("a", "Rollback"), ("b", "Rollback"), (0, "Rollback"), ("c", "Rollback")]
+
+
+def test_of_stores_that_are_late_together_none_is_left_behind_once_it_is_over():
+    ballot = ballot_of(0, "a", "b", may_miss=frozenset("ab"), needed=3, serves_until=lambda store: 30.0)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.tick(10.0)
+    assert ballot.refusal is not None
+    assert ballot.refusal.code == "deadline"
+    assert ballot.behind.keys() == {"a"}, "b goes back as the others do, and serves on"
+    ballot.rolled_back("b", RolledBack("s"), 10.1)
+    ballot.rolled_back(0, RolledBack("s"), 10.1)
+    assert (ballot.life.state, ballot.lost) == (State.OVER, [])
+
+
+def test_nobody_waits_for_a_store_that_cannot_be_serving():
+    ballot = ballot_of(0, "b", may_miss=frozenset("b"), serves_until=lambda store: 0.1)
+    ballot.gone("b", "is lost", 0.2)
+    ballot.prepared(0, Prepared("s"), 0.3)
+    ballot.flipped_by(0, Flipped("s"), 0.4)
+    assert ballot.life.state is State.FLIPPED
+
+
+def test_of_an_adapter_stores_alone_are_asked_to_flip():
+    """They note that it may go live; replicas hold both versions, and have nothing to do before one is."""
+    ballot = ballot_of(0, "b", holds=False)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.store_voted("b", Prepared("s"), Tally(1, 1), "", 0.1)
+    assert sent(ballot) == [(0, "Prepare"), ("b", "Prepare"), ("b", "Flip")]
+    assert ballot.life.state is State.FLIPPING
+    ballot.store_voted("b", Flipped("s"), Tally(1, 1), "", 0.2)
+    assert ballot.life.state is State.FLIPPED
+    ballot.recorded(0.3)
+    assert sent(ballot) == [(0, "Finalize"), ("b", "Finalize")]
+
+
+def test_weights_that_kill_the_last_replica_here_do_not_go_live_for_the_sake_of_stores_below():
+    ballot = ballot_of(0, "b")
+    ballot.gone(0, "died", 0.1)
+    assert ballot.refusal is not None
+    assert (ballot.refusal.rank, ballot.life.state) == ("replica 0", State.UNDOING)
+    ballot.rolled_back("b", RolledBack("s"), 0.2)
+    assert ballot.life.state is State.OVER
+
+
+def test_no_store_is_given_more_time_than_there_is():
+    """However patient one is with those that may miss it."""
+    ballot = ballot_of(0, "b", may_miss=frozenset("b"))
+    assert ballot.limits.behind > ballot.limits.prepare
+    assert ballot.patience("b", 1.0) == ballot.patience(0, 1.0) == 9.0
+    assert ballot.deadline == 10.0
+
+
+def test_why_everybody_goes_back_is_in_the_versions_trail():
+    ballot = ballot_of(0)
+    ballot.prepared(0, Prepared("s", ok=False, error="no memory"), 0.1)
+    assert ballot.life.trail[-1][2:] == (State.UNDOING, "replica 0 rank 0 cannot prepare: no memory")
+
+
+def test_a_no_of_who_was_not_asked_or_has_answered_counts_for_nothing():
+    ballot = ballot_of(0, 1)
+    ballot.prepared(7, Prepared("s", ok=False, error="a stranger's"), 0.1)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    ballot.prepared(0, Prepared("s", ok=False, error="said twice"), 0.1)
+    assert (ballot.refusal, ballot.life.state) == (None, State.PREPARING)
