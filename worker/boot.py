@@ -49,7 +49,8 @@ engine, and a sampler where the scheduler's own cannot draw from what it answers
 EXIT_USAGE = 2
 """The configuration is wrong: starting again would not help."""
 EXIT_DEVICE = 1
-"""The GPU cannot be used: a first start is not tried again, a later one is, as memory may be free again by then."""
+"""The GPU cannot be used: a first start is tried once more, a later one again and again, as memory may be free by then.
+"""
 EXIT_GROUP_DEAD = 71
 """The other ranks are gone, so this one cannot go on: the supervisor restarts the replica whole."""
 

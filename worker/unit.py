@@ -25,7 +25,11 @@ EXIT_CONFIG = 78
 """sysexits' EX_CONFIG: starting again would end the same way, so nobody tries, unless it has run before."""
 _USAGE = 2
 _START_S = 10.0
-"""A first start that ends this soon, with status 1, said why: a second one would say the same. Longer ones have run."""
+"""What lives so long has run."""
+_BELIEVED = 2
+"""Python ends with status 1 over any error that nobody thought of, a port or memory that another has for a moment among
+them. What has never run and says so the second time in a row would say the same the third time.
+"""
 _FOLLOW_S = 2.0
 """Seconds that the other processes of a unit have once the first has ended as it was asked to."""
 _REPORTS = 50
@@ -99,6 +103,7 @@ class Unit:
         self._stopping = asyncio.Event()
         self._cycling = False
         self._has_run = False
+        self._failed_starts = 0  # in a row, with status 1
 
     async def run(self) -> None:
         """Start, watch, restart. Returns once stopped or given up."""
@@ -245,7 +250,8 @@ class Unit:
         self._has_run |= lived >= _START_S
         if self._has_run:
             return False  # what it was told is right, so that something else is wrong now, and may be mended
-        return first.status in (EXIT_CONFIG, _USAGE) or (self.restarts == 1 and first.status == 1)
+        self._failed_starts = self._failed_starts + 1 if first.status == 1 else 0
+        return first.status in (EXIT_CONFIG, _USAGE) or self._failed_starts == _BELIEVED
 
     def _report(self, planned: bool) -> None:
         """A readable account of a process that ended without being asked to."""

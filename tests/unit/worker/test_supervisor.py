@@ -149,14 +149,50 @@ def test_a_unit_that_keeps_ending_is_given_up_and_the_service_with_it(run_dir, l
     assert supervise(units, run_dir, lines, script) == 1
 
 
-@pytest.mark.parametrize("status", [1, 2, 78])
-def test_a_first_start_that_says_why_it_cannot_be_is_not_tried_again(run_dir, lines, status):
+@pytest.mark.parametrize(("status", "tries"), [(1, 2), (2, 1), (78, 1)])
+def test_a_first_start_that_says_why_it_cannot_be_is_not_tried_again(run_dir, lines, status, tries):
+    """2 and 78 say why. 1 is what Python says of any error that nobody thought of: it is believed the second time."""
+
     async def script(supervisor):
         await until(lambda: supervisor.units[0].state == "gave_up")
-        assert supervisor.units[0].processes()[0].restarts == 1
+        assert supervisor.units[0].processes()[0].restarts == tries
         assert "cannot start" in supervisor.units[0].why_gave_up
 
     assert supervise([unit("store", "store", f"raise SystemExit({status})")], run_dir, lines, script) == 1
+
+
+def test_a_first_start_that_fails_once_is_forgotten(run_dir, lines, tmp_path):
+    """A port that somebody else was given meanwhile, memory that another has for a moment: of a replica that was given up
+    for it, nobody would have heard any more.
+    """
+    once = tmp_path / "once"
+    code = (
+        f"import os, time; failed = os.path.exists({str(once)!r}); open({str(once)!r}, 'w')\n"
+        "if not failed: raise MemoryError\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+
+    async def script(supervisor):
+        await until(lambda: any(line == "up" for _, line in lines))
+        assert supervisor.units[0].state == "running"
+        assert supervisor.units[0].processes()[0].restarts == 1
+
+    assert supervise([unit("replica-0", "replica", code)], run_dir, lines, script) == 0
+
+
+def test_starts_that_fail_otherwise_in_between_are_no_second_word(run_dir, lines, tmp_path):
+    count = tmp_path / "count"
+    code = (
+        f"import os, signal, time; open({str(count)!r}, 'a').write('x'); n = os.path.getsize({str(count)!r})\n"
+        "if n == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if n in (1, 3): raise SystemExit(1)\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+
+    async def script(supervisor):
+        await until(lambda: any(line == "up" for _, line in lines))
+
+    assert supervise([unit("replica-0", "replica", code)], run_dir, lines, script) == 0
 
 
 @pytest.mark.parametrize("status", [2, 78])
