@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from worker.child import Child, Output
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 CALM_S = 8.0
 """After any start, until a spare is made: about what a start takes."""
 _LOOK_S = 1.0
-_TRIES = 3
-"""After so many spares that ended before they were needed no more are made."""
+_TRIES, _WITHIN_S = 3, 600.0
+"""After so many spares that ended before they were needed, within so many seconds, no more are made."""
 
 
 class Spares:
@@ -34,7 +35,7 @@ class Spares:
         self._calm_s = calm_s
         self._not_before = time.monotonic() + calm_s
         self._waiting: list[Child] = []
-        self._lost = 0
+        self._lost: deque[float] = deque(maxlen=_TRIES)  # when the last ones ended before they were needed
 
     @property
     def pids(self) -> list[int]:
@@ -72,7 +73,7 @@ class Spares:
                 self.disturb()  # from now on: a fork beside a full memory may have taken longer than that
             else:
                 await asyncio.sleep(_LOOK_S)
-        log.error("%d spare processes ended before they were needed: no more are made", self._lost)
+        log.error("%d spare processes ended before they were needed: no more are made", _TRIES)
 
     async def close(self) -> None:
         """End those that wait."""
@@ -83,11 +84,11 @@ class Spares:
 
     def _given_up(self) -> bool:
         self._forget_ended()
-        return self._lost >= _TRIES
+        return len(self._lost) == _TRIES and self._lost[-1] - self._lost[0] < _WITHIN_S
 
     def _forget_ended(self) -> None:
         for child in [child for child in self._waiting if child.status is not None]:
             self._waiting.remove(child)
-            self._lost += 1
+            self._lost.append(time.monotonic())
             last = child.lines[-1] if child.lines else "it said nothing"
             log.warning("a spare process ended before it was needed: %s", last)

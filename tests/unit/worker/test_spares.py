@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import worker.spares
 from tests.unit.worker.supervising import QUICK, SLEEP, alive, pids, until
 from worker.run_dir import RunDir
 from worker.spares import Spares
@@ -118,6 +119,20 @@ def test_spares_that_cannot_load_are_given_up(play):
         assert len([line for _, line in lines if "no Paddle" in line]) == 3
 
     play([replica(0, 1)], 1, script, code="raise SystemExit('no Paddle here')", calm_s=0.05)
+
+
+def test_spares_that_are_lost_now_and_then_are_made_again(play, monkeypatch):
+    """In weeks somebody short of memory ends three of them; each restart after that would load Paddle anew."""
+    monkeypatch.setattr(worker.spares, "_WITHIN_S", 0.1)
+
+    async def script(supervisor, spares, lines):
+        for lost in range(4):
+            await until(lambda lost=lost: len([line for _, line in lines if line == "loaded"]) == lost + 1)
+            await asyncio.sleep(0.15)
+            os.kill(spares.pids[0], signal.SIGKILL)
+        await until(lambda: len([line for _, line in lines if line == "loaded"]) == 5)
+
+    play([replica(0, 1)], 1, script, calm_s=0.05)
 
 
 def test_nothing_is_made_while_something_starts(play):

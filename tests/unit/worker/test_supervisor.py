@@ -162,8 +162,8 @@ def test_a_first_start_that_says_why_it_cannot_be_is_not_tried_again(run_dir, li
 
 
 def test_a_first_start_that_fails_once_is_forgotten(run_dir, lines, tmp_path):
-    """A port that somebody else was given meanwhile, memory that another has for a moment: of a replica that was given up
-    for it, nobody would have heard any more.
+    """A port that somebody else was given meanwhile, memory that another has for a moment: a replica that was given
+    up for it was gone for good.
     """
     once = tmp_path / "once"
     code = (
