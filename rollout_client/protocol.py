@@ -18,6 +18,9 @@ A push, step by step:
     A `Placement` may name its plan; the trainer's next `Begin` with the same parts may give that name instead of them,
     and the answer then leaves the copies out that have stayed as they were. A store that does not know the plan any
     more says so, and is sent the parts.
+    The `Committed` of an adapter's push may bring a placement for the next one, `ahead`. A trainer whose next parts are
+    those of its plan says its session in `Begin`, and goes on to step 4 before it is answered. If the answer is another
+    placement, the place was given to somebody else meanwhile, and it begins step 4 anew.
     With ``world > 1`` every trainer rank sends its own `Begin`; the first opens the session, the others
     join it, and the proof that every served byte is covered exactly once is made when the last joined.
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
@@ -164,6 +167,7 @@ class Begin(Message, tag="begin", frozen=True):
     devices: bool = False  # every part lies on a GPU, and could be copied into ranks' memory too (device_slots.py)
     adapter: AdapterPush | None = None  # None: the model's own weights
     plan: str = ""  # the parts are those for which a `Placement` has named this plan; `parts` is empty then
+    session: str = ""  # of `Committed.ahead`: the bytes go where that says, before this is answered
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -259,6 +263,7 @@ class Committed(Message, tag="committed", frozen=True):
     seconds: dict[str, float]  # stage, seal, prepare, commit
     stall_ms: dict[str, float]  # replica -> how long its loop stood still
     already: bool = False  # it was live before this push
+    ahead: Placement | None = None  # of an adapter: where the next push of these parts goes, if no other comes before
 
 
 class Merge(Message, tag="merge", frozen=True):

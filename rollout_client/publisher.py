@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -29,6 +29,7 @@ from rollout_client.errors import (
     DeadlineExceeded,
     PushError,
     RolloutError,
+    SessionLost,
     StoreUnavailable,
     Unauthorized,
 )
@@ -68,6 +69,16 @@ class _Plan:
     name: str
     parts: list[Part]
     copies: list[Copy]
+
+
+class _Early(NamedTuple):
+    """What became of bytes that were written before the store had answered. begun: when it was asked. is_there: they
+    are where they belong.
+    """
+
+    reply: Placement | Committed
+    begun: float
+    is_there: bool
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,7 @@ class WeightPublisher:
         self._shm: ShmTransport | None = None
         self._adapter_shm: dict[str, ShmTransport] = {}
         self._plans: dict[str, _Plan] = {}  # of the last push, likewise
+        self._ahead: dict[str, Placement] = {}  # where the next push of an adapter goes
         self._welcomed: tuple[tuple[int, int] | None, Welcome] | None = None  # on which connection, and how
         self._lock = threading.Lock()
         copying.prepare()
@@ -353,7 +365,8 @@ class WeightPublisher:
             devices = self._to_devices(held, begin, transport)
             begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest, devices=devices)
             try:
-                reply, held = self._begin(begin, held, deadline)
+                early = self._write_ahead(begin, held, transport, deadline)
+                reply, held = self._begin(begin, held, deadline) if early is None else (early.reply, held)
                 break
             except ConnectionLost:
                 continue  # nothing has been staged: begin anew
@@ -361,16 +374,16 @@ class WeightPublisher:
                 if before is None or before is not self._welcomed:
                     raise
                 self._welcomed = None  # it has forgotten this connection
-        laps = {"begin": time.monotonic() - started}
+        is_there = early is not None and early.is_there
+        laps = {"begin": (early.begun if early is not None else time.monotonic()) - started}
         nbytes = sum(source.nbytes for source in held)
         if isinstance(reply, Committed):
             return report_of(reply, nbytes, transport.name, laps)
         if kept is not None:
             kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
-            way = self._adapters_arena(whose, reply) if whose and transport.name == "shm" else transport
-            with progress_bar(f"push {whose} v{begin.version}", nbytes, self._show) as progress:
-                way.stage(reply, held, Reporter(self._channel, reply, deadline, progress))
+            if not is_there:
+                self._stage(begin, reply, held, transport, Reporter(self._channel, reply, deadline))
             laps["move"] = time.monotonic() - started - sum(laps.values())
             losses, seal = self._channel.losses, Seal(reply.session, _left(deadline), commit=True)
             self._ask(seal, Sealed, deadline)
@@ -380,6 +393,8 @@ class WeightPublisher:
             laps["commit"] = time.monotonic() - started - sum(laps.values())
             if kept is not None:
                 kept.settle(committed.digest)
+            if committed.ahead is not None:
+                self._ahead[whose] = committed.ahead
         except StoreUnavailable as error:
             self._abort(reply.session)
             asked = isinstance(error, ConnectionLost) and "move" in laps
@@ -393,6 +408,56 @@ class WeightPublisher:
         sent = transport.sent if isinstance(transport, ZmqTransport) else nbytes
         filled = transport.filled if isinstance(transport, ShmTransport) else 0
         return report_of(committed, nbytes, transport.name, laps, sent, filled)
+
+    def _write_ahead(self, begin: Begin, held: list[Source], transport: Transport, deadline: float) -> "_Early | None":
+        """Write where the last answer said that this push goes, while the store hears of it; None: begin as ever.
+
+        Raises as `_begin` and `_stage`; a session that was opened meanwhile is undone then.
+        """
+        whose = begin.adapter.name if begin.adapter is not None else ""
+        ahead, plan = self._ahead.pop(whose, None), self._plans.get(whose)
+        if ahead is None or plan is None or plan.name != ahead.plan or transport.name != "shm":
+            return None
+        if begin.world > 1 or begin.base_version is not None or plan.parts != [source.part for source in held]:
+            return None
+        message = msgspec.structs.replace(begin, plan=plan.name, session=ahead.session)
+        placement = msgspec.structs.replace(ahead, copies=plan.copies)
+        reporter = Reporter(self._channel, placement, deadline)
+        self._channel.send(message, timeout_s=_left(deadline))
+        begun, losses, is_there = time.monotonic(), self._channel.losses, True
+        try:
+            try:
+                self._stage(begin, placement, held, transport, reporter)
+            except SessionLost:
+                if reporter.placed is not None:  # it was this push's, and somebody has ended it
+                    return None
+                is_there = False
+            left = _left(deadline) + REPLY_MARGIN_S
+            heard = reporter.placed or self._channel.answer(
+                begin, (Placement, Committed), timeout_s=left, losses=losses
+            )
+            assert isinstance(heard, Placement | Committed)
+        except Busy:
+            return None
+        except BaseException as error:
+            over = isinstance(error, PushError) and not isinstance(error, DeadlineExceeded)  # so says the store
+            if not over and not isinstance(error, ConnectionLost):
+                placed = reporter.placed
+                self._abort(placed.session if isinstance(placed, Placement) else ahead.session)
+            raise
+        reply = self._planned(heard, whose, plan, plan.parts)
+        return _Early(reply, begun, is_there and isinstance(reply, Placement) and reply.session == ahead.session)
+
+    def _stage(
+        self, begin: Begin, placement: Placement, held: list[Source], transport: Transport, reporter: Reporter
+    ) -> None:
+        """Move everything to its place."""
+        whose = begin.adapter.name if begin.adapter is not None else ""
+        way = self._adapters_arena(whose, placement) if whose and transport.name == "shm" else transport
+        nbytes = sum(source.nbytes for source in held)
+        with progress_bar(f"push {whose} v{begin.version}", nbytes, self._show) as progress:
+            reporter.progress = progress
+            way.stage(placement, held, reporter)
 
     def _to_devices(self, held: Sequence[Source], begin: Begin, transport: Transport) -> bool:
         """Whether to ask for the memory of ranks on this host's GPUs."""
@@ -462,6 +527,7 @@ class WeightPublisher:
         """Let go of what is kept for pushes of an adapter, which is loaded no more."""
         self._kept.pop(name, None)
         self._plans.pop(name, None)
+        self._ahead.pop(name, None)
         shm = self._adapter_shm.pop(name, None)
         if shm is not None:
             shm.close()

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 from rollout_client.channel import Channel
 from rollout_client.errors import DeadlineExceeded, StoreUnavailable, from_wire
-from rollout_client.protocol import Copy, Error, Placement, Renew, Written
+from rollout_client.protocol import Committed, Copy, Error, Placement, Renew, Written
 from rollout_client.tensors import Source
 
 BATCH_BYTES = 32 << 20
@@ -34,12 +34,17 @@ Progress = Callable[[int], None]
 class Reporter:
     """Tells the store what is done and hears what it has to say. Owned by the thread that owns the channel."""
 
-    def __init__(self, channel: Channel, placement: Placement, deadline: float, progress: Progress) -> None:
-        """deadline: monotonic seconds. progress: called with the bytes that were moved."""
+    def __init__(self, channel: Channel, placement: Placement, deadline: float) -> None:
+        """deadline: monotonic seconds.
+
+        progress: called with the bytes that were moved. placed: the answer to the push's `Begin`, if it was not waited
+        for and has come.
+        """
         self._channel = channel
         self._placement = placement
         self._deadline = deadline
-        self._progress = progress
+        self.progress: Progress = lambda nbytes: None
+        self.placed: Placement | Committed | None = None
         self._digests: list[tuple[int, int]] = []
         self._sums: list[tuple[int, int]] = []
         self._arrived: list[tuple[int, int, int]] = []
@@ -65,7 +70,7 @@ class Reporter:
 
     def moved(self, nbytes: int) -> None:
         """Bytes that have reached the slot or the socket."""
-        self._progress(nbytes)
+        self.progress(nbytes)
         self._unanswered = None
 
     def written(self, copy: int, digest: int, nbytes: int, *, sums: bool = False) -> None:
@@ -125,6 +130,8 @@ class Reporter:
             self._unanswered = None
             if isinstance(reply, Error) and reply.session in ("", self.session):
                 raise from_wire(reply)
+            if isinstance(reply, Placement | Committed):
+                self.placed = reply
         if self._channel.losses > self._losses and self._channel.ready(0):
             raise StoreUnavailable("the connection to the store was lost, and with it the session")
         if self._unanswered is not None and now - self._unanswered > self._placement.lease_s:

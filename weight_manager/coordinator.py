@@ -26,7 +26,7 @@ from weight_manager.metrics import Counters
 from weight_manager.plan import Planned
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
-from weight_manager.slots import Slots
+from weight_manager.slots import Reserved, Slots
 from weight_manager.staging import Checker, Staging, Told
 from weight_manager.together import Proven
 
@@ -219,9 +219,17 @@ class Coordinator:
             raise PushRefused("busy", message, retryable=True)
 
     def begin(
-        self, intent: Intent, owner: Owner, now: float, *, role: Role = Role.ROOT, reuse: Live | None = None
+        self,
+        intent: Intent,
+        owner: Owner,
+        now: float,
+        *,
+        role: Role = Role.ROOT,
+        reuse: Live | None = None,
+        reserved: Reserved | None = None,
     ) -> PushSession:
-        """A session with a slot to fill, or one that is full. Raises PushRefused busy, stale_version or io.
+        """A session with a slot to fill, one that is full, or one that `Slots` still `holds` for it. Raises PushRefused
+        busy, stale_version or io.
 
         Stores below hear of it at once, but by `announce` of a slot that is full and of the session of a store above.
         """
@@ -233,6 +241,8 @@ class Coordinator:
         live = self.history.live
         if reuse is not None:
             slot, write_epoch = reuse.slot, reuse.write_epoch
+        elif reserved is not None:
+            slot, write_epoch = reserved.slot, reserved.write_epoch
         else:
             slot, write_epoch = self.slots.take(live.slot if live else None, self.history.forget_slot)
         staging = Staging(self.layout, self.slots.arena.slot(slot), chunked=intent.transport in ("zmq", "relay"))
@@ -246,6 +256,8 @@ class Coordinator:
             staging, slot, background=self._background, slots=self.slots, counters=self._counters, told=told
         )
         session = PushSession(intent, owner, slot, write_epoch, staging, checker, now, role)
+        if reserved is not None:
+            session.id = reserved.session
         self.session = session
         self._counters.add("sessions")
         self.changes += 1

@@ -5,8 +5,10 @@ slot counts as being written meanwhile: the loop has leases to give.
 """
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from weight_manager.arena import Arena
 from weight_manager.background import Background
@@ -16,6 +18,15 @@ log = logging.getLogger(__name__)
 
 KEPT = 2
 """How many slots keep their memory, if nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """A slot that was given away before its session has begun. session: the id that it will have."""
+
+    slot: int
+    write_epoch: int
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Slots:
@@ -108,10 +119,29 @@ class Slots:
         forget(chosen)
         return chosen, self.arena.bump(chosen)
 
+    def reserve(self, live: int | None, forget: Callable[[int], None]) -> Reserved | None:
+        """A slot for the session after this, with its write epoch moved on: whoever is told of it may write there
+        before that session begins. None if there is none but what is spared. forget: as in `take`.
+        """
+        others = (slot for slot in self._unread(live) if slot != self._spared() and self.arena.backed(slot))
+        slot = next(filter(self.arena.writers_gone, others), None)
+        if slot is None:
+            return None
+        forget(slot)
+        return Reserved(slot, self.arena.bump(slot))
+
+    def holds(self, reserved: Reserved, live: int | None) -> bool:
+        """Whether the slot is still whose it was. It may be being written, by nobody else."""
+        is_free = reserved.slot in self._unread(live) and self.arena.backed(reserved.slot)
+        return is_free and self.arena.write_epoch(reserved.slot) == reserved.write_epoch
+
     def _free(self, live: int | None) -> list[int]:
+        return sorted(filter(self.arena.writers_gone, self._unread(live)), key=lambda slot: slot == self._spared())
+
+    def _unread(self, live: int | None) -> list[int]:
+        """Slots that nobody reads, and no thread of ours writes into."""
         used = {live, *self._in_use()}
-        others = [slot for slot in range(self.arena.slots) if slot not in used and not self._writers[slot]]
-        return sorted(filter(self.arena.writers_gone, others), key=lambda slot: slot == self._spared())
+        return [slot for slot in range(self.arena.slots) if slot not in used and not self._writers[slot]]
 
     def _release(self, slot: int, forget: Callable[[int], None]) -> None:
         forget(slot)

@@ -32,6 +32,7 @@ from weight_manager.life import Event, Refused
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
+from weight_manager.slots import Reserved
 
 Answer = Callable[[bytes, Reply], None]
 Outcome = Committed | PushRefused
@@ -91,6 +92,7 @@ class TrainerGroup:
         self.ranks: dict[bytes, TrainerRank] = {}  # by connection, in the order in which they joined
         self.session: PushSession | None = None
         self.outcome: Committed | PushRefused | None = None
+        self.plan = ""  # what its trainer calls the parts
         self._kept: tuple[str, ...] = ()  # tensors taken from the base version
         self._sealed_by = 0.0  # the soonest deadline of a seal
         self._is_sealed = False
@@ -119,7 +121,7 @@ class TrainerGroup:
                 message = f"a partial push on version {begin.base_version}, but {_name(live)} is live"
                 raise PushRefused("base_mismatch", message)
         copies = self._plan([begin])
-        self.session = self._coordinator.begin(intent, self, now)
+        self.session = self._coordinator.begin(intent, self, now, reserved=self._reserved(begin))
         return self._enrol(peer, begin, copies, now)
 
     def join(self, peer: bytes, begin: Begin, now: float) -> Placement:
@@ -327,6 +329,10 @@ class TrainerGroup:
         layout = self._coordinator.layout
         kept = prove(ranks, layout, partial=partial) if len(ranks) == world else ()
         return place(ranks[-1], layout), kept
+
+    def _reserved(self, begin: Begin) -> Reserved | None:
+        """The slot that the trainer was told of before, and is writing into."""
+        return None
 
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         session, arena = self._running, self._coordinator.slots.arena

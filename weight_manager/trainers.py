@@ -203,7 +203,9 @@ class Trainers:
         over = [session for session, group in self._groups.items() if group.outcome is not None]
         for session in over[: max(0, len(over) - SESSIONS)]:
             del self._groups[session]
-        return self._plans.name(begin, placement)
+        named = self._plans.name(begin, placement)
+        group.plan = named.plan
+        return named
 
     def _merge(self, peer: bytes, request: Merge) -> None:
         hello = self._peers.get(peer)

@@ -4,14 +4,17 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rollout_client import errors
+from rollout_client import errors, slot_lock
 from rollout_client import protocol as wire
+from rollout_client.arena_file import ArenaFile
 from rollout_client.digest import digest_of
 from rollout_client.peft import adapter_config, adapter_tensors
 from rollout_client.protocol import AdapterPush
@@ -191,6 +194,127 @@ def test_a_trainer_whose_plan_is_not_what_it_was_pushes_on(store, replica, run):
         other.push_adapter("policy-a", adapter(5, 8), ADAPTER_CONFIG | {"r": 8}, 5)
         publisher.push_adapter("policy-a", adapter(6), ADAPTER_CONFIG, 6)
         assert one.adapter_served("policy-a") == (6, adapter_digest(adapter(6)))
+
+
+def heard_of(trainer, kind):
+    """The next answer of this kind, and that no error comes before it."""
+    while True:
+        answer = trainer.hear(30)
+        assert not isinstance(answer, wire.Error), answer
+        if isinstance(answer, kind):
+            return answer
+
+
+@pytest.fixture
+def told_ahead(trainer):
+    """A trainer's connection whose push of version 1 through shared memory is live, and where the next one goes."""
+    one = trainer()
+    named = dict(adapter_tensors(adapter(1)))
+    push = AdapterPush("policy-a", adapter_config(ADAPTER_CONFIG))
+    one.ahead, deadline = None, time.monotonic() + 30
+    while one.ahead is None:  # at first the other slots have no memory yet
+        assert time.monotonic() < deadline
+        placement = one.begin(named, 1, adapter=push, force=True)
+        one.copies, one.plan, one.push = placement.copies, placement.plan, push
+        one.arena_path = placement.arena_path
+        deliver(one, placement.session)
+        one.ahead = heard_of(one, wire.Committed).ahead
+    return one
+
+
+def deliver(one, session):
+    """Write, say so and seal, whatever has been answered so far."""
+    one.welcome = msgspec.structs.replace(one.welcome, arena_path=one.arena_path)
+    one.placement = msgspec.structs.replace(one.placement, copies=one.copies)
+    one.say(wire.Written(session, one.write()))
+    one.say(wire.Seal(session, 30.0, commit=True))
+
+
+def begin_ahead(one, seed, version):
+    """Say the begin of a push whose bytes go where the last answer said, and do not hear what comes of it."""
+    one.sources = list(dict(adapter_tensors(adapter(seed))).values())
+    one.placement = one.ahead
+    one.say(wire.Begin(version, [], adapter=one.push, plan=one.plan, session=one.ahead.session))
+
+
+def test_a_push_begins_where_the_answer_to_the_last_one_said(replica, told_ahead, loaded):
+    one = replica(0)
+    for version in range(2, 8):
+        asked = told_ahead.ahead
+        assert asked.plan == told_ahead.plan
+        begin_ahead(told_ahead, version, version)
+        deliver(told_ahead, asked.session)
+        placed = heard_of(told_ahead, wire.Placement)
+        assert (placed.session, placed.write_epoch) == (asked.session, asked.write_epoch)
+        assert placed.slot_offset == asked.slot_offset
+        told_ahead.ahead = heard_of(told_ahead, wire.Committed).ahead
+        assert told_ahead.ahead is not None
+        assert one.adapter_served("policy-a") == (version, adapter_digest(adapter(version)))
+
+
+def test_bytes_that_are_not_those_of_the_digests_are_refused_there_too(replica, told_ahead, loaded):
+    one = replica(0)
+    begin_ahead(told_ahead, 2, 2)
+    told_ahead.placement = msgspec.structs.replace(told_ahead.placement, copies=told_ahead.copies)
+    told_ahead.welcome = msgspec.structs.replace(told_ahead.welcome, arena_path=told_ahead.arena_path)
+    (first, digest), *others = told_ahead.write()
+    told_ahead.say(wire.Written(told_ahead.ahead.session, [(first, digest ^ 1), *others]))
+    assert isinstance(told_ahead.hear(), wire.Placement)
+    assert told_ahead.ask(wire.Seal(told_ahead.ahead.session)).code == "checksum_mismatch"
+    assert one.adapter_served("policy-a") == (1, adapter_digest(adapter(1)))
+
+
+@pytest.mark.parametrize("meanwhile", ["another push", "a push that is undone", "another session's name"])
+def test_who_comes_too_late_for_its_place_is_given_another(replica, told_ahead, run, trainer, push_adapter, meanwhile):
+    one = replica(0)
+    if meanwhile == "another push":
+        push_adapter(5, 5)
+    elif meanwhile == "a push that is undone":
+        other = trainer()
+        placement = begin(other, 5, 5)
+        assert isinstance(other.ask(wire.Abort(placement.session)), wire.Aborted)
+    else:
+        told_ahead.ahead = msgspec.structs.replace(told_ahead.ahead, session="0" * 16)
+    begin_ahead(told_ahead, 6, 6)
+    placed = heard_of(told_ahead, wire.Placement)
+    assert placed.session != told_ahead.ahead.session
+    told_ahead.placement = placed
+    deliver(told_ahead, placed.session)
+    heard_of(told_ahead, wire.Committed)
+    assert one.adapter_served("policy-a") == (6, adapter_digest(adapter(6)))
+
+
+@pytest.mark.parametrize("store_config", [{"disk_roots": ["/"]}])
+def test_a_directory_that_was_loaded_into_its_place_is_not_written_over(store, replica, told_ahead, saved):
+    one = replica(0)
+    answer = store.ask(messages.LoadAdapter("x", "policy-a", saved(5), version=5))
+    assert answer.ok, answer
+    begin_ahead(told_ahead, 6, 6)
+    assert heard_of(told_ahead, wire.Placement).slot_offset != told_ahead.ahead.slot_offset
+    assert one.adapter_served("policy-a") == (5, adapter_digest(adapter(5)))
+
+
+def test_a_trainer_that_writes_ahead_and_never_begins_keeps_nobody_out(replica, told_ahead, push_adapter, loaded):
+    """It was stopped: its writer lock is held, and what it has written is in nobody's version."""
+    one = replica(0)
+    with ArenaFile(told_ahead.arena_path, write=True) as arena:
+        span = told_ahead.ahead.slot_offset, told_ahead.ahead.slot_bytes
+        assert slot_lock.lock_shared(arena.fd, *span)
+        for version in range(2, 6):
+            push_adapter(version, version)
+            arena.slot(arena.slot_at(span[0]))[: 1 << 12] = b"\xff" * (1 << 12)
+            assert one.adapter_served("policy-a") == (version, adapter_digest(adapter(version)))
+
+
+def test_the_version_before_is_kept_for_a_rollback(store, replica, push_adapter, loaded):
+    """What is given away before a push has begun is never that one."""
+    one = replica(0)
+    for version in range(1, 7):
+        push_adapter(version, version)
+    assert store.ask(messages.RollbackAdapter("z", "policy-a")).ok
+    assert one.adapter_served("policy-a") == (5, adapter_digest(adapter(5)))
+    push_adapter(7, 7)
+    assert one.adapter_served("policy-a") == (7, adapter_digest(adapter(7)))
 
 
 def test_bytes_that_changed_while_no_store_was_there_are_not_taken_over(store, push_adapter, loaded):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_client.protocol import Begin, Copy, Part, Placement
+from rollout_client.protocol import Begin, Committed, Copy, Part, Placement
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout, in_trainers_terms
 from weight_manager.arena import Arena, in_memory
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator
+from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.data_plane import DataPlane
 from weight_manager.history import History, Record
 from weight_manager.huge_pages import HugePages
@@ -25,7 +25,7 @@ from weight_manager.messages import Finalize, InPlace, Live, LiveAdapter, Prepar
 from weight_manager.metrics import Counters
 from weight_manager.relay.members import Members
 from weight_manager.replicas import Replicas
-from weight_manager.slots import Slots
+from weight_manager.slots import Reserved, Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainer_group import Answer, TrainerGroup
 
@@ -107,6 +107,7 @@ class Line:
         self.layout = adapter_layout(self.shape, base)
         self.history, self.arena = history, arena
         self._audience = audience
+        self._reserved: Reserved | None = None
         self._unknown_until = time.monotonic() + UNKNOWN_S if taken_over else 0.0
         slots = Slots(arena, background, kept=KEPT, in_use=self._read, spared=self._previous)
         self.data = data(slots)
@@ -154,6 +155,20 @@ class Line:
         descriptor might be another file's by the time it is used.
         """
         return bool(self._read()) or not self.coordinator.slots.quiet
+
+    def reserve(self) -> Reserved | None:
+        """A slot for the push after the one that has just gone live; None = its trainer has to ask."""
+        live, slots = self.history.live, self.coordinator.slots
+        self._reserved = slots.reserve(live.slot if live else None, self.history.forget_slot)
+        return self._reserved
+
+    def claim(self, session: str) -> Reserved | None:
+        """The slot that was reserved for this session, if it still is. Any push that begins ends a reservation."""
+        reserved, self._reserved, live = self._reserved, None, self.history.live
+        if reserved is None or reserved.session != session:
+            return None
+        holds = self.coordinator.slots.holds(reserved, live.slot if live else None)
+        return reserved if holds else None
 
     def described(self, live: Live) -> LiveAdapter:
         """A version of it, as replicas are told of it."""
@@ -239,7 +254,30 @@ class AdapterGroup(TrainerGroup):
         copies, kept = super()._make_plan([[piece.part for piece in mine] for mine in pieces], world, partial)
         return in_trainers_terms(copies, pieces[-1]), kept
 
+    def committed(self, session: PushSession, report: Committed) -> None:
+        """See `TrainerGroup`. The answer says where the next push goes."""
+        super().committed(session, msgspec.structs.replace(report, ahead=self._ahead()))
+
+    def _reserved(self, begin: Begin) -> Reserved | None:
+        return self.line.claim(begin.session)
+
     def _enrol(self, peer: bytes, begin: Begin, copies: list[Copy], now: float) -> Placement:
         placement = super()._enrol(peer, begin, copies, now)
         arena = self.line.arena
         return msgspec.structs.replace(placement, arena_path=str(arena.path), arena_nonce=arena.nonce)
+
+    def _ahead(self) -> Placement | None:
+        """Of a trainer that writes whole versions on this host by itself, and knows where the parts of one go."""
+        begin = next(iter(self.ranks.values())).begin
+        if begin.transport != "shm" or begin.world > 1 or begin.base_version is not None or not self.plan:
+            return None
+        reserved, arena = self.line.reserve(), self.line.arena
+        if reserved is None:
+            return None
+        return Placement(
+            *(reserved.session, self._config.lease_s, arena.slot_offset(reserved.slot), arena.slot_bytes, []),
+            write_epoch=reserved.write_epoch,
+            arena_path=str(arena.path),
+            arena_nonce=arena.nonce,
+            plan=self.plan,
+        )

@@ -183,3 +183,30 @@ def test_a_lock_taken_late_sees_that_the_slot_has_moved_on(arena, take, writer):
     take(0)
     hold(writer, arena, 1)
     assert arena.write_epoch(1) != mine
+
+
+def test_a_reserved_slot_is_held_until_it_is_given_to_somebody_else(arena, slots, take):
+    reserved = slots.reserve(0, take.forgotten.append)
+    assert (reserved.slot, reserved.write_epoch, take.forgotten) == (1, arena.write_epoch(1), [1])
+    assert slots.holds(reserved, 0)
+    assert not slots.holds(reserved, 1), "it is live by now"
+    slots.enter(1)
+    assert not slots.holds(reserved, 0), "a thread of ours writes into it"
+    slots.leave(1)
+    take(0)
+    assert not slots.holds(reserved, 0)
+
+
+def test_a_slot_is_not_reserved_under_a_writer_and_held_under_its_own(arena, slots, take, writer):
+    hold(writer, arena, 1)
+    assert slots.reserve(0, take.forgotten.append) is None
+    let_go(writer, arena, 1)
+    reserved = slots.reserve(0, take.forgotten.append)
+    hold(writer, arena, 1)
+    assert slots.holds(reserved, 0), "whoever writes there was told of it"
+
+
+def test_what_a_rollback_goes_back_to_is_not_reserved(arena, background, take):
+    slots = Slots(arena, background, spared=lambda: 1)
+    assert slots.reserve(0, take.forgotten.append) is None
+    assert take.forgotten == []
