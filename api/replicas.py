@@ -1,8 +1,8 @@
 """Which replica serves what: each replica as the API sees it; least-loaded and sticky routing, held requests, deaths.
 
 Everything here runs on the event loop and never awaits, so a decision and its effect cannot be separated
-by another request. `Fleet.pump` is the one place where a flight is given to a replica; it runs whenever
-something that could let one go has changed.
+by another request. A flight is given to a replica when it comes, or by `Fleet.pump`, which runs whenever
+something that could let one go has changed: that another one comes is no reason to look at those that are held.
 """
 
 import asyncio
@@ -350,8 +350,11 @@ class Fleet:
         self.flights.add(flight)
         self._came.set()
         flight.held_since = flight.unready_since = flight.started
-        self.held.append(flight)
-        self.pump()
+        if self.intents.look():  # those before it may go, too
+            self.held.append(flight)
+            self.pump()
+        elif self.intents.paused is not None or not self._started(flight):
+            self.held.append(flight)
         self._count()
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from worker.messages import Abort, Generate
+from api.generation import Flight
+from worker.messages import Abort, Generate, SamplingParams
 
 URL = "/v1/rollout/generate"
 BODY = {"prompt": "A", "max_tokens": 3}
@@ -231,3 +232,20 @@ async def test_too_many_requests(client, service, until):
     assert reply.status_code == 429
     await client.post("/v1/rollout/resume")
     await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_comes_is_not_paid_for_by_all_that_are_held(service, replicas, until, monkeypatch):
+    """Thousands may be held while a replica restarts."""
+    for replica in replicas:
+        replica.move("starting")
+    fleet = service.fleet
+    await until(lambda: not any(r.serves(fleet.live) for r in fleet.replicas))
+    looked, choose = [], fleet._choose
+    monkeypatch.setattr(fleet, "_choose", lambda flight: looked.append(flight) or choose(flight))
+    flights = [Flight(Generate(f"f{i}", [1], SamplingParams(max_tokens=1))) for i in range(50)]
+    for flight in flights:
+        fleet.submit(flight)
+    assert len(looked) == len(flights)
+    assert list(fleet.held) == flights
+    replicas[0].move("serving")
+    await until(lambda: all(flight.done.is_set() for flight in flights))
