@@ -48,13 +48,17 @@ from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.snapshot import SNAPSHOT_FILE, Snapshots
 from weight_manager.trainers import Trainers
-from weight_manager.watching import Watching
+from weight_manager.watching import Ready, Watching
 from weight_manager.wire import Router, receive_messages, receive_pushes
 
 log = logging.getLogger(__name__)
 
 HISTORY_FILE, ADAPTERS_FOLDER = "weights.json", "adapters"
 PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
+HELD_S = 0.5
+"""After a turn that took so long, as a disk that is slow to sync can hold it, what came meanwhile is heard before
+anybody is found to have been silent.
+"""
 
 
 class Store:
@@ -258,6 +262,12 @@ class Store:
 
     def _receive(self) -> None:
         ready = self._watching.wait(self._patience(time.monotonic()))
+        woke = time.monotonic()
+        self._take(ready)
+        if time.monotonic() - woke >= HELD_S:  # who is alive has said so meanwhile, and must not be taken to be silent
+            self._take(self._watching.wait(0))
+
+    def _take(self, ready: Ready) -> None:
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         if self._internal.socket in ready:

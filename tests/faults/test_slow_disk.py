@@ -1,0 +1,77 @@
+"""A disk that takes seconds to write a commit down: everybody waits for it, and nobody else pays for that."""
+
+import signal
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from rollout_client import protocol as wire
+from rollout_client.peft import adapter_config, adapter_tensors
+from rollout_client.protocol import AdapterPush
+from tests.faults import store_process
+from tests.faults.small_model import ADAPTER_CONFIG, adapter
+
+SLOW = """
+    import sys, time
+    from weight_manager import __main__, history
+
+    write = history.write_atomically
+
+    def slow(path, content, **options):
+        flag = path.parent / "slow"
+        if path.name == "weights.json" and flag.exists():
+            flag.unlink()
+            time.sleep(2.5)
+        write(path, content, **options)
+
+    history.write_atomically = slow
+    sys.exit(__main__.main())
+"""
+
+
+@pytest.fixture
+def slow(store, monkeypatch):
+    """A store whose next commit of the model takes two and a half leases to be written, once there is a file `slow`."""
+    store.end(signal.SIGKILL)
+    popen = store_process.subprocess.Popen
+
+    def start(command, **options):
+        return popen([sys.executable, "-c", textwrap.dedent(SLOW), *command[3:]], **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_process.subprocess, "Popen", start)
+        store.start()
+        store.wait_live()
+    return store
+
+
+def test_who_speaks_while_a_commit_is_written_has_not_been_silent(slow, replica, trainer, push, weights):
+    """The model's commit is written when its last replica has flipped; an adapter is pushed beside it."""
+    replica()
+    beside = trainer(run_id="beside")
+    named = dict(adapter_tensors(adapter(1)))
+    placement = beside.begin(named, 1, transport="zmq", adapter=AdapterPush("policy-a", adapter_config(ADAPTER_CONFIG)))
+    assert isinstance(placement, wire.Placement)
+    over, answers = threading.Event(), []
+
+    def renew():
+        while not over.wait(0.3):
+            beside.say(wire.Renew(placement.session))
+            while beside.socket.poll(0):
+                answers.append(beside.hear())
+
+    alive = threading.Thread(target=renew)
+    alive.start()
+    try:
+        (slow.run_dir / "slow").touch()
+        assert push(weights(1), 1).version == 1
+        assert not (slow.run_dir / "slow").exists(), "it was slow"
+    finally:
+        over.set()
+        alive.join()
+    beside.drain()
+    answers.append(beside.ask(wire.Renew(placement.session)))
+    assert [answer for answer in answers if not isinstance(answer, wire.Renewed)] == []
+    assert isinstance(beside.ask(wire.Abort(placement.session)), wire.Aborted)
