@@ -7,9 +7,11 @@ with Pusher("tcp://127.0.0.1:5600", run_id="run-7") as push:
         wandb.log(flat(push.counters))
 """
 
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from rollout_client.curve import TrainerKeys
 from rollout_client.protocol import InFlight
 from rollout_client.publisher import DEFAULT_ENDPOINT, PushReport, WeightPublisher
 from rollout_client.tensors import Named
@@ -26,10 +28,13 @@ class Pusher:
         in_flight: InFlight = "keep",
         timeout_s: float = 180.0,
         token: str = "",
-        transport: Literal["auto", "shm", "zmq"] = "auto",
+        keys: str | Path | TrainerKeys | None = None,
+        transport: Literal["auto", "shm", "zmq", "cuda_ipc"] = "auto",
     ) -> None:
         """See WeightPublisher; nothing is connected before the first use."""
-        self._publisher = WeightPublisher(endpoint, run_id=run_id, token=token, transport=transport, progress=False)
+        self._publisher = WeightPublisher(
+            endpoint, run_id=run_id, token=token, keys=keys, transport=transport, progress=False
+        )
         self._run_id = run_id
         self._in_flight = in_flight
         self._timeout_s = timeout_s

@@ -5,10 +5,12 @@ trainer = AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(url, endpoint, ru
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from rollout_client.adapters.metrics import flat
 from rollout_client.adapters.push import Pusher
+from rollout_client.curve import TrainerKeys
 from rollout_client.errors import RolloutError
 from rollout_client.http import RolloutClient
 from rollout_client.http_calls import DEFAULT_URL
@@ -35,16 +37,19 @@ class WeightTransfer:
         pause: Literal["never", "keep", "recompute", "abort"] = "recompute",
         token: str | None = None,
         push_token: str = "",
+        push_keys: str | Path | TrainerKeys | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         """pause: what happens to running requests around a sync. recompute: as TRL's own transfer has it, held
         and their KV computed anew; keep: held, KV kept; abort: end with what they have; never: they go on
-        during the push and keep their KV.
+        during the push and keep their KV. token, push_token, push_keys: of the service's HTTP, and of its store.
         """
         self._client = RolloutClient(url, token=token)
         self._mode: Literal["never", "keep", "recompute", "abort"] = pause
         in_flight: Literal["keep", "recompute"] = "recompute" if pause == "recompute" else "keep"
-        self._push = Pusher(endpoint, run_id=run_id, in_flight=in_flight, timeout_s=timeout_s, token=push_token)
+        self._push = Pusher(
+            endpoint, run_id=run_id, in_flight=in_flight, timeout_s=timeout_s, token=push_token, keys=push_keys
+        )
 
     @property
     def version(self) -> int | None:

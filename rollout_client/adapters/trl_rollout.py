@@ -8,11 +8,13 @@ DDP. Sharded trainers (FSDP, ZeRO-3) push slices instead, see rollout_client.sli
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rollout_client.adapters.push import Pusher
+from rollout_client.curve import TrainerKeys
 from rollout_client.http import RolloutClient
 from rollout_client.http_calls import DEFAULT_URL
 from rollout_client.publisher import DEFAULT_ENDPOINT
@@ -28,13 +30,15 @@ def rollout_func(
     push: bool = True,
     token: str | None = None,
     push_token: str = "",
+    push_keys: str | Path | TrainerKeys | None = None,
     **sampling: Any,
 ) -> "RolloutFunc":
     """Make one. sampling: fields of /v1/rollout/generate that replace what the trainer's arguments say.
 
-    push: send the weights whenever the trainer has made a step. The returned object has `push.counters`.
+    push: send the weights whenever the trainer has made a step. The returned object has `push.counters`. token,
+    push_token, push_keys: of the service's HTTP, and of its store.
     """
-    pusher = Pusher(endpoint, run_id=run_id, token=push_token) if push else None
+    pusher = Pusher(endpoint, run_id=run_id, token=push_token, keys=push_keys) if push else None
     return RolloutFunc(RolloutClient(url, token=token), pusher, sampling)
 
 

@@ -10,9 +10,11 @@ parameters and merges PEFT adapters before it hands tensors over, so those work 
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rollout_client.adapters.push import Pusher
+from rollout_client.curve import TrainerKeys
 from rollout_client.protocol import InFlight
 from rollout_client.publisher import DEFAULT_ENDPOINT
 
@@ -52,12 +54,14 @@ def install(
     run_id: str,
     in_flight: InFlight = "recompute",
     push_token: str = "",
+    push_keys: str | Path | TrainerKeys | None = None,
 ) -> Pusher:
     """Make TRL's server mode use the service, for this process. Returns the pusher: version and counters.
 
+    push_token, push_keys: of the service's store, as WeightPublisher has them without `push_`.
     Changes two of TRL's module globals: which client its server mode makes, and that it need not have vLLM.
     """
-    push = Pusher(endpoint, run_id=run_id, in_flight=in_flight, token=push_token)
+    push = Pusher(endpoint, run_id=run_id, in_flight=in_flight, token=push_token, keys=push_keys)
     made = client_class(push)
     client_module, generation_module = (importlib.import_module(name) for name in USERS)
     for module in (client_module, generation_module):

@@ -9,8 +9,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rollout_client.curve import TrainerKeys
 from rollout_client.errors import PushError, RolloutError, StoreUnavailable
 from rollout_client.http import AsyncRolloutClient
 from rollout_client.http_calls import DEFAULT_URL, Output, RequestFailed, Unreachable
@@ -183,14 +185,17 @@ class Rollout:
         in_flight: InFlight = "keep",
         timeout_s: float = 600.0,
         token: str = "",
-        transport: Literal["auto", "shm", "zmq"] = "auto",
+        keys: str | Path | TrainerKeys | None = None,
+        transport: Literal["auto", "shm", "zmq", "cuda_ipc"] = "auto",
     ) -> None:
         """rank: of this worker among those that share the model. adapter: what an adapter is called that is trained
         with `lora.merge=False`. timeout_s: of a push, with the time in which it waits for a service that restarts. The
         rest: see WeightPublisher.
         """
         self._run_id = run_id
-        self._publisher = WeightPublisher(endpoint, run_id=run_id, token=token, transport=transport, progress=False)
+        self._publisher = WeightPublisher(
+            endpoint, run_id=run_id, token=token, keys=keys, transport=transport, progress=False
+        )
         self._pushes = rank == 0
         self._adapter = adapter
         self._in_flight: InFlight = in_flight
