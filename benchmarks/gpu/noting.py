@@ -1,0 +1,190 @@
+"""Notes when named functions of a service's processes begin and end, without a word of it in their code.
+
+A process that is started with `environment(folder)` imports `noted/sitecustomize.py`, which wraps these functions as
+their modules are imported. Each call is a line of `folder/PID.jsonl`: begin and end in milliseconds of CLOCK_MONOTONIC,
+thread, name, and a word about it. A note takes some twenty microseconds.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+FOLDER = "ROLLOUT_NOTES"
+_HERE = Path(__file__).resolve().parent
+Word = Callable[..., str]
+
+
+class Note(NamedTuple):
+    """A call. begin, end: milliseconds. word: see `NOTED`."""
+
+    begin: float
+    end: float
+    pid: int
+    thread: str
+    name: str
+    word: str
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What a process needs to write its notes there."""
+    path = [str(_HERE / "noted"), str(_HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def read(folder: Path) -> list[Note]:
+    """All notes, in the order in which the calls began. A line that its process did not end is none."""
+    found = []
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                found.append(Note(*json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+    return sorted(found)
+
+
+def follow() -> None:
+    """Wrap the functions as their modules are imported, if this process is to write notes."""
+    folder = os.environ.get(FOLDER)
+    if folder:
+        sys.meta_path.insert(0, _Finder(_Writer(folder)))
+
+
+def _none(*_: Any, **__: Any) -> str:
+    return ""
+
+
+def _kind_of(number: int) -> Word:
+    return lambda *given, **_: type(given[number]).__name__
+
+
+def _order(*given: Any, **_: Any) -> str:
+    return f"{given[1].signal.name} {given[1].phase.name}"
+
+
+def _preempted(*_: Any, **__: Any) -> str:
+    return str(resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw)
+
+
+NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
+    "rollout_client.publisher": [
+        ("WeightPublisher", "_push", _none),
+        ("WeightPublisher", "_begin", _none),
+        ("WeightPublisher", "_ask", _kind_of(1)),
+    ],
+    "rollout_client.cuda_copy": [
+        ("CudaCopier", "_stage", _none),
+        ("CudaCopier", "_arrives", _none),
+        ("CudaCopier", "_prove", _none),
+        ("_Batch", "__init__", _none),
+        ("_Batch", "lend", _none),
+        ("_Batch", "wait", _none),
+        ("_Batch", "report", _none),
+    ],
+    "rollout_client.device_slots": [
+        ("LentSlot", "open", _none),
+        ("LentSlot", "_map", _none),
+        ("LentSlot", "_unmap", _none),
+        ("LentSlot", "filled", _none),
+    ],
+    "weight_manager.trainers": [("Trainers", "request", _kind_of(2))],
+    "weight_manager.replicas": [("Replicas", "request", _kind_of(2)), ("Replicas", "in_place", _none)],
+    "weight_manager.coordinator": [
+        ("Coordinator", "begin", _none),
+        ("Coordinator", "_verified", _none),
+        ("Coordinator", "_named", _none),
+        ("Coordinator", "_record", _none),
+    ],
+    "weight_manager.history": [("History", "_write", _none)],
+    "worker.membership": [("Membership", "_handle", _kind_of(1))],
+    "worker.orders": [("Actions", "start", _order)],
+    "worker.event_loop": [
+        ("EventLoop", "tick", _preempted),  # times that the thread was made to wait for a core, since it began
+        ("EventLoop", "receive", _none),
+        ("EventLoop", "go_on_ahead", _none),
+        ("EventLoop", "take_in", _none),
+        ("EventLoop", "venture", _none),
+        ("EventLoop", "reply", _none),
+    ],
+    "worker.scheduler": [("Scheduler", "follow", _none), ("Scheduler", "apply", _none)],
+    "worker.gpu.drawing": [("Drawing", "begin", _none), ("Drawing", "feed", _none), ("Drawing", "wait", _none)],
+    "worker.gpu.inputs": [("Inputs", "decode", _none)],
+    "worker.gpu.lending": [("Lending", "stage", _none), ("Lending", "_copy", _none)],
+    "worker.gpu.weights": [("DeviceSlots", "stage", _none)],
+    "worker.gpu.digests": [("DeviceDigests", "regions", _none)],
+    "worker.gpu.engine": [("GpuEngine", "bind", _none)],
+}
+"""By module: class, function, and what makes the word."""
+
+
+class _Writer:
+    def __init__(self, folder: str) -> None:
+        self._folder, self._pid, self._file = folder, 0, -1
+
+    def write(self, begin: float, end: float, name: str, word: str) -> None:
+        pid = os.getpid()
+        if pid != self._pid:  # the first, or one that was forked
+            flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY
+            self._pid, self._file = pid, os.open(f"{self._folder}/{pid}.jsonl", flags, 0o600)
+        note = round(1e3 * begin, 3), round(1e3 * end, 3), pid, threading.current_thread().name, name, word
+        os.write(self._file, (json.dumps(note) + "\n").encode())
+
+    def noted(self, function: Callable[..., Any], name: str, word: Word) -> Callable[..., Any]:
+        """The function, which notes each of its calls."""
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            begin = time.monotonic()
+            try:
+                return function(*given, **named)
+            finally:
+                self.write(begin, time.monotonic(), name, word(*given, **named))
+
+        return call
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the others find; the loader wraps."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer, self._busy = writer, False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in NOTED or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, fullname, self._writer)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, real: Any, name: str, writer: _Writer) -> None:
+        self._real, self._name, self._writer = real, name, writer
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._real.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._real.exec_module(module)
+        for owner, function, word in NOTED[self._name]:
+            holder = getattr(module, owner)
+            setattr(holder, function, self._writer.noted(getattr(holder, function), f"{owner}.{function}", word))
