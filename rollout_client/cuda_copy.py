@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20, 64 << 20
 """A push is cut into about this many bytes, at least and at most: small enough for the store to check early."""
 BATCHES = 32
-LAST_BYTES = 2 << 20
+LAST_BYTES = 8 << 20
 """Batches become smaller towards the end, down to this: what is left to be done after the last copy is that batch's."""
 TOGETHER_BYTES = 2 << 30
 """Batches of about so much are hashed in one launch."""

@@ -39,7 +39,7 @@ class Target:
 
     __slots__ = (
         *("_copy", "_held_view", "_scratch", "_slot", "arriving", "by_sums", "contiguous", "digest", "name"),
-        *("nbytes", "patched", "_received", "start", "streamed", "written"),
+        *("nbytes", "patched", "pieces", "_received", "start", "streamed", "written"),
     )
 
     def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
@@ -62,6 +62,7 @@ class Target:
         self.written = False
         self.by_sums = False  # its trainer sends a digest of page sums
         self.digest: int | None = None  # once it has been found to match
+        self.pieces: Pieces | None = None  # of one that is hashed while it arrives
         self.streamed: int | None = None  # of the bytes in their place, taken as each was received
 
     @property
@@ -143,6 +144,33 @@ class Target:
         dtype = VIEW_DTYPE[self._copy.dst_dtype]
         strides = tuple(stride * dtype.itemsize for stride in self._copy.dst_strides)
         return np.ndarray(self._copy.shape, dtype, slot, self.start, strides)
+
+
+class Pieces:
+    """A large copy's bytes, hashed piece by piece as its trainer says that they have arrived."""
+
+    def __init__(self, target: Target) -> None:
+        self._spans = piece_spans(target.start, target.nbytes)
+        self._digests: dict[int, int | None] = {}  # of the piece that begins there; None = it is being hashed
+        self.check: Check | None = None  # once the copy is complete, until it has been compared
+
+    def take(self, start: int, nbytes: int) -> list[tuple[int, int]]:
+        """Pieces that lie within these bytes and were not taken before: to be hashed now."""
+        some = [one for one in self._spans if start <= one[0] and sum(one) <= start + nbytes]
+        fresh = [one for one in some if one[0] not in self._digests]
+        self._digests.update((at, None) for at, _ in fresh)
+        return fresh
+
+    def hashed(self, spans: Sequence[tuple[int, int]], digests: Sequence[int]) -> None:
+        """These were taken."""
+        self._digests.update((at, digest) for (at, _), digest in zip(spans, digests, strict=True))
+
+    @property
+    def joined(self) -> int | None:
+        """The digest of the whole; None while a piece's is not known."""
+        digests = [self._digests.get(at) for at, _ in self._spans]
+        known = [digest for digest in digests if digest is not None]
+        return joined(known) if len(known) == len(digests) else None
 
 
 AT_ONCE_BYTES = 32 << 20
@@ -413,19 +441,22 @@ class Checker:
         runs: list[tuple[Check, list[list[tuple[int, int]]]]] = []
         for check in checks:
             parts = [target.parts() for target, _ in check]
-            if all(parts):
-                runs.append((check, parts))
-            else:
+            if not all(parts):
                 self._run(lambda check=check: run_check(check), check, writes=_writes(check))  # type: ignore[misc]
+            elif check[0][0].pieces is not None:  # a large one, by itself
+                self._read_rest(check, check[0][0].pieces)
+            else:
+                runs.append((check, parts))
         if runs:
             self._read(runs)
         return sum(target.nbytes for check in checks for target, _ in check)
 
     def arrived(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """The trainer says that these bytes of copies, which it has yet to complete, are in the slot: (copy, offset in
-        it, bytes). Nothing is checked before a copy is complete. Raises PushRefused for bytes outside their copy.
+        it, bytes). Those that digests are made of whole are hashed now, what that is worth is known once the copy is
+        complete. Raises PushRefused for bytes outside their copy.
         """
-        spans = []
+        spans: list[tuple[int, int]] = []
         for number, offset, size in pieces:
             target = self._staging.target(number)
             if not 0 <= offset < offset + size <= target.nbytes:
@@ -433,6 +464,8 @@ class Checker:
                 raise PushRefused("bad_message", f"{target.name}: {where} are said to be there", [target.name])
             if target.contiguous and not target.scattered:
                 spans.append((target.start + offset, size))
+                if not (self._staging.chunked or target.written or target.nbytes <= BATCH_BYTES):
+                    self._read_ahead(target, *spans[-1])
         if spans:
             self._told.in_place(spans)
 
@@ -499,6 +532,35 @@ class Checker:
 
         flat = [span for _, parts in runs for spans in parts for span in spans]
         self._background.digests(self._staging.slot, flat, done, self._broken)
+
+    def _read_ahead(self, target: Target, start: int, nbytes: int) -> None:
+        """Hash what there is of a copy that is not complete, while threads may have nothing else to do."""
+        target.pieces = target.pieces or Pieces(target)
+        self._read_pieces(target.pieces, target.pieces.take(start, nbytes))
+
+    def _read_rest(self, check: Check, pieces: Pieces) -> None:
+        """A copy that was hashed in part is complete: hash the rest."""
+        ((target, _),) = check
+        pieces.check = check
+        self._read_pieces(pieces, pieces.take(target.start, target.nbytes))
+        self._compare(pieces)
+
+    def _read_pieces(self, pieces: Pieces, spans: list[tuple[int, int]]) -> None:
+        def done(digests: list[int]) -> None:
+            pieces.hashed(spans, digests)
+            self._compare(pieces)
+
+        if spans:
+            self._background.digests(self._staging.slot, spans, done, self._broken)
+
+    def _compare(self, pieces: Pieces) -> None:
+        """Once the copy is complete and all of it is hashed, whatever came last."""
+        check, digest = pieces.check, pieces.joined
+        if check is not None and digest is not None:
+            pieces.check = None
+            ((target, claimed),) = check
+            target.digest = digest
+            self._checked(check, [] if digest == claimed else [target.name])
 
     def _run(self, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
         """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""

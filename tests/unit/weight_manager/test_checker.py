@@ -176,6 +176,86 @@ def test_parts_of_a_copy_that_is_not_complete_are_told_of_and_not_checked(sessio
     assert session.in_place == [], "it is put there while it is checked"
 
 
+LARGE = COPIES[1].shape[0] * 4
+"""Bytes of the copy that is more than one piece."""
+
+
+class Watched:
+    """Passes on what is to be hashed, and says what it was. held: until `let_go`, as if threads were busy."""
+
+    def __init__(self, background, *, held=False):
+        self._background, self.spans, self._held = background, [], [] if held else None
+
+    def digests(self, memory, spans, done, failed):
+        self.spans.append(list(spans))
+        if self._held is None:
+            self._background.digests(memory, spans, done, failed)
+        else:
+            self._held.append((memory, spans, done, failed))
+
+    def let_go(self, number):
+        self._background.digests(*self._held[number])
+
+    def __getattr__(self, name):
+        return getattr(self._background, name)
+
+
+def test_a_large_copy_is_hashed_while_it_arrives_and_its_rest_once_it_is_complete(session):
+    session.checker._background = watched = Watched(session.background)
+    large = LAYOUT.ranges[1][0]
+    session.checker.arrived([(1, 0, 4096)])
+    assert watched.spans == [], "no piece is there whole"
+    session.checker.arrived([(1, 0, PIECE), (0, 0, 60)])
+    session.checker.arrived([(1, 0, PIECE)])
+    assert watched.spans == [[(large, PIECE)]], "once, and nothing small"
+    assert session.staging.checking == session.staging.verified_bytes == 0
+    session.checker.written(enumerate(session.claims()))
+    assert [(large + PIECE, PIECE), (large + 2 * PIECE, LARGE - 2 * PIECE)] in watched.spans
+    session.settle(lambda: len(session.verified) == len(COPIES))
+    assert not session.refusals
+    assert session.staging.verified_bytes == session.staging.total_bytes
+    assert (large, LARGE, session.claims()[1], True) in session.verified
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_large_copy_is_true_once_its_last_piece_is_hashed_whichever_that_is(session, first):
+    session.checker._background = watched = Watched(session.background, held=True)
+    session.checker.arrived([(1, 0, PIECE)])
+    session.checker.written([(1, session.claims()[1])])
+    watched.let_go(first)
+    session.settle(lambda: any(one is not None for one in session.staging.targets[1].pieces._digests.values()))
+    assert not session.verified
+    watched.let_go(1 - first)
+    session.settle(lambda: session.verified)
+    assert session.staging.checking == 0
+
+
+def test_a_large_copy_that_was_hashed_whole_before_it_is_complete_waits_for_what_its_trainer_says(session):
+    session.checker.arrived([(1, 0, PIECE), (1, PIECE, LARGE - PIECE)])
+    session.settle(lambda: session.staging.targets[1].pieces.joined is not None)
+    assert not session.verified
+    session.checker.written([(1, session.claims()[1])])
+    assert [copy.digest for copy in session.verified] == [session.claims()[1]], "at once: nothing is left to hash"
+
+
+@pytest.mark.parametrize("at", [7, PIECE + 7])
+def test_a_wrong_byte_of_a_large_copy_is_found_in_either_part_of_it(session, at):
+    claims = session.claims()
+    np.frombuffer(session.slot, np.uint8)[LAYOUT.ranges[1][0] + at] ^= 1
+    session.checker.arrived([(1, 0, PIECE)])
+    session.checker.written([(1, claims[1])])
+    session.settle(lambda: session.refusals)
+    assert [(refusal.code, refusal.tensors) for refusal in session.refusals] == [("checksum_mismatch", ["large"])]
+    assert not session.verified
+
+
+def test_bytes_that_the_store_receives_itself_are_not_hashed_because_a_trainer_says_that_they_are_there(session):
+    session.checker._background = watched = Watched(session.background)
+    session.staging.chunked = True
+    session.checker.arrived([(1, 0, PIECE)])
+    assert watched.spans == []
+
+
 @pytest.mark.parametrize(("offset", "size"), [(-4, 8), (0, 0), (8, -4), (56, 8)])
 def test_parts_that_leave_their_copy_are_refused(session, offset, size):
     with pytest.raises(PushRefused, match=f"small: bytes {offset} to {offset + size} of 60") as refused:
