@@ -125,20 +125,23 @@ class Alike:
     def move(self, sources: Sequence[Source], slot: memoryview) -> Iterator[tuple[int, list[int], int]]:
         """Into the slot, a share at a time: of each the first copy's number, the digest of each copy, and bytes.
 
-        sources: of the parts that it was made of.
+        sources: of the parts that it was made of. Those of a share are looked up, and fetched if they lie elsewhere or
+        otherwise, when it is their turn: the store has something to do meanwhile.
         """
-        loaded: list[Array] = []  # what lies elsewhere, or otherwise
-        places = []
-        for source in sources:
-            place = source.address()
-            if place is None:
-                loaded.append(source.load())
-                place = loaded[-1].ctypes.data
-            places.append(place)
+        loaded: dict[int, Array] = {}
+
+        def place(part: int) -> int:
+            found = sources[part].address()
+            if found is None:
+                if part not in loaded:
+                    loaded[part] = sources[part].load()
+                found = loaded[part].ctypes.data
+            return found
+
         rows = self._rows.copy()
         rows[:, 0] += np.frombuffer(slot, np.uint8).ctypes.data
-        rows[:, 1] += np.array(places, np.int64)[self._part]
         for start, stop, nbytes in self._runs:
+            rows[start:stop, 1] += np.array([place(part) for part in self._part[start:stop].tolist()], np.int64)
             yield start, self._fast.move_rows(rows[start:stop]), nbytes
 
 

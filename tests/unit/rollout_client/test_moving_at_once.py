@@ -50,6 +50,7 @@ def test_the_store_hears_of_each_share_while_the_next_is_moved(monkeypatch):
             seen.append(number)
             assert digest == digest_of(there[64 * number :][:60].tobytes())
         assert not there[64 * (first + len(digests)) :].any(), "what follows is not moved yet"
+        assert not any(source.located for source in held[first + len(digests) :]), "nor looked for"
     assert seen == list(range(9))
 
 
