@@ -18,7 +18,7 @@ from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.data_plane import DataPlane
-from weight_manager.history import History, Record
+from weight_manager.history import History, Record, scratch_of
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, InPlace, Live, LiveAdapter, Prepare, ToReplica
@@ -74,6 +74,7 @@ class LineHistory(History):
     def remove(self) -> None:
         """Remove the line's files: it is over, and a restart must not find it."""
         self._path_of.unlink(missing_ok=True)
+        scratch_of(self._path_of).unlink(missing_ok=True)
 
     def _lies_in(self, arena: Path) -> None:
         self.synced = not in_memory(arena.parent)

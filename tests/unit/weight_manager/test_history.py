@@ -95,12 +95,48 @@ def test_what_is_not_synced_takes_the_old_files_place_without_going_to_the_disk(
     with monkeypatch.context() as patched:
         patched.setattr(module.Path, "replace", lambda *_: pytest.fail("renamed over the old one"))
         patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced"))
-        write_atomically(path, b"second", synced=False)
-    assert path.read_bytes() == b"second"
+        patched.setattr(module.Path, "unlink", lambda *_, **__: pytest.fail("removed, while a commit waits"))
+        for content in (b"second", b"the third, which is longer", b"4th"):
+            write_atomically(path, content, synced=False)
+            assert path.read_bytes() == content
     monkeypatch.setattr(module, "_renameat2", lambda: None)  # as on a file system that cannot
+    write_atomically(path, b"fifth", synced=False)
+    assert path.read_bytes() == b"fifth"
+    assert [p.name for p in tmp_path.iterdir()] == ["h.json"]
+
+
+def test_what_is_not_synced_is_the_old_one_where_there_is_no_room(tmp_path, monkeypatch):
+    path = tmp_path / "h.json"
+    write_atomically(path, b"first", synced=False)
+    write_atomically(path, b"second", synced=False)
+    write, room = os.write, [3]
+
+    def full(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            write_atomically(path, b"third", synced=False)
+    assert path.read_bytes() == b"second"
     write_atomically(path, b"third", synced=False)
     assert path.read_bytes() == b"third"
-    assert [p.name for p in tmp_path.iterdir()] == ["h.json"]
+
+
+def test_a_line_that_is_over_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("weight_manager.adapters.line.in_memory", lambda folder: True)
+    shape, folder = AdapterShape("float32", (AdapterModule("q", 1, 1.0),)), tmp_path / "adapters"
+    folder.mkdir()
+    history = LineHistory(folder / "a@1.json", 10, History(tmp_path / "weights.json", 10))
+    history.begin("a", shape, tmp_path / "a.arena", "layout", [])
+    commit(history, 1)
+    commit(history, 2)
+    history.remove()
+    assert list(folder.iterdir()) == []
 
 
 def test_the_log_is_capped_and_amended(tmp_path):
