@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from worker.engine.base import Cuts
+from worker.gpu.carrying import Carrier
 from worker.gpu.compiler import compiled, source
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import Module
@@ -42,7 +43,7 @@ def drawing_from(driver, logits, rows=None):
     driver.to_device(address, logits, stream)
     driver.wait(stream)
     module = Module(driver, compiled(source(), MACROS, driver.capability))
-    return Drawing(driver, module, stream, address, vocab, rows, _no_step)
+    return Drawing(driver, module, stream, address, vocab, rows, _no_step, Carrier(driver))
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(96, 3), (1000, 7), (49152, 64), (151936, 1), (151936, 33)])

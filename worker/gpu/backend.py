@@ -16,6 +16,7 @@ import numpy.typing as npt
 from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32, Logits
 from worker.gpu.adapters import Changes, DeviceAdapters
+from worker.gpu.carrying import Carrier
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
@@ -79,7 +80,8 @@ class GpuDecoder:
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
         block_bytes = heads.kv * block_size * heads.dim * self.element
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
-        self._inputs = Inputs(driver, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
+        carry = Carrier(driver)
+        self._inputs = Inputs(driver, carry, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
         self._buffers = self._allocate(tokens_padded(max_tokens))
         cache = Cache(self._kv.address, num_blocks * block_bytes, block_bytes, 2 * spec.layers)
         self.operations = Operations(
@@ -88,7 +90,8 @@ class GpuDecoder:
         self._drawing: Drawing | None = None
         if ranks is None or ranks.first:
             self._drawing = Drawing(
-                driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits, self.follow
+                *(driver, module, self._stream, self._buffers.logits, self._vocab, self._most_logits),
+                *(self.follow, carry),
             )
         self._gathered: Int32 = driver.pinned(self._most_logits, np.int32)
         self._gathered_there = driver.allocate(4 * self._most_logits, "logits")

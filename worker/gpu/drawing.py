@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Cuts, Drawn, Extras, Float32, Float64, ForwardBatch, Int32, Int64, Logits, Tops
+from worker.gpu.carrying import Carry
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
 from worker.gpu.edits import EDIT, Packed, Packing
 
@@ -39,20 +40,22 @@ class Drawing:
         vocab: int,
         rows: int,
         follow: Callable[[ForwardBatch, Int32], Logits],
+        carry: Carry,
         *,
         most: int = 4096,
     ) -> None:
         """rows: that steps fill; the buffer has as many again, for edited ones. follow: launches a step that goes on
-        from tokens drawn here. most: drawn at once; a prompt's n sequences draw from one row.
+        from tokens drawn here. carry: brings what is asked for. most: drawn at once; a prompt's n sequences draw from
+        one row.
         """
         self._driver, self._module, self._stream = driver, module, stream
         self._logits, self._vocab, self._rows, self._most = logits, vocab, rows, most
         self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
-        self._asked = _Upload(driver, stream, (15 + _REPORTED) * most)
+        self._asked = _Upload(driver, carry, stream, (15 + _REPORTED) * most)
         entries = max(_ENTRIES, 4 * vocab)
         self._packing = Packing(rows, vocab, entries)
-        self._edits = _Upload(driver, stream, (EDIT.itemsize // 4 + -(-vocab // 32)) * rows + 2 * entries)
+        self._edits = _Upload(driver, carry, stream, (EDIT.itemsize // 4 + -(-vocab // 32)) * rows + 2 * entries)
         self._words_there = driver.allocate(4 * rows * vocab, "sampling")
         # other ids and their logprobs, then ranks
         self._cells = _REPORTED * most
@@ -67,7 +70,7 @@ class Drawing:
         self._masks: Int32 = driver.pinned((rows, -(-vocab // 32)), np.int32)
         self._masks_there = driver.allocate(self._masks.nbytes, "sampling")
         self._marked: list[int] = []  # picks
-        self._sources = _Upload(driver, stream, most)
+        self._sources = _Upload(driver, carry, stream, most)
 
     def logits(self, count: int, gather: "Callable[[Int64], None] | None" = None) -> "DeviceLogits":
         """The first so many rows, as the step just launched leaves them. gather: puts any of them, by number, to the
@@ -271,10 +274,10 @@ class Drawing:
 
 
 class _Upload:
-    """Arrays packed into one pinned buffer and copied at once, on one stream."""
+    """Arrays packed into one pinned buffer and carried at once, on one stream."""
 
-    def __init__(self, driver: Driver, stream: Handle, words: int) -> None:
-        self._driver, self._stream, self._used = driver, stream, 0
+    def __init__(self, driver: Driver, carry: Carry, stream: Handle, words: int) -> None:
+        self._driver, self._carry, self._stream, self._used = driver, carry, stream, 0
         self._here: Int32 = driver.pinned(words, np.int32)
         self._there = driver.allocate(4 * words, "sampling")
         self._copied = driver.event()
@@ -294,8 +297,8 @@ class _Upload:
         return U64(self._there + 4 * start)
 
     def send(self) -> None:
-        """Copy what was put."""
-        self._driver.to_device(self._there, self._here, self._stream, 4 * self._used)
+        """Carry what was put."""
+        self._carry(self._there, self._here, self._stream, 4 * self._used)
         self._driver.record(self._copied, self._stream)
 
 

@@ -1,4 +1,4 @@
-"""A step's numbers on the device: packed into one pinned buffer and copied at once.
+"""A step's numbers on the device: packed into one pinned buffer and carried at once.
 
     decode steps   [stride, 0, 0, 0 | tokens N | positions N | adapters | tables N * stride | copies]
     other steps    the same, then slots, sequences, starts, contexts, single rows, tiles and logits' rows
@@ -14,6 +14,7 @@ import numpy as np
 from worker.engine.base import ForwardBatch, Int32
 from worker.gpu.adapters import MOST_RANKS
 from worker.gpu.adapters import words as adapter_words
+from worker.gpu.carrying import Carry
 from worker.gpu.driver import Driver, Handle
 
 _HEAD = 4
@@ -47,14 +48,14 @@ class StepInputs:
 
 
 class Inputs:
-    """Two pinned buffers in turn, so that one may be filled while the other is still being copied."""
+    """Two pinned buffers in turn, so that one may be filled while the other is still being read."""
 
-    def __init__(self, driver: Driver, tokens: int, sequences: int, blocks: int) -> None:
+    def __init__(self, driver: Driver, carry: Carry, tokens: int, sequences: int, blocks: int) -> None:
         """Room for steps of so many tokens over so many sequences of so many KV blocks each."""
         words = (
             _HEAD + 16 * _ALIGN + 6 * tokens + 6 * sequences + sequences * blocks + 2 * tokens + adapter_words(tokens)
         )
-        self._driver = driver
+        self._driver, self._carry = driver, carry
         self._device = driver.allocate(4 * words, "step inputs")
         self._buffers = [driver.pinned(words, np.int32) for _ in range(2)]
         self._copied = [driver.event() for _ in range(2)]
@@ -147,7 +148,7 @@ class Inputs:
         return buffer
 
     def _send(self, buffer: Int32, words: int, stream: Handle) -> None:
-        self._driver.to_device(self._device, buffer, stream, 4 * words)
+        self._carry(self._device, buffer, stream, 4 * words)
         self._driver.record(self._copied[self._turn], stream)
 
 

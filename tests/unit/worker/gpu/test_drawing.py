@@ -19,6 +19,7 @@ def device(monkeypatch):
     monkeypatch.setattr(made, "capability", (9, 0), raising=False)
     monkeypatch.setattr(on_device, "compiled", lambda *arguments: made)
     monkeypatch.setattr(on_device, "Module", lambda driver, image: NumpyModule(driver))
+    monkeypatch.setattr(on_device, "Carrier", lambda driver: driver.to_device)
     return made
 
 
@@ -51,7 +52,9 @@ def test_more_than_are_drawn_at_once(device):
 
 def test_plain_draws_launch_no_more_than_two_kernels(device):
     module = NumpyModule(device)
-    drawing = Drawing(device, module, None, device.allocate(4 * 2 * 2 * 96, "test"), 96, 2, on_device._no_step)
+    drawing = Drawing(
+        device, module, None, device.allocate(4 * 2 * 2 * 96, "test"), 96, 2, on_device._no_step, device.to_device
+    )
     draw = (
         np.array([0, 1]),
         np.ones(2, np.float32),
@@ -68,7 +71,7 @@ def test_rows_that_the_buffer_has_no_room_for_are_made_as_they_are_asked_for(dev
     vocab, room = 96, 3
     logits = np.random.default_rng(5).standard_normal((10, vocab), dtype=np.float32)
     address = device.allocate(4 * 2 * room * vocab, "test")
-    drawing = Drawing(device, NumpyModule(device), None, address, vocab, room, on_device._no_step)
+    drawing = Drawing(device, NumpyModule(device), None, address, vocab, room, on_device._no_step, device.to_device)
 
     def gather(rows):
         assert len(rows) <= room

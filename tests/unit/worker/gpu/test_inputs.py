@@ -55,7 +55,7 @@ def _batch(lengths, contexts, rows, copies=()):
 
 def test_a_decode_step_has_the_addresses_that_its_graph_holds_and_rows_beyond_it_are_nowhere():
     driver = DriverThatKeeps()
-    inputs = Inputs(driver, 64, 16, 8)
+    inputs = Inputs(driver, driver.to_device, 64, 16, 8)
     step = inputs.decode(_batch([1, 1, 1], [5, 9, 2], [0, 1, 2], [(4, 6)]), 8, None)
     fixed = inputs.fixed(8)
     assert (step.tokens, step.positions, step.tables) == (fixed.tokens, fixed.positions, fixed.tables)
@@ -70,7 +70,7 @@ def test_a_decode_step_has_the_addresses_that_its_graph_holds_and_rows_beyond_it
 def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
     driver = DriverThatKeeps()
     batch = _batch([1, 70, 1, 2], [4, 90, 8, 2], [0, 70, 71, 73])
-    step = Inputs(driver, 128, 8, 8).ragged(batch, 80, 64, None)
+    step = Inputs(driver, driver.to_device, 128, 8, 8).ragged(batch, 80, 64, None)
     assert step.singles is not None
     assert driver.at(*step.singles) == [0, 71]
     assert step.tiles is not None
@@ -78,7 +78,7 @@ def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
     assert driver.at(step.starts, 5) == [0, 1, 71, 72, 74]
     assert driver.at(step.sequences, 74) == [0] + [1] * 70 + [2] + [3] * 2
     assert driver.at(step.slots, 80)[74:] == [-1] * 6
-    every = Inputs(driver, 128, 8, 8).ragged(batch, 80, 0, None)  # heads that no tile takes
+    every = Inputs(driver, driver.to_device, 128, 8, 8).ragged(batch, 80, 0, None)  # heads that no tile takes
     assert every.singles is not None
     assert driver.at(*every.singles) == list(range(74))
     assert every.tiles is not None
