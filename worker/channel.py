@@ -140,6 +140,13 @@ class Channel:
             self._drain(self._api, self._read_api, inbox)
         return inbox
 
+    def receive_store(self) -> list[store_messages.ToReplica]:
+        """What the store has said and is unread; does not wait."""
+        inbox: list[Incoming] = []
+        if self.store_waits:
+            self._drain(self._store, self._read_store, inbox)
+        return [incoming.message for incoming in inbox if isinstance(incoming, FromStore)]
+
     @property
     def store_waits(self) -> bool:
         """A message of the store lies unread."""

@@ -136,7 +136,7 @@ class EventLoop:
         """Begin what the order says."""
         if order.signal is Signal.STOP:
             self.stopped = True
-        self._actions.start(order)
+        self._actions.start(order, alone=self._signals.size == 1)
         work = self._actions.work
         if self._signals.size == 1 and work is not None and work.state != PENDING:
             self._judge()  # nobody else has to be heard: who asked need not wait for the end of a step
@@ -273,6 +273,8 @@ class EventLoop:
         began = time.monotonic()
         try:
             logits = self._launched(launch, ahead=ahead)
+            if ahead:  # else an order is in hand already
+                self._go_on_beside(logits)
             if self._leader:
                 assert logits is not None
                 self._leader.stepping.stepped(logits, began)
@@ -283,6 +285,23 @@ class EventLoop:
             raise
         except Exception as error:
             self._failed(error, began)
+
+    def _go_on_beside(self, logits: Float32 | Logits | None) -> None:
+        """While a device computes the step: copy what the store says has arrived of the next version, have it prepared,
+        and vote on it. Each would wait for the end of a step otherwise, one after the other. Of several ranks all would
+        have to agree on it, which they do between steps.
+        """
+        leader = self._leader
+        if leader is None or logits is None or isinstance(logits, np.ndarray) or self._signals.size > 1:
+            return
+        while leader.deciding.expects and not logits.through():
+            leader.hear_beside()
+            order = leader.deciding.beside()
+            if order is not None:
+                self._actions.start(order, alone=True)
+            work = self._actions.work
+            if work is not None and work.state != PENDING and work.order.beside_steps and not self._step_error:
+                self._judge()
 
     def _launched(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> Float32 | Logits | None:
         """ahead: the step behind it is launched too; where this one cannot be, the others hear that there is none."""
@@ -368,6 +387,19 @@ class Asker(Protocol):
         ...
 
 
+class Beside(Asker, Protocol):
+    """One whose orders may go with a step that a device computes."""
+
+    @property
+    def expects(self) -> bool:
+        """Something may have to be done before the step is over."""
+        ...
+
+    def next_beside(self) -> Order | None:
+        """The next thing, if a step that is computed is nothing to it; called only when no order is under way."""
+        ...
+
+
 class Deciding:
     """Rank 0: which order the ranks get at a tick. One is under way at a time; who asked for it hears how it went."""
 
@@ -375,6 +407,7 @@ class Deciding:
         self,
         askers: Callable[[], Sequence[Asker]],
         *,
+        beside: Callable[[], Beside | None],
         advance: Callable[[], None],
         ended: Callable[[], bool],
         settled: Callable[[Order, Verdict], None],
@@ -383,12 +416,13 @@ class Deciding:
         heartbeat_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """askers: in the order in which they are asked. advance: time has passed. ended: whether the ranks are to stop.
-        settled: told after the asker.
+        """askers: in the order in which they are asked. beside: who is asked while a step is computed. advance: time
+        has passed. ended: whether the ranks are to stop. settled: told after the asker.
         """
         self.hurry = False  # an order may follow at once on what has just happened
         self.next_heartbeat = clock() + heartbeat_s
         self._askers = askers
+        self._beside = beside
         self._advance = advance
         self._ended = ended
         self._settled = settled
@@ -412,6 +446,24 @@ class Deciding:
         self._stepping.unjudged = False
         order = order or Order(Signal.PAUSE if self._stepping.paused else Signal.RUN)
         return msgspec.structs.replace(order, vote=vote, step=step, arrived=self._actions.take_heard())
+
+    @property
+    def expects(self) -> bool:
+        """Something may have to be done before a step is over."""
+        beside = self._beside()
+        return beside is not None and beside.expects
+
+    def beside(self) -> Order | None:
+        """An order that goes with the step that a device computes; None = there is none."""
+        beside = self._beside()
+        if beside is None or self._actions.work is not None:
+            return None
+        order = beside.next_beside()
+        if order is not None:
+            self._asker = beside
+        elif not self._actions.heard:
+            return None
+        return msgspec.structs.replace(order or Order(), step=True, arrived=self._actions.take_heard())
 
     def settled(self, order: Order, verdict: Verdict) -> None:
         """All ranks are through with an order."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 
+from weight_manager.messages import ToReplica
 from worker import channel
 from worker.adapter_membership import AdapterMembership
 from worker.calls import Calls
@@ -257,6 +258,7 @@ class Leader:
         )
         self.deciding = Deciding(
             self._askers,
+            beside=lambda: None if self._calls.under_way else self.membership,
             advance=self._advance,
             ended=self._ended,
             settled=self._settled,
@@ -266,12 +268,16 @@ class Leader:
             clock=clock,
         )
         self._announced_version: int | None = None
+        self._early: deque[ToReplica] = deque()  # of the store, read beside a step
 
     # receive
 
     def receive(self) -> None:
         """Wait for messages, or for the next moment at which something is due; take them in order."""
-        for incoming in self._channel.receive(self._timeout()):
+        early, self._early = self._early, deque()
+        for waiting in early:  # it was read while a step was computed
+            self.membership.take(waiting)
+        for incoming in self._channel.receive(0.0 if early else self._timeout()):
             match incoming:
                 case channel.FromApi(origin, message):
                     self._take(origin, message)
@@ -288,6 +294,12 @@ class Leader:
                     self.counters["orphaned"] += self._admission.forget(origin, self._version)
                 case channel.Terminate():
                     self._drain(None, Drain("", self._config.drain_s))
+
+    def hear_beside(self) -> None:
+        """While a step is computed: hear the store, as far as what it says goes with that."""
+        self._early += self._channel.receive_store()
+        while self._early and self.membership.beside_steps(self._early[0]):
+            self.membership.take(self._early.popleft())
 
     def _timeout(self) -> float:
         hurry, self.deciding.hurry = self.deciding.hurry, False

@@ -30,6 +30,8 @@ _REGISTER_AGAIN_S = 2.0
 """Seconds between two tries of a registration that nobody answered."""
 _FLIPS = 8
 """How many of the last commits' waits for their flip are kept: they tell how long the next may take."""
+_ARRIVING_S = 0.1
+"""So long after the last that was heard of a version, more of it is expected."""
 _FORGOTTEN_S = 0.1
 """Seconds until a replica registers again with a store that does not know it any more."""
 
@@ -100,6 +102,7 @@ class Membership:
         self._clock = clock
         self._queue: deque[store.ToReplica] = deque()
         self._orders: deque[Order] = deque()
+        self._arriving_until = 0.0  # the next version's bytes
         self._moved = False  # the store has another arena than the one we map
         self._beat_s = 0.0
         self._next_beat = 0.0
@@ -201,10 +204,36 @@ class Membership:
             return None  # nothing is served before everything that is live is held
         session = self.session
         if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
-            session.state = State.PREPARING
-            order = Order(Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live, regions=session.regions)
-            self._orders.append(order)
+            return self._preparing(session)
         return self._orders.popleft() if self._orders else None
+
+    @property
+    def expects(self) -> bool:
+        """A version is arriving, or waits to be prepared: the store is heard of while a step is computed."""
+        session = self.session
+        return self._clock() < self._arriving_until or (
+            session is not None and session.state in (State.SEALED, State.PREPARING)
+        )
+
+    @staticmethod
+    def beside_steps(message: store.ToReplica) -> bool:
+        """Whether a message may be acted on while a step is computed, to which it is nothing."""
+        match message:
+            case store.InPlace():
+                return not message.adapter
+            case store.Prepare():
+                return message.adapter is None and message.in_flight != "wait"
+            case _:
+                return False
+
+    def next_beside(self) -> Order | None:
+        """As `next_order`, of what goes with a step under way; None where something else comes first."""
+        if self._orders or self._lifecycle.state is not WorkerState.SERVING:
+            return None
+        while self._queue and self.beside_steps(self._queue[0]):
+            self._handle(self._queue.popleft())
+        session = self.session
+        return self._preparing(session) if session and session.waits and not self.draining else None
 
     def settled(self, order: Order, verdict: Verdict) -> None:
         """Tell the store how an order of ours went."""
@@ -243,6 +272,10 @@ class Membership:
         self._lifecycle.apply(Event.LOST, "the store gave our slot to another version while we stood still")
         self.register()
 
+    def _preparing(self, session: Session) -> Order:
+        session.state = State.PREPARING
+        return Order(Signal.UPDATE, Phase.PREPARE, session=session.id, live=session.live, regions=session.regions)
+
     def _handle(self, message: store.ToReplica) -> None:
         match message:
             case store.Registered():
@@ -250,6 +283,7 @@ class Membership:
             case store.Adopt():
                 self._adopt(message.live)
             case store.InPlace():
+                self._arriving_until = self._clock() + _ARRIVING_S
                 self._actions.hear(message)
             case store.Prepare():
                 self._on_prepare(message)

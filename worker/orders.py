@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 Int32 = npt.NDArray[np.int32]
 _PREPARE_S, _PREPARE_BESIDE_S = 0.005, 0.0015
-"""Preparing a version takes a millisecond or two where nothing has to be moved. The second is where a device computes
-meanwhile: less than a step, and a vote that is not there by then waits for the end of one.
+"""Preparing a version takes a millisecond or two where nothing has to be moved. The second is where devices of several
+ranks compute meanwhile: less than a step, and a vote that is not there by then waits for the end of one. A rank that is
+alone looks for it while a step is computed.
 """
 
 
@@ -320,15 +321,17 @@ class Actions:
         heard, self._heard = self._heard, []
         return tuple(heard)
 
-    def start(self, order: Order) -> None:
+    def start(self, order: Order, *, alone: bool = False) -> None:
         """Begin. FINALIZE, ROLLBACK, FORGET, TAKE_IN and orders without work are over when this returns.
+
+        alone: of no other ranks, so that what has begun can be settled while a step is computed.
 
         What has arrived was heard before an order to prepare it, but after the end of the version before.
         """
         ends = order.phase in (Phase.FINALIZE, Phase.ROLLBACK)
         if not ends:
             self._copy_ahead(order.arrived)
-        self._start(order)
+        self._start(order, alone=alone)
         if ends:
             self._copy_ahead(order.arrived)
 
@@ -337,7 +340,7 @@ class Actions:
             for part in heard:
                 self.weights.copy_ahead(part.slot, part.write_epoch, part.spans)
 
-    def _start(self, order: Order) -> None:
+    def _start(self, order: Order, *, alone: bool) -> None:
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.FINALIZE:
                 if self.weights and "weights" not in self.released:
@@ -355,7 +358,7 @@ class Actions:
             case _:
                 assert self.work is None, "one order at a time"
                 self.work = Work(order)
-                self._begin(self.work, order)
+                self._begin(self.work, order, alone=alone)
 
     def settle(self, ok: bool) -> Work:
         """All ranks are through with `work`: keep its effect, or undo it on every rank."""
@@ -380,12 +383,12 @@ class Actions:
         self.engine.release_kv()
         self.engine.allocate_kv()
 
-    def _begin(self, work: Work, order: Order) -> None:
+    def _begin(self, work: Work, order: Order, *, alone: bool) -> None:
         skip = "weights" in self.released
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
                 computing = order.step and isinstance(self.engine, OnDevice)  # which goes on meanwhile
-                patience = _PREPARE_BESIDE_S if computing else _PREPARE_S
+                patience = (0.0 if alone else _PREPARE_BESIDE_S) if computing else _PREPARE_S
                 work.run_in_background(lambda: None if skip else self._prepare(order), patience)
             case Signal.ADAPTER, Phase.PREPARE:
                 if order.adapter is not None and self.adapters.is_quick(order.adapter):

@@ -224,6 +224,10 @@ class Logits(Protocol):
         """Wait until the step, and every drawing that was begun from it, is through."""
         ...
 
+    def through(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
 
 @dataclass(frozen=True)
 class Kernels:

@@ -152,6 +152,10 @@ class Drawing:
         else:
             self._driver.wait(self._stream)
 
+    def through(self, *, drawn: bool) -> bool:
+        """Whether `wait` would return at once."""
+        return self._driver.happened(self._drawn_event if drawn else self._stream, event=drawn)
+
     def feed(self, tokens: int, sources: Int32) -> None:
         """Write the tokens drawn `sources[i]`-th to the int32 array at `tokens`, on the device."""
         count = len(sources)
@@ -411,3 +415,7 @@ class DeviceLogits:
     def wait(self) -> None:
         """Wait until the step is through, and what has been begun to be drawn from it; not for a step behind it."""
         self._drawing.wait(drawn=self._begun)
+
+    def through(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._drawing.through(drawn=self._begun)

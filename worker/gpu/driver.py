@@ -187,10 +187,10 @@ class Driver:
         """Let the host wait for an event or a stream."""
         self.call("cuEventSynchronize" if event else "cuStreamSynchronize", event_or_stream)
 
-    def happened(self, event: Handle) -> bool:
-        """Whether an event has; does not wait."""
+    def happened(self, event_or_stream: Handle, *, event: bool = True) -> bool:
+        """Whether an event has, or all that a stream was given; does not wait."""
         try:
-            self.call("cuEventQuery", event)
+            self.call("cuEventQuery" if event else "cuStreamQuery", event_or_stream)
         except CudaError as error:
             if error.code == _NOT_READY:
                 return False

@@ -61,6 +61,9 @@ class Ahead:
     def wait(self) -> None:
         pass
 
+    def through(self) -> bool:
+        return True
+
     def begin(
         self, rows: Any, inverse_temperature: Any, greedy: Any, numbers: Any, cuts: Any, extras: Any = None
     ) -> "Ahead":
