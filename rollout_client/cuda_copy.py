@@ -179,7 +179,10 @@ class CudaCopier:
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
             loan: _Loan | None = None
             batches = _batches(jobs)
-            waiting = deque(_Batch(torch, place, batch) for batch in islice(batches, AHEAD))
+            waiting: deque[_Batch] = deque()
+            for batch in islice(batches, AHEAD):
+                waiting.append(_Batch(torch, place, batch))
+                waiting[0].tell(reporter)  # ranks begin to copy: starting batches and digests takes milliseconds
             self._prove(waiting, summing, digester, None)  # now: the store begins to check when it has these digests
             if lent is not None:  # which takes milliseconds, while these are on their way
                 lent.open(self._driver)

@@ -107,9 +107,11 @@ class Digesting:
 class Store:
     """Hears of bytes when they are there."""
 
-    def __init__(self, stream):
+    def __init__(self, stream, digester):
+        self._digester = digester
         self._slot, self._queued, self.heard = stream.memory, lambda: len(stream.queued), []
         self.on_their_way = []  # copies that were, whenever one was told of
+        self.launches = []  # of hashes that had been started, whenever a part was told of
 
     def moved(self, nbytes): ...
     def flush(self): ...
@@ -117,6 +119,7 @@ class Store:
 
     def arrived(self, copy, offset, nbytes):
         self._require(PLACES[copy] + offset, nbytes)
+        self.launches.append(len(self._digester.launches))
         self.heard.append(("part", copy, offset, nbytes))
 
     def written(self, copy, digest, nbytes, *, sums):
@@ -140,15 +143,18 @@ def pushed(monkeypatch):
     for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
         monkeypatch.setattr(cuda_copy, name, value)
 
-    def push(spans, together=1 << 30, most=None):
-        """most: of copies that may be on their way, whose tensors are all cast; None = none is."""
+    def push(spans, together=1 << 30, most=None, *, swift=False):
+        """most: of copies that may be on their way, whose tensors are all cast; None = none is. swift: a copy is over
+        when the next one is queued.
+        """
         if most is not None:
             monkeypatch.setattr(cuda_copy, "MADE_BYTES", most * PART)
             monkeypatch.setattr(cuda_copy._Batch, "_dense", lambda self, whole, copy: (whole, True))
         monkeypatch.setattr(cuda_copy, "TOGETHER_BYTES", together)
         slot = bytearray(TENSORS.nbytes)
         streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
-        digester, store = Digester(), Store(streams[0])
+        digester = Digester()
+        store = Store(streams[0], digester)
         copier = CudaCopier.__new__(CudaCopier)
         base = streams[0].memory.ctypes.data
         copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
@@ -156,6 +162,8 @@ def pushed(monkeypatch):
 
         def dma(to, source, nbytes, queue):
             streams[0].queued.append((to, source, nbytes))
+            while swift and streams[0].done < len(streams[0].queued) - 1:
+                streams[0].run()
             return 0
 
         PLACES.clear()
@@ -167,6 +175,7 @@ def pushed(monkeypatch):
         copier._stage(memoryview(slot), 0, sorted(jobs, key=lambda job: cuda_copy.turn(job[1])), store, None)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
         assert most is None or max(store.on_their_way) <= most + 1
+        push.launches = store.launches
         return store.heard, streams[0].queued, digester.launches
 
     return push
@@ -177,6 +186,13 @@ def test_parts_of_a_large_tensor_are_told_of_before_it_is_whole(pushed):
     sizes = [PART, PART, PART, 100]
     assert heard[:4] == [("part", 0, n * PART, size) for n, size in enumerate(sizes)]
     assert heard[4:] == [("whole", 0, 3 * PART + 100), ("whole", 1, 600)]
+
+
+def test_what_has_arrived_is_told_of_before_anything_else_is_started(pushed):
+    """A rank that copies it goes on as long as the push: it begins as soon as it can."""
+    heard, _, _ = pushed([(0, 4 * PART), (4 * PART, 600)], swift=True)
+    assert heard[:3] == [("part", 0, n * PART, PART) for n in range(3)]
+    assert pushed.launches[:3] == [0, 0, 0]
 
 
 def test_tensors_go_as_they_lie_in_the_slot_but_for_large_ones_which_go_first(pushed):
