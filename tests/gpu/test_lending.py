@@ -120,7 +120,7 @@ def test_a_version_is_copied_while_it_arrives(driver, rank, layout, changes):
     for at in range(1, len(spans), 3):
         rank.copy_ahead(key, memoryview(version.bytes), spans[at : at + 3])
     end = time.monotonic() + 30
-    while not (rank._ahead and rank._ahead.missing(spans[1:]) == []):
+    while not (rank._arriving and rank._arriving.ahead.missing(spans[1:]) == []):
         assert time.monotonic() < end
         time.sleep(0.001)
     if changes:

@@ -19,10 +19,21 @@ from weight_manager.layout import EVERY_RANK, ITEMSIZE, Layout, Stretches, versi
 from weight_manager.messages import Live
 from worker.gpu.compiler import compiled
 from worker.gpu.driver import Driver, Handle, Module, Pointer
-from worker.gpu.weights import Placement
+from worker.gpu.weights import Placement, joined_spans
 
 _WORD = 8
 """Bytes on whose boundary the kernel reads."""
+_AT_ONCE = 32 << 20
+"""Bytes that are hashed at once while a version arrives, at least: a launch costs the host as much as a few copies."""
+
+
+class Early:
+    """Pieces of one slot that were hashed while it was filled. Once anything else is written there, it says nothing."""
+
+    def __init__(self, address: int, pieces: int) -> None:
+        self.address = address
+        self.done = np.zeros(pieces, np.bool_)
+        self.waiting: list[tuple[int, int]] = []  # (offset in the arena's slot, bytes) that were copied and not hashed
 
 
 class DeviceDigests:
@@ -45,30 +56,68 @@ class DeviceDigests:
         self._small = np.flatnonzero((self._sizes <= TINY) & (self._starts % _WORD == 0))  # only fetched by it
         count = len(starts)
         self._table = driver.pinned((count, 2), np.uint64)
-        self._table[:, 1] = np.where(self._starts % _WORD, 0, self._sizes)
         self._out = driver.pinned(count, np.uint64)
         self._tiny = driver.pinned((count, TINY), np.uint8)
+        self._spans = starts, starts + self._sizes  # in the arena's slot, rising
+        self._plain = (self._sizes > TINY) & (self._starts % _WORD == 0)
+        self._early: Early | None = None
+        self._early_table = driver.pinned((count, 2), np.uint64)
+        self._early_table[:, 1] = np.where(self._plain, self._sizes, 0)
+        self._early_out = driver.pinned(count, np.uint64)
+        self._copied = driver.event()
 
-    def holds(self, address: int, live: Live, regions: Sequence[int]) -> bool:
+    def holds(self, address: int, live: Live, regions: Sequence[int], early: Early | None = None) -> bool:
         """Whether the slot that begins there holds what the rank reads of this version. regions: digests of all of the
-        version's, known to be its; not looked at where the rank has all of it.
+        version's, known to be its; not looked at where the rank has all of it. early: what has been hashed of it.
         """
         if self._layout.tp == 1:
-            return self.version(address) == live.digest
-        return self.regions(address) == [regions[at] for at in self._own]
+            return self.version(address, early) == live.digest
+        return self.regions(address, early) == [regions[at] for at in self._own]
 
-    def version(self, address: int) -> str:
+    def begin(self, address: int) -> Early:
+        """The slot that begins there is filled anew; what was hashed of another filling is worth nothing any more."""
+        self._driver.enter()
+        self._driver.wait(self._stream)  # which reads the table
+        self._early_table[:, 0] = self._starts + address
+        self._early = Early(address, len(self._starts))
+        return self._early
+
+    def read_ahead(self, early: Early, spans: Sequence[tuple[int, int]], copying: Handle) -> None:
+        """Hash what was copied, behind the copies; returns at once. spans: (offset, bytes) of the arena's slot, given
+        to the stream `copying` since the last call, each byte once. What was copied in parts is left for `holds`.
+        """
+        early.waiting += spans
+        if early is not self._early or sum(nbytes for _, nbytes in early.waiting) < _AT_ONCE:
+            return
+        waiting, early.waiting = joined_spans(early.waiting), []
+        self._driver.enter()
+        self._driver.record(self._copied, copying)
+        self._driver.wait_event(self._stream, self._copied)
+        starts, ends = self._spans
+        for start, nbytes in waiting:
+            first, stop = int(np.searchsorted(starts, start)), int(np.searchsorted(ends, start + nbytes, "right"))
+            if first < stop:
+                early.done[first:stop] = self._plain[first:stop]
+                part = self._early_table[first:stop], self._early_out[first:stop]
+                arguments = [Pointer(array.ctypes.data) for array in (*part, self._tiny)]  # none of them is tiny
+                self._module.launch("xxh3", (stop - first,), THREADS, self._stream, arguments)
+
+    def version(self, address: int, early: Early | None = None) -> str:
         """The digest of the slot that begins there, where it holds all regions; 16 hex digits, as
         `layout.version_digest`.
         """
-        return version_digest(self._layout, self.regions(address))
+        return version_digest(self._layout, self.regions(address, early))
 
-    def regions(self, address: int) -> list[int]:
-        """The digests of the rank's regions in the slot that begins there, in layout order."""
+    def regions(self, address: int, early: Early | None = None) -> list[int]:
+        """The digests of the rank's regions in the slot that begins there, in layout order. early: as in `holds`."""
         self._driver.enter()
-        self._table[:, 0] = self._starts + address
+        known = early.done if early is not None and early is self._early and early.address == address else None
+        sizes = np.where(self._starts % _WORD, 0, self._sizes)  # of 0 bytes nothing is read
+        self._table[:, 0], self._table[:, 1] = self._starts + address, sizes if known is None else sizes * ~known
         buffers = self._table, self._out, self._tiny
         pieces = hashed(self._driver, self._module, self._stream, *buffers, self._small.tolist())
+        for row in [] if known is None else np.flatnonzero(known).tolist():
+            pieces[row] = int(self._early_out[row])
         for row in self._odd.tolist():
             fetched = np.empty(int(self._sizes[row]), np.uint8)
             self._driver.to_host(fetched, address + int(self._starts[row]), self._stream)

@@ -28,7 +28,7 @@ import numpy as np
 from rollout_client.device_slots import LONGEST, Ask, Grant, No, Taken, decode_request, encode
 from weight_manager.dynamic_weight_manager import Spans, Views
 from weight_manager.messages import Live
-from worker.gpu.digests import DeviceDigests
+from worker.gpu.digests import DeviceDigests, Early
 from worker.gpu.driver import CudaError
 from worker.gpu.weights import Ahead, DeviceSlots, Staged
 
@@ -45,6 +45,14 @@ class _Loan:
     key: Key
     slot: int
     connection: socket.socket
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """What was copied ahead of a version, and hashed of that."""
+
+    ahead: Ahead
+    early: Early
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Lending:
         self._lock = threading.Lock()
         self._loan: _Loan | None = None
         self._filled: _Loan | None = None
-        self._ahead: Ahead | None = None
+        self._arriving: _Arriving | None = None
         self._turn = 0  # moves when parts told of before are of no use any more, and may not even be mapped
         self._parts: queue.SimpleQueue[_Part] = queue.SimpleQueue()
         self._copying: threading.Thread | None = None
@@ -101,7 +109,7 @@ class Lending:
         with self._lock:
             self._turn += 1
             filled, self._filled = self._filled, None
-            ahead, self._ahead = self._ahead, None
+            arriving, self._arriving = self._arriving, None
             if filled is not None and self._is_for(filled, live):
                 staged = self._slots.hold(filled.slot)
                 if self._holds(staged, live, regions):
@@ -112,12 +120,12 @@ class Lending:
                 )
                 del staged
             self._take_back()
-            if ahead is not None and (ahead.key != (live.slot, live.write_epoch) or ahead.slot != self._slots.spare):
-                ahead = None
-            staged = self._slots.stage(views, ahead)
-            if self._holds(staged, live, regions):
+            if arriving is not None and not self._goes_on(arriving.ahead, (live.slot, live.write_epoch)):
+                arriving = None
+            staged = self._slots.stage(views, None if arriving is None else arriving.ahead)
+            if self._holds(staged, live, regions, None if arriving is None else arriving.early):
                 return staged
-            if self._slots.pinned.let_go() or ahead is not None:  # the driver may have held pages of before
+            if self._slots.pinned.let_go() or arriving is not None:  # the driver may have held pages of before
                 staged = self._slots.stage(views)
                 if self._holds(staged, live, regions):
                     return staged
@@ -163,27 +171,34 @@ class Lending:
             self._copy(part)
         except CudaError as error:  # `stage` meets it again, and answers for it
             log.warning("could not copy ahead: %s", error)
-            self._ahead = None
+            self._arriving = None
 
     def _copy(self, part: _Part) -> None:
         slot = self._slots.spare
         if part.turn != self._turn or self._loan is not None or self._filled is not None or slot is None:
             return
-        if self._ahead is None or (self._ahead.key, self._ahead.slot) != (part.key, slot):
-            self._ahead = Ahead(part.key, slot)
-        self._slots.copy_ahead(self._ahead, part.base, part.spans)
+        arriving = self._arriving
+        if arriving is None or not self._goes_on(arriving.ahead, part.key):
+            arriving = _Arriving(Ahead(part.key, slot), self._digests.begin(self._slots.regions[slot].address))
+            self._arriving = arriving
+        fresh = self._slots.copy_ahead(arriving.ahead, part.base, part.spans)
+        self._digests.read_ahead(arriving.early, fresh, self._slots.stream)
+
+    def _goes_on(self, ahead: Ahead, key: Key) -> bool:
+        """Whether it is of this version, and lies where nothing else does."""
+        return (ahead.key, ahead.slot) == (key, self._slots.spare)
 
     def _drop_ahead(self) -> None:
         """What was copied ahead is of no use, and no copy of it is under way any more."""
-        if self._ahead is not None:
-            self._ahead = None
+        if self._arriving is not None:
+            self._arriving = None
             self._slots.settle()
 
     def _is_for(self, filled: _Loan, live: Live) -> bool:
         return filled.key == (live.slot, live.write_epoch) and self._slots.spare == filled.slot
 
-    def _holds(self, staged: Staged, live: Live, regions: Sequence[int]) -> bool:
-        return self._digests.holds(self._slots.regions[staged.slot].address, live, regions)
+    def _holds(self, staged: Staged, live: Live, regions: Sequence[int], early: Early | None = None) -> bool:
+        return self._digests.holds(self._slots.regions[staged.slot].address, live, regions, early)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -91,7 +91,7 @@ def placement(layout: Layout, rank: int) -> Placement:
     return Placement(places, tuple(runs), tuple(pieces), runs[-1].target + runs[-1].nbytes, first)
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """(offset, bytes), rising, with neighbours as one: a copy costs the host as much as a few hundred KB cost the bus.
     Padding between them is copied too.
     """
@@ -123,7 +123,7 @@ class Ahead:
     def missing(self, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """(offset, bytes) of what is not there of these, neighbours as one."""
         gaps = (gap for start, nbytes in pieces for gap in self._there.gaps(start, start + nbytes))
-        return _joined((low, high - low) for low, high in gaps)
+        return joined_spans((low, high - low) for low, high in gaps)
 
 
 class Staged:
@@ -138,7 +138,7 @@ class DeviceSlots:
 
     def __init__(self, driver: Driver, where: Placement) -> None:
         self._driver, self._where = driver, where
-        self._stream = driver.stream()
+        self.stream = driver.stream()
         self.regions = [Region(driver, where.nbytes, "weights (one of two slots)", shared=True) for _ in range(2)]
         self.bound: int | None = None
         self._held: list[weakref.ref[Staged] | None] = [None, None]
@@ -163,7 +163,7 @@ class DeviceSlots:
         if ahead is not None:  # as a rule all is there, which one look at the few runs tells
             whole = ahead.missing(whole) and ahead.missing(self._where.pieces)
         self._copy(slot, base, whole)
-        self._driver.wait(self._stream)
+        self._driver.wait(self.stream)
         self._held[slot] = weakref.ref(staged)
         return staged
 
@@ -171,16 +171,20 @@ class DeviceSlots:
         """Whether copies into this slot, from the arena's slot at an address, can begin at once."""
         return self.regions[slot].filled and self.pinned.holds(base)
 
-    def copy_ahead(self, ahead: Ahead, base: int, spans: Sequence[tuple[int, int]]) -> None:
-        """Begin to copy a part of a version into the spare slot. base: address of the arena's slot. spans: of that."""
+    def copy_ahead(self, ahead: Ahead, base: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Begin to copy a part of a version into the spare slot, on `stream`; what was not on its way of it. base:
+        address of the arena's slot. spans: of that.
+        """
         self._driver.enter()
         self.regions[ahead.slot].fill()
-        self._copy(ahead.slot, base, _joined(gap for span in spans for gap in ahead.take(*span)))
+        fresh = joined_spans(gap for span in spans for gap in ahead.take(*span))
+        self._copy(ahead.slot, base, fresh)
+        return fresh
 
     def settle(self) -> None:
         """Wait until nothing copies here any more."""
         self._driver.enter()
-        self._driver.wait(self._stream)
+        self._driver.wait(self.stream)
 
     def _copy(self, slot: int, base: int, spans: Sequence[tuple[int, int]]) -> None:
         """Queue copies of what this rank reads of these bytes of the arena's slot that begins at `base`."""
@@ -193,7 +197,7 @@ class DeviceSlots:
                 low, high = max(start, run.source), min(start + nbytes, run.source + run.nbytes)
                 if low < high:
                     target = address + run.target + low - run.source
-                    self._driver.from_address(target, base + low, high - low, self._stream)
+                    self._driver.from_address(target, base + low, high - low, self.stream)
 
     def _claim(self) -> None:
         """Memory for both slots or for none that has none: a version is served only where the next one has room."""
@@ -211,8 +215,8 @@ class DeviceSlots:
         self._driver.enter()
         tensor = self.tensors(staged.slot)[name]
         found = np.empty(int(np.prod(tensor.shape)) * itemsize, np.uint8)
-        self._driver.to_host(found, tensor.address, self._stream)
-        self._driver.wait(self._stream)
+        self._driver.to_host(found, tensor.address, self.stream)
+        self._driver.wait(self.stream)
         return found
 
     def enter(self) -> None:

@@ -37,6 +37,9 @@ class HostDriver:
 
     def enter(self): ...
     def stream(self): ...
+    def event(self): ...
+    def record(self, event, stream): ...
+    def wait_event(self, stream, event): ...
     def wait(self, stream): ...
 
     def pinned(self, shape, dtype):
@@ -49,7 +52,8 @@ class HostDriver:
 class HostKernel:
     """Stands for the compiled kernel `xxh3` of rollout_client/cuda_hash.py."""
 
-    def __init__(self, driver, image): ...
+    def __init__(self, driver, image):
+        self.read = 0  # bytes
 
     def launch(self, name, grid, threads, stream, arguments):
         (count,) = grid
@@ -58,6 +62,7 @@ class HostKernel:
         found = np.frombuffer(_at(out, count * 8), np.uint64)
         for row, (address, nbytes) in enumerate(rows):
             assert address % 8 == 0 or nbytes == 0, "it reads whole words"
+            self.read += nbytes
             if nbytes > TINY:
                 found[row] = xxhash.xxh3_64_intdigest(_at(address, nbytes))
             elif nbytes:
@@ -80,6 +85,87 @@ def test_it_is_the_versions_digest_and_any_byte_counts(monkeypatch, dtype):
         assert proof.version(slot.ctypes.data) != version_digest(layout, []), region.name
         assert proof.version(slot.ctypes.data) == version_digest(layout, region_digests(layout, slot)), region.name
         slot[last] ^= 1
+
+
+@pytest.fixture
+def proof(monkeypatch):
+    """Digests of a slot in which what is plain, tiny and on no word's boundary lies side by side."""
+    monkeypatch.setattr(digests, "Module", HostKernel)
+    monkeypatch.setattr(digests, "compiled", lambda *_: b"")
+    monkeypatch.setattr(digests, "_AT_ONCE", 1)
+    layout = make_layout(manifest_for(CONFIG, "bfloat16"), 1)
+    made = DeviceDigests(HostDriver(), layout, placement(layout, 0))
+    made.slot = np.random.default_rng(0).integers(0, 256, layout.slot_bytes, np.uint8)
+    made.address, made.layout = made.slot.ctypes.data, layout
+    return made
+
+
+def _true(proof):
+    return region_digests(proof.layout, proof.slot)
+
+
+def test_what_was_hashed_while_it_came_is_not_read_again(proof):
+    early, ranges = proof.begin(proof.address), proof.layout.ranges
+    half = len(ranges) // 2
+    for start, nbytes in ranges[:half]:
+        proof.read_ahead(early, [(start, nbytes)], None)
+    seen = proof._module.read
+    assert 0 < seen <= sum(nbytes for _, nbytes in ranges[:half])
+    assert proof.regions(proof.address, early) == _true(proof)
+    rest = proof._module.read - seen
+    assert seen + rest == sum(int(size) for size in proof._sizes[proof._starts % 8 == 0])
+
+
+def test_a_piece_that_comes_in_parts_is_read_once_it_is_there(proof):
+    early, (start, nbytes) = proof.begin(proof.address), max(proof.layout.ranges, key=lambda one: one[1])
+    proof.slot[start + nbytes - 1] ^= 1
+    proof.read_ahead(early, [(start, nbytes - 4)], None)  # more than one piece: the first is whole
+    assert proof._module.read == 16 << 20
+    proof.slot[start + nbytes - 1] ^= 1
+    proof.read_ahead(early, [(start + nbytes - 4, 4)], None)
+    assert proof.regions(proof.address, early) == _true(proof)
+
+
+def test_parts_that_lie_together_are_looked_at_together(proof, monkeypatch):
+    """Few launches, each of many pieces."""
+    monkeypatch.setattr(digests, "_AT_ONCE", proof.layout.slot_bytes // 2)
+    launched, launch = [], proof._module.launch
+    monkeypatch.setattr(proof._module, "launch", lambda *given: launched.append(given[1]) or launch(*given))
+    early = proof.begin(proof.address)
+    for one in proof.layout.ranges:
+        proof.read_ahead(early, [one], None)
+    assert 1 <= len(launched) <= 2
+    assert proof.regions(proof.address, early) == _true(proof)
+
+
+def test_any_byte_that_is_wrong_when_it_is_there_counts(proof):
+    live = Live("run", 1, 0, 1, version_digest(proof.layout, _true(proof)))
+    for start, nbytes in proof.layout.ranges:
+        proof.slot[start + nbytes - 1] ^= 1
+        early = proof.begin(proof.address)
+        proof.read_ahead(early, [(start, nbytes)], None)
+        assert not proof.holds(proof.address, live, (), early)
+        proof.slot[start + nbytes - 1] ^= 1
+        assert proof.holds(proof.address, live, ())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_was_hashed_of_another_filling_is_worth_nothing(proof, elsewhere):
+    """Neither of the slot before it was filled anew, nor of another slot."""
+    early = proof.begin(proof.address)
+    proof.read_ahead(early, proof.layout.ranges, None)
+    was = proof.slot
+    if elsewhere:
+        proof.slot = was.copy()
+        proof.address = proof.slot.ctypes.data
+    else:
+        proof.begin(proof.address)
+    proof.slot[:] = np.random.default_rng(5).integers(0, 256, proof.slot.size, np.uint8)
+    assert proof.regions(proof.address, early) == _true(proof)
+    before = proof._module.read
+    if not elsewhere:
+        proof.read_ahead(early, proof.layout.ranges, None)
+    assert proof._module.read == before, "nobody waits for it any more"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
