@@ -2,6 +2,7 @@
 happens when somebody waits for it."""
 
 import contextlib
+import time
 
 import numpy as np
 import pytest
@@ -143,9 +144,9 @@ def pushed(monkeypatch):
     for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
         monkeypatch.setattr(cuda_copy, name, value)
 
-    def push(spans, together=1 << 30, most=None, *, swift=False):
+    def push(spans, together=1 << 30, most=None, *, swift=False, lent=None):
         """most: of copies that may be on their way, whose tensors are all cast; None = none is. swift: a copy is over
-        when the next one is queued.
+        when the next one is queued. lent: memory of a rank.
         """
         if most is not None:
             monkeypatch.setattr(cuda_copy, "MADE_BYTES", most * PART)
@@ -154,11 +155,13 @@ def pushed(monkeypatch):
         slot = bytearray(TENSORS.nbytes)
         streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
         digester = Digester()
-        store = Store(streams[0], digester)
+        store = push.store = Store(streams[0], digester)
         copier = CudaCopier.__new__(CudaCopier)
         base = streams[0].memory.ctypes.data
         copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
-        copier._driver = type("Driver", (), {"cuMemcpyDtoHAsync_v2": lambda self, to, *rest: dma(to - base, *rest)})()
+        calls = {"cuMemcpyDtoHAsync_v2": lambda self, to, *rest: dma(to - base, *rest)}
+        calls |= dict.fromkeys(("cuCtxGetCurrent", "cuCtxSetCurrent"), lambda self, context: 0)
+        copier._driver = type("Driver", (), calls)()
 
         def dma(to, source, nbytes, queue):
             streams[0].queued.append((to, source, nbytes))
@@ -172,7 +175,7 @@ def pushed(monkeypatch):
             PLACES[number] = start
             copies = [(number, Copy(number, (size // 2,), 0, (1,), start // 2, (1,), "bfloat16"))]
             jobs.append((Source(Tensor(start, size)), copies))
-        copier._stage(memoryview(slot), 0, sorted(jobs, key=lambda job: cuda_copy.turn(job[1])), store, None)
+        copier._stage(memoryview(slot), 0, sorted(jobs, key=lambda job: cuda_copy.turn(job[1])), store, lent)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
         assert most is None or max(store.on_their_way) <= most + 1
         push.launches = store.launches
@@ -202,20 +205,82 @@ def test_tensors_go_as_they_lie_in_the_slot_but_for_large_ones_which_go_first(pu
     assert [to for to, *_ in copies] == [source for _, source, _ in copies]
 
 
-@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 2), (12 * PART, 4), (1, 29)])
+@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 1), (12 * PART, 3), (1, 30)])
 def test_many_batches_are_hashed_in_one_launch(pushed, together, launches):
-    """Each launch takes a turn on the GPU from a rank that computes there. The first batches' is not put off."""
+    """Each launch takes a turn on the GPU from a rank that computes there."""
     spans = [(n * PART, PART) for n in range(30)]
     _, _, hashed = pushed(spans, together)
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
     assert len(hashed) == launches
-    assert len(hashed[0]) == 2
 
 
 def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
     """They cost a trainer device memory."""
     _, _, hashed = pushed([(n * PART, PART) for n in range(30)], most=8)
     assert len(hashed) == 8
+
+
+class Lent:
+    """A rank's memory. mapped: what has to be so before it is; the trainer waits for it in a thread."""
+
+    def __init__(self, mapped=lambda: None):
+        self._mapped, self.memory, self.opened, self.before = mapped, bytearray(TENSORS.nbytes), False, []
+
+    def open(self, driver):
+        self._mapped()
+        self.opened = True
+
+    def send(self, source, start, nbytes, stream):
+        assert self.opened
+        assert stream == Stream.cuda_stream
+        self.memory[start : start + nbytes] = TENSORS[source : source + nbytes].tobytes()
+
+
+SPANS = [(0, 3 * PART), *((n * PART, PART) for n in range(3, 20))]
+
+
+def _until(true):
+    end = time.monotonic() + 30.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_the_store_hears_of_all_there_is_while_a_ranks_memory_is_mapped(pushed):
+    """Which takes as long as half of a push, where it is another GPU's."""
+    lent = Lent(lambda: _until(lambda: sum(kind == "whole" for kind, *_ in pushed.store.heard) == len(SPANS)))
+    pushed(SPANS, lent=lent)
+    assert lent.memory == TENSORS[: 20 * PART].tobytes() + bytes(TENSORS.nbytes - 20 * PART)
+
+
+def test_what_had_to_be_made_is_kept_until_it_is_lent(pushed):
+    """Its memory would be another tensor's by then."""
+    heard = []
+
+    def mapped():
+        time.sleep(0.2)
+        heard.extend(pushed.store.heard)
+
+    lent = Lent(mapped)
+    pushed([(n * PART, PART) for n in range(20)], most=8, lent=lent)
+    assert lent.memory == TENSORS[: 20 * PART].tobytes() + bytes(TENSORS.nbytes - 20 * PART)
+    assert [kind for kind, *_ in heard if kind == "whole"] == []
+
+
+def test_memory_that_cannot_be_mapped_for_a_reason_that_nobody_knows_ends_the_push_with_it(pushed):
+    def broken():
+        raise OSError("no sockets are left")
+
+    with pytest.raises(OSError, match="no sockets are left"):
+        pushed(SPANS, lent=Lent(broken))
+
+
+def test_nobody_maps_memory_any_more_once_a_push_has_failed(pushed, monkeypatch):
+    lent = Lent(lambda: time.sleep(0.3))
+    monkeypatch.setattr(Digester, "start", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pushed(SPANS, lent=lent)
+    assert lent.opened, "the thread is over, what it has mapped can be unmapped"
 
 
 def test_batches_become_small_towards_the_end(pushed):
