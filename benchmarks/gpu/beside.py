@@ -1,11 +1,15 @@
 """How long decode steps take while the parts of a push run beside them, each alone and together.
 
-    python -m benchmarks.gpu.beside [--sequences 64] [--seconds 0.4] [--out OUT.json]
+    python -m benchmarks.gpu.beside [--sequences 64] [--seconds 0.4] [--only WORDS] [--out OUT.json]
 
 Steps are launched ahead and drawn from, as a rank does it, without its scheduler and messages. Beside them: copies of
 this process into its spare weight slot, its own digests, and another process (a trainer's) that copies to the host,
 hashes as many batches by themselves as a push has or all at once, copies within the device, or has twelve threads hash
 the arena's slot. GB/s are of what runs beside the steps.
+
+Rows "from the loop" give 64 MiB to the bus before each step is launched, in the thread that launches it, as a rank's
+loop does with what it hears of a push: on the stream of its weight slots, or on one that was made after the decoder's;
+while what a step needs of the host is brought by a kernel, as it is (worker/gpu/carrying.py), or by a copy engine.
 """
 
 import argparse
@@ -32,6 +36,7 @@ SLOT = Path("/dev/shm/benchmark-beside")
 BATCHES = [297 << 20, *[35 << 20] * 24]
 """Bytes: about Qwen3-0.6B's, whose embedding is the first."""
 TOTAL, PIECE = sum(BATCHES), 16 << 20
+EACH_STEP = 64 << 20
 SPANS = [(sum(BATCHES[:n]), size) for n, size in enumerate(BATCHES)]
 Numbers = npt.NDArray[np.uint8]
 Beside = Callable[[threading.Event], int]
@@ -95,8 +100,10 @@ def trainer() -> None:
         print(rounds * TOTAL / (time.monotonic() - began) / 1e9, flush=True)
 
 
-def decode(bench: Any, rows: int, stop: threading.Event, ended: list[float]) -> None:
-    """Steps of `rows` sequences until told to stop; when each one's tokens were there."""
+def decode(
+    bench: Any, rows: int, stop: threading.Event, ended: list[float], before: Callable[[], object] = lambda: None
+) -> None:
+    """Steps of `rows` sequences until told to stop; when each one's tokens were there. before: each is launched."""
     from worker.engine.base import Cuts
 
     bench.driver.enter()
@@ -105,6 +112,7 @@ def decode(bench: Any, rows: int, stop: threading.Event, ended: list[float]) -> 
     cuts = Cuts(np.zeros(rows, np.int32), np.ones(rows, np.float32), np.zeros(rows, np.float32))
     logits = bench.decoder.forward(batch)
     while not stop.is_set():
+        before()
         drawing = logits.begin(every, *plain, np.random.random(rows), cuts)
         logits = drawing.follow(batch, every.astype(np.int32))
         drawing.drawn()
@@ -151,6 +159,12 @@ class Rank:
 
         return run
 
+    def give(self, stream: Any) -> int:
+        """A part of a push to the bus; bytes."""
+        for at in range(0, EACH_STEP, PIECE):
+            self.driver.from_address(self.spare.address + at, self.arena.ctypes.data + at, PIECE, stream)
+        return EACH_STEP
+
     def digests(self, stop: threading.Event) -> int:
         """Of the whole slot, 2 ms apart."""
         from rollout_client.cuda_hash import THREADS
@@ -175,6 +189,7 @@ def main() -> None:
     )
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=0.4, help="of each measurement (%(default)s)")
+    parser.add_argument("--only", default="", help="rows whose names have this in them")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -191,11 +206,15 @@ def main() -> None:
         bench = Bench("Qwen3-0.6B", [args.sequences], 516, {})
         rank, found = Rank(bench), {}
 
-        def measure(name: str, beside: Beside | None = None, told: str = "") -> None:
+        def measure(
+            name: str, beside: Beside | None = None, told: str = "", before: Callable[[], int] = lambda: 0
+        ) -> None:
             assert process.stdin is not None
             assert process.stdout is not None
+            if args.only not in name:
+                return
             stop, end, ended, moved = threading.Event(), threading.Event(), list[float](), list[int]()
-            steps = threading.Thread(target=decode, args=(bench, args.sequences, stop, ended))
+            steps = threading.Thread(target=decode, args=(bench, args.sequences, stop, ended, before))
             steps.start()
             time.sleep(0.1)
             if told:
@@ -217,7 +236,22 @@ def main() -> None:
             found[name] = {"step_ms": round(1e3 * statistics.mean(mine), 3), "GBps": round(rate, 1)}
             print(f"{name:44}", found[name], flush=True)
 
+        def from_the_loop(name: str, stream: Any, carry: Any) -> None:
+            """carry: brings what a step needs."""
+            inputs, drawing = bench.decoder._inputs, bench.decoder.drawing
+            takers = inputs, drawing._asked, drawing._sources
+            for taker in takers:
+                taker._carry = carry
+            measure(f"from the loop: {name}", before=lambda: rank.give(stream))
+            for taker in takers:
+                taker._carry = kernel
+
+        kernel, engine = bench.decoder._inputs._carry, rank.driver.to_device
         measure("nothing")
+        from_the_loop("slots' stream, by a kernel", bench.slots.stream, kernel)
+        from_the_loop("slots' stream, by an engine", bench.slots.stream, engine)
+        from_the_loop("a later stream, by a kernel", rank.stream, kernel)
+        from_the_loop("a later stream, by an engine", rank.stream, engine)
         measure("rank: copies as batches arrive", rank.copies(TOTAL))
         measure("rank: copies of 4 MiB", rank.copies(4 << 20))
         measure("rank: digests", rank.digests)

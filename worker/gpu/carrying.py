@@ -1,7 +1,7 @@
 """What steps and drawings need of the host, carried to the device by a kernel.
 
-A device has one engine for copies from the host, and streams share its queues: a step's few kilobytes would wait behind
-whatever part of a version is being copied into the spare weight slot. A kernel reads them from pinned memory itself.
+By a copy engine a step's few kilobytes came after the parts of the next version that its rank had begun to copy: each
+step took as much longer as those take on the bus. A kernel reads the pinned memory itself, and waits for single reads.
 """
 
 from typing import Protocol
