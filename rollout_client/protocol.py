@@ -215,7 +215,7 @@ class Written(Message, tag="written", frozen=True):
     session: str
     digests: list[tuple[int, int]]  # (copy, digest.py)
     sums: list[tuple[int, int]] = []  # (copy, digest of its page sums), of copies that a GPU made
-    arrived: list[tuple[int, int, int]] = []  # (copy, offset in it, bytes) of copies that are not complete: a hint
+    arrived: list[tuple[int, int, int]] = []  # (copy, offset in it, bytes) that are there, of copies not yet complete
 
 
 class Renew(Message, tag="renew", frozen=True):
