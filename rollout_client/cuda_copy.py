@@ -180,15 +180,18 @@ class CudaCopier:
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
             waiting: deque[_Batch] = deque()
             started: list[_Batch] = []  # and not hashed yet
+            digested = 0  # batches that are
             for batch in _batches(jobs):
                 started.append(_Batch(torch, place, batch))
                 waiting.append(started[-1])
                 waiting[0].tell(reporter)  # ranks begin to copy: starting all of them takes milliseconds
                 if lent is not None and loans is None:
                     loans = _Loans(lent, self._driver, lending)
+                first = len(waiting) == AHEAD and digested == 0  # the store begins to check when it has these digests
                 much = sum(one.nbytes for one in started) >= TOGETHER_BYTES
-                if much or sum(one.made for one in started) >= MADE_BYTES // 2:
+                if first or much or sum(one.made for one in started) >= MADE_BYTES // 2:
                     self._prove(started, summing, digester, loans)
+                    digested += len(started)
                     started.clear()
                 while (len(waiting) > AHEAD and waiting[0].done()) or sum(one.made for one in waiting) > MADE_BYTES:
                     self._report(waiting, reporter, loans)

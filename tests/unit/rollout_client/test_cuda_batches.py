@@ -205,13 +205,14 @@ def test_tensors_go_as_they_lie_in_the_slot_but_for_large_ones_which_go_first(pu
     assert [to for to, *_ in copies] == [source for _, source, _ in copies]
 
 
-@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 1), (12 * PART, 3), (1, 30)])
+@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 2), (12 * PART, 4), (1, 30)])
 def test_many_batches_are_hashed_in_one_launch(pushed, together, launches):
-    """Each launch takes a turn on the GPU from a rank that computes there."""
+    """Each launch takes a turn on the GPU from a rank that computes there. The first batches' is not put off."""
     spans = [(n * PART, PART) for n in range(30)]
     _, _, hashed = pushed(spans, together)
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
     assert len(hashed) == launches
+    assert len(hashed[0]) == min(2, together)
 
 
 def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
