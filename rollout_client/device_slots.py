@@ -25,14 +25,14 @@ from typing import Any
 
 import msgspec
 
+from rollout_client.device_memory import CudaCallFailed, MappedMemory, call
+
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
 """Seconds that an answer of a rank is waited for, which may be copying another version."""
 LONGEST = 1 << 20
 """Most bytes of a message."""
-_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -80,19 +80,13 @@ class NotLent(RuntimeError):
     """A rank's memory cannot be filled; why."""
 
 
-class _Location(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("type", ctypes.c_int), ("device", ctypes.c_int), ("flags", ctypes.c_int))
-
-
 class LentSlot:
     """One rank's memory, mapped on the current CUDA device from `open` to `close`."""
 
     def __init__(self, path: str, cuda: Any) -> None:
         """cuda: NVIDIA's driver library. A context is current."""
         self.path, self._cuda = path, cuda
-        self._address, self._nbytes = 0, 0
+        self._memory: MappedMemory | None = None
         self._runs: list[tuple[int, int, int]] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(PATIENCE_S)
@@ -108,9 +102,11 @@ class LentSlot:
             if not isinstance(answer, Grant) or not fds:
                 raise NotLent(answer.why if isinstance(answer, No) else f"an answer of {type(answer).__name__}")
             self._runs = answer.runs
-            self._map(fds[0], answer.nbytes)
+            self._memory = MappedMemory(self._cuda, fds[0], answer.nbytes)
         except (OSError, msgspec.DecodeError) as error:
             raise NotLent(f"no answer: {error}") from error
+        except CudaCallFailed as error:
+            raise NotLent(str(error)) from error
         finally:
             for fd in fds:
                 os.close(fd)
@@ -118,10 +114,14 @@ class LentSlot:
     def send(self, source: int, start: int, nbytes: int, stream: int) -> None:
         """Queue a copy of device memory to where `start` of the arena's slot lies in it. Raises NotLent."""
         at = bisect_right(self._runs, start, key=lambda run: run[0]) - 1
-        if at < 0 or start + nbytes > self._runs[at][0] + self._runs[at][2]:
+        if self._memory is None or at < 0 or start + nbytes > self._runs[at][0] + self._runs[at][2]:
             raise NotLent(f"{nbytes} bytes at {start} are not in one piece there")
-        target = self._address + self._runs[at][1] + start - self._runs[at][0]
-        self._call("cuMemcpyDtoDAsync_v2", _u64(target), _u64(source), _size(nbytes), ctypes.c_void_p(stream))
+        target = ctypes.c_uint64(self._memory.address + self._runs[at][1] + start - self._runs[at][0])
+        size, queue = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+        try:
+            call(self._cuda, "cuMemcpyDtoDAsync_v2", target, ctypes.c_uint64(source), size, queue)
+        except CudaCallFailed as error:
+            raise NotLent(str(error)) from error
 
     def filled(self) -> None:
         """All copies are through: say so. Raises NotLent if the memory was taken back meanwhile."""
@@ -140,33 +140,13 @@ class LentSlot:
             self._unmap()
         self._socket.close()
 
-    def _map(self, fd: int, nbytes: int) -> None:
-        handle, address, device = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
-        self._call("cuCtxGetDevice", ctypes.byref(device))
-        self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), _FILE_DESCRIPTOR)
-        try:
-            self._call("cuMemAddressReserve", ctypes.byref(address), _size(nbytes), _size(0), _u64(0), _u64(0))
-            try:
-                self._call("cuMemMap", address, _size(nbytes), _size(0), handle, _u64(0))
-            except NotLent:
-                self._cuda.cuMemAddressFree(address, _size(nbytes))
-                raise
-        finally:
-            self._cuda.cuMemRelease(handle)  # the mapping keeps the memory
-        self._address, self._nbytes = address.value, nbytes
-        access = _Location(_DEVICE, device.value, _READ_WRITE)
-        self._call("cuMemSetAccess", address, _size(nbytes), ctypes.byref(access), _size(1))
-
     def _unmap(self) -> None:
-        address, self._address = self._address, 0
-        if address:
-            self._call("cuMemUnmap", _u64(address), _size(self._nbytes))
-            self._call("cuMemAddressFree", _u64(address), _size(self._nbytes))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._cuda, name)(*arguments)
-        if code:
-            raise NotLent(f"{name}: CUDA error {code}")
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            try:
+                memory.unmap()
+            except CudaCallFailed as error:
+                raise NotLent(str(error)) from error
 
 
 class LentSlots:
@@ -215,11 +195,3 @@ class LentSlots:
     def _without(self, lent: LentSlot, error: NotLent) -> None:
         self._good = [other for other in self._good if other is not lent]
         log.warning("%s is not filled from here, it copies the arena's slot: %s", lent.path, error)
-
-
-def _u64(value: int) -> ctypes.c_uint64:
-    return ctypes.c_uint64(value)
-
-
-def _size(value: int) -> ctypes.c_size_t:
-    return ctypes.c_size_t(value)

@@ -1,0 +1,102 @@
+"""Device memory that was exported as a descriptor outlives the process that made it, in the hands of one without CUDA."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from weight_manager.arena import Arena
+from weight_manager.from_device import Task
+
+GIB = 1 << 30
+MAKER = """
+import os, socket, sys, time
+import numpy as np
+from worker.gpu.driver import Driver
+from worker.gpu.memory import Region
+nbytes, door = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+driver = Driver()
+region = Region(driver, nbytes, "a slot", shared=True)
+region.fill()
+data, stream = np.random.default_rng(7).integers(0, 256, nbytes, np.uint8), driver.stream()
+driver.to_device(region.address, data, stream)
+driver.wait(stream)
+socket.send_fds(door, [region.nbytes.to_bytes(8, "little")], [region.lend()])
+time.sleep(300)
+"""
+FREE = "from worker.gpu.driver import Driver; print(Driver().memory()[0])"
+
+
+def free() -> int:
+    """Bytes of the device that nobody has, as a process says that has just begun."""
+    return int(subprocess.run([sys.executable, "-c", FREE], check=True, capture_output=True, text=True).stdout)
+
+
+def settled(wanted, seconds=20.0) -> int:
+    end = time.monotonic() + seconds
+    while not wanted(now := free()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return now
+
+
+@pytest.fixture
+def held():
+    """(descriptor, bytes, bytes free before it was made): of memory whose maker was killed."""
+    try:
+        nbytes, before = 2 * GIB, free()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(error.stderr.splitlines()[-1])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKER, str(nbytes), str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    ours.settimeout(120)
+    said, (fd,), _, _ = socket.recv_fds(ours, 8, 1)
+    maker.send_signal(signal.SIGKILL)
+    maker.wait(30)
+    yield fd, int.from_bytes(said, "little"), before
+    ours.close()
+
+
+def test_memory_stays_with_the_descriptor_and_goes_with_it(held):
+    fd, nbytes, before = held
+    kept = settled(lambda now: now > before - nbytes - GIB // 2)
+    assert before - kept >= nbytes * 0.9
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        arena = Arena.create(Path(directory), "t", nbytes, slots=1, spare=0)
+        half = nbytes // 2
+        task = Task(
+            str(arena.path), 0, fd, nbytes, [(0, half, half), (half, 0, half)]
+        )  # exchanged, to see that runs count
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "weight_manager.from_device"],
+            input=json.dumps({name: getattr(task, name) for name in task.__struct_fields__}).encode(),
+            pass_fds=[fd],
+            capture_output=True,
+        )
+        seconds = time.monotonic() - began
+        assert done.returncode == 0, done.stderr.decode()
+        data = np.random.default_rng(7).integers(0, 256, 2 * GIB, np.uint8)
+        slot = arena.slot(0)
+        assert xxhash.xxh3_64_intdigest(slot[half:]) == xxhash.xxh3_64_intdigest(data[:half])
+        assert xxhash.xxh3_64_intdigest(slot[:half]) == xxhash.xxh3_64_intdigest(data[half:])
+        del slot
+        arena.close(unlink=True)
+    os.close(fd)
+    cuda = "libcuda" in Path("/proc/self/maps").read_text()
+    gone = settled(lambda now: now >= before - GIB // 2)
+    print(
+        f"free: {before} before, {kept} held by a descriptor alone, {gone} after it was closed; the holder has {'' if cuda else 'no '}CUDA; into the arena {seconds:.2f} s"
+    )
+    assert gone >= before - GIB // 2
