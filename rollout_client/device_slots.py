@@ -11,6 +11,12 @@
 A connection that ends before `Filled` leaves memory that a stopped or dying process may still write to: the rank lets
 it go and puts other memory behind the same addresses. So does a rank that is asked to prepare anything else meanwhile.
 Nothing that goes wrong here fails a push: the arena's slot holds the version in any case, and a rank copies that.
+
+The store asks for memory as well, once a rank has proved a version in it that is to be live before the arena has it:
+
+ 6. [STORE]   connects and sends `Keep`, with slot and epoch of the version.
+ 7. [RANK]    `Grant`, with the memory that it has proved; or `No`. The store maps nothing, it holds the descriptor, and
+              with it the memory, until the arena has the version.
 """
 
 import contextlib
@@ -42,8 +48,15 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     write_epoch: int
 
 
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """[STORE] you have proved what this slot of the arena is to hold in this epoch: let me hold the memory, too."""
+
+    slot: int
+    write_epoch: int
+
+
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """[RANK] fill this too; a file descriptor comes with it.
+    """[RANK] fill this too, or hold it; a file descriptor comes with it.
 
     nbytes: of the memory. runs: (start in the arena's slot, start in the memory, bytes), rising.
     """
@@ -67,7 +80,7 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Ask | Filled).decode
+decode_request = msgspec.msgpack.Decoder(Ask | Filled | Keep).decode
 decode_answer = msgspec.msgpack.Decoder(Grant | No | Taken).decode
 
 

@@ -46,6 +46,16 @@ A push, step by step:
     tells [ALL RANKS] to go on. A failed flip anywhere: everyone returns to the old slot; nothing was served.
 10. [TRAINER] `Abort` at any time before 9: nothing changed.
 
+With `Begin.durability` "device" a push whose `Placement` says `ahead` goes live before the arena has it (ADR 23):
+
+ a. [TRAINER] fills the memory of every rank in `Placement.devices` first (device_slots.py), and says `Ahead` with the
+    digest of every copy; then it goes on with step 4, into the arena.
+ b. [STORE] steps 7 to 9, each rank proving its memory, which the store then holds as well; the record says that the
+    arena has yet to get the version. The answer is `IsLive`. Or `NotAhead`, with a reason, before anybody was asked:
+    then the push goes on as any other.
+ c. [TRAINER] steps 5 and 6. [STORE] finds what is live in the slot, notes that, and answers `Sealed`, then `Committed`.
+    If the trainer does not come to that, the store has the memory that it holds copied.
+
 With `Begin.adapter` the same steps make the next version of an adapter, in an arena of its own that `Placement` names:
 parts are its A's and B's, the store's plan divides them as the modules' weights are, versions rise within the run for
 each adapter by itself, and sessions of different adapters and of the model run at the same time. Step 8 has no flip:
@@ -71,6 +81,10 @@ InFlight = Literal["keep", "recompute", "abort", "wait"]
 """What happens to running sequences at commit: keep their KV, re-prefill it, end them, or drain first."""
 AdapterInFlight = Literal["keep", "recompute", "abort", "wait", "finish"]
 """The same for those of an adapter; finish: they stay on the version that they began with."""
+
+Durability = Literal["arena", "device"]
+"""What has to hold a version before it is live: the host's shared memory; or the GPUs of all replicas, and the shared
+memory as soon as it does."""
 
 ErrorCode = Literal[
     "bad_message",
@@ -168,6 +182,7 @@ class Begin(Message, tag="begin", frozen=True):
     adapter: AdapterPush | None = None  # None: the model's own weights
     plan: str = ""  # the parts are those for which a `Placement` has named this plan; `parts` is empty then
     session: str = ""  # of `Committed.ahead`: the bytes go where that says, before this is answered
+    durability: Durability = "arena"
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -197,6 +212,8 @@ class Placement(Message, tag="placement", frozen=True):
     arena_path: str = ""  # of an adapter, which has an arena of its own; "": that of `Welcome`
     arena_nonce: bytes = b""
     plan: str = ""  # names parts and copies; that of `Begin` again: `copies` is empty, they are what they were
+    ahead: bool = False  # the version may go live from `devices`: fill those first, and say `Ahead`
+    not_ahead: str = ""  # why it may not, to a trainer that asked
 
 
 class Chunk(Message, tag="chunk", frozen=True):
@@ -216,6 +233,30 @@ class Written(Message, tag="written", frozen=True):
     digests: list[tuple[int, int]]  # (copy, digest.py)
     sums: list[tuple[int, int]] = []  # (copy, digest of its page sums), of copies that a GPU made
     arrived: list[tuple[int, int, int]] = []  # (copy, offset in it, bytes) that are there, of copies not yet complete
+
+
+class Ahead(Message, tag="ahead", frozen=True):
+    """[TRAINER] every rank of the placement has taken the version into its memory: make it live from there."""
+
+    session: str
+    digests: list[tuple[int, int]]  # (copy, digest), of all copies
+    deadline_s: float = 60.0
+
+
+class IsLive(Message, tag="is_live", frozen=True):
+    """[STORE] answer to `Ahead`: it is served, and the arena has yet to get it."""
+
+    session: str
+    version: int
+    digest: str
+    replicas: int
+
+
+class NotAhead(Message, tag="not_ahead", frozen=True):
+    """[STORE] answer to `Ahead`: not from there; nothing has changed, and the push goes on by the arena."""
+
+    session: str
+    why: str
 
 
 class Renew(Message, tag="renew", frozen=True):
@@ -312,8 +353,8 @@ class Error(Message, tag="error", frozen=True):
     retryable: bool = False
 
 
-Request = Hello | Begin | Chunk | Written | Renew | Seal | Commit | Abort | Merge | Unload
-Reply = Welcome | Placement | Renewed | Sealed | Committed | Aborted | Unloaded | Error
+Request = Hello | Begin | Chunk | Written | Ahead | Renew | Seal | Commit | Abort | Merge | Unload
+Reply = Welcome | Placement | IsLive | NotAhead | Renewed | Sealed | Committed | Aborted | Unloaded | Error
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -17,11 +17,13 @@ from rollout_client.protocol import Committed
 from weight_manager.background import Background
 from weight_manager.ballot import Ballot, Limits, Voter
 from weight_manager.config import StoreConfig
+from weight_manager.devices import Devices
 from weight_manager.errors import IllegalTransition, PushRefused
+from weight_manager.following import Following, Step, Way
 from weight_manager.history import History, Intent, Record
 from weight_manager.layout import Layout, packed, version_digest
 from weight_manager.life import Event, Go, Ignored, Life, Refused, Role, State
-from weight_manager.messages import Live, ToReplica
+from weight_manager.messages import Live, Prepared, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.plan import Planned
 from weight_manager.relay.downstreams import Downstreams
@@ -70,6 +72,9 @@ class PushSession:
     deadline: float | None = None  # for what it is doing now
     expected: str = ""  # digest that it must have
     quorum: bool = False  # stores below may miss it
+    is_live: Callable[[int], None] | None = (
+        None  # of one that goes live from device memory: told of it, and on how many
+    )
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,8 +169,11 @@ class Coordinator:
         members: Members,
         replicas: Callable[["Coordinator"], Audience],
         holds: bool = True,
+        devices: Devices | None = None,
     ) -> None:
-        """members: the stores below. replicas: makes those of this host. holds: see Ballot."""
+        """members: the stores below. replicas: makes those of this host. holds: see Ballot. devices: of the model's
+        ranks; None: nothing goes live from there.
+        """
         self._config = config
         self.layout = layout
         self.slots = slots
@@ -174,6 +182,7 @@ class Coordinator:
         self.history = history
         self.planned = Planned()
         self._holds = holds
+        self._devices = devices
         self.replicas = replicas(self)
         self.below = Downstreams(
             config, layout, coordinator=self, members=members, slots=slots, history=history, background=background
@@ -181,6 +190,8 @@ class Coordinator:
         self.session: PushSession | None = None
         self.ballot: Ballot | None = None
         self._committing: PushSession | None = None  # the session of the ballot
+        self.following: Following | None = None  # a version that goes live from device memory, until the arena has it
+        self._report: Committed | None = None  # of its commit, which is over
         self.last_error: dict[str, Any] | None = None
         self.last_push: dict[str, Any] | None = None
         self.changes = 0  # moves whenever a status would differ
@@ -188,7 +199,17 @@ class Coordinator:
     @property
     def idle(self) -> bool:
         """Nothing is pushed, and no commit is under way."""
-        return self.session is None and self.ballot is None
+        return self.session is None and self.ballot is None and self.following is None
+
+    @property
+    def filling(self) -> bool:
+        """Somebody may be writing into a slot of the arena."""
+        return self.session is not None or self.following is not None
+
+    @property
+    def awaits_arena(self) -> bool:
+        """What is live is in device memory only: nobody who begins can map it, and what reads it has to wait."""
+        return self.following is not None and self.following.live
 
     @property
     def settled(self) -> bool:
@@ -205,6 +226,21 @@ class Coordinator:
         paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.voters()))
         return [str(path) for path in paths if path.is_socket()]
 
+    def why_not_ahead(self) -> str:
+        """Why nothing may go live here from device memory, before the arena has it; "" = it may."""
+        config = self._config
+        if self._devices is None or config.upstream is not None or config.relay_endpoint is not None:
+            return "stores of other hosts take their bytes from the arena"
+        if self.layout.tp > 1:
+            return "ranks that share a model lend no memory"
+        if config.refuse_non_finite:
+            return "refuse_non_finite looks for what is no number in the arena"
+        if not self.replicas.voters():
+            return "no replica serves yet"
+        if len(self.device_sockets()) < len(self.replicas.voters()):
+            return "a replica has no device memory to lend"
+        return "" if self.following is None else "the version before is not in the arena yet"
+
     def check_root(self) -> None:
         """Only the store at the root takes pushes, and commits them. Raises PushRefused."""
         if self._config.upstream is not None:
@@ -216,6 +252,12 @@ class Coordinator:
         """
         if self._committing is not None and self.settled and not self._holds:
             message = f"{self._committing.intent} is live, and not everybody has moved to it yet"
+            raise PushRefused("busy", message, retryable=True)
+
+    def check_arena(self) -> None:
+        """While a version that went ahead is on its way into the arena, nothing else is begun. Raises PushRefused."""
+        if self.following is not None and self.following.way is not Way.STRANDED:
+            message = f"{self.following.session.intent} is live, and the arena does not have all of it yet"
             raise PushRefused("busy", message, retryable=True)
 
     def begin(
@@ -238,6 +280,9 @@ class Coordinator:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
         if role is Role.ROOT:
             self.check_moved()  # the next commit would end the wait for those who have not
+        if intent.source == "merge" and self.following is not None:
+            raise PushRefused("busy", "what is merged into is not in the arena", retryable=True)
+        self.check_arena()
         live = self.history.live
         if reuse is not None:
             slot, write_epoch = reuse.slot, reuse.write_epoch
@@ -277,6 +322,70 @@ class Coordinator:
             session.deadline = deadline
             session.lap("stage", now)
             self._name_if_checked(session)
+
+    def go_ahead(
+        self, session: PushSession, digests: list[int], seconds: float, now: float, is_live: Callable[[int], None]
+    ) -> None:
+        """All replicas have the version in their memory, as its trainer says, which has these digests of regions: make
+        it live from there once they have proved it, while the arena's slot still fills. is_live: told how many have it.
+        """
+        assert self._devices is not None
+        digest = version_digest(self.layout, digests)
+        try:
+            session.intent.check_same(self.history, digest)
+        except PushRefused as refusal:
+            self.abort(session, refusal, now)
+            return
+        session.is_live, session.digest = is_live, digest
+        self.following = Following(
+            session,
+            devices=self._devices,
+            slots=self.slots,
+            background=self._background,
+            lease_s=self._config.lease_s,
+            safe=self._is_safe,
+        )
+        session.lap("stage", now)
+        session.life.fire(Event.SENT)
+        session.life.fire(Event.WHOLE)
+        session.deadline = None
+        self.changes += 1
+        self.commit(session, seconds, now)
+
+    def arena_sent(self, session: PushSession) -> None:
+        """The trainer of a version that went ahead has sent all of it to the arena as well."""
+        if self.following is not None and self.following.session is session:
+            self.following.sent = True
+            self._name_if_checked(session)
+
+    def arena_heard(self, session: PushSession, now: float) -> None:
+        """A word of the trainer of a session, which may be one that went ahead."""
+        if self.following is not None and self.following.session is session:
+            self.following.heard(now)
+
+    def arena_given_up(self, session: PushSession, why: str) -> None:
+        """It will not."""
+        if self.following is not None and self.following.session is session:
+            self.following.step(Step.GONE, why)
+
+    def prepared(self, number: int, vote: Prepared, now: float) -> None:
+        """A replica's vote on preparing. If the version is to go live from its memory, a yes counts once the store
+        holds that, too.
+        """
+        ballot, following = self.ballot, self.following
+        if ballot is None:
+            return
+        if following is None or following.live or not vote.ok or vote.session != following.session.id:
+            ballot.prepared(number, vote, now)
+            return
+
+        def held(why: str) -> None:
+            if self.ballot is ballot:
+                counted = Prepared(vote.session, ok=not why, error=why and f"its memory cannot be held: {why}")
+                ballot.prepared(number, counted, time.monotonic())
+                self.drive(time.monotonic())
+
+        following.hold(number, held)
 
     def commit(self, session: PushSession, seconds: float, now: float, event: Event = Event.COMMIT) -> None:
         """Ask everybody to prepare, to flip, and record it. event: who wants it. Raises PushRefused if it may not.
@@ -348,12 +457,16 @@ class Coordinator:
         if self.ballot is not None:
             self.ballot.tick(now)
             self.drive(now)
+        if self.following is not None:
+            self.following.tick(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
         times = [self.session.deadline] if self.session and self.session.deadline is not None else []
         if self.ballot is not None:
             times.append(self.ballot.deadline)
+        if self.following is not None and self.following.next_deadline is not None:
+            times.append(self.following.next_deadline)
         return min(times, default=None)
 
     def drive(self, now: float) -> None:
@@ -427,8 +540,9 @@ class Coordinator:
     def _record(self, ballot: Ballot, session: PushSession, now: float) -> None:
         session.lap("commit", now)
         live, intent = ballot.live, session.intent
+        ahead = session.is_live is not None
         try:
-            self.history.commit(live, session.record(live, ballot.replicas))
+            self.history.commit(live, session.record(live, ballot.replicas), ahead=ahead)
         except OSError as error:
             refusal = PushRefused("io", f"the commit could not be written down: {error}", retryable=True)
             if session.life.moves(Event.UNWRITTEN):
@@ -442,7 +556,14 @@ class Coordinator:
         self._deliver(ballot, now)  # first: replicas wait
         self.session = None
         self._counters.add("commits")
-        self.replicas.admit_held(now)
+        following = self.following
+        if following is not None and ahead and session.is_live is not None:
+            session.is_live(ballot.flipped)
+            self._counters.add("commits_ahead")
+            following.recorded(now)
+        elif following is not None:  # it was stranded, and what is live now is in the arena
+            self._leave(following)
+        self._admit_held(now)
         self.changes += 1
         log.info("%s is live", intent, extra=session.extra() | {"epoch": live.epoch, "slot": live.slot})
 
@@ -455,12 +576,15 @@ class Coordinator:
         if ballot.refusal is not None:
             self._counters.add("commits_rolled_back")
             self._end(session, ballot.refusal)
-            self.replicas.admit_held(now)
+            self._admit_held(now)
             return
         live = ballot.live
         report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
-        session.owner.committed(session, report)  # first: a trainer waits
-        session.staging.forget()
+        if self.following is not None and self.following.session is session:
+            self._report = report
+        else:
+            session.owner.committed(session, report)  # first: a trainer waits
+            session.staging.forget()
         self.history.amend(live.epoch, ballot.stall_ms)
         self.last_push = self.history.tail(1)[0]
         self.changes += 1
@@ -473,12 +597,45 @@ class Coordinator:
             self.ballot.gone(number, why, now)
             self.drive(now)
 
+    def _admit_held(self, now: float) -> None:
+        if not self.awaits_arena:
+            self.replicas.admit_held(now)
+
+    def _is_safe(self, following: Following) -> None:
+        """The arena has what is live."""
+        session, now = following.session, time.monotonic()
+        self.following = None
+        self.history.arrived()
+        session.lap("arena", now)
+        if following.from_device:
+            self._counters.add("rescued")
+        self.changes += 1
+        log.info("%s is in the arena", session.intent, extra=session.extra())
+        self._answer_ahead(session)
+        self.replicas.admit_held(now)
+
+    def _leave(self, following: Following) -> None:
+        """Another version is live: nobody needs this one."""
+        following.close()
+        self.following = None
+        self._answer_ahead(following.session)
+
+    def _answer_ahead(self, session: PushSession) -> None:
+        """Its owner hears of it last, once the commit is over, too."""
+        report, self._report = self._report, None
+        if report is not None:
+            session.owner.committed(session, report)
+            session.staging.forget()
+
     def _check_failed(self, session: PushSession, refusal: PushRefused) -> None:
         if session is self.session:
             self.abort(session, refusal, time.monotonic())
+        elif self.following is not None and session is self.following.session:
+            self.note_error(refusal, session.extra())
+            self.following.step(Step.DIFFERS, refusal.message)
 
     def _in_place(self, session: PushSession, spans: list[tuple[int, int]]) -> None:
-        if session is self.session:
+        if session is self.session and session.is_live is None:
             self.replicas.in_place(session.slot, session.write_epoch, spans)
 
     def _verified(self, session: PushSession, copies: Iterable[Proven]) -> None:
@@ -486,21 +643,34 @@ class Coordinator:
         self._name_if_checked(session)
 
     def _name_if_checked(self, session: PushSession) -> None:
+        if session.is_live is not None:
+            if self.following is not None and self.following.sent and session.staging.checking == 0:
+                session.checker.name(every=self.layout.slot_bytes <= LITTLE_BYTES)
+            return
         if session is self.session and session.life.state is State.CHECKING and session.staging.checking == 0:
             every = self._config.refuse_non_finite or self.layout.slot_bytes <= LITTLE_BYTES
             session.checker.name(every=every and session.intent.transport != "relay")  # the store above has seen to it
 
     def _named(self, session: PushSession, digests: list[int], non_finite: list[str]) -> None:
         """The slot is complete and intact on this host. non_finite: names of parameters."""
+        following = self.following
+        if following is not None and session is following.session:
+            if non_finite:
+                self._say_non_finite(session, non_finite)
+            found = version_digest(self.layout, digests)
+            if session is self.session and found != session.digest:  # not live yet: nobody needs it
+                message = f"{session.intent} is {found} in the arena, and was said to be {session.digest}"
+                self.abort(session, PushRefused("checksum_mismatch", message), time.monotonic())
+                return
+            following.whole(found)
+            return
         if session is not self.session:
             return
         if non_finite and session.intent.transport != "relay":
-            self._counters.add("non_finite")
-            message = f"weights that are NaN or infinite: {', '.join(non_finite[:20])}"
+            message = self._say_non_finite(session, non_finite)
             if self._config.refuse_non_finite:
                 self._check_failed(session, PushRefused("non_finite", message, non_finite))
                 return
-            log.warning("%s has %s", session.intent, message, extra=session.extra() | {"tensors": non_finite[:100]})
         now, intent, digest = time.monotonic(), session.intent, version_digest(self.layout, digests)
         if session.expected not in ("", digest):
             message = f"{intent} is {digest} here, not {session.expected}"
@@ -515,6 +685,12 @@ class Coordinator:
         self.below.seal(session, digest, digests, now)
         self.staged_below(now)
 
+    def _say_non_finite(self, session: PushSession, names: list[str]) -> str:
+        self._counters.add("non_finite")
+        message = f"weights that are NaN or infinite: {', '.join(names[:20])}"
+        log.warning("%s has %s", session.intent, message, extra=session.extra() | {"tensors": names[:100]})
+        return message
+
     def staged_below(self, now: float) -> None:
         """Sealed once the stores below have it too, or are not waited for any more."""
         session = self.session
@@ -528,6 +704,9 @@ class Coordinator:
 
     def _end(self, session: PushSession, refusal: PushRefused) -> None:
         self.session = None
+        if self.following is not None and self.following.session is session:
+            self.following.close()
+            self.following = None
         self._counters.add("sessions_failed")
         self.note_error(refusal, session.extra())
         session.owner.ended(session, refusal)

@@ -11,19 +11,34 @@ from weight_manager.arena import Arena, sweep
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
+from weight_manager.devices import Devices, Place
 from weight_manager.disk import Reader, read_checkpoint
 from weight_manager.errors import PushRefused, StartError
 from weight_manager.history import History, Intent
 from weight_manager.layout import Layout, region_digests, version_digest
+from weight_manager.messages import Live
+from weight_manager.metrics import Counters
 from weight_manager.own_sessions import DiskLoad, Outcome
 from weight_manager.snapshot import SNAPSHOT_FILE, Snapshots, read_head, read_snapshot
 
 log = logging.getLogger(__name__)
 
 
-def open_arena(config: StoreConfig, layout: Layout, history: History) -> tuple[Arena, bool]:
-    """The arena, and whether it is the old one with its live version intact. Raises StartError."""
-    arena = take_over(Path(history.saved.arena), layout, history)
+def open_arena(
+    config: StoreConfig, layout: Layout, history: History, devices: Devices, counters: Counters
+) -> tuple[Arena, bool]:
+    """The arena, and whether it is the old one with its live version intact. Raises StartError.
+
+    A version that was live from device memory is brought into it, as long as a rank is there that has it. If none is,
+    it is lost, and the one before is live again (ADR 23).
+    """
+
+    def recover(arena: Arena) -> bool:
+        if not history.saved.ahead:
+            return False
+        return rescue(arena, layout, history, devices) or go_back(arena, layout, history, counters)
+
+    arena = take_over(Path(history.saved.arena), layout, history, recover)
     if arena is not None:
         sweep(config.arena_dir, config.name)
         return arena, True
@@ -37,8 +52,13 @@ def open_arena(config: StoreConfig, layout: Layout, history: History) -> tuple[A
     return arena, False
 
 
-def take_over(path: Path, layout: Layout, history: History) -> Arena | None:
-    """The arena that an earlier life of the store left, if its live version is intact; else None, and it is gone."""
+def take_over(
+    path: Path, layout: Layout, history: History, recover: Callable[[Arena], bool] = lambda arena: False
+) -> Arena | None:
+    """The arena that an earlier life of the store left, if its live version is intact; else None, and it is gone.
+
+    recover: asked where it is not; whether what the history says to be live is there now.
+    """
     live = history.live
     if live is None or history.saved.layout != layout.digest or not path.is_file():
         return None
@@ -47,18 +67,63 @@ def take_over(path: Path, layout: Layout, history: History) -> Arena | None:
     except (ArenaError, OSError) as error:
         log.warning("the old arena cannot be taken over: %s", error)
         return None
-    try:
-        intact = version_digest(layout, region_digests(layout, arena.slot(live.slot))) == live.digest
-    except (ArenaError, ValueError) as error:
-        log.warning("the old arena does not fit: %s", error)
-        intact = False
+    intact = holds(arena, layout, live) or recover(arena)
+    live = history.live or live
     if not intact:
         log.error("the old arena does not hold version %d any more", live.version, extra={"version": live.version})
         arena.close(unlink=True)
         return None
+    if history.saved.ahead:
+        history.arrived()
     history.forget_previous()
     log.info("took over version %d where it lay", live.version, extra={"version": live.version, "epoch": live.epoch})
     return arena
+
+
+def holds(arena: Arena, layout: Layout, version: Live) -> bool:
+    """Whether its slot has the bytes that its digest names."""
+    try:
+        return version_digest(layout, region_digests(layout, arena.slot(version.slot))) == version.digest
+    except (ArenaError, ValueError) as error:
+        log.warning("the old arena does not fit: %s", error)
+        return False
+
+
+def rescue(arena: Arena, layout: Layout, history: History, devices: Devices) -> bool:
+    """Bring the live version into its slot from a rank's memory; whether that was to be had."""
+    live = history.live
+    assert live is not None
+    for held in devices.find((live.slot, live.write_epoch)):
+        why = devices.copy_now(held, Place(arena.path, live.slot, live.write_epoch))
+        devices.let_go(held)
+        if not why and holds(arena, layout, live):
+            log.warning("version %d came into the arena from device memory", live.version)
+            return True
+        log.error("version %d could not be copied from device memory: %s", live.version, why or "its digest differs")
+    return False
+
+
+def go_back(arena: Arena, layout: Layout, history: History, counters: Counters) -> bool:
+    """The live version is lost: make the one before live, if the arena still has that; whether it has. Raises
+    StartError if that cannot be written down.
+    """
+    lost, previous = history.live, history.previous
+    assert lost is not None
+    log.critical(
+        "version %d of run %r was live from device memory and is lost: every process that held it ended before the "
+        "arena had it. Its number may come again in that run with the same bytes only (digest %s)",
+        *(lost.version, lost.run_id, lost.digest),
+        extra={"version": lost.version, "run_id": lost.run_id},
+    )
+    counters.add("versions_lost")
+    if previous is None or not holds(arena, layout, previous):
+        return False
+    try:
+        history.lose(time.time())
+    except OSError as error:
+        raise StartError(f"the loss of version {lost.version} cannot be written down: {error.strerror}") from error
+    log.critical("version %d is served instead", previous.version, extra={"version": previous.version})
+    return True
 
 
 class FirstWeights:

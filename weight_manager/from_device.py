@@ -2,7 +2,8 @@
 
 The store starts it when a version is live from device memory and its trainer does not bring it into the arena (ADR 23):
 `python -m weight_manager.from_device` with a `Task` as JSON on standard input, and the descriptor of the memory left
-open. It exits with 0 once every byte is there; nothing is checked here, the store computes the digest of the slot.
+open. It exits with 0 once every byte is there; nothing is checked here, the store computes the digest of the slot. As
+any writer it holds the slot's lock meanwhile (rollout_client/slot_lock.py): it may outlive the store.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.device_memory import CudaCallFailed, MappedMemory, call
 from rollout_client.errors import ArenaError
@@ -23,6 +25,7 @@ class Task(msgspec.Struct, frozen=True):
 
     arena: str
     slot: int
+    write_epoch: int  # of the slot; another one: it is not to be filled any more
     fd: int
     nbytes: int  # of the memory
     runs: list[tuple[int, int, int]]
@@ -35,6 +38,9 @@ def main() -> int:
         cuda = ctypes.CDLL("libcuda.so.1")
         call(cuda, "cuInit", 0)
         with ArenaFile(Path(task.arena), write=True) as arena:
+            locked = slot_lock.lock_shared(arena.fd, arena.slot_offset(task.slot), arena.slot_bytes)
+            if not locked or arena.write_epoch(task.slot) != task.write_epoch:
+                raise ArenaError(f"slot {task.slot} was given away")
             fill(cuda, task, np.frombuffer(arena.slot(task.slot), np.uint8).ctypes.data)
     except (ArenaError, CudaCallFailed, OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -29,7 +29,8 @@ FORMAT = 1
 RESERVE = 64
 """Epochs reserved ahead with each write."""
 
-Source = Literal["push", "disk", "snapshot", "relay", "rollback", "merge"]
+Source = Literal["push", "disk", "snapshot", "relay", "rollback", "merge", "lost"]
+"""lost: live again, as the version after it was lost."""
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,6 +66,8 @@ class Saved(msgspec.Struct, frozen=True):
     shape: AdapterShape | None = None  # of the adapter
     unmerged: Live | None = None  # while an adapter is merged into what is live: the weights without it
     doubt: Live | None = None  # flipped at the word of the store above, which has not said yet whether it counts
+    ahead: bool = False  # what is live is in device memory, and not known to be in the arena
+    lost: Live | None = None  # was live so, and is gone: only the same bytes may have its number in that run
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ class Intent:
 
     def check_same(self, history: "History", digest: str) -> None:
         """A version that went live before has the same bytes now. Raises PushRefused stale_version."""
-        last = history.last(self.run_id)
+        last, lost = history.last(self.run_id), history.saved.lost
+        if lost is not None and (lost.run_id, lost.version) == (self.run_id, self.version):
+            last = Record(*(lost.run_id, lost.version, lost.epoch, lost.digest), time=0.0, source="push")
         if last is not None and last.version == self.version and last.digest != digest and not self.force:
             advice = "push it as another version, or force it"
             message = f"{self} went live before as {last.digest} and is {digest} now: {advice}"
@@ -146,14 +151,36 @@ class History:
 
     def moved(self, arena: Path, layout: str) -> None:
         """Note a new arena: whatever the old one held is gone, nothing is live."""
-        empty = msgspec.structs.replace(self.saved, live=None, previous=None, unmerged=None, doubt=None)
+        empty = msgspec.structs.replace(self.saved, live=None, previous=None, unmerged=None, doubt=None, ahead=False)
+        if self.saved.ahead:
+            empty = msgspec.structs.replace(empty, lost=self.saved.live)
         self._write(msgspec.structs.replace(empty, arena=str(arena), layout=layout))
 
-    def commit(self, live: Live, record: Record) -> None:
-        """Make `live` what is served: the commit point."""
-        records = [*self.saved.records, record][-self._keep :]
-        changed = msgspec.structs.replace(self.saved, live=live, previous=self.saved.live, records=records, doubt=None)
-        self._write(msgspec.structs.replace(changed, unmerged=self._left_unmerged(live, record)))
+    def commit(self, live: Live, record: Record, *, ahead: bool = False) -> None:
+        """Make `live` what is served: the commit point. ahead: from device memory, the arena has yet to get it."""
+        saved, lost = self.saved, self.saved.lost
+        if lost is not None and lost.run_id == live.run_id and lost.version <= live.version:
+            lost = None
+        records = [*saved.records, record][-self._keep :]
+        previous = None if saved.ahead else saved.live  # a slot that is not whole is nothing to go back to
+        changed = msgspec.structs.replace(saved, live=live, previous=previous, records=records, doubt=None, lost=lost)
+        self._write(msgspec.structs.replace(changed, unmerged=self._left_unmerged(live, record), ahead=ahead))
+
+    def arrived(self) -> None:
+        """The arena has what is live; reaches the disk with the next write. A restart before that looks at the slot."""
+        self.saved = msgspec.structs.replace(self.saved, ahead=False)
+
+    def lose(self, time: float) -> None:
+        """What is live was in device memory alone and is gone: the version before is live again, where its slot still
+        holds it as the caller has made sure.
+        """
+        saved, back = self.saved, self.saved.previous
+        assert back is not None
+        live = msgspec.structs.replace(back, epoch=self.next_epoch())
+        record = Record(live.run_id, live.version, live.epoch, live.digest, time=time, source="lost")
+        records = [*saved.records, record][-self._keep :]
+        changed = msgspec.structs.replace(saved, live=live, previous=None, unmerged=None, records=records)
+        self._write(msgspec.structs.replace(changed, ahead=False, lost=saved.live))
 
     @property
     def without_adapters(self) -> Live | None:
@@ -162,8 +189,11 @@ class History:
         return self.saved.unmerged if live is not None and self.is_merged(live.digest) else live
 
     def kept_slots(self) -> tuple[int, ...]:
-        """Slots that are kept beside that of the live version: the next merge starts from what lies there."""
-        return (self.saved.unmerged.slot,) if self.saved.unmerged is not None else ()
+        """Slots that are kept beside that of the live version: the next merge starts from what lies there; and while
+        what is live is not in the arena, what a service without it would go back to.
+        """
+        kept = (self.saved.unmerged, self.saved.previous if self.saved.ahead else None)
+        return tuple(version.slot for version in kept if version is not None)
 
     def is_merged(self, digest: str) -> bool:
         """Whether these weights have an adapter merged into them."""

@@ -222,6 +222,8 @@ class Status(Message, tag="status", frozen=True):
     counters: dict[str, float]
     relay: dict[str, Any] | None = None  # stores above and below; above.fenced: nothing may be served here
     adapters: list[dict[str, Any]] = []  # by name: version, shape, session, and what each replica holds of it
+    ahead: dict[str, Any] | None = None  # what is live is in device memory only: how it gets into the arena
+    lost: Live | None = None  # was live so and is gone; an older version is served instead
 
 
 class LoadDisk(Message, tag="load_disk", frozen=True):

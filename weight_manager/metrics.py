@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 COUNTERS: Mapping[str, str] = {
     "commits": "versions that went live",
+    "commits_ahead": "versions that went live from device memory, before the arena had them",
+    "rescued": "versions of these that came into the arena from device memory, not from their trainer",
+    "versions_lost": "versions of these that were gone before the arena had them: an older one is served since",
     "sessions": "push sessions begun",
     "sessions_failed": "push sessions that ended without going live",
     "begins_refused": "Begin messages refused, nothing was staged",

@@ -154,6 +154,8 @@ class Operator:
             self._counters.values(),
             self._relay(now),
             self._lines.status(now),
+            coordinator.following.described(now) if coordinator.awaits_arena and coordinator.following else None,
+            history.saved.lost,
         )
 
     def _load(self, peer: bytes, request: LoadDisk) -> None:
@@ -186,6 +188,9 @@ class Operator:
         live, arena = coordinator.history.live, coordinator.slots.arena
         if live is None:
             raise PushRefused("not_ready", "nothing is live yet")
+        if coordinator.awaits_arena:
+            message = f"version {live.version} is not in the arena yet, which is read here; ask again"
+            raise PushRefused("busy", message, retryable=True)
 
         def failed(error: BaseException) -> None:
             refusal = error if isinstance(error, PushRefused) else PushRefused("internal", f"reading failed: {error!r}")

@@ -131,7 +131,7 @@ class Replicas:
                 replica.adapters, replica.held, replica.adapter_error = message.live, message.held, message.error
                 replica.told.clear()
             case Prepared() if ballot:
-                ballot.prepared(number, message, now)
+                coordinator.prepared(number, message, now)
             case Flipped() if ballot:
                 ballot.flipped_by(number, message, now)
             case Finalized() if ballot:
@@ -218,8 +218,9 @@ class Replicas:
 
     @property
     def _settled(self) -> bool:
-        """What is live is what replicas are to serve, and they may serve it now."""
-        return self._coordinator.settled and not (self._lease is not None and self._lease.closed)
+        """What is live is what replicas are to serve, it is where they can map it, and they may serve it now."""
+        settled = self._coordinator.settled and not self._coordinator.awaits_arena
+        return settled and not (self._lease is not None and self._lease.closed)
 
     def _register(self, identity: bytes, request: Register, now: float) -> None:
         """Take a replica in, or hold it until the running commit is settled.

@@ -311,6 +311,21 @@ class Staging:
         self.checking += len(checks)
         return checks
 
+    def claimed(self, claims: Iterable[tuple[int, int]]) -> list[int] | None:
+        """The digest of every region as (copy, digest) say it; None if some region is not one copy in one piece.
+        Nothing is checked.
+        """
+        found = dict(claims)
+        if self.together is not None:
+            laid = self.together.laid
+            spans = dict(enumerate(zip(laid.starts.tolist(), laid.sizes.tolist(), strict=True)))
+        else:
+            spans = {number: target.span for number, target in enumerate(self._targets) if target.contiguous}
+        of_span = {spans[number]: digest for number, digest in found.items() if number in spans}
+        if any(one not in of_span for one in self.layout.ranges):
+            return None
+        return [of_span[one] for one in self.layout.ranges]
+
     def checked(self, check: Check, wrong: Sequence[str]) -> None:
         """A thread is done with a check, and has noted each target's digest."""
         self.checking -= 1

@@ -30,6 +30,7 @@ from weight_manager.coordinator import Coordinator
 from weight_manager.curve import Gate, StoreKeys
 from weight_manager.data_plane import DataPlane
 from weight_manager.data_port import DataPort
+from weight_manager.devices import Devices
 from weight_manager.errors import CheckpointError, PushRefused, StartError
 from weight_manager.families import manifest_for
 from weight_manager.first_weights import FirstWeights, open_arena
@@ -37,7 +38,7 @@ from weight_manager.history import History, remove_scratch
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout, make_layout
 from weight_manager.life import Event
-from weight_manager.messages import FromApi, FromReplica, Refused, ToApi, ToReplica
+from weight_manager.messages import FromApi, FromReplica, Live, Refused, ToApi, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.operator import Operator
 from weight_manager.relay.lease import Lease
@@ -54,6 +55,8 @@ from weight_manager.wire import Router, receive_messages, receive_pushes
 log = logging.getLogger(__name__)
 
 HISTORY_FILE, ADAPTERS_FOLDER = "weights.json", "adapters"
+LINGER_S = 2.0
+"""Seconds that a store which is told to stop waits for a version to come into the arena, for its snapshot."""
 PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
 HELD_S = 0.5
 """After a turn that took so long, as a disk that is slow to sync can hold it, what came meanwhile is heard before
@@ -80,13 +83,14 @@ class Store:
         self._history = History(config.state / HISTORY_FILE, config.history)
         self._background = Background(config.checking_threads, "verify", reads=True)
         self._files = Background(1, "files")
-        self._arena, self._taken_over = open_arena(config, self.layout, self._history)
+        self._watching = Watching()
+        self._devices = Devices(config.run_dir, self._watching)
+        self._arena, self._taken_over = open_arena(config, self.layout, self._history, self._devices, self._counters)
         self._made = made
         self._adapters_at = config.state / ADAPTERS_FOLDER
         made(self._arena.path)
-        self._pages = HugePages(self._arena, lambda: self._coordinator.session is not None)
+        self._pages = HugePages(self._arena, lambda: self._coordinator.filling)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._watching = Watching()
         self._routers: list[Router] = []
         self._data_ports: list[DataPort] = []
         self._gate: Gate | None = None
@@ -119,6 +123,7 @@ class Store:
             counters=counters,
             members=self._below,
             replicas=lambda coordinator: self._make_replicas(coordinator, lease),
+            devices=self._devices,
         )
         if config.relay_endpoint is not None:
             router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
@@ -242,18 +247,27 @@ class Store:
             self._lines.bring_back(time.monotonic())  # first: who is served by the model is served by them
         if not self._taken_over and self._above is None:
             self._first.start()
-        while not self._stopping:
+        while not self._stopping or self._lingers(time.monotonic()):
             self._receive()
             self._expire(time.monotonic())
             self._operator.publish(time.monotonic())
-            self._snapshots.follow(self._history.live)
+            self._snapshots.follow(self._in_arena)
             self._lines.save()
             if self._first.failure is not None:
                 raise self._first.failure
 
+    @property
+    def _in_arena(self) -> Live | None:
+        """What is live, once the arena has it."""
+        return None if self._coordinator.awaits_arena else self._history.live
+
+    def _lingers(self, now: float) -> bool:
+        """Told to stop, with a version that its snapshot is to have, and the arena does not yet."""
+        return self._config.snapshot and self._coordinator.awaits_arena and now < self._stopped_at + LINGER_S
+
     def stop(self) -> None:
         """End `run`; from any thread."""
-        self._stopping = True
+        self._stopped_at, self._stopping = time.monotonic(), True
         os.eventfd_write(self._stopped, 1)
 
     def send(self, identity: bytes, message: ToReplica | ToApi) -> bool:
@@ -364,7 +378,7 @@ class Store:
         self._files.close()
         self._background.close()
         if self._opened:
-            self._snapshots.finish(self._history.live)
+            self._snapshots.finish(self._in_arena)
             self._lines.close()
         for port in self._data_ports:
             port.close()

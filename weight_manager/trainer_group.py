@@ -9,11 +9,14 @@ import msgspec
 from rollout_client.protocol import (
     Abort,
     Aborted,
+    Ahead,
     Begin,
     Chunk,
     Commit,
     Committed,
     Copy,
+    IsLive,
+    NotAhead,
     Part,
     Placement,
     Renew,
@@ -28,7 +31,7 @@ from weight_manager.coordinator import Coordinator, PushSession
 from weight_manager.data_plane import Arrived, DataPlane, Ended, News, Taken
 from weight_manager.errors import PushRefused
 from weight_manager.history import Intent
-from weight_manager.life import Event, Refused
+from weight_manager.life import Event, Refused, State
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
@@ -36,7 +39,7 @@ from weight_manager.slots import Reserved
 
 Answer = Callable[[bytes, Reply], None]
 Outcome = Committed | PushRefused
-SessionRequest = Renew | Seal | Commit | Abort
+SessionRequest = Ahead | Renew | Seal | Commit | Abort
 
 
 @dataclass
@@ -48,7 +51,7 @@ class TrainerRank:
     count: int
     lease: float  # monotonic; runs only while the trainer owes us the next message
     sealed: bool = False
-    owed: list[Seal | Commit | Abort] = field(default_factory=list)
+    owed: list[Ahead | Seal | Commit | Abort] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -96,6 +99,8 @@ class TrainerGroup:
         self._kept: tuple[str, ...] = ()  # tensors taken from the base version
         self._sealed_by = 0.0  # the soonest deadline of a seal
         self._is_sealed = False
+        self._offered: list[str] = []  # sockets of ranks that the trainer was told of
+        self._ahead = False  # its version goes live from device memory
 
     @property
     def id(self) -> str:
@@ -116,6 +121,8 @@ class TrainerGroup:
         """The first rank: plan, then take the store's one session. Raises PushRefused, then nothing is staged."""
         live = self._coordinator.history.live
         if begin.base_version is not None:
+            if self._coordinator.awaits_arena:
+                raise PushRefused("busy", f"{_name(live)} is not in the arena yet", retryable=True)
             fits = live is not None and live.version == begin.base_version and live.run_id in ("", intent.run_id)
             if not fits:
                 message = f"a partial push on version {begin.base_version}, but {_name(live)} is live"
@@ -179,9 +186,14 @@ class TrainerGroup:
     def take(self, peer: bytes, request: SessionRequest, now: float) -> None:
         """Carry a request out. Once the session is over, it is answered from what became of that."""
         if self.outcome is not None:
+            if self._ahead and isinstance(request, Seal) and isinstance(self.outcome, Committed):  # it came by itself
+                self._answer(peer, Sealed(self.id, self._running.digest))
+                request = Commit(self.id)
             self._answer(peer, late_answer(self.outcome, request, self._running.intent))
             return
         match request:
+            case Ahead():
+                self._go_ahead(peer, request, now)
             case Renew():
                 self._heard(peer, now)
                 verified = self._running.staging.verified_bytes
@@ -237,7 +249,7 @@ class TrainerGroup:
             self._say_sealed()
         self._over_with(refusal)
         self._reply_all(Abort, Aborted(session.id))
-        self._reply_all((Seal, Commit), refusal.to_wire(session.id))
+        self._reply_all((Ahead, Seal, Commit), refusal.to_wire(session.id))
 
     def _say_sealed(self) -> None:
         """Answer the ranks that wait for that; every other answer comes after it."""
@@ -250,9 +262,34 @@ class TrainerGroup:
         for rank in self.ranks.values():
             rank.begin = msgspec.structs.replace(rank.begin, parts=[])
 
+    def _go_ahead(self, peer: bytes, ahead: Ahead, now: float) -> None:
+        """Every rank has it: have it made live, unless that cannot be, or not any more."""
+        session, rank = self._running, self._heard(peer, now)
+        if session.life.state is not State.STAGING or rank.sealed:
+            self._answer(peer, PushRefused("bad_message", "said after everything was sent").to_wire(self.id))
+            return
+        why = "it did not ask for that" if rank.begin.durability != "device" else self._coordinator.why_not_ahead()
+        if not why and self._coordinator.device_sockets() != self._offered:
+            why = "the replicas are others than those that were to be filled"
+        digests = None if why else session.staging.claimed((rank.number(copy), d) for copy, d in ahead.digests)
+        if digests is None:
+            self._answer(peer, NotAhead(self.id, why or "not every parameter is one copy in one piece"))
+            return
+        self._ahead = True
+        rank.owed.append(ahead)
+        seconds = self._config.patience(ahead.deadline_s)
+        self._coordinator.go_ahead(session, digests, seconds, now, self._say_live)
+
+    def _say_live(self, replicas: int) -> None:
+        session = self._running
+        self._reply_all(Ahead, IsLive(session.id, session.intent.version, session.digest, replicas))
+
     def _seal(self, peer: bytes, seal: Seal, now: float) -> None:
         """This rank has sent everything; answered once all ranks have and all bytes are checked."""
         session, rank = self._running, self.ranks[peer]
+        if self._ahead:
+            self._arena_sent(rank, seal)
+            return
         if session.life.whole:
             self._answer(peer, Sealed(self.id, session.digest))
             if seal.commit:
@@ -272,8 +309,22 @@ class TrainerGroup:
         if self._complete and all(rank.sealed for rank in self.ranks.values()):
             self._coordinator.seal(session, deadline, now)
 
+    def _arena_sent(self, rank: TrainerRank, seal: Seal) -> None:
+        """Of a version that went ahead; answered once the arena has it, whoever brings it there."""
+        session = self._running
+        rank.owed += [seal, Commit(session.id, seal.deadline_s)] if seal.commit else [seal]
+        rank.sealed = True
+        missing = session.staging.unwritten(rank.first, rank.count)
+        if missing:
+            self._coordinator.arena_given_up(session, f"not reported complete: {', '.join(missing[:20])}")
+        else:
+            self._coordinator.arena_sent(session)
+
     def _commit(self, peer: bytes, commit: Commit, now: float) -> None:
         """Make it live; the first rank to ask starts it, all who ask are answered."""
+        if self._ahead:
+            self.ranks[peer].owed.append(commit)
+            return
         cell = self._running.life.cell(Event.COMMIT)
         if isinstance(cell, Refused):
             self._answer(peer, PushRefused("refused", cell.why).to_wire(self.id))
@@ -283,6 +334,10 @@ class TrainerGroup:
 
     def _abort(self, peer: bytes, abort: Abort, now: float) -> None:
         session = self._running
+        if self._ahead and not session.life.moves(Event.TRAINER_ABORTS):
+            self._answer(peer, PushRefused("refused", f"{session.intent} is already live").to_wire(self.id))
+            self._coordinator.arena_given_up(session, abort.reason or "its trainer gives it up")
+            return
         refusal = PushRefused("aborted", abort.reason or f"aborted by its trainer {session.intent.client}")
         cell = session.life.cell(Event.TRAINER_ABORTS)
         if isinstance(cell, Refused):
@@ -303,6 +358,7 @@ class TrainerGroup:
     def _heard(self, peer: bytes, now: float) -> TrainerRank:
         """The rank is alive: its lease begins anew."""
         rank = self.ranks[peer]
+        self._coordinator.arena_heard(self._running, now)
         rank.lease = now + self._config.lease_s
         return rank
 
@@ -347,12 +403,23 @@ class TrainerGroup:
         span, key = (first, len(copies)), b""
         if begin.transport == "zmq":
             key = self._data.expect(session, span, lambda news: self.data(peer, news, time.monotonic()))
+        self._offered = self._devices(begin)
+        asked = begin.durability == "device"
+        why = self._why_not_ahead(begin) if asked else ""
         return Placement(
             *(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch),
             delta=base is not None,
             data_key=key,
-            devices=self._devices(begin),
+            devices=self._offered,
+            ahead=asked and not why,
+            not_ahead=why,
         )
+
+    def _why_not_ahead(self, begin: Begin) -> str:
+        """Why this version may not go live from device memory; "" = it may."""
+        if not begin.devices or begin.transport != "shm" or begin.world > 1 or begin.base_version is not None:
+            return "one process on this host has to push the whole version, from a GPU and with transport cuda_ipc"
+        return self._coordinator.why_not_ahead()
 
     def _add(self, begin: Begin, copies: list[Copy], base: memoryview | None) -> int:
         """The rank's copies are part of the session from now on; the number of the first."""
@@ -378,6 +445,8 @@ class TrainerGroup:
         """The live slot, if it is what this rank has patches against. It stays live while the session runs."""
         live = self._coordinator.history.live
         if live is None or not begin.base_digest or begin.transport != "zmq" or live.digest != begin.base_digest:
+            return None
+        if self._coordinator.awaits_arena:  # it is stranded on devices
             return None
         return self._coordinator.slots.arena.slot(live.slot)
 

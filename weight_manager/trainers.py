@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rollout_client.protocol import (
     PROTOCOL,
     Abort,
+    Ahead,
     Begin,
     Chunk,
     Commit,
@@ -94,7 +95,7 @@ class Trainers:
                         self._counters.add("bad_messages")
                     elif group.outcome is None:
                         group.written(peer, request, now)
-                case Renew() | Seal() | Commit() | Abort():
+                case Ahead() | Renew() | Seal() | Commit() | Abort():
                     self._of_session(peer, request, now)
                 case Merge():
                     self._merge(peer, request)
@@ -180,6 +181,7 @@ class Trainers:
         live = coordinator.history.live
         if live is not None and (live.run_id, live.version) == (hello.run_id, begin.version) and not begin.force:
             coordinator.check_moved()
+            coordinator.check_arena()
             return Committed(live.version, live.digest, 0, {}, {}, already=True)
         intent = Intent(
             *(hello.run_id, begin.version, "push", hello.client, begin.in_flight, begin.transport, begin.force),

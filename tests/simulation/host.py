@@ -5,11 +5,12 @@ how they are put together, and a turn of its loop are the real ones.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ import xxhash
 
 from rollout_client.arena_file import slot_offset
 from rollout_client.errors import ArenaError
+from tests.simulation.devices import DeviceSocket, SimulatedDevices
 from tests.simulation.network import Dealer, Network, Router
 from tests.simulation.world import Killed, World
 from weight_manager.config import StoreConfig
@@ -26,6 +28,9 @@ from weight_manager.history import History, Saved
 from weight_manager.layout import Layout, Manifest, Parameter, make_layout, region_digests, version_digest
 from weight_manager.metrics import Counters
 from weight_manager.store import Store
+
+if TYPE_CHECKING:
+    from tests.simulation.parties import Replica
 
 LAYOUT = make_layout(
     Manifest(
@@ -47,6 +52,7 @@ class Memory:
         self.slots, self.slot_bytes = slots + spare, slot_bytes
         self.owned = True
         self.lease_ns = 0
+        self.writers: Counter[int] = Counter()  # who holds a lock on a slot
         self._bytes = [bytearray(self.slot_bytes) for _ in range(self.slots)]
         self._epochs = [0] * self.slots
         self._backed = [True] * slots + [False] * spare
@@ -97,7 +103,7 @@ class Memory:
         self._bytes[slot] = bytearray(self.slot_bytes)
 
     def writers_gone(self, slot: int) -> bool:
-        return True
+        return not self.writers[slot]
 
     def lease(self, until_ns: int) -> None:
         self.lease_ns = until_ns
@@ -291,7 +297,9 @@ class SimulatedStore(Store):
         self._history = History(DiskPath(host.disk, "weights.json"), host.config.history)  # type: ignore[arg-type]
         self._background = Threads(self)  # type: ignore[assignment]
         self._files = Threads(self)  # type: ignore[assignment]
-        self._arena, self._taken_over = open_arena(host.config, LAYOUT, self._history)
+        self._devices = SimulatedDevices(self)  # type: ignore[assignment]
+        found = open_arena(host.config, LAYOUT, self._history, self._devices, self._counters)
+        self._arena, self._taken_over = found
         host.memory = self._arena  # type: ignore[assignment]
         self._context = None  # type: ignore[assignment]
         self._routers, self._data_ports, self._gate = [], [], None
@@ -339,7 +347,7 @@ class SimulatedStore(Store):
         self._receive()
         self._expire(self.world.now)
         self._operator.publish(self.world.now)
-        self._snapshots.follow(self._history.live)
+        self._snapshots.follow(self._in_arena)
         self._lines.save()
 
     def end(self) -> None:
@@ -369,7 +377,10 @@ class Host:
         self.memory: Memory | None = None
         self.stopped_until = 0.0
         self.pidfds: dict[int, int] = {}
+        self.replicas: dict[int, Replica] = {}
+        self.on_devices = False  # all replicas compute on devices, and a trainer can write there
         self.lives = 0
+        net.hosts[name] = self
 
     def run(self, act: Callable[[], Any]) -> Any:
         """Code of this host's store. It may be killed in the middle."""
@@ -440,6 +451,10 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         wake = store.wake if store is not None else lambda: host.store and host.store.wake()
         return Dealer(net, host.name, endpoint.removeprefix("ipc://"), wake)
 
+    def socket_of(run_dir: Path, number: int) -> DeviceSocket:
+        host = net.hosts[run_dir.name]
+        return DeviceSocket(host.on_devices and number in host.replicas, f"{host.name}.{number}")
+
     class ArenaPath(str):
         def is_file(self) -> bool:
             return str(self) in Memory.made
@@ -457,6 +472,7 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         "weight_manager.replicas": {"os": system},
         "weight_manager.store": {"os": system, "connect": connect},
         "weight_manager.background": {"os": system},
+        "weight_manager.coordinator": {"socket_of": socket_of},
         "weight_manager.history": {"write_atomically": lambda path, content, synced: path.disk.write(path, content)},
         "weight_manager.finite": {"ready": lambda: True},
         "weight_manager.adapters.lines": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},

@@ -7,6 +7,7 @@ Beyond that a message may come twice, or be lost alone, as from a queue that was
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -186,6 +187,7 @@ class Network:
         self.world = world
         self.connections: list[Connection] = []
         self.routers: dict[str, Router] = {}
+        self.hosts: dict[str, Any] = {}
         self.twice = self.full = 0.0
         self.slow = 1.0
         self.cut: set[str] = set()

@@ -36,24 +36,34 @@ class Held:
     live: Live
     memory: Memory
     own: bytes | None = None
+    alone: bool = False  # the arena need not have it
 
     @property
     def torn(self) -> bool:
         """Whether what is computed with is something else."""
         digest = self.live.digest
-        own = None if self.own is None else version_digest(LAYOUT, region_digests(LAYOUT, memoryview(self.own)))
-        return own not in (None, digest) or self.memory.holds(self.live.slot) != digest
+        if self.own is not None and digest_of_slot(self.own) != digest:
+            return True
+        return not self.alone and self.memory.holds(self.live.slot) != digest
+
+
+def digest_of_slot(content: bytes) -> str:
+    """Of a version that lies as it does in the arena."""
+    return version_digest(LAYOUT, region_digests(LAYOUT, memoryview(content)))
 
 
 class Ranks:
     """Stands for the ranks of a replica and their weights (worker/orders.py, dynamic_weight_manager.py).
 
     On a device (worker/gpu/lending.py) they believe what they are told to be intact: what they copied then is not
-    compared with anything, as a real one is before its vote. So it had better be true.
+    compared with anything, as a real one is before its vote. So it had better be true. Where a trainer may write into
+    their memory they prove what is there, and lend it.
     """
 
-    def __init__(self, *, copies_ahead: bool, adapters_ahead: bool) -> None:
-        self.copies_ahead, self.adapters_ahead = copies_ahead, adapters_ahead
+    def __init__(self, *, copies_ahead: bool, adapters_ahead: bool, lends: bool) -> None:
+        self.copies_ahead, self.adapters_ahead, self.lends = copies_ahead, adapters_ahead, lends
+        self._filled: tuple[tuple[int, int], bytes] | None = None
+        self._proved: tuple[tuple[int, int], bytes] | None = None
         self._ahead: tuple[Ahead, bytearray] | None = None
         self._heard: list[messages.InPlace] = []
         self.released: frozenset[str] = frozenset()
@@ -76,7 +86,12 @@ class Ranks:
                     return Verdict(False, 0, "no arena is mapped yet")
                 if self.bound.memory.write_epoch(order.live.slot) != order.live.write_epoch:
                     return Verdict(False, 0, "the slot was given away")
-                self._staged = Held(order.live, self.bound.memory, self._copied(order.live, self.bound.memory))
+                own = self._copied(order.live, self.bound.memory)
+                if self.lends and own is not None:
+                    if digest_of_slot(own) != order.live.digest:
+                        return Verdict(False, 0, "the device does not hold the version")
+                    self._proved = (order.live.slot, order.live.write_epoch), own
+                self._staged = Held(order.live, self.bound.memory, own, alone=self.lends)
             case Phase.FLIP:
                 if self._staged is None:
                     return Verdict(False, 0, "nothing is prepared")
@@ -86,6 +101,17 @@ class Ranks:
             case Phase.ROLLBACK:
                 self.back()
         return Verdict(True)
+
+    def fill(self, key: tuple[int, int], content: bytes) -> bool:
+        """A trainer writes into the slot that is not computed with; whether it may."""
+        free = self.lends and self.bound is not None and self._staged is None and not self._flipped
+        self._filled = (key, content) if free else None
+        return free
+
+    def proved(self, key: tuple[int, int]) -> bytes | None:
+        """The memory of a version that was proved and is still there."""
+        there = self.bound is not None and self._proved is not None and self._proved[0] == key
+        return self._proved[1] if there and self._proved is not None else None
 
     def hear(self, message: messages.InPlace) -> None:
         self._heard.append(message)
@@ -98,7 +124,7 @@ class Ranks:
 
     def _copy_ahead(self, message: messages.InPlace) -> None:
         key, held = (message.slot, message.write_epoch), self.bound
-        if not self.copies_ahead or held is None or self._staged is not None or self._flipped:
+        if not self.copies_ahead or held is None or self._staged is not None or self._flipped or self._filled:
             return
         if held.memory.write_epoch(message.slot) != message.write_epoch:
             return
@@ -111,6 +137,9 @@ class Ranks:
     def _copied(self, live: Live, memory: Memory) -> bytes | None:
         if not self.copies_ahead:
             return None
+        filled, self._filled = self._filled, None
+        if filled is not None and filled[0] == (live.slot, live.write_epoch):
+            return filled[1]
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0].key != (live.slot, live.write_epoch):
             return bytes(memory.slot(live.slot))
@@ -130,8 +159,10 @@ class Ranks:
             return Verdict(False, 0, "the slot does not hold the version")
         if live.write_epoch and memory.write_epoch(live.slot) != live.write_epoch:
             return Verdict(False, 0, "the slot was given away")
-        self._ahead = None
-        held = Held(live, memory, self._copied(live, memory))
+        self._ahead = self._filled = None
+        held = Held(live, memory, self._copied(live, memory), alone=self.lends)
+        if held.own is not None:
+            self._proved = (live.slot, live.write_epoch), held.own
         self.bound, self._staged, self._previous, self._flipped = held, None, None, False
         return Verdict(True)
 
@@ -255,6 +286,7 @@ class Replica:
     ) -> None:
         self.host, self.world, self.number = host, host.world, number
         self._served, self._adapter_served = served, adapter_served
+        host.replicas[number] = self
         self.refuses = 0.0  # how likely a prepare or a flip fails
         self.stopped_until = 0.0
         self.pid = 0
@@ -271,8 +303,9 @@ class Replica:
         world = self.world
         self.pid, self.alive = world.number(), True
         world.pids.add(self.pid)
-        on_device = bool((ord(self.host.name[0]) + self.number) % 2)
-        self.ranks = Ranks(copies_ahead=on_device, adapters_ahead=not on_device)
+        lends = self.host.on_devices
+        on_device = lends or bool((ord(self.host.name[0]) + self.number) % 2)
+        self.ranks = Ranks(copies_ahead=on_device, adapters_ahead=not on_device, lends=lends)
         self.versions, self.sequences = Versions(), Sequences()
         self.work: Order | None = None
         self.lifecycle = Lifecycle(lambda state, reason: None)
@@ -486,9 +519,14 @@ class Trainer(Asking):
         counter: list[int],
         acknowledged: Callable[[int, str], None],
         adapter: str = "",
+        is_live: Callable[[int, str], None] = lambda version, digest: None,
     ) -> None:
-        """adapter: whose versions it pushes; "" = the model's."""
+        """adapter: whose versions it pushes; "" = the model's. is_live: told what is, as its store says, before the
+        arena has it.
+        """
         super().__init__(world, root, "push", wire.decode_reply)
+        self.is_live = is_live
+        self.went_ahead = 0
         self._shade, self.counter, self.acknowledged = shade, counter, acknowledged
         self.adapter = adapter
         self.dead = False
@@ -554,6 +592,8 @@ class Trainer(Asking):
         if plan is not None and placement.plan == begin.plan:
             placement = msgspec.structs.replace(placement, copies=plan[2])
         self._plan = placement.plan, parts, placement.copies
+        if begin.transport == "shm":
+            return (yield from self._push_by_memory(placement, tensors))
         for number, copy in enumerate(placement.copies):
             raw = source_view(list(tensors.values())[copy.part].reshape(-1), copy).tobytes()
             half = len(raw) // 8 * 4
@@ -565,6 +605,9 @@ class Trainer(Asking):
             if self.stall_s:
                 stall, self.stall_s = self.stall_s, 0.0
                 yield stall
+        return (yield from self._seal_and_commit(placement))
+
+    def _seal_and_commit(self, placement: wire.Placement) -> Generator[Any, Any, str]:
         commit = self.world.rng.random() < 0.7
         sealed = yield from self._ask(wire.Seal(placement.session, 6.0, commit), (wire.Sealed,))
         if not isinstance(sealed, wire.Sealed):
@@ -579,6 +622,59 @@ class Trainer(Asking):
         done = yield from self._ask(wire.Commit(placement.session, 6.0), (wire.Committed,))
         return self._settled(done)
 
+    def _push_by_memory(self, placement: wire.Placement, tensors: dict[str, Any]) -> Generator[Any, Any, str]:
+        """From a GPU of the host: into ranks' memory if the version may go live from there, and into the arena."""
+        chance, memory = self.world.rng.random, self._host.memory
+        assert memory is not None
+        slot = next(s for s in range(memory.slots) if memory.slot_offset(s) == placement.slot_offset)
+        content = bytearray(memory.slot_bytes)
+        raws = [source_view(list(tensors.values())[c.part].reshape(-1), c).tobytes() for c in placement.copies]
+        for copy, raw in zip(placement.copies, raws, strict=True):
+            content[copy.dst_offset * 4 : copy.dst_offset * 4 + len(raw)] = raw
+        if memory.write_epoch(slot) != placement.write_epoch:
+            return "the slot was given away"
+        memory.writers[slot] += 1
+        try:
+            if placement.ahead and self._filled(placement, slot, bytes(content)):
+                claims = [(number, digest_of(raw)) for number, raw in enumerate(raws)]
+                self.say(wire.encode(wire.Ahead(placement.session, claims, 6.0)))
+                if chance() < 0.1:
+                    return self._dies()
+                yield 0.001
+                answer = yield from self._answer_of(placement.session, (wire.IsLive, wire.NotAhead))
+                if isinstance(answer, wire.IsLive):
+                    self.went_ahead += 1
+                    self.is_live(answer.version, answer.digest)
+                elif not isinstance(answer, wire.NotAhead):
+                    return self._failed(answer)
+            for number, (copy, raw) in enumerate(zip(placement.copies, raws, strict=True)):
+                start = copy.dst_offset * 4
+                memory.slot(slot)[start : start + len(raw)] = raw if chance() > 0.02 else bytes(len(raw))
+                self.say(wire.encode(wire.Written(placement.session, [(number, digest_of(raw))])))
+                if chance() < 0.08:
+                    return self._dies()
+                yield self.stall_s or self.world.rng.choice([0.0005, 0.02, 0.2])
+                self.stall_s = 0.0
+        finally:
+            memory.writers[slot] -= 1
+        return (yield from self._seal_and_commit(placement))
+
+    def _filled(self, placement: wire.Placement, slot: int, content: bytes) -> bool:
+        """Whether all ranks have it; now and then one has other bytes."""
+        key = slot, placement.write_epoch
+        for path in placement.devices:
+            replica = self._host.replicas[int(path.rpartition(".")[2])]
+            wrong = self.world.rng.random() < 0.03
+            if not replica.alive or not replica.ranks.fill(key, bytes(len(content)) if wrong else content):
+                return False
+        return True
+
+    def _dies(self) -> str:
+        """The process is gone, and with it its connection; the next one pushes the same once more."""
+        self.world.say(f"trainer{self._shade}", "is killed")
+        self.connect()
+        return "died"
+
     def _settled(self, done: Any) -> str:
         if not isinstance(done, wire.Committed):
             return self._failed(done)
@@ -587,6 +683,9 @@ class Trainer(Asking):
 
     def _begin(self, version: int, parts: list[Part]) -> wire.Begin:
         chance = self.world.rng.choice
+        if not self.adapter and self._host.on_devices and self.world.rng.random() < 0.8:
+            fields = {"transport": "shm", "devices": True, "durability": chance(["device", "device", "arena"])}
+            return wire.Begin(version, parts, in_flight=chance(["keep", "wait"]), **fields)
         if not self.adapter:
             return wire.Begin(version, parts, transport="zmq", in_flight=chance(["keep", "wait"]))
         push = wire.AdapterPush(self.adapter, AdapterConfig(parts[0].shape[0], 4.0))

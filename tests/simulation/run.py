@@ -6,12 +6,13 @@ faults end, everybody holds what the root holds, within the bounds of the waits,
 """
 
 import logging
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tests.simulation.host import Host, Memory, edges
 from tests.simulation.network import Network
-from tests.simulation.parties import Operator, Replica, Trainer
+from tests.simulation.parties import Operator, Replica, Trainer, digest_of_slot
 from tests.simulation.world import Violation, World
 from weight_manager import messages
 from weight_manager.history import Saved
@@ -63,12 +64,17 @@ class Run:
         faults: Sequence[str] = (),
         shapes: Sequence[dict[str, str | None]] = SHAPES,
         requests: Sequence[type] = REQUESTS,
+        on_devices: float = 0.5,
     ) -> None:
-        """faults: names of those to choose from; none = any. requests: what operators ask."""
+        """faults: names of those to choose from; none = any. requests: what operators ask. on_devices: how likely the
+        replicas of a store by itself have memory that trainers write into.
+        """
         self.world = world = World(seed)
         self.shapes, self.requests, self._only = shapes, requests, faults
         self.net = Network(world)
         self.recorded: list[tuple[str, int, str]] = []  # at the root, in order
+        self.ahead: list[tuple[int, str]] = []  # what trainers were told is live, before the arena had it
+        self.on_devices = on_devices
         self.names: dict[tuple[str, int], str] = {}
         self.acknowledged: list[tuple[int, str]] = []
         self.adapters: dict[str, list[int]] = {name: [] for name in ADAPTERS}  # versions that trainers were told of
@@ -111,8 +117,12 @@ class Run:
         world, rng = self.world, self.world.rng
         shape = rng.choice(self.shapes)
         config = TIMES | {"relay_policy": rng.choice(["all", "quorum"])}
+        on_devices = len(shape) == 1 and random.Random(world.seed).random() < self.on_devices
+        if on_devices:
+            config |= {"relay_endpoint": None}
         for name, above in shape.items():
             self.hosts[name] = Host(world, self.net, name, above, self._written, **config)
+            self.hosts[name].on_devices = on_devices
             self.hosts[name].start()
         for host in self.hosts.values():
             count = rng.choice([1, 1, 2])
@@ -127,7 +137,8 @@ class Run:
         world.run(world.now + 4.0)
 
     def _new_trainer(self) -> None:
-        trainer = Trainer(self.world, self.root, len(self.trainers), self.counter, self._committed)
+        told = (self.counter, self._committed)
+        trainer = Trainer(self.world, self.root, len(self.trainers), *told, is_live=self._is_live)
         self.trainers.append(trainer)
         trainer.run(trainer.train(1000, self.world.rng.choice([0.2, 1.0, 2.0])))
 
@@ -137,6 +148,8 @@ class Run:
         """A history has reached a disk."""
         live = saved.live
         if live is None:
+            if self.recorded and host is self.root and not saved.adapter:
+                raise self.world.violated("lost: the root serves nothing any more, and its memory is there")
             return
         if saved.adapter:
             self._adapter_written(host, saved, live)
@@ -147,9 +160,17 @@ class Run:
         if self.names.setdefault(key, live.digest) != live.digest:
             raise self.world.violated(f"torn: {host.name} records {key} as {live.digest}, others as {self.names[key]}")
         name = (*key, live.digest)
+        if host is self.root and saved.lost is not None and saved.records[-1].source == "lost":
+            if (saved.lost.version, saved.lost.digest) in self.acknowledged:
+                raise self.world.violated(f"lost: version {saved.lost.version} was committed, and is served no more")
+            if self.recorded[-1] != name:
+                self.counts["lost"] = self.counts.get("lost", 0) + 1
         if host is self.root:
             if not self.recorded or self.recorded[-1] != name:
                 self.recorded.append(name)
+                held = host.store._devices.memory.values() if saved.ahead and host.store is not None else []  # type: ignore[attr-defined]
+                if saved.ahead and live.digest not in map(digest_of_slot, held):
+                    raise self.world.violated(f"lost: version {live.version} is live, and only ranks hold it")
                 self.world.say(host.name, f"records version {live.version}")
                 for replica in self.replicas:
                     self._must_not_serve_another(replica)
@@ -215,6 +236,12 @@ class Run:
             text = f"{replica.who} computes {adapter.name} {live.version}, which nobody has recorded"
             raise self.world.violated(f"torn: {text}")
 
+    def _is_live(self, version: int, digest: str) -> None:
+        self.counts["ahead"] = self.counts.get("ahead", 0) + 1
+        if ("run", version, digest) not in self.recorded:
+            raise self.world.violated(f"lost: version {version} was said to be live and is not recorded")
+        self.ahead.append((version, digest))
+
     def _committed(self, version: int, digest: str) -> None:
         self.counts["commits"] = self.counts.get("commits", 0) + 1
         if ("run", version, digest) not in self.recorded:
@@ -240,6 +267,8 @@ class Run:
                 self._reboot,
             ),
         ]
+        if self.root.on_devices:
+            faults += [self._kill_all, self._kill_all]
         chosen = rng.sample(faults, rng.randint(2, len(faults)))
         if self._only:
             chosen = [fault for fault in faults if fault.__name__.lstrip("_") in self._only]
@@ -260,6 +289,13 @@ class Run:
 
     def _kill_replica(self) -> None:
         self.world.rng.choice(self.replicas).kill()
+
+    def _kill_all(self) -> None:
+        """The whole service at once, as with its supervisor: memory of devices goes with it, the arena stays."""
+        for replica in self.replicas:
+            if replica.host is self.root:
+                replica.kill()
+        self.root.kill()
 
     def _stop_replica(self) -> None:
         replica, seconds = self.world.rng.choice(self.replicas), self.world.rng.uniform(0.2, 6)

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rollout_client.device_slots import LONGEST, Ask, Grant, No, Taken, decode_request, encode
+from rollout_client.device_slots import LONGEST, Ask, Filled, Grant, Keep, No, Taken, decode_request, encode
 from weight_manager.dynamic_weight_manager import Spans, Views
 from weight_manager.messages import Live
 from worker.gpu.digests import DeviceDigests, Early
@@ -82,6 +82,7 @@ class Lending:
         self._loan: _Loan | None = None
         self._filled: _Loan | None = None
         self._arriving: _Arriving | None = None
+        self._proved: tuple[Key, int] | None = None  # the last version that was staged, and its slot
         self._turn = 0  # moves when parts told of before are of no use any more, and may not even be mapped
         self._parts: queue.SimpleQueue[_Part] = queue.SimpleQueue()
         self._copying: threading.Thread | None = None
@@ -107,29 +108,9 @@ class Lending:
         Raises ValueError when the device does not hold what was copied, DeviceMemoryError.
         """
         with self._lock:
-            self._turn += 1
-            filled, self._filled = self._filled, None
-            arriving, self._arriving = self._arriving, None
-            if filled is not None and self._is_for(filled, live):
-                staged = self._slots.hold(filled.slot)
-                if self._holds(staged, live, regions):
-                    log.debug("version %d came from the trainer's GPU", live.version)
-                    return staged
-                log.warning(
-                    "version %d as its trainer wrote it to the device is not itself: copied again", live.version
-                )
-                del staged
-            self._take_back()
-            if arriving is not None and not self._goes_on(arriving.ahead, (live.slot, live.write_epoch)):
-                arriving = None
-            staged = self._slots.stage(views, None if arriving is None else arriving.ahead)
-            if self._holds(staged, live, regions, None if arriving is None else arriving.early):
-                return staged
-            if self._slots.pinned.let_go() or arriving is not None:  # the driver may have held pages of before
-                staged = self._slots.stage(views)
-                if self._holds(staged, live, regions):
-                    return staged
-            raise ValueError(f"the device does not hold version {live.version}: its digest differs")
+            staged = self._stage(live, views, regions)
+            self._proved = (live.slot, live.write_epoch), staged.slot
+            return staged
 
     def copy_ahead(self, key: Key, memory: memoryview, spans: Spans) -> None:
         """Begin to copy these bytes of the arena's slot, unless a trainer fills the device's; returns at once.
@@ -156,9 +137,34 @@ class Lending:
         """The rank gives its weights up: nothing that was lent or copied counts, and nothing reads the arena."""
         with self._lock:
             self._turn += 1
-            self._filled = None
+            self._filled = self._proved = None
             self._drop_ahead()
             self._take_back()
+
+    def _stage(self, live: Live, views: Views, regions: Sequence[int]) -> Staged:
+        self._turn += 1
+        filled, self._filled = self._filled, None
+        arriving, self._arriving = self._arriving, None
+        if filled is not None and self._is_for(filled, live):
+            staged = self._slots.hold(filled.slot)
+            if self._holds(staged, live, regions):
+                log.debug("version %d came from the trainer's GPU", live.version)
+                return staged
+            log.warning(
+                "version %d as its trainer wrote it to the device is not itself: copied again", live.version
+            )
+            del staged
+        self._take_back()
+        if arriving is not None and not self._goes_on(arriving.ahead, (live.slot, live.write_epoch)):
+            arriving = None
+        staged = self._slots.stage(views, None if arriving is None else arriving.ahead)
+        if self._holds(staged, live, regions, None if arriving is None else arriving.early):
+            return staged
+        if self._slots.pinned.let_go() or arriving is not None:  # the driver may have held pages of before
+            staged = self._slots.stage(views)
+            if self._holds(staged, live, regions):
+                return staged
+        raise ValueError(f"the device does not hold version {live.version}: its digest differs")
 
     def _copy_parts(self) -> None:
         while True:
@@ -209,10 +215,13 @@ class Lending:
         with connection:
             try:
                 while raw := connection.recv(LONGEST):
-                    if isinstance(request := decode_request(raw), Ask):
-                        self._lend(connection, (request.slot, request.write_epoch))
-                    else:
-                        connection.send(encode(self._take(connection)))
+                    match decode_request(raw):
+                        case Ask(slot, write_epoch):
+                            self._lend(connection, (slot, write_epoch))
+                        case Keep(slot, write_epoch):
+                            self._share(connection, (slot, write_epoch))
+                        case Filled():
+                            connection.send(encode(self._take(connection)))
             except (OSError, msgspec.DecodeError) as error:
                 log.info("a trainer's connection ended: %s", error)
             finally:
@@ -243,11 +252,30 @@ class Lending:
                 connection.send(encode(No(str(error))))
                 return
             self._loan = _Loan(key, slot, connection)
-            runs = [(run.source, run.target, run.nbytes) for run in self._slots.runs]
+            self._grant(connection, slot, fd)
+
+    def _share(self, connection: socket.socket, key: Key) -> None:
+        """Let the store hold the memory of a version that was proved there and that nothing is copied over."""
+        with self._lock:
+            proved, slot = self._proved or (None, None)
+            if slot is None or proved != key or slot == self._slots.spare:
+                connection.send(encode(No("nothing is proved here of that slot and epoch")))
+                return
             try:
-                socket.send_fds(connection, [encode(Grant(region.nbytes, runs))], [fd])
-            finally:
-                os.close(fd)
+                self._slots.enter()
+                fd = self._slots.regions[slot].lend()
+            except CudaError as error:
+                connection.send(encode(No(str(error))))
+                return
+            self._grant(connection, slot, fd)
+
+    def _grant(self, connection: socket.socket, slot: int, fd: int) -> None:
+        """fd: of the slot's memory; closed here."""
+        runs = [(run.source, run.target, run.nbytes) for run in self._slots.runs]
+        try:
+            socket.send_fds(connection, [encode(Grant(self._slots.regions[slot].nbytes, runs))], [fd])
+        finally:
+            os.close(fd)
 
     def _take(self, connection: socket.socket) -> Taken | No:
         with self._lock:

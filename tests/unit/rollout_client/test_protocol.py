@@ -11,6 +11,7 @@ from rollout_client.protocol import (
     Abort,
     Aborted,
     AdapterPush,
+    Ahead,
     Begin,
     Chunk,
     Commit,
@@ -18,8 +19,10 @@ from rollout_client.protocol import (
     Copy,
     Error,
     Hello,
+    IsLive,
     Merge,
     Message,
+    NotAhead,
     Part,
     Placement,
     Renew,
@@ -135,6 +138,15 @@ GOLDEN = [
         Error(code="refused", message="no", session="s1", tensors=["w"], rank="replica 1 rank 0", retryable=True),
         "87a174a56572726f72a4636f6465a772656675736564a76d657373616765a26e6fa773657373696f6ea27331a774656e736f727391a177a472616e6bb07265706c69636120312072616e6b2030a9726574727961626c65c3",
     ),
+    (
+        Ahead("s", [(0, 7), (1, 1 << 63)], 2.5),
+        "84a174a56168656164a773657373696f6ea173a764696765737473929200079201cf8000000000000000aa646561646c696e655f73cb4004000000000000",
+    ),
+    (
+        IsLive("s", 7, "00ff", 2),
+        "85a174a769735f6c697665a773657373696f6ea173a776657273696f6e07a6646967657374a430306666a87265706c6963617302",
+    ),
+    (NotAhead("s", "why"), "83a174a96e6f745f6168656164a773657373696f6ea173a3776879a3776879"),
 ]
 GOLDEN += [
     (

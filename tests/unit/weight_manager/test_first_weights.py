@@ -4,10 +4,13 @@ import struct
 import pytest
 
 from weight_manager.config import StoreConfig
+from weight_manager.devices import Devices
 from weight_manager.first_weights import open_arena
 from weight_manager.history import History, Record
 from weight_manager.layout import Manifest, Parameter, make_layout, region_digests, version_digest
 from weight_manager.messages import Live
+from weight_manager.metrics import Counters
+from weight_manager.watching import Watching
 
 LAYOUT = make_layout(Manifest("LlamaForCausalLM", "float32", (Parameter("a", (64, 64)), Parameter("b", (8,)))), 1)
 
@@ -22,7 +25,7 @@ def config(tmp_path):
 def left(config, tmp_path):
     """What a store that has died left: an arena whose slot 1 holds version 7. The arena's path."""
     history = History(tmp_path / "h.json", 10)
-    arena, taken_over = open_arena(config, LAYOUT, history)
+    arena, taken_over = open_arena(config, LAYOUT, history, Devices(tmp_path, Watching()), Counters())
     assert not taken_over
     with arena:
         arena.slot(1)[:4] = b"\0\0\0\x40"
@@ -33,7 +36,8 @@ def left(config, tmp_path):
 
 
 def opened(config, tmp_path):
-    arena, taken_over = open_arena(config, LAYOUT, History(tmp_path / "h.json", 10))
+    history, devices = History(tmp_path / "h.json", 10), Devices(tmp_path, Watching())
+    arena, taken_over = open_arena(config, LAYOUT, history, devices, Counters())
     arena.close()
     return arena.path, taken_over
 

@@ -30,7 +30,7 @@ class Coordinator:
     """Stands for the store's: version OLD is live, until a commit that waits for somebody to leave makes it NEW."""
 
     def __init__(self):
-        self.settled = True
+        self.settled, self.awaits_arena = True, False
         self.history = SimpleNamespace(live=OLD)
         self.layout = SimpleNamespace(digest="layout")
         self.slots = SimpleNamespace(arena=SimpleNamespace(path="arena"))

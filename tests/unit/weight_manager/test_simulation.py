@@ -3,10 +3,13 @@
 A failure names its seed: `python -m tests.simulation --seeds 1 --from SEED` plays it again.
 """
 
+from collections import Counter
+
 import msgspec
 import pytest
 
 from tests.simulation import run
+from tests.simulation.devices import SimulatedDevices
 from tests.simulation.host import LAYOUT
 from tests.simulation.parties import Versions
 from tests.simulation.run import SHAPES, play
@@ -16,7 +19,8 @@ from weight_manager.adapters.line import Line
 from weight_manager.adapters.lines import Lines
 from weight_manager.ballot import Ballot
 from weight_manager.coordinator import Coordinator
-from weight_manager.history import History
+from weight_manager.following import Following, Step
+from weight_manager.history import History, Intent
 from weight_manager.life import Event, Go, Role, State
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
@@ -158,6 +162,45 @@ def test_it_finds_bytes_that_are_said_to_be_in_place_before_they_are(monkeypatch
 
     monkeypatch.setattr(Replicas, "in_place", early)
     found("torn", faults=["refuse"])
+
+
+ON_DEVICES = {"shapes": SHAPES[:1], "on_devices": 1.0}
+
+
+@pytest.mark.parametrize("first", range(1000, 1000 + SEEDS // 2, EACH))
+def test_nothing_is_torn_lost_or_stuck_where_versions_go_live_from_device_memory(first):
+    for seed in range(first, first + EACH):
+        play(seed, **ON_DEVICES)
+
+
+def test_versions_do_go_live_from_device_memory_and_are_lost_with_everybody_who_holds_them():
+    counts = Counter()
+    for seed in range(40):
+        counts.update(play(seed, faults=["kill_all"], **ON_DEVICES).counts)
+        if counts["ahead"] > 20 and counts["lost"]:
+            return
+    raise AssertionError(counts)
+
+
+def test_it_finds_a_version_that_goes_live_from_device_memory_that_the_store_does_not_hold(monkeypatch):
+    monkeypatch.setattr(Following, "hold", lambda self, replica, done: done(""))
+    found("lost", faults=["refuse"], **ON_DEVICES)
+
+
+def test_it_finds_a_lost_version_whose_number_is_given_to_other_bytes(monkeypatch):
+    monkeypatch.setattr(Intent, "check_same", lambda self, history, digest: None)
+    found("torn", faults=["kill_all", "another_trainer"], **ON_DEVICES)
+
+
+def test_it_finds_an_arena_that_is_believed_to_have_what_went_ahead(monkeypatch):
+    monkeypatch.setattr(Following, "_copied", lambda self, why: self.step(Step.WHOLE))
+    found("", faults=["kill_replica"], **ON_DEVICES)
+
+
+def test_it_finds_a_slot_that_is_written_over_while_it_is_all_there_is_to_go_back_to(monkeypatch):
+    monkeypatch.setattr(History, "kept_slots", lambda self: ())
+    monkeypatch.setattr(SimulatedDevices, "copy", lambda self, held, place, done: done("no") or (lambda: None))
+    found("lost", faults=["kill_all", "kill_replica"], **ON_DEVICES)
 
 
 def test_what_is_found_is_not_taken_for_an_error_of_the_code_that_it_is_found_in():
