@@ -14,7 +14,9 @@
  5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py), on a stream of its own:
     such a copy waits for its turn on a GPU that a rank computes on, and a copy to the host must not wait with it. Their
     memory is mapped in a thread while copies to the host are under way. They are started together, as digests are.
- 6. All streams are idle before the slot's writer lock is let go, whatever happened.
+ 6. A version that may go live from ranks' memory (`Placement.ahead`) is copied there first, hashed meanwhile, and goes
+    to the arena once the store has been asked to make it live.
+ 7. All streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
 """
@@ -129,17 +131,24 @@ class CudaCopier:
         jobs: Sequence[Job],
         reporter: Reporter,
         lent: LentSlots | None = None,
+        *,
+        ahead: bool = False,
     ) -> int:
         """Copy and report every job; returns how many ranks' memory has been filled too.
 
         memory: of the slot. writable: makes it that for this process's CPUs as well, which a device writes without once
         the slot is registered. jobs: as `can_copy` accepts them, in the order of `turn`. lent: for a version that is
-        here whole; used if it lies on one device. Raises what Reporter.turn raises, ValueError for an impossible copy,
-        RuntimeError from CUDA.
+        here whole; used if it lies on one device. ahead: fill those first, the version may go live from there. Raises
+        what Reporter.turn raises, ValueError for an impossible copy, RuntimeError from CUDA.
         """
         devices = dict.fromkeys(source.on_gpu.device for source, _ in jobs)
         lent = lent if len(devices) == 1 else None
-        filled = 0
+        filled, known = 0, None
+        if ahead and lent is not None:
+            (device,) = devices
+            with self._torch.cuda.device(device), self._torch.no_grad():
+                filled, known = self._fill_ranks(device, jobs, reporter, lent)
+            lent = None if known is not None else lent
         for device in devices:
             mine = [job for job in jobs if job[0].on_gpu.device == device]
             with self._torch.cuda.device(device), self._torch.no_grad(), contextlib.ExitStack() as held:
@@ -150,8 +159,8 @@ class CudaCopier:
                     held.enter_context(writable())
                     self.pin(slot, memory, device)
                 try:
-                    self._stage(memory, device, mine, reporter, lent)
-                    filled = lent.filled() if lent is not None else 0
+                    self._stage(memory, device, mine, reporter, lent, known)
+                    filled = lent.filled() if lent is not None else filled
                 finally:
                     if lent is not None:
                         lent.close()
@@ -170,7 +179,9 @@ class CudaCopier:
         jobs: list[Job],
         reporter: Reporter,
         lent: LentSlots | None,
+        known: dict[int, int] | None,
     ) -> None:
+        """known: the digest of each copy, if they need not be computed."""
         torch = self._torch
         copying, summing, lending = self._streams_of(device)
         for stream in copying, summing, lending:
@@ -190,12 +201,12 @@ class CudaCopier:
                 first = len(waiting) == AHEAD and digested == 0  # the store begins to check when it has these digests
                 much = sum(one.nbytes for one in started) >= TOGETHER_BYTES
                 if first or much or sum(one.made for one in started) >= MADE_BYTES // 2:
-                    self._prove(started, summing, digester, loans)
+                    self._prove(started, summing, digester, loans, known)
                     digested += len(started)
                     started.clear()
                 while (len(waiting) > AHEAD and waiting[0].done()) or sum(one.made for one in waiting) > MADE_BYTES:
                     self._report(waiting, reporter, loans)
-            self._prove(started, summing, digester, loans)
+            self._prove(started, summing, digester, loans, known)
             while waiting:
                 self._report(waiting, reporter, loans)
             if loans is not None:
@@ -214,11 +225,72 @@ class CudaCopier:
         waiting[0].wait(reporter)
         waiting.popleft().report(reporter)
 
+    def _fill_ranks(
+        self, device: Any, jobs: Sequence[Job], reporter: Reporter, lent: LentSlots
+    ) -> tuple[int, dict[int, int] | None]:
+        """Copy everything into ranks' memory, and ask for the version to go live from there if all have it.
+
+        Returns how many ranks have it, and the digest of each copy; None if nothing was done.
+        """
+        torch, digester = self._torch, self._digester(device)
+        if digester.sums:  # those of parameters are needed, and page sums are none
+            return 0, None
+        _, summing, lending = self._streams_of(device)
+        for stream in summing, lending:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        found: dict[int, int] = {}
+        pieces = ((number, source, copy) for source, copies in jobs for number, copy in copies)
+        opened = False
+        try:
+            while group := self._some(pieces, lending):
+                summing.wait_stream(lending)  # for those that had to be made
+                with torch.cuda.stream(summing):
+                    digesting = digester.start([tensor for _, tensor, _ in group], summing)
+                if not opened:  # while they are hashed
+                    lent.open(self._driver)
+                    opened = True
+                loan = _Loan(lent, lending)
+                for _, tensor, copy in group:
+                    loan.send(tensor, copy, _nbytes(copy))
+                summing.synchronize()
+                lending.synchronize()
+                digests = digesting.digests(0, len(group))
+                found |= {number: digest for (number, _, _), digest in zip(group, digests, strict=True)}
+            count = lent.filled()
+            if lent.whole:
+                reporter.go_ahead(list(found.items()))
+        finally:
+            summing.synchronize()
+            lending.synchronize()
+            lent.close()
+        return count, found
+
+    def _some(self, pieces: "Iterator[tuple[int, Source, Copy]]", stream: Any) -> "list[tuple[int, Any, Copy]]":
+        """(number, contiguous tensor, copy) of the next ones: all, unless much has to be made of them."""
+        group, made = [], 0
+        with self._torch.cuda.stream(stream):
+            for number, source, copy in pieces:
+                tensor, new = _dense(self._torch, source.on_gpu, copy)
+                group.append((number, tensor, copy))
+                made += new * _nbytes(copy)
+                if made >= MADE_BYTES:
+                    break
+        return group
+
     def _prove(
-        self, batches: "Collection[_Batch]", summing: Any, digester: CudaHash | CudaSums, loans: "_Loans | None"
+        self,
+        batches: "Collection[_Batch]",
+        summing: Any,
+        digester: CudaHash | CudaSums,
+        loans: "_Loans | None",
+        known: dict[int, int] | None,
     ) -> None:
         """Start what else the GPU does with these batches, which are on their way to the host."""
         if not batches:
+            return
+        if known is not None:
+            for batch in batches:
+                batch.proven_as(known)
             return
         with self._torch.cuda.stream(summing):
             for batch in batches:
@@ -377,6 +449,7 @@ class _Batch:
     def __init__(self, torch: Any, place: _Place, jobs: Sequence[Job]) -> None:
         self._torch = torch
         self._digesting: Hashing | Summing | None = None
+        self._known: list[int] | None = None
         self._numbers: list[tuple[int, int]] = []  # copy, bytes
         self._parts: deque[tuple[Any, int, int, int]] = deque()  # event, copy, offset in it, bytes: of large tensors
         self.tensors: list[Any] = []
@@ -385,7 +458,7 @@ class _Batch:
         with torch.cuda.stream(place.stream):
             for source, copies in jobs:
                 for number, copy in copies:
-                    piece, new = self._dense(source.on_gpu, copy)
+                    piece, new = _dense(torch, source.on_gpu, copy)
                     self.made += new * _nbytes(copy)
                     self.tensors.append(piece)
                     places.append(copy)
@@ -406,6 +479,10 @@ class _Batch:
         self._digesting, self._first, self._sums = digesting, first, sums
         self._events.append(through)
 
+    def proven_as(self, known: dict[int, int]) -> None:
+        """The digests of its copies are known."""
+        self._known, self._sums = [known[number] for number, _ in self._numbers], False
+
     def lend(self, loan: _Loan) -> None:
         """Start to copy the batch into the memory of ranks, too."""
         if self.ready is not None:
@@ -416,7 +493,8 @@ class _Batch:
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
-        return self._digesting is not None and all(event.query() for event in self._events)
+        proven = self._digesting is not None or self._known is not None
+        return proven and all(event.query() for event in self._events)
 
     def tell(self, reporter: Reporter) -> None:
         """Tell the store which parts of large tensors have arrived since it was told last."""
@@ -436,8 +514,11 @@ class _Batch:
 
     def report(self, reporter: Reporter) -> None:
         """Once it is done: tell the store, and hear what it has to say."""
-        assert self._digesting is not None
-        digests = self._digesting.digests(self._first, self._first + len(self._numbers))
+        if self._known is not None:
+            digests = self._known
+        else:
+            assert self._digesting is not None
+            digests = self._digesting.digests(self._first, self._first + len(self._numbers))
         for (number, nbytes), digest in zip(self._numbers, digests, strict=True):
             reporter.moved(nbytes)
             reporter.written(number, digest, nbytes, sums=self._sums)
@@ -452,29 +533,30 @@ class _Batch:
             if nbytes > PART_BYTES:
                 self._parts.append((place.stream.record_event(), number, offset, size))
 
-    def _dense(self, whole: Any, copy: Copy) -> tuple[Any, bool]:
-        """What the copy takes, contiguous, in the slot's dtype and the copy's C order; and whether it had to be made,
-        or is the tensor or a view of it.
-        """
-        dtype = getattr(self._torch, copy.dst_dtype)
-        made = not whole.is_contiguous()
-        as_it_is = whole.dtype == dtype and (copy.shape, copy.src_offset, copy.src_strides) == (
-            (whole.numel(),),
-            0,
-            (1,),
-        )
-        if as_it_is and not made:
-            return whole, False
-        flat = (whole.contiguous() if made else whole).detach().view(-1)
-        last = copy.src_offset + sum((n - 1) * s for n, s in zip(copy.shape, copy.src_strides, strict=True))
-        if min(copy.shape, default=1) < 1 or min(copy.src_offset, *copy.src_strides) < 0 or last >= flat.numel():
-            raise ValueError(f"a copy of {copy.shape} at {copy.src_offset} leaves a tensor of {flat.numel()}")
-        if dense(copy.shape, copy.src_strides):
-            piece = flat[copy.src_offset : last + 1]
-        else:
-            offset = flat.storage_offset() + copy.src_offset
-            piece, made = flat.as_strided(copy.shape, copy.src_strides, offset).reshape(-1), True
-        return (piece, made) if piece.dtype == dtype else (piece.to(dtype), True)
+
+def _dense(torch: Any, whole: Any, copy: Copy) -> tuple[Any, bool]:
+    """What the copy takes, contiguous, in the slot's dtype and the copy's C order; and whether it had to be made,
+    or is the tensor or a view of it.
+    """
+    dtype = getattr(torch, copy.dst_dtype)
+    made = not whole.is_contiguous()
+    as_it_is = whole.dtype == dtype and (copy.shape, copy.src_offset, copy.src_strides) == (
+        (whole.numel(),),
+        0,
+        (1,),
+    )
+    if as_it_is and not made:
+        return whole, False
+    flat = (whole.contiguous() if made else whole).detach().view(-1)
+    last = copy.src_offset + sum((n - 1) * s for n, s in zip(copy.shape, copy.src_strides, strict=True))
+    if min(copy.shape, default=1) < 1 or min(copy.src_offset, *copy.src_strides) < 0 or last >= flat.numel():
+        raise ValueError(f"a copy of {copy.shape} at {copy.src_offset} leaves a tensor of {flat.numel()}")
+    if dense(copy.shape, copy.src_strides):
+        piece = flat[copy.src_offset : last + 1]
+    else:
+        offset = flat.storage_offset() + copy.src_offset
+        piece, made = flat.as_strided(copy.shape, copy.src_strides, offset).reshape(-1), True
+    return (piece, made) if piece.dtype == dtype else (piece.to(dtype), True)
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

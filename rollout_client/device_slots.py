@@ -190,6 +190,11 @@ class LentSlots:
             except NotLent as error:
                 self._without(lent, error)
 
+    @property
+    def whole(self) -> bool:
+        """No rank was left out."""
+        return len(self._good) == len(self._paths) > 0
+
     def filled(self) -> int:
         """Tell every rank that all bytes of the version have arrived. Returns how many ranks have it now."""
         for lent in list(self._good):

@@ -28,6 +28,7 @@ from rollout_client.errors import (
     Busy,
     DeadlineExceeded,
     PushError,
+    PushRefused,
     RolloutError,
     SessionLost,
     StoreUnavailable,
@@ -43,6 +44,7 @@ from rollout_client.protocol import (
     Begin,
     Committed,
     Copy,
+    Durability,
     Hello,
     InFlight,
     Merge,
@@ -89,7 +91,9 @@ class PushReport:
     seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
     stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
     sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows. filled: ranks whose memory on a
-    GPU was filled from here, too.
+    GPU was filled from here, too. live_s: seconds until it was live; less than the total where it went live from their
+    memory (`durability="device"`). safe: the arena has it; False only where this process could not bring it there, and
+    the service does.
     """
 
     version: int
@@ -102,10 +106,20 @@ class PushReport:
     already: bool = False
     sent: int = 0
     filled: int = 0
+    live_s: float = 0.0
+    safe: bool = True
 
 
 def report_of(
-    committed: Committed, nbytes: int, transport: str, laps: dict[str, float], sent: int = 0, filled: int = 0
+    committed: Committed,
+    nbytes: int,
+    transport: str,
+    laps: dict[str, float],
+    *,
+    sent: int = 0,
+    filled: int = 0,
+    live_s: float | None = None,
+    safe: bool = True,
 ) -> PushReport:
     """The report made of the store's answer and of what was measured here."""
     seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
@@ -116,7 +130,13 @@ def report_of(
         already=committed.already,
         sent=sent,
         filled=filled,
+        live_s=round(sum(laps.values()) if live_s is None else live_s, 6),
+        safe=safe,
     )
+
+
+class _NotFromDevices(Exception):
+    """No rank, or not every one, took a version from its own memory; the store has undone the push."""
 
 
 log = logging.getLogger(__name__)
@@ -143,6 +163,7 @@ class WeightPublisher:
         token: str = "",
         keys: str | Path | TrainerKeys | None = None,
         transport: Literal["auto", "shm", "zmq", "cuda_ipc"] = "auto",
+        durability: Durability = "arena",
         delta: bool = False,
         connect_timeout_s: float = 30.0,
         busy_timeout_s: float = 30.0,
@@ -154,6 +175,12 @@ class WeightPublisher:
         transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise. cuda_ipc: as auto,
             and CUDA tensors are also copied from GPU to GPU, into the memory of ranks on this host's; what keeps a push
             from that is a warning.
+        durability: what has to hold a version before it is live. arena: the shared memory of the host. device, with
+            cuda_ipc: the GPUs of all replicas, some 20 ms a gigabyte sooner; shared memory gets it after that, and
+            `push` returns then. In between it is lost if all processes of the service are killed at once, or the GPU
+            fails: the version before is served again then, and the push has to be repeated, with the same weights under
+            the same number. Where that cannot be (several hosts, tp above 1, a part of a version) it is as arena, with
+            a warning.
         delta: over ZMQ, send only what differs from the last push, as long as the store still serves that one; the
             result is the same to the bit. Costs a copy of the served weights in this process's memory.
         connect_timeout_s: how long a push waits for a store that is not there yet.
@@ -164,7 +191,12 @@ class WeightPublisher:
             raise ValueError("run_id must name the training run")
         if transport not in ("auto", "shm", "zmq", "cuda_ipc"):
             raise ValueError(f"transport is auto, shm, zmq or cuda_ipc, not {transport!r}")
+        if durability not in get_args(Durability):
+            raise ValueError(f"durability is arena or device, not {durability!r}")
+        if durability == "device" and transport != "cuda_ipc":
+            raise ValueError("durability='device' needs transport='cuda_ipc', which fills the memory of GPUs")
         self.run_id = run_id
+        self._durability: Durability = durability
         self._hello = Hello(run_id, token=token, client=f"WeightPublisher {socket.gethostname()} pid {os.getpid()}")
         self._wanted = transport
         self._connect_timeout_s = connect_timeout_s
@@ -348,9 +380,17 @@ class WeightPublisher:
     def _push_alone(self, named_tensors: Named, begin: Begin, timeout_s: float) -> PushReport:
         started = time.monotonic()
         with self._alone(started + timeout_s):
-            return self._push(sources(named_tensors), begin, started, started + timeout_s)
+            held = sources(named_tensors)
+            try:
+                return self._push(held, begin, started, started + timeout_s, self._durability)
+            except _NotFromDevices as error:
+                log.warning("this version goes live by the arena: %s", error)
+                return self._push(held, begin, started, started + timeout_s, "arena")
 
-    def _push(self, held: list[Source], begin: Begin, started: float, deadline: float) -> PushReport:
+    def _push(
+        self, held: list[Source], begin: Begin, started: float, deadline: float, durability: Durability
+    ) -> PushReport:
+        """Raises _NotFromDevices where a push that was to go live from there can go by the arena all the same."""
         whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
             patience, before = min(self._connect_timeout_s, deadline - time.monotonic()), self._welcomed
@@ -364,6 +404,8 @@ class WeightPublisher:
             base_digest = kept.digest if kept is not None else ""
             devices = self._to_devices(held, begin, transport)
             begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest, devices=devices)
+            if devices:
+                begin = msgspec.structs.replace(begin, durability=durability)
             try:
                 early = self._write_ahead(begin, held, transport, deadline)
                 reply, held = self._begin(begin, held, deadline) if early is None else (early.reply, held)
@@ -379,11 +421,15 @@ class WeightPublisher:
         nbytes = sum(source.nbytes for source in held)
         if isinstance(reply, Committed):
             return report_of(reply, nbytes, transport.name, laps)
+        if reply.not_ahead:
+            log.warning("this version goes live by the arena: %s", reply.not_ahead)
+        reporter, safe = Reporter(self._channel, reply, deadline), True
         if kept is not None:
             kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
             if not is_there:
-                self._stage(begin, reply, held, transport, Reporter(self._channel, reply, deadline))
+                self._stage(begin, reply, held, transport, reporter)
+            reporter.await_live()
             laps["move"] = time.monotonic() - started - sum(laps.values())
             losses, seal = self._channel.losses, Seal(reply.session, _left(deadline), commit=True)
             self._ask(seal, Sealed, deadline)
@@ -402,12 +448,25 @@ class WeightPublisher:
             if settled is None:
                 raise
             committed = settled
+        except Exception as error:
+            self._abort(reply.session)
+            if reporter.live_at is not None:
+                log.warning(
+                    "version %d is live, and could not be brought into the arena from here: %s", begin.version, error
+                )
+                committed, safe = Committed(begin.version, "", 0, {}, {}), False
+            elif reply.ahead and isinstance(error, PushRefused | DeadlineExceeded) and time.monotonic() < deadline:
+                raise _NotFromDevices(str(error)) from error
+            else:
+                raise
         except BaseException:
             self._abort(reply.session)
             raise
+        live_at = reporter.live_at
         sent = transport.sent if isinstance(transport, ZmqTransport) else nbytes
         filled = transport.filled if isinstance(transport, ShmTransport) else 0
-        return report_of(committed, nbytes, transport.name, laps, sent, filled)
+        live_s = None if live_at is None else live_at - started
+        return report_of(committed, nbytes, transport.name, laps, sent=sent, filled=filled, live_s=live_s, safe=safe)
 
     def _write_ahead(self, begin: Begin, held: list[Source], transport: Transport, deadline: float) -> "_Early | None":
         """Write where the last answer said that this push goes, while the store hears of it; None: begin as ever.

@@ -294,7 +294,8 @@ class ShmTransport(Transport):
             key = number, placement.write_epoch
             lent = LentSlots(placement.devices, *key) if not others else None
             memory, writable = self._arena.slot(number), partial(self._arena.staging, number)
-            self.filled = self._cuda.stage(number, memory, writable, on_gpu, reporter, lent)
+            ahead = placement.ahead and lent is not None
+            self.filled = self._cuda.stage(number, memory, writable, on_gpu, reporter, lent, ahead=ahead)
         if others:
             with self._arena.staging(number) as slot:
                 self._move_all(others, slot, sources, reporter)

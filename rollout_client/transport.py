@@ -13,6 +13,7 @@ Both are driven by the publisher, after `Placement` and before `Seal`:
  5. [TRAINER] when `stage` returns or raises, nothing of this process writes into the slot any more.
 """
 
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -22,8 +23,10 @@ from typing import ClassVar, Literal
 
 from rollout_client.channel import Channel
 from rollout_client.errors import DeadlineExceeded, StoreUnavailable, from_wire
-from rollout_client.protocol import Committed, Copy, Error, Placement, Renew, Written
+from rollout_client.protocol import Ahead, Copy, Error, IsLive, NotAhead, Placement, Renew, Written
 from rollout_client.tensors import Source
+
+log = logging.getLogger(__name__)
 
 BATCH_BYTES = 32 << 20
 """Finished copies are reported once they amount to this."""
@@ -52,6 +55,9 @@ class Reporter:
         self._spoke = time.monotonic()
         self._losses = channel.losses
         self._unanswered: float | None = None  # since when the store owes a word, or room in the socket
+        self._ahead_asked = self._ahead_owed = False
+        self.live_at: float | None = None
+        """When the store said that the version is live from device memory; monotonic seconds."""
 
     @property
     def session(self) -> str:
@@ -89,6 +95,21 @@ class Reporter:
         self._digests += enumerate(digests, first)
         self.moved(nbytes)
         self.flush()
+
+    def go_ahead(self, digests: list[tuple[int, int]]) -> None:
+        """All ranks of the placement have the version, of which these are (copy, digest): it may go live from there."""
+        self._channel.send(Ahead(self.session, digests, self.left_s), timeout_s=self.left_s)
+        self._ahead_asked = self._ahead_owed = True
+        self._spoke = time.monotonic()
+
+    def await_live(self) -> None:
+        """Wait for the answer to that, if it was asked for and is not here yet. Raises as `turn`."""
+        while self._ahead_owed:
+            self.turn()
+            if self._ahead_owed:
+                self._listen(min(self.patience_s, self.left_s))
+        if self._placement.ahead and not self._ahead_asked:
+            log.warning("this version goes live by the arena: not all ranks could be filled from here")
 
     def flush(self) -> None:
         """Report what has been held back."""
@@ -128,10 +149,23 @@ class Reporter:
         now = time.monotonic()
         while (reply := self._channel.receive(patience_s)) is not None:
             self._unanswered = None
+<<<<<<< HEAD
             if isinstance(reply, Error) and reply.session in ("", self.session):
                 raise from_wire(reply)
             if isinstance(reply, Placement | Committed):
                 self.placed = reply
+=======
+            match reply:
+                case Error(session=session) if session in ("", self.session):
+                    raise from_wire(reply)
+                case IsLive(session=self.session):
+                    self._ahead_owed, self.live_at = False, time.monotonic()
+                case NotAhead(session=self.session, why=why):
+                    self._ahead_owed = False
+                    log.warning("this version goes live by the arena: %s", why)
+            if patience_s:
+                return
+>>>>>>> 0da3416 (A trainer on a GPU asks for durability=device, and is told why where it cannot be; deaths in between are played with memory of memfds)
         if self._channel.losses > self._losses and self._channel.ready(0):
             raise StoreUnavailable("the connection to the store was lost, and with it the session")
         if self._unanswered is not None and now - self._unanswered > self._placement.lease_s:

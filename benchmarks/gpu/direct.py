@@ -1,8 +1,10 @@
-"""A torch trainer and replicas on GPUs: pushes by the arena alone against pushes from GPU to GPU, and sleep.
+"""A torch trainer and replicas on GPUs, and sleep. Pushes by the arena alone ("shm") against pushes from GPU to GPU,
+which are live once the arena has them ("cuda_ipc") or before ("device").
 
 ``python -m benchmarks.gpu.direct --replicas 1 --out OUT.json`` on a host with a GPU and torch. Times in milliseconds.
 Replicas take the GPUs in turn, from the first one; the trainer is on the first one, too, or on `--trainer cuda:1`.
-limit: of one copy of as many bytes into ordinary pinned memory, in the same run.
+live: from the call until the version is live. limit: of one copy of as many bytes into ordinary pinned memory, in the
+same run.
 """
 
 import argparse
@@ -52,6 +54,7 @@ class Trainer:
         self.ways = {
             "shm": WeightPublisher(endpoint, run_id="direct", transport="shm"),
             "cuda_ipc": WeightPublisher(endpoint, run_id="direct", transport="cuda_ipc"),
+            "device": WeightPublisher(endpoint, run_id="direct", transport="cuda_ipc", durability="device"),
         }
 
     def push(self, way: str) -> PushReport:
@@ -83,6 +86,8 @@ def summary(reports: list[PushReport]) -> dict[str, Any]:
     found = {stage: round(1e3 * statistics.median(r.seconds[stage] for r in reports), 1) for stage in stages}
     totals = [round(1e3 * r.seconds["total"], 1) for r in reports]
     stalls = [round(max(r.stall_ms.values(), default=0.0), 1) for r in reports]
+    live = sorted(round(1e3 * r.live_s, 1) for r in reports)
+    found |= {"live": statistics.median(live), "lives": [round(1e3 * r.live_s, 1) for r in reports]}
     return found | {"totals": totals, "filled": [r.filled for r in reports], "stall": stalls}
 
 
@@ -136,7 +141,7 @@ def main() -> None:
         trainer.push("shm")
         while service.metric("rollout_replica_ready") != args.replicas:
             time.sleep(0.05)
-        for way in ("shm", "cuda_ipc") * 2:
+        for way in tuple(trainer.ways) * 2:
             trainer.push(way)
         time.sleep(SETTLE_S)
         nbytes = sum(2 * tensor.numel() for tensor in trainer.tensors.values())

@@ -181,7 +181,7 @@ GOLDEN += [
     (Unload("policy-a"), "82a174a6756e6c6f6164a761646170746572a8706f6c6963792d61"),
     (Unloaded("policy-a"), "82a174a8756e6c6f61646564a761646170746572a8706f6c6963792d61"),
 ]
-REPLIES = (Welcome, Placement, Renewed, Sealed, Committed, Aborted, Unloaded, Error)
+REPLIES = (Welcome, Placement, IsLive, NotAhead, Renewed, Sealed, Committed, Aborted, Unloaded, Error)
 
 
 @pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=lambda value: type(value).__name__)

@@ -1,0 +1,273 @@
+"""Versions that go live from device memory before the arena has them, and everybody's death in between."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_client import protocol as wire
+from rollout_client import slot_lock
+from rollout_client.arena_file import ArenaFile
+from rollout_client.copying import source_view
+from rollout_client.device_slots import LentSlot
+from rollout_client.digest import digest_of as hashed
+from tests.faults.device_replica import DeviceReplica
+from tests.faults.trainer import Trainer
+from tests.faults.waiting import until
+from tests.memfd_device import MemfdCuda
+from weight_manager import messages
+
+
+class Pusher(Trainer):
+    """A trainer on a device of the host."""
+
+    def start(self, tensors, version, **fields):
+        placement = self.begin(tensors, version, devices=True, durability="device", **fields)
+        assert isinstance(placement, wire.Placement), placement
+        self.pieces = [
+            np.ascontiguousarray(source_view(self.sources[copy.part].reshape(-1), copy)) for copy in placement.copies
+        ]
+        self.digests = [(number, hashed(piece.data)) for number, piece in enumerate(self.pieces)]
+        return placement
+
+    def fill(self, pieces=None):
+        """Every rank's memory."""
+        with ArenaFile(self.welcome.arena_path) as arena:
+            slot = arena.slot_at(self.placement.slot_offset)
+        for path in self.placement.devices:
+            lent = LentSlot(path, MemfdCuda())
+            lent.open(slot, self.placement.write_epoch)
+            for copy, piece in zip(self.placement.copies, pieces or self.pieces, strict=True):
+                lent.send(piece.ctypes.data, copy.dst_offset * 4, piece.nbytes, 0)
+            lent.filled()
+            lent.close()
+
+    def ahead(self):
+        self.fill()
+        return self.ask(wire.Ahead(self.placement.session, self.digests))
+
+    def arena(self):
+        """The rest of the push."""
+        self.say(wire.Written(self.placement.session, self.write()))
+        self.say(wire.Seal(self.placement.session, commit=True))
+        return self.hear(), self.hear()
+
+
+@pytest.fixture(autouse=True)
+def libcuda(monkeypatch):
+    """Processes that the store starts find a device of memfds."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "memfd_cuda"), prepend=os.pathsep)
+
+
+@pytest.fixture
+def pusher(store):
+    made = []
+
+    def new():
+        made.append(Pusher(store.endpoint))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def ranks(store):
+    """Joins replicas on devices."""
+    made = []
+
+    def join(number=0, *, wait=True, **plan):
+        made.append(DeviceReplica(store, number, **plan))
+        if wait:
+            until(lambda: store.status().replicas.get(str(number), {}).get("ready"))
+        return made[-1]
+
+    yield join
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def locked(pusher, weights):
+    """A trainer whose version is live, and that still holds the lock on the arena's slot."""
+    held = []
+
+    def go(number=1):
+        one = pusher()
+        assert one.start(weights(number), number).ahead
+        arena = ArenaFile(one.welcome.arena_path, write=True)
+        held.append(arena)
+        assert slot_lock.lock_shared(arena.fd, one.placement.slot_offset, one.placement.slot_bytes)
+        answer = one.ahead()
+        assert isinstance(answer, wire.IsLive), answer
+        one.let_go = arena.close
+        return one
+
+    yield go
+    for arena in held:
+        arena.close()
+
+
+def safe(store):
+    return until(lambda: (status := store.status()).ahead is None and status)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_version_is_live_before_the_arena_has_it(store, ranks, locked, weights, digest_of, replicas):
+    serving = [ranks(number) for number in range(replicas)]
+    trainer = locked()
+    status, wanted = store.status(), digest_of(weights(1))
+    assert (status.live.version, status.live.digest) == (1, wanted)
+    assert (status.ahead["way"], status.ahead["held"]) == ("from its trainer", list(range(replicas)))
+    assert [one.served() for one in serving] == [(1, wanted)] * replicas
+    assert store.serving()[1] != wanted
+    sealed, committed = trainer.arena()
+    trainer.let_go()
+    assert sealed == wire.Sealed(trainer.placement.session, wanted)
+    assert (committed.version, committed.digest, committed.replicas) == (1, wanted, replicas)
+    assert store.serving() == (1, wanted)
+    status = store.status()
+    assert (status.ahead, status.lost, status.counters["rescued"]) == (None, None, 0)
+    assert status.counters["commits_ahead"] == 1
+
+
+@pytest.mark.parametrize("ranks_too", [False, True], ids=["the trainer", "the trainer and all ranks"])
+def test_who_dies_loses_nothing(store, ranks, locked, weights, digest_of, ranks_too):
+    rank, trainer = ranks(), locked()
+    if ranks_too:
+        rank.die()
+    trainer.let_go()
+    status = safe(store)
+    assert store.serving() == (1, digest_of(weights(1)))
+    assert status.counters["rescued"] == 1
+    assert ranks(1).served() == (1, digest_of(weights(1)))
+
+
+def test_a_trainer_that_is_stopped_is_not_waited_for(store, ranks, locked, weights, digest_of):
+    ranks()
+    trainer = locked()
+    safe(store)  # it still holds its lock
+    assert store.serving() == (1, digest_of(weights(1)))
+    sealed, committed = trainer.arena()  # it wakes up
+    assert (type(sealed), type(committed)) == (wire.Sealed, wire.Committed)
+    assert store.serving() == (1, digest_of(weights(1)))
+
+
+def test_a_store_that_is_killed_finds_the_version_at_the_ranks(store, ranks, locked, weights, digest_of):
+    ranks()
+    trainer = locked()
+    store.end(signal.SIGKILL)
+    trainer.let_go()
+    store.start()
+    status = store.status()
+    assert (status.live.version, status.ahead, status.lost) == (1, None, None)
+    assert store.serving() == (1, digest_of(weights(1)))
+
+
+def test_with_everybody_a_version_is_lost_and_its_number_is_kept_for_its_bytes(
+    store, ranks, locked, pusher, weights, digest_of
+):
+    rank, trainer = ranks(), locked()
+    store.end(signal.SIGKILL)
+    rank.die()
+    trainer.let_go()
+    store.start()
+    status = store.status()
+    assert (status.live.version, status.lost.version) == (0, 1)
+    assert status.live.epoch > status.lost.epoch
+    assert status.counters["versions_lost"] == 1
+    assert store.serving() == (0, digest_of(weights(0)))
+    assert "is lost" in (store.run_dir / "log").read_text()
+    assert ranks(1).served() == (0, digest_of(weights(0)))
+    other = pusher()
+    other.start(weights(2), 1)
+    refused = other.ahead()
+    assert (refused.code, "went live before" in refused.message) == ("stale_version", True)
+    again = pusher()
+    again.start(weights(1), 1)
+    assert isinstance(again.ahead(), wire.IsLive)
+    assert isinstance(again.arena()[1], wire.Committed)
+    status = store.status()
+    assert (status.live.version, status.lost) == (1, None)
+
+
+def test_other_bytes_in_the_arena_are_replaced_by_those_that_are_served(store, ranks, locked, weights, digest_of):
+    ranks()
+    trainer = locked()
+    with trainer.slot() as slot:
+        slot[:64] = bytes(64)
+    trainer.say(wire.Written(trainer.placement.session, trainer.digests))
+    trainer.say(wire.Seal(trainer.placement.session, commit=True))
+    assert [type(trainer.hear(30)), type(trainer.hear(30))] == [wire.Sealed, wire.Committed]
+    assert store.serving() == (1, digest_of(weights(1)))
+    counters = store.status().counters
+    assert (counters["checksum_mismatches"], counters["rescued"]) == (1, 1)
+
+
+def test_a_rank_that_was_given_other_bytes_says_no(store, ranks, pusher, weights, digest_of):
+    rank, trainer = ranks(), pusher()
+    trainer.start(weights(1), 1)
+    trainer.fill([np.zeros_like(piece) for piece in trainer.pieces])
+    answer = trainer.ask(wire.Ahead(trainer.placement.session, trainer.digests))
+    assert answer.code == "refused"
+    assert "does not hold version 1" in answer.message
+    assert rank.served() == (0, digest_of(weights(0)))
+    assert store.serving() == (0, digest_of(weights(0)))
+
+
+def test_meanwhile_everything_else_waits(store, ranks, locked, pusher, weights, digest_of):
+    ranks()
+    trainer = locked()
+    late = ranks(1, wait=False)
+    with pytest.raises(AssertionError, match="busy"):
+        pusher().start(weights(2), 2)
+    back = store.ask(messages.RollbackWeights("back"))
+    read = store.ask(messages.ReadTensor("read", "model.norm.weight"))
+    again = pusher().begin(weights(1), 1)
+    assert [back.code, read.code, again.code] == ["busy"] * 3
+    time.sleep(0.3)
+    assert not late.saw(messages.Registered)
+    trainer.arena()
+    until(lambda: store.status().replicas.get("1", {}).get("ready"))
+    assert late.served() == (1, digest_of(weights(1)))
+    assert store.ask(messages.RollbackWeights("back")).ok
+    assert late.served() == (0, digest_of(weights(0)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "store_config", "why"),
+    [
+        ({"world": 2}, {}, "one process"),
+        ({"transport": "zmq"}, {}, "one process"),
+        ({"base_version": 0}, {}, "one process"),
+        ({}, {"refuse_non_finite": True}, "refuse_non_finite"),
+        ({}, {"relay_endpoint": "tcp://127.0.0.1:*"}, "other hosts"),
+    ],
+)
+def test_where_it_cannot_be_the_trainer_is_told_why(store, ranks, pusher, weights, fields, store_config, why):
+    ranks()
+    placement = pusher().start(weights(1), 1, **fields)
+    assert not placement.ahead
+    assert why in placement.not_ahead
+
+
+def test_a_replica_without_device_memory_keeps_a_version_back(store, ranks, replica, pusher, weights):
+    ranks()
+    replica(1)
+    placement = pusher().start(weights(1), 1)
+    assert (placement.ahead, placement.not_ahead) == (False, "a replica has no device memory to lend")
+
+
+def test_replicas_that_were_not_filled_keep_it_back_later(store, ranks, replica, pusher, weights, digest_of):
+    ranks()
+    trainer = pusher()
+    assert trainer.start(weights(1), 1).ahead
+    replica(1)
+    answer = trainer.ahead()
+    assert isinstance(answer, wire.NotAhead)
+    assert isinstance(trainer.arena()[1], wire.Committed)
+    assert store.serving() == (1, digest_of(weights(1)))
