@@ -17,12 +17,12 @@ from worker.gpu.weights import DeviceSlots, Staged, placement
 
 
 class DeviceReplica(Replica):
-    """What it serves it reads from its own memory."""
+    """What it serves it reads from its own memory. driver, digests: of a real device, instead."""
 
-    def __init__(self, store: Store, number: int = 0, **plan: Any) -> None:
-        self.slots = DeviceSlots(MemfdDriver(), placement(LAYOUT, 0))  # type: ignore[arg-type]
-        self.digests = HostDigests(LAYOUT)
-        self.lending = Lending(self.slots, self.digests)  # type: ignore[arg-type]
+    def __init__(self, store: Store, number: int = 0, *, driver: Any = None, digests: Any = None, **plan: Any) -> None:
+        self.slots = DeviceSlots(driver or MemfdDriver(), placement(LAYOUT, 0))
+        self.digests = digests or HostDigests(LAYOUT)
+        self.lending = Lending(self.slots, self.digests)
         self.lending.listen(socket_of(store.run_dir, number))
         self.bound: Staged | None = None
         self._next: Staged | None = None
@@ -38,6 +38,7 @@ class DeviceReplica(Replica):
         """With all that it holds, as a process does."""
         super().die()
         Path(socket_of(self.store.run_dir, self.number)).unlink()
+        self.slots.enter()
         self.lending.withdraw()
         self.bound = self._next = self._last = None
         self.slots.bind(None)

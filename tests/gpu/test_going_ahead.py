@@ -1,0 +1,98 @@
+"""A real device: what goes live from its memory before the arena has it, and a trainer that dies in between."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from rollout_client.publisher import WeightPublisher
+from tests.faults import small_model
+from tests.faults.device_replica import DeviceReplica
+from tests.faults.small_model import LAYOUT
+from tests.faults.store_process import Store
+from tests.faults.waiting import until
+from worker.gpu.digests import DeviceDigests
+from worker.gpu.weights import placement
+
+DIES = """
+import os, signal, sys
+import torch
+from rollout_client.cuda_copy import CudaCopier
+from rollout_client.publisher import WeightPublisher
+from tests.faults import small_model
+
+def dies(self, memory, device, jobs, reporter, *rest):
+    reporter.await_live()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+CudaCopier._stage = dies
+tensors = {name: torch.from_numpy(array).cuda() for name, array in small_model.weights(1).items()}
+WeightPublisher(sys.argv[1], run_id="run", transport="cuda_ipc", durability="device").push(tensors, 1)
+"""
+
+
+@pytest.fixture
+def store(tmp_path, driver):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(small_model.CONFIG))
+    save_file(small_model.weights(0), model / "model.safetensors")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
+        store = Store(tmp_path / "run", model, Path(arena), lease_s=10.0)
+        yield store.wait_live()
+        store.close()
+
+
+@pytest.fixture
+def rank(store, driver):
+    digests = DeviceDigests(driver, LAYOUT, placement(LAYOUT, 0))
+    rank = DeviceReplica(store, driver=driver, digests=digests)
+    until(lambda: store.status().replicas.get("0", {}).get("ready"))
+    yield rank
+    rank.close()
+
+
+def on_device(seed, dtype=None):
+    torch = pytest.importorskip("torch")
+    return {name: torch.from_numpy(array).to("cuda", dtype) for name, array in small_model.weights(seed).items()}
+
+
+def test_a_push_is_live_from_the_device_first(store, rank, device, caplog):
+    with WeightPublisher(store.endpoint, run_id="run", transport="cuda_ipc", durability="device") as publisher:
+        for version in 1, 2, 3:
+            wanted = small_model.digest_of(small_model.weights(version))
+            report = publisher.push(on_device(version), version)
+            assert (report.digest, report.filled, report.safe) == (wanted, 1, True)
+            assert 0 < report.live_s < report.seconds["total"]
+            assert rank.served() == store.serving() == (version, wanted)
+    assert store.status().counters["commits_ahead"] == 3
+    assert not caplog.records
+
+
+def test_weights_of_another_dtype_are_cast_for_both(store, rank, device):
+    import torch
+
+    held = on_device(1, torch.bfloat16)
+    wanted = small_model.digest_of({name: tensor.float().cpu().numpy() for name, tensor in held.items()})
+    with WeightPublisher(store.endpoint, run_id="run", transport="cuda_ipc", durability="device") as publisher:
+        assert publisher.push(held, 1).digest == wanted
+    assert rank.served() == store.serving() == (1, wanted)
+    assert store.status().counters["commits_ahead"] == 1
+
+
+def test_a_trainer_that_is_killed_before_the_arena_has_it_loses_nothing(store, rank, device):
+    trainer = subprocess.run([sys.executable, "-c", DIES, store.endpoint], env=os.environ, check=False, timeout=120)
+    assert trainer.returncode == -signal.SIGKILL
+    began = time.monotonic()
+    assert store.status().live.version == 1
+    status = until(lambda: (status := store.status()).ahead is None and status, seconds=60)
+    print(f"in the arena {time.monotonic() - began:.2f} s after its trainer's death")
+    assert store.serving() == rank.served() == (1, small_model.digest_of(small_model.weights(1)))
+    assert status.counters["rescued"] == 1
