@@ -163,6 +163,8 @@ class Weights(msgspec.Struct, frozen=True):
     last_error: dict[str, Any] | None = None
     last_push: dict[str, Any] | None = None
     history: list[dict[str, Any]] = []
+    ahead: dict[str, Any] | None = None  # what is live is in device memory only: how it gets into shared memory
+    lost: LiveVersion | None = None  # was live so, and is gone
 
 
 class Loaded(msgspec.Struct, frozen=True):

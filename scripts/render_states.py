@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.generated_page import write_or_check
-from weight_manager import life
+from weight_manager import following, life
+from weight_manager.following import MOVES
 from weight_manager.life import Bug, Cell, Go, Ignored, Refused, Role
 from worker import lifecycle
 
@@ -44,6 +45,13 @@ def render() -> str:
         VERSION,
         answers(),
         *(role(which) for which in Role),
+        section(
+            "A version that went ahead of the arena",
+            "weight_manager/following.py",
+            following.Way,
+            following.Step,
+            MOVES,
+        ),
         section("Worker", "worker/lifecycle.py", lifecycle.WorkerState, lifecycle.Event, lifecycle.TRANSITIONS),
     ]
     return "\n\n".join(parts) + "\n"

@@ -94,11 +94,12 @@ class Following:
         self._safe = safe
         self._held: dict[int, Held] = {}
         self._left: list[Held] = []  # not tried yet
-        self._cancel: Callable[[], None] = lambda: None
+        self._cancel: Callable[[], None] | None = None  # of the copy that runs
+        self._mistrusted = False  # its trainer brought other bytes, and may go on to
         self._heard = 0.0
         self._free_since: float | None = None
         self._due: float | None = None
-        self._began = 0.0
+        self._began = self._patience = 0.0
         self._closed = False
 
     @property
@@ -150,6 +151,7 @@ class Following:
 
     def step(self, what: Step, why: str = "") -> None:
         """Move, and do what is to be done then. Before the version is recorded nothing is copied."""
+        self._mistrusted |= what is Step.DIFFERS
         before, self.way = self.way, MOVES[self.way, what]
         if self.way is before:
             return
@@ -176,9 +178,11 @@ class Following:
             case Way.TRAINER:
                 self._due = now + LOOK_S
                 self._look(now)
-            case Way.DEVICE:
+            case Way.DEVICE if self._cancel is not None:
                 self._cancel()
                 self._copied(f"it did not end within {COPY_S:g} s")
+            case Way.DEVICE:
+                self._copy_once_alone(now)
             case Way.STRANDED:
                 self.step(Step.AGAIN)
             case Way.SAFE:
@@ -192,7 +196,8 @@ class Following:
     def close(self) -> None:
         """Let everything go. Idempotent."""
         self._closed, self._due = True, None
-        self._cancel()
+        if self._cancel is not None:
+            self._cancel()
         for held in self._held.values():
             self._devices.let_go(held)
         self._held.clear()
@@ -212,7 +217,26 @@ class Following:
         elif now - self._heard >= self._lease_s:
             self.step(Step.GONE, f"it was not heard of for {self._lease_s:g} s")
 
+    @property
+    def _disturbed(self) -> bool:
+        return self._mistrusted and not self._slots.arena.writers_gone(self.session.slot)
+
     def _copy_anew(self) -> None:
+        now = time.monotonic()
+        self._patience = now + self._lease_s
+        self._copy_once_alone(now)
+
+    def _copy_once_alone(self, now: float) -> None:
+        """A trainer that is stopped may go on beside it: what it writes is the version. One that was found to write
+        something else has to be gone first.
+        """
+        self._cancel = None
+        if self._disturbed:
+            self._due = now + LOOK_S
+            if now >= self._patience:
+                self._due = now + AGAIN_S
+                self.step(Step.FAILED, "its trainer, which brought other bytes, still holds the slot")
+            return
         self.from_device = True
         self._left = [held for _, held in sorted(self._held.items())]
         self._copy_next("none is held")
@@ -229,7 +253,7 @@ class Following:
 
     def _copied(self, why: str) -> None:
         """A process has ended. Its last word is the digest of the slot."""
-        self._cancel = lambda: None
+        self._cancel = None
         if self._closed:
             return
         if why:
@@ -242,7 +266,9 @@ class Following:
         def found(digest: str) -> None:
             if self._closed:
                 return
-            if digest == self.session.digest:
+            if self._disturbed:
+                self._copy_anew()
+            elif digest == self.session.digest:
                 self.step(Step.WHOLE)
             else:
                 self._copy_next(f"the slot then has the digest {digest}")

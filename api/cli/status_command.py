@@ -52,6 +52,11 @@ def _view(weights: Weights, pause: PauseState) -> Group:
         lines.append(Text(f"paused ({pause.mode}{lease}); {pause.held} requests held", style="yellow"))
     if not weights.store_connected:
         lines.append(Text("the weight store is away: serving goes on, pushes do not", style="red"))
+    if weights.ahead:
+        lines.append(Text("in device memory only: " + _plain(weights.ahead), style="cyan"))
+    if weights.lost:
+        text = f"version {weights.lost.version} was live and is lost (run {weights.lost.run_id}): push it again"
+        lines.append(Text(text, style="red"))
     if weights.session:
         lines.append(Text("push in progress: " + _plain(weights.session), style="cyan"))
     if weights.last_push:

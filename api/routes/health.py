@@ -87,6 +87,7 @@ def describe(service: Service) -> Health:
         )
         for r in service.fleet.replicas
     ]
+    status = service.weights.status
     return Health(
         status="ok" if service.ready else "not ready",
         ready=service.ready,
@@ -94,6 +95,8 @@ def describe(service: Service) -> Health:
         weight_version=live_version.version if live_version else None,
         store_connected=service.weights.link.up,
         fenced=service.weights.fenced,
+        in_arena=status is None or status.ahead is None,
+        lost_version=status.lost.version if status is not None and status.lost is not None else None,
         replicas=replicas,
     )
 

@@ -391,6 +391,8 @@ def _weights(service: Service) -> schema.WeightsResponse:
         history=status.history if status else [],
         store_connected=service.weights.link.up,
         relay=status.relay if status else None,
+        ahead=status.ahead if status else None,
+        lost=_version(status.lost) if status else None,
     )
 
 

@@ -29,6 +29,10 @@ class Health(BaseModel):
     store_connected: bool
     fenced: bool = False
     """The fleet of weight stores may have gone on without this one's: it must catch up first."""
+    in_arena: bool = True
+    """False: what is served is in the memory of devices only, for as long as shared memory has not got it yet."""
+    lost_version: int | None = None
+    """Was served from device memory and is gone with it: an older version is served until a next one comes."""
     replicas: list[ReplicaHealth]
 
 

@@ -339,6 +339,10 @@ class WeightsResponse(Strict):
     store_connected: bool
     relay: dict[str, Any] | None = None
     """Stores above and below, for a service that shares its pushes with other hosts."""
+    ahead: dict[str, Any] | None = None
+    """What is live is in device memory, and shared memory has yet to get it: how, and since when."""
+    lost: LiveVersion | None = None
+    """Was live so and is gone; an older version is live since. Only the same bytes may have its number in its run."""
 
 
 class MemoryRequest(Strict):

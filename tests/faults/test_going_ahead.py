@@ -201,11 +201,29 @@ def test_other_bytes_in_the_arena_are_replaced_by_those_that_are_served(store, r
     with trainer.slot() as slot:
         slot[:64] = bytes(64)
     trainer.say(wire.Written(trainer.placement.session, trainer.digests))
+    trainer.let_go()
     trainer.say(wire.Seal(trainer.placement.session, commit=True))
     assert [type(trainer.hear(30)), type(trainer.hear(30))] == [wire.Sealed, wire.Committed]
     assert store.serving() == (1, digest_of(weights(1)))
     counters = store.status().counters
     assert (counters["checksum_mismatches"], counters["rescued"]) == (1, 1)
+
+
+def test_a_trainer_that_brings_other_bytes_has_to_be_gone_before_they_are_replaced(
+    store, ranks, locked, weights, digest_of
+):
+    ranks()
+    trainer = locked()
+    with trainer.slot() as slot:
+        slot[:64] = bytes(64)
+        trainer.say(wire.Written(trainer.placement.session, trainer.digests))
+        until(lambda: store.status().ahead["way"] == "from device memory")
+        time.sleep(0.5)
+        assert store.status().ahead
+        slot[:64] = bytes(64)
+    trainer.let_go()
+    safe(store)
+    assert store.serving() == (1, digest_of(weights(1)))
 
 
 def test_a_rank_that_was_given_other_bytes_says_no(store, ranks, pusher, weights, digest_of):
