@@ -76,9 +76,8 @@ def test_memory_stays_with_the_descriptor_and_goes_with_it(held):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         arena = Arena.create(Path(directory), "t", nbytes, slots=1, spare=0)
         half = nbytes // 2
-        task = Task(
-            str(arena.path), 0, fd, nbytes, [(0, half, half), (half, 0, half)]
-        )  # exchanged, to see that runs count
+        runs = [(0, half, half), (half, 0, half)]  # exchanged, to see that they count
+        task = Task(str(arena.path), 0, arena.write_epoch(0), fd, nbytes, runs)
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "weight_manager.from_device"],
