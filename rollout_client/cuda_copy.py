@@ -196,6 +196,8 @@ class CudaCopier:
                 started.append(_Batch(torch, place, batch))
                 waiting.append(started[-1])
                 waiting[0].tell(reporter)  # ranks begin to copy: starting all of them takes milliseconds
+                if known is not None:
+                    reporter.turn()  # the version may be live by now
                 if lent is not None and loans is None:
                     loans = _Loans(lent, self._driver, lending)
                 first = len(waiting) == AHEAD and digested == 0  # the store begins to check when it has these digests
