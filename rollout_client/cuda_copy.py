@@ -179,7 +179,7 @@ class CudaCopier:
         jobs: list[Job],
         reporter: Reporter,
         lent: LentSlots | None,
-        known: dict[int, int] | None,
+        known: dict[int, int] | None = None,
     ) -> None:
         """known: the digest of each copy, if they need not be computed."""
         torch = self._torch

@@ -184,6 +184,7 @@ def test_with_everybody_a_version_is_lost_and_its_number_is_kept_for_its_bytes(
     assert (status.live.version, status.lost.version) == (1, 2)
     assert status.live.epoch > status.lost.epoch
     assert status.counters["versions_lost"] == 1
+    assert status.last_error["message"].startswith("version 2 was live from device memory and is lost")
     assert store.serving() == (1, digest_of(weights(1)))
     assert "is lost" in (store.run_dir / "log").read_text()
     assert ranks(1).served() == (1, digest_of(weights(1)))

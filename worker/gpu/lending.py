@@ -150,9 +150,7 @@ class Lending:
             if self._holds(staged, live, regions):
                 log.debug("version %d came from the trainer's GPU", live.version)
                 return staged
-            log.warning(
-                "version %d as its trainer wrote it to the device is not itself: copied again", live.version
-            )
+            log.warning("version %d as its trainer wrote it to the device is not itself: copied again", live.version)
             del staged
         self._take_back()
         if arriving is not None and not self._goes_on(arriving.ahead, (live.slot, live.write_epoch)):

@@ -114,6 +114,9 @@ class Store:
         self.on_their_way = []  # copies that were, whenever one was told of
         self.launches = []  # of hashes that had been started, whenever a part was told of
 
+    def go_ahead(self, digests):
+        """Asked to make the version live."""
+
     def moved(self, nbytes): ...
     def flush(self): ...
     def turn(self): ...
@@ -144,13 +147,13 @@ def pushed(monkeypatch):
     for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
         monkeypatch.setattr(cuda_copy, name, value)
 
-    def push(spans, together=1 << 30, most=None, *, swift=False, lent=None):
+    def push(spans, together=1 << 30, most=None, *, swift=False, lent=None, first=None):
         """most: of copies that may be on their way, whose tensors are all cast; None = none is. swift: a copy is over
-        when the next one is queued. lent: memory of a rank.
+        when the next one is queued. lent: memory of a rank. first: ranks' memory that is filled before.
         """
         if most is not None:
             monkeypatch.setattr(cuda_copy, "MADE_BYTES", most * PART)
-            monkeypatch.setattr(cuda_copy._Batch, "_dense", lambda self, whole, copy: (whole, True))
+            monkeypatch.setattr(cuda_copy, "_dense", lambda torch, whole, copy: (whole, True))
         monkeypatch.setattr(cuda_copy, "TOGETHER_BYTES", together)
         slot = bytearray(TENSORS.nbytes)
         streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
@@ -175,7 +178,12 @@ def pushed(monkeypatch):
             PLACES[number] = start
             copies = [(number, Copy(number, (size // 2,), 0, (1,), start // 2, (1,), "bfloat16"))]
             jobs.append((Source(Tensor(start, size)), copies))
-        copier._stage(memoryview(slot), 0, sorted(jobs, key=lambda job: cuda_copy.turn(job[1])), store, lent)
+        jobs.sort(key=lambda job: cuda_copy.turn(job[1]))
+        known = None
+        if first is not None:
+            filled, known = copier._fill_ranks(0, jobs, store, first)
+            assert (filled, first.closed, streams[0].queued) == (first.takes, True, [])
+        copier._stage(memoryview(slot), 0, jobs, store, lent, known)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
         assert most is None or max(store.on_their_way) <= most + 1
         push.launches = store.launches
@@ -282,6 +290,43 @@ def test_nobody_maps_memory_any_more_once_a_push_has_failed(pushed, monkeypatch)
     with pytest.raises(ZeroDivisionError):
         pushed(SPANS, lent=lent)
     assert lent.opened, "the thread is over, what it has mapped can be unmapped"
+
+
+class Ranks:
+    """Memory of two ranks, of which so many take what they are given."""
+
+    def __init__(self, takes):
+        self.takes, self.sent, self.opened, self.closed = takes, [], 0, False
+
+    def open(self, driver):
+        self.opened += 1
+
+    def send(self, source, start, nbytes, stream):
+        assert self.opened == 1
+        self.sent.append((source, start, nbytes))
+
+    def filled(self):
+        return self.takes
+
+    @property
+    def whole(self):
+        return self.takes == 2
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("takes", [2, 1], ids=["all ranks take it", "one does not"])
+@pytest.mark.parametrize("most", [None, 8], ids=["as it is", "cast"])
+def test_ranks_are_filled_first_and_nothing_is_hashed_twice(pushed, takes, most, monkeypatch):
+    spans, ranks, asked = [(n * PART, PART) for n in range(30)], Ranks(takes), []
+    monkeypatch.setattr(Store, "go_ahead", lambda self, digests: asked.append(dict(digests)))
+    _, copies, hashed = pushed(spans, most=most, first=ranks)
+    assert ranks.sent == [(start, start, PART) for start, _ in spans]
+    assert len(copies) == len(spans)
+    assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
+    assert len(hashed) == (1 if most is None else 4)
+    assert asked == ([{number: start for number, (start, _) in enumerate(spans)}] if takes == 2 else [])
 
 
 def test_batches_become_small_towards_the_end(pushed):

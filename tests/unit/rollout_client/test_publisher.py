@@ -323,3 +323,15 @@ def test_a_model_in_place_of_its_tensors_is_said_before_anything_is_sent(store, 
     with pytest.raises(TypeError, match=r"pass its state_dict\(\)"):
         publisher().push_adapter("x", Model(), CONFIG, 1, timeout_s=1.0)
     assert store.heard == []
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"durability": "device"}, "needs transport='cuda_ipc'"),
+        ({"durability": "disk", "transport": "cuda_ipc"}, "durability is arena or device"),
+    ],
+)
+def test_a_durability_that_cannot_be_is_refused_at_once(options, why):
+    with pytest.raises(ValueError, match=why):
+        WeightPublisher("tcp://127.0.0.1:5600", run_id="run", **options)

@@ -5,6 +5,7 @@ driver's on a GPU."""
 import ctypes
 import logging
 import mmap
+import os
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rollout_client.device_slots import Ask, LentSlot, LentSlots, NotLent, encode
+from rollout_client.device_slots import Ask, Grant, Keep, LentSlot, LentSlots, No, NotLent, decode_answer, encode
 from tests.memfd_device import HostDigests, MemfdCuda, MemfdDriver
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views, region_digests, version_digest
@@ -461,3 +462,48 @@ def test_a_rank_that_gives_its_weights_up_does_not_copy_what_it_was_told_of_befo
     copied, told = _arrive(rank, two, LAYOUT.regions[:1])
     assert copied == told
     assert rank.driver.copied - before == told
+
+
+@pytest.fixture
+def keep(rank):
+    """What a rank answers to a store that wants to hold a version's memory."""
+
+    def ask(version):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as store:
+            store.connect(str(rank.path))
+            store.send(encode(Keep(version.live.slot, version.live.write_epoch)))
+            raw, fds, _, _ = socket.recv_fds(store, 1 << 20, 1)
+            return decode_answer(raw), fds
+
+    return ask
+
+
+def test_what_was_proved_can_be_held_and_stays_when_the_rank_lets_go_of_it(rank, keep):
+    two = Version(2)
+    staged = rank.lending.stage(two.live, two.views)
+    grant, (fd,) = keep(two)
+    rank.slots.bind(staged)
+    del staged
+    assert isinstance(keep(two)[0], Grant)
+    rank.lending.withdraw()
+    rank.slots.bind(None)
+    assert isinstance(keep(two)[0], No)
+    with mmap.mmap(fd, grant.nbytes) as memory:
+        for start, at, nbytes in grant.runs:
+            assert memory[at : at + nbytes] == two.bytes[start : start + nbytes].tobytes()
+    os.close(fd)
+
+
+def test_nothing_else_can_be_held(rank, keep, lent):
+    two, three = Version(2), Version(3)
+    assert isinstance(keep(two)[0], No)
+    slot = lent(two)
+    two.copy_to(slot)
+    slot.filled()
+    assert isinstance(keep(two)[0], No)  # filled, and not proved
+    staged = rank.lending.stage(two.live, two.views)
+    assert isinstance(keep(two)[0], Grant)
+    del staged  # the commit is undone: the next push may write there
+    assert isinstance(keep(two)[0], No)
+    rank.serve(three)
+    assert isinstance(keep(three)[0], Grant)
