@@ -9,6 +9,7 @@ from rollout_client import errors
 from rollout_client import protocol as wire
 from rollout_client.copying import prepare
 from rollout_client.protocol import Copy
+from rollout_client.publisher import WeightPublisher
 from rollout_client.tensors import Source
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
