@@ -79,21 +79,19 @@ class Devices:
         except OSError as error:
             done(f"no process can be started: {error}")
             return lambda: None
-        pidfd = os.pidfd_open(process.pid)
-
-        def stop_watching() -> None:
-            self._watching.unwatch(pidfd)
-            os.close(pidfd)
+        pidfd, cancelled = os.pidfd_open(process.pid), False
 
         def ended() -> None:
-            stop_watching()
-            done(_outcome(process))
+            self._watching.unwatch(pidfd)
+            os.close(pidfd)
+            why = _outcome(process)
+            if not cancelled:
+                done(why)
 
-        def cancel() -> None:
-            if process.returncode is None:
-                stop_watching()
-                process.kill()
-                _outcome(process)
+        def cancel() -> None:  # its end is not waited for, which the driver may take long for
+            nonlocal cancelled
+            cancelled = True
+            process.kill()
 
         self._watching.watch(pidfd, ended)
         return cancel

@@ -372,6 +372,8 @@ class Store:
             session, refusal = self._coordinator.session, PushRefused("aborted", "the store is stopping")
             if session is not None:
                 self._coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)
+            if self._coordinator.following is not None:
+                self._coordinator.following.close()
             self._replicas.close()
             self._lines.stop()
             self._below.roster.close()
