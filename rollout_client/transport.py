@@ -23,7 +23,17 @@ from typing import ClassVar, Literal
 
 from rollout_client.channel import Channel
 from rollout_client.errors import DeadlineExceeded, StoreUnavailable, from_wire
-from rollout_client.protocol import Ahead, Copy, Error, IsLive, NotAhead, Placement, Renew, Written
+from rollout_client.protocol import (
+    Ahead,
+    Committed,
+    Copy,
+    Error,
+    IsLive,
+    NotAhead,
+    Placement,
+    Renew,
+    Written,
+)
 from rollout_client.tensors import Source
 
 log = logging.getLogger(__name__)
@@ -149,12 +159,6 @@ class Reporter:
         now = time.monotonic()
         while (reply := self._channel.receive(patience_s)) is not None:
             self._unanswered = None
-<<<<<<< HEAD
-            if isinstance(reply, Error) and reply.session in ("", self.session):
-                raise from_wire(reply)
-            if isinstance(reply, Placement | Committed):
-                self.placed = reply
-=======
             match reply:
                 case Error(session=session) if session in ("", self.session):
                     raise from_wire(reply)
@@ -163,9 +167,10 @@ class Reporter:
                 case NotAhead(session=self.session, why=why):
                     self._ahead_owed = False
                     log.warning("this version goes live by the arena: %s", why)
+                case Placement() | Committed():
+                    self.placed = reply
             if patience_s:
                 return
->>>>>>> 0da3416 (A trainer on a GPU asks for durability=device, and is told why where it cannot be; deaths in between are played with memory of memfds)
         if self._channel.losses > self._losses and self._channel.ready(0):
             raise StoreUnavailable("the connection to the store was lost, and with it the session")
         if self._unanswered is not None and now - self._unanswered > self._placement.lease_s:
