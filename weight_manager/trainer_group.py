@@ -100,7 +100,7 @@ class TrainerGroup:
         self._sealed_by = 0.0  # the soonest deadline of a seal
         self._is_sealed = False
         self._offered: list[str] = []  # sockets of ranks that the trainer was told of
-        self._ahead = False  # its version goes live from device memory
+        self._goes_ahead = False  # its version goes live from device memory
 
     @property
     def id(self) -> str:
@@ -186,7 +186,8 @@ class TrainerGroup:
     def take(self, peer: bytes, request: SessionRequest, now: float) -> None:
         """Carry a request out. Once the session is over, it is answered from what became of that."""
         if self.outcome is not None:
-            if self._ahead and isinstance(request, Seal) and isinstance(self.outcome, Committed):  # it came by itself
+            settled = self._goes_ahead and isinstance(self.outcome, Committed)
+            if settled and isinstance(request, Seal):  # the arena got it by itself
                 self._answer(peer, Sealed(self.id, self._running.digest))
                 request = Commit(self.id)
             self._answer(peer, late_answer(self.outcome, request, self._running.intent))
@@ -275,7 +276,7 @@ class TrainerGroup:
         if digests is None:
             self._answer(peer, NotAhead(self.id, why or "not every parameter is one copy in one piece"))
             return
-        self._ahead = True
+        self._goes_ahead = True
         rank.owed.append(ahead)
         seconds = self._config.patience(ahead.deadline_s)
         self._coordinator.go_ahead(session, digests, seconds, now, self._say_live)
@@ -287,7 +288,7 @@ class TrainerGroup:
     def _seal(self, peer: bytes, seal: Seal, now: float) -> None:
         """This rank has sent everything; answered once all ranks have and all bytes are checked."""
         session, rank = self._running, self.ranks[peer]
-        if self._ahead:
+        if self._goes_ahead:
             self._arena_sent(rank, seal)
             return
         if session.life.whole:
@@ -322,7 +323,7 @@ class TrainerGroup:
 
     def _commit(self, peer: bytes, commit: Commit, now: float) -> None:
         """Make it live; the first rank to ask starts it, all who ask are answered."""
-        if self._ahead:
+        if self._goes_ahead:
             self.ranks[peer].owed.append(commit)
             return
         cell = self._running.life.cell(Event.COMMIT)
@@ -334,7 +335,7 @@ class TrainerGroup:
 
     def _abort(self, peer: bytes, abort: Abort, now: float) -> None:
         session = self._running
-        if self._ahead and not session.life.moves(Event.TRAINER_ABORTS):
+        if self._goes_ahead and not session.life.moves(Event.TRAINER_ABORTS):
             self._answer(peer, PushRefused("refused", f"{session.intent} is already live").to_wire(self.id))
             self._coordinator.arena_given_up(session, abort.reason or "its trainer gives it up")
             return
