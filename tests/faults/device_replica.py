@@ -27,6 +27,7 @@ class DeviceReplica(Replica):
         self.bound: Staged | None = None
         self._next: Staged | None = None
         self._last: Staged | None = None
+        self._reader: ArenaReader | None = None
         super().__init__(store, number, **plan)
 
     def served(self) -> tuple[int, str]:
@@ -38,17 +39,27 @@ class DeviceReplica(Replica):
         """With all that it holds, as a process does."""
         super().die()
         Path(socket_of(self.store.run_dir, self.number)).unlink()
+        self._let_go()
+
+    def close(self) -> None:
+        super().close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.slots.enter()
         self.lending.withdraw()
         self.bound = self._next = self._last = None
-        self.slots.bind(None)
+        self.slots.bind(None)  # before the arena, of which the driver has registered what it copies from
         for region in self.slots.regions:
             region.empty()
+        if self._reader is not None:
+            self._reader.close()
 
     def _stage(self, live: Live) -> str:
-        reader = ArenaReader(self.arena_path)
+        if self._reader is None or str(self._reader.path) != self.arena_path:
+            self._reader = ArenaReader(self.arena_path)
         try:
-            self._next = self.lending.stage(live, rank_views(LAYOUT, 0, reader.slot(live.slot)))
+            self._next = self.lending.stage(live, rank_views(LAYOUT, 0, self._reader.slot(live.slot)))
         except ValueError as error:
             return str(error)
         return ""

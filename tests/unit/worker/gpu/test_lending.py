@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
