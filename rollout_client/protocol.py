@@ -301,7 +301,7 @@ class Committed(Message, tag="committed", frozen=True):
     version: int
     digest: str
     replicas: int
-    seconds: dict[str, float]  # stage, seal, prepare, commit
+    seconds: dict[str, float]  # stage, seal, prepare, commit (a model's flip), record, finalize
     stall_ms: dict[str, float]  # replica -> how long its loop stood still
     already: bool = False  # it was live before this push
     ahead: Placement | None = None  # of an adapter: where the next push of these parts goes, if no other comes before

@@ -88,7 +88,8 @@ class PushReport:
     """What became of a push.
 
     version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
-    seconds: this side's begin, move, seal, commit and total; the store's own as store_*.
+    seconds: this side's begin, move, seal, commit and total; the store's own as store_*. docs/lora.md says what is in
+        each of an adapter's.
     stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
     sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows. filled: ranks whose memory on a
     GPU was filled from here, too. live_s: seconds until it was live; less than the total where it went live from their

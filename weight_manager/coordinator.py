@@ -550,6 +550,7 @@ class Coordinator:
             else:  # it is live above: hold the output, and try again with the next word from there
                 self.note_error(refusal, session.extra())
             return
+        session.lap("record", time.monotonic())
         self.replicas.went_live(live, voted=any(isinstance(v, int) for v in ballot.voters))
         self.below.went_live(live, ballot)
         ballot.recorded(now)
@@ -579,6 +580,7 @@ class Coordinator:
             self._admit_held(now)
             return
         live = ballot.live
+        session.lap("finalize", time.monotonic())
         report = Committed(live.version, live.digest, ballot.flipped, session.seconds, ballot.stall_ms)
         if self.following is not None and self.following.session is session:
             self._report = report

@@ -28,7 +28,7 @@ class Owner:
         self._coordinator.commit(session, 5.0, self._world.now)
 
     def committed(self, session, report):
-        self.outcome = report.version
+        self.outcome, self.report = report.version, report
 
     def ended(self, session, refusal):
         self.outcome = refusal.code
@@ -107,6 +107,16 @@ def test_the_next_push_may_be_ended_while_the_last_one_waits_for_figures(hub):
     assert (next_owner.outcome, owner.outcome) == ("aborted", None)
     hub.world.run(hub.world.now + 6.0)
     assert owner.outcome == 1
+
+
+def test_the_answer_says_what_the_time_went_to(hub):
+    """Up to the wait for the replica that never says that it goes on: five seconds, of which one is over by then."""
+    session, owner = hub.push(1)
+    hub.seal(session)
+    hub.world.run(hub.world.now + 30.0)
+    assert list(owner.report.seconds) == ["stage", "seal", "prepare", "commit", "record", "finalize"]
+    assert 4.5 < owner.report.seconds["finalize"] < 6.0
+    assert owner.report.seconds["record"] < 1.0
 
 
 def test_no_push_of_an_adapter_begins_before_everybody_has_moved_to_the_last_one(hub):
