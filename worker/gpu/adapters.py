@@ -11,7 +11,7 @@ Kernels are compiled, and the table and what lies between A and B get memory, wh
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,7 @@ MOST_RANKS = 256 * PARTS
 """Ranks of all parts of one product, at most."""
 _SHARES = 4  # blocks that share the columns of x, at most
 _SHARE = 256  # columns that are worth a block
+_MOST_HANDED = 8  # SHARES of kernels/adapters.cu, at most
 _FEW_ROWS = 512  # for which there is room at the most ranks and shares
 _GRAPH_TILES, _GRAPH_RANKS = 8, 6  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE")
@@ -78,7 +79,7 @@ class _Held(NamedTuple):
 @dataclass(frozen=True)
 class _Room:
     """What is there from the first adapter on. table: [MOST_VERSIONS][sites] of FACTORS. between, squares: of
-    kernels/adapters.cu, for `rows` rows.
+    kernels/adapters.cu, for `rows` rows. handed: of the products that add adapters themselves.
     """
 
     kernels: Module
@@ -86,6 +87,7 @@ class _Room:
     table: int
     between: int
     squares: int
+    handed: int
 
 
 class DeviceAdapters:
@@ -112,6 +114,7 @@ class DeviceAdapters:
         self._parts: dict[str, Any] = {}  # of the room, as far as it has come
         self._held: dict[int, _Held] = {}
         self._listed: tuple[object, Int32] | None = None  # the last step's rows, and `lists` of them
+        self._steps = 0  # that had adapters
         self._lock = threading.Lock()  # what is held, and what of it follows
         self._places = list(range(MOST_VERSIONS))
         self.multiprocessors = driver.attribute(16)
@@ -192,6 +195,8 @@ class DeviceAdapters:
         listed = self._listed
         if listed is None or listed[0] != key:
             listed = self._listed = key, self._list(batch, rows)
+        self._steps = (self._steps + 1) % (1 << 31)
+        listed[1][2] = self._steps
         return listed[1]
 
     def _list(self, batch: ForwardBatch, rows: int) -> Int32:
@@ -206,9 +211,14 @@ class DeviceAdapters:
         ]
         found: Int32 = np.zeros(words(rows), np.int32)
         found[0] = len(tiles)
-        found[1] = max(self._held[epoch].plan.ranks for epoch in set(batch.adapters.tolist()) if epoch)
+        plans = [self._held[epoch].plan for epoch in set(batch.adapters.tolist()) if epoch]
+        found[1] = max(plan.ranks for plan in plans)
+        found[3] = max(int(plan.factors["rank"].max()) for plan in plans)
         found[4 : 4 + 3 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
-        found[words(rows) - rows :][: len(order)] = order
+        orders, of_rows = found[words(rows) - 2 * rows :][:rows], found[words(rows) - rows :]
+        orders[: len(order)] = order
+        of_rows[:] = -1
+        of_rows[: len(of_tokens)] = of_tokens
         return found
 
     def _touch(self) -> None:
@@ -286,6 +296,7 @@ class DeviceAdapters:
             table=once("table", lambda: self._allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize)),
             between=once("between", lambda: self._allocate(4 * self.rows * MOST_RANKS)),
             squares=once("squares", lambda: self._allocate(4 * self.rows * _SHARES)),
+            handed=once("handed", self._handed),
         )
         for name in (*_KERNELS, *(kernel.name for kernel in products)):
             room.kernels.load(name)
@@ -294,6 +305,13 @@ class DeviceAdapters:
 
     def _allocate(self, nbytes: int) -> int:
         return self._driver.allocate(nbytes, "adapters")
+
+    def _handed(self) -> int:
+        """Cleared: tags begin with 1."""
+        nbytes = 8 * SKINNY_ROWS[-1] * _MOST_HANDED * MOST_RANKS
+        address = self._allocate(nbytes)
+        self._driver.fill(address, nbytes, 0, self._own_stream)
+        return address
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
         """A part of the room: they live as long as the process, so another try takes those that there are."""
@@ -306,7 +324,7 @@ class DeviceAdapters:
         rng = np.random.default_rng(0)
         x, a, b, y = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((16, 64), (8, 64), (64, 8), (16, 64)))
         lists = np.zeros(words(16), np.int32)
-        lists[0], lists[4:7], lists[-16:] = 1, (0, 0, 16), np.arange(15, -1, -1)
+        lists[0], lists[4:7], lists[-32:-16] = 1, (0, 0, 16), np.arange(15, -1, -1)
         narrow = [v if self._fp32 else (v.view(np.uint32) >> 16).astype(np.uint16) for v in (x, a, b)]
         at, there = room.between + 4 * 16 * MOST_RANKS, []
         for array in (*narrow, y, lists):
@@ -329,13 +347,21 @@ class DeviceAdapters:
             raise CudaError(f"{self._driver.name} computes wrong")
 
     def _products(self) -> list[Skinny]:
-        """Products of gate and up that are not joined: of a model's other kernels none leaves both."""
-        if self._fp32:
-            return []
-        wide = [site for site in self._sites if len(site.rows) == 2]
-        shapes = {Shape("STORE", sum(site.rows), site.inputs, normed=True) for site in wide}
-        found = (skinny(shape, rows, self.multiprocessors) for shape in shapes for rows in SKINNY_ROWS)
+        """Products of few rows that add adapters themselves, of every site."""
+        found = (self.product(shape, rows) for shape in set(map(_shape, self._sites)) for rows in SKINNY_ROWS)
         return sorted({kernel for kernel in found if kernel is not None}, key=lambda kernel: kernel.name)
+
+    def product(self, shape: Shape, rows: int) -> Skinny | None:
+        """The kernel of such a product; None: A x and B (A x) are launches of their own."""
+        kernel = None if self._fp32 else skinny(shape, rows, self.multiprocessors)
+        changed = None if kernel is None else replace(kernel, changed=True)
+        return changed if changed is not None and changed.fits else None
+
+
+def _shape(site: Site) -> Shape:
+    """Of this site's product. Shared experts read what was normed for the others, too."""
+    kind, parts = {1: ("ADD", 1), 2: ("GATE", 2), 3: ("STORE", 1)}[len(site.rows)]
+    return Shape(kind, sum(site.rows) // parts, site.inputs, normed=kind != "ADD" and "shared_expert" not in site.name)
 
 
 class Changes:
@@ -364,17 +390,21 @@ class Changes:
             *(U64(room.between), U64(room.squares), Int(step.rows), Int(step.ranks), Int(x.width)),
         )
 
-    def product(self, weight: Tensor, x: "Rows", step: "StepInputs", y: int) -> bool:
-        """y, gate and up beside each other, of few normed rows; False: this is for others to compute."""
-        held, (n, k) = self._held, weight.shape
-        kernel = skinny(Shape("STORE", n, k, normed=True), step.rows, held.multiprocessors)
-        if kernel is None or x.norm is None or held.element == 4:
+    def product(self, kind: str, site: int, weight: Tensor, x: "Rows", step: "StepInputs", y: int) -> bool:
+        """The product itself and all that adapters add to it, of few rows; False: nothing was done."""
+        held, (n, k), (n0, n1) = self._held, weight.shape, (*self._sites[site].rows, 0)[:2]
+        shape = Shape(kind, n // 2 if kind == "GATE" else n, k, x.norm is not None)
+        kernel = held.product(shape, step.rows)
+        if kernel is None:
             return False
-        arguments = U64(weight.address), U64(x.address), U64(x.norm.address), U64(y), Int(n), Int(step.rows)
-        cluster = (kernel.split,) if kernel.split > 1 else ()
-        held.room.kernels.launch(
-            kernel.name, (kernel.blocks,), 256, self._stream, [*arguments, Float(self._eps)], kernel.shared, cluster
+        norm = U64(0 if x.norm is None else x.norm.address)
+        makers = min(kernel.blocks, held.multiprocessors * 7 // 8) // kernel.split
+        arguments = (
+            *(U64(weight.address), U64(x.address), norm, U64(y), Int(shape.n), Int(step.rows), Float(self._eps)),
+            *(*self._of(site, step), U64(held.room.handed), Int(n0), Int(n1), Int(makers)),
         )
+        cluster = (kernel.split,) if kernel.split > 1 else ()
+        held.room.kernels.launch(kernel.name, (kernel.blocks,), 256, self._stream, arguments, kernel.shared, cluster)
         return True
 
     def expand(
@@ -405,7 +435,7 @@ class Changes:
 
 def words(rows: int) -> int:
     """Words of `DeviceAdapters.lists` for a step of so many rows."""
-    return 4 + -(-3 * rows // 4) * 4 + rows
+    return 4 + -(-3 * rows // 4) * 4 + 2 * rows
 
 
 def _tiles(step: "StepInputs") -> int:

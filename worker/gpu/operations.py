@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,10 +162,7 @@ class Operations:
     def attention(self, layer: int, h: Rows, qkv: Linear[Tensor], q_norm: Tensor | None, k_norm: Tensor | None) -> Rows:
         """Projection, then either one kernel for all (decode) or rotation and two kernels by the kind of row."""
         heads, step, buffers = self._heads, self.step, self._buffers
-        change = self._change(qkv.weight, h)
-        self.product("STORE", qkv.weight, h, buffers.qkv)
-        if change is not None:
-            change("STORE", buffers.qkv)
+        self._changed("STORE", qkv.weight, h, buffers.qkv)
         keys = self._cache.address + 2 * layer * self._cache.plane
         values = keys + self._cache.plane
         turning = (qkv.bias, q_norm, k_norm, self._angles)
@@ -204,13 +200,7 @@ class Operations:
 
     def gated(self, h: Rows, gate_up: Linear[Tensor]) -> Rows:
         """silu(gate) * up, with whatever bias there is."""
-        change, buffers = self._change(gate_up.weight, h), self._buffers
-        if change is None or self.changes is None:
-            self.product("GATE", gate_up.weight, h, buffers.activated, gate_up.bias)
-        else:
-            if not self.changes.product(gate_up.weight, h, self.step, buffers.gate_up):
-                self.product("STORE", gate_up.weight, h, buffers.gate_up)
-            change("GATE", buffers.activated, buffers.gate_up, gate_up.bias)
+        self._changed("GATE", gate_up.weight, h, self._buffers.activated, gate_up.bias)
         return Rows(self._buffers.activated, gate_up.weight.shape[0] // 2)
 
     def add_projected(self, x: Rows, y: Rows, linear: Linear[Tensor], norm: Tensor | None = None) -> Rows:
@@ -327,23 +317,26 @@ class Operations:
 
     def _add(self, x: Rows, y: Rows, linear: Linear[Tensor]) -> None:
         """x += linear(y), what this rank has of it. A bias is of all ranks: the first adds it."""
-        change = self._change(linear.weight, y)
-        self.product("ADD", linear.weight, y, x.address)
-        if change is not None:
-            change("ADD", x.address)
+        self._changed("ADD", linear.weight, y, x.address)
         if linear.bias is not None and (self._ranks is None or self._ranks.first):
             self._launch("add_bias", (self.step.rows,), x.width // 8, x.address, linear.bias, x.width)
 
-    def _change(self, weight: Tensor, x: Rows) -> Callable[..., None] | None:
-        """Begin what the step's adapters add to the product of x and this weight, where they do: what ends it, called
-        behind the product as `Changes.expand` from its target on.
-        """
+    def _changed(self, kind: str, weight: Tensor, x: Rows, y: int, bias: Tensor | None = None) -> None:
+        """y from x as `product` has it, with what the step's adapters add. Gate and up are not joined before that."""
         changes, step = self.changes, self.step
         site = changes.site(weight) if changes is not None and step.adapters else None
         if changes is None or site is None:
-            return None
+            self.product(kind, weight, x, y, bias)
+            return
+        if bias is None and changes.product(kind, site, weight, x, step, y):
+            return
         changes.shrink(site, x, step)
-        return lambda kind, *into: changes.expand(kind, site, x, step, *into)
+        if kind == "GATE":
+            self.product("STORE", weight, x, self._buffers.gate_up)
+            changes.expand(kind, site, x, step, y, self._buffers.gate_up, bias)
+        else:
+            self.product(kind, weight, x, y)
+            changes.expand(kind, site, x, step, y)
 
     def _begin_sum(self, x: Rows) -> None:
         """What is added to x from now on is summed over the ranks. Everybody has read x: one rank keeps it."""

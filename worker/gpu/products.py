@@ -23,6 +23,7 @@ _GOOD_LOADS, _MOST_LOADS = 4, 7  # of 16 bytes in flight a lane and weight row; 
 _SKINNY = {1: 1, 8: 1, 16: 1, 32: 2}  # blocks that share the columns, by the most rows of x
 _SKINNY_WEIGHTS = 96 << 10  # bytes a block, at most
 _SKINNY_SHARED = 227 << 10  # bytes that a block may have
+_CHANGED_SHARED = 7 << 10  # of them, for adapters
 SKINNY_ROWS = tuple(_SKINNY)
 """The most rows of x that there are kernels of skinny.cu for."""
 _ROUNDS = 4
@@ -47,12 +48,13 @@ class Skinny:
     part: int
     split: int
     most: int
+    changed: bool = False  # adapters are added: kernels/adapters.cu
 
     @property
     def name(self) -> str:
         """The kernel's."""
-        normed = "_normed" * self.shape.normed
-        return f"skinny_{self.shape.kind}_{self.shape.n}_{self.shape.k}{normed}_{self.split}_{self.most}"
+        normed, changed = "_normed" * self.shape.normed, "_changed" * self.changed
+        return f"skinny_{self.shape.kind}_{self.shape.n}_{self.shape.k}{normed}_{self.split}_{self.most}{changed}"
 
     @property
     def shared(self) -> int:
@@ -68,7 +70,8 @@ class Skinny:
     def line(self) -> str:
         """The line of source that instantiates the kernel."""
         sizes = f"{self.rows}, {self.part}, {self.split}, {self.most}"
-        return f"SKINNY({self.name}, {sizes}, {self.shape.kind}, {str(self.shape.normed).lower()})"
+        macro = "SKINNY_CHANGED" if self.changed else "SKINNY"
+        return f"{macro}({self.name}, {sizes}, {self.shape.kind}, {str(self.shape.normed).lower()})"
 
     @property
     def fits(self) -> bool:
@@ -79,7 +82,8 @@ class Skinny:
         if not across or self.part // 8 % (4 * 8 // across):
             return False
         sums = 8 // across * tiles * 16 * (self.rows + (40 - self.rows % 32) % 32) * 4
-        return sums <= (self.rows + self.most) * self.part * 2 and self.shared <= _SKINNY_SHARED
+        shared = self.shared + _CHANGED_SHARED * self.changed
+        return sums <= (self.rows + self.most) * self.part * 2 and shared <= _SKINNY_SHARED
 
 
 def skinny(shape: Shape, tokens: int, multiprocessors: int) -> Skinny | None:

@@ -3,7 +3,7 @@
 // model's other kernels.
 //
 // lists: [4] (how many tiles, for the host: the most ranks), [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at
-// most), [rows] row numbers sorted by adapter. between: [shares][rows][stride] of A x, one after the other for a product's
+// most), [rows] row numbers sorted by adapter, [rows] each row's place. between: [shares][rows][stride] of A x, one after the other for a product's
 // parts; a share is the sum over a part of the columns. squares: [shares][rows], of what a norm divides by.
 #define TILE 16
 #define PARTS 3      // linears that one product holds (q, k and v)
@@ -329,6 +329,230 @@ SHRINK(shrink_normed, true)
 EXPAND(expand_STORE, STORE)
 EXPAND(expand_ADD, ADD)
 EXPAND(expand_GATE, GATE)
+
+// The same within a product of few rows (skinny.cu): no launch more. Its blocks share the making of A x among them, of the x
+// that each has anyway, hand it to each other by way of L2, and add B (A x) to their sums before these are rounded, normed
+// and gated. A number of A x travels with a tag that no launch before had, in one piece of 64 bits: who finds the tag has
+// the number, without another round trip. Blocks [0, makers), which all have places at once, make all of it before any of
+// them waits, and the others get theirs later: blocks get places in the order of their numbers.
+#if !FP32
+#define SPUN (1 << 24)  // tries, some seconds of them: then something is broken that must not be waited for
+__device__ __forceinline__ void hand_over(u64 *to, float v, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(v)) : "memory");
+}
+__device__ __forceinline__ u64 handed(const u64 *from) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// between: handed over, [rows][SHARES][STRIDE]. room, held: of shared memory. n0, n1: outputs of the first two parts; of GATE
+// both have `rows`.
+template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
+  static constexpr int HALVES = WHAT == GATE ? 2 : 1, UNITS = PART / 32, QUARTERS = 4, WIDTH = PART / 8;  // unit: 32 columns
+  static constexpr int WANTED = PART / 256, PER = WANTED < 1 ? 1 : WANTED * SPLIT > 8 ? 8 / SPLIT : WANTED;  // shares of a block
+  static constexpr int SHARES = PER * SPLIT, LONGEST = (UNITS + PER - 1) / PER, AHEAD_ALL = (LONGEST + QUARTERS - 1) / QUARTERS;
+  static constexpr int AHEAD = AHEAD_ALL < 3 ? AHEAD_ALL : 3, STRIDE = 256 * PARTS, NUMBERS = MOST * HALVES * RANKS;
+  static constexpr int SUMS = QUARTERS * TILE * (RANKS + 1), ROOM = SUMS > NUMBERS ? SUMS : NUMBERS;
+  const Factors *table;
+  const int *lists;
+  u64 *between;
+  float *room;
+  Factors *held;  // of every row; no ranks: the base alone
+  int site, sites, rows, T, n0, n1, makers;
+  // The task: RANKS of A, from the first on, by a share of the columns, for a tile. a: this lane's row and columns, 0 = none
+  int task, tasks, groups, first, ranks, count, low_row, high_row, to_row;
+  const u16 *a;
+  uint4 ahead[AHEAD];
+
+  __device__ __forceinline__ int part_of(int o) const { return WHAT != STORE ? 0 : o < n0 ? 0 : o < n0 + n1 ? 1 : 2; }
+  // Of B, what output o has of a part, from rank j on.
+  __device__ __forceinline__ const u16 *row_of_b(const Factors &f, int part, int o, int j) const {
+    const int before = WHAT != STORE || !part ? 0 : part == 1 ? n0 : n0 + n1;
+    return f.b[part] + (u64)(o - before) * f.rank[part] + j;
+  }
+  __device__ __forceinline__ int unit(int i) const {  // the i-th of this warp
+    return task % PER * LONGEST + (threadIdx.x >> 6) + i * QUARTERS;
+  }
+  __device__ __forceinline__ int end() const { return min(UNITS, (task % PER + 1) * LONGEST); }
+  __device__ __forceinline__ void take(int i, uint4 &w) const {
+    w = a && unit(i) < end() ? stream16(a + unit(i) * 32) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void find() {  // ranks: from the first on; none: nothing to do
+    ranks = 0;
+    if (task >= tasks) return;
+    const Tile tile = tile_of(lists, task / (PER * groups));
+    first = task / PER % groups * RANKS;
+    if (tile.place < 0) return;
+    const Factors &f = table[(u64)tile.place * sites + site];
+    const int *order = order_of(lists, T) + tile.first, g = threadIdx.x % 32 >> 2;
+    ranks = f.ranks - first;
+    count = tile.count;
+    low_row = order[min(g, count - 1)];
+    high_row = order[min(g + 8, count - 1)];
+    to_row = order[min((int)threadIdx.x / RANKS, count - 1)];
+    a = row_of_a(f, first + (threadIdx.x >> 5 & 1) * 8 + g, PART * SPLIT);
+    if (a) a += blockIdx.x % SPLIT * PART + (threadIdx.x & 3) * 8;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) take(i, ahead[i]);
+  }
+
+  // Before `follow`: the first columns of A are read, and B is brought nearer.
+  __device__ __forceinline__ void begin(int r0, int mine) {
+    const int *places = order_of(lists, T) + T;
+    groups = (lists[1] + RANKS - 1) / RANKS;
+    tasks = lists[0] * groups * PER;
+    task = blockIdx.x / SPLIT < makers ? blockIdx.x / SPLIT : tasks;
+    find();
+    constexpr int WORDS = sizeof(Factors) / 4;
+    for (int i = threadIdx.x; i < T * WORDS; i += 256) {
+      const int place = places[i / WORDS];
+      ((u32 *)held)[i] = place < 0 ? 0 : ((const u32 *)(table + (u64)place * sites + site))[i % WORDS];
+    }
+    for (int i = mine; i < T * OWN; i += 256 * SPLIT) {
+      const int o = r0 + i % OWN, part = part_of(o), place = places[i / OWN];
+      if (place < 0 || o >= rows) continue;
+      const Factors &f = table[(u64)place * sites + site];
+      for (int h = 0; h < HALVES; h++)
+        if (f.rank[part + h]) asm volatile("prefetch.global.L2 [%0];" ::"l"(row_of_b(f, part + h, o, 0)));
+    }
+  }
+
+  // xs: the block's columns of x, as skinny.cu has them.
+  __device__ __forceinline__ void shrink(const uint4 *xs) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
+    while (task < tasks) {
+      if (ranks > 0) {
+        float d[4] = {};
+        auto add = [&](int i, uint4 w) {
+          if (unit(i) >= end()) return;
+          const int c = unit(i) * 4 + (lane & 3);
+          const uint4 p = xs[low_row * WIDTH + (c ^ (low_row & 7))], q = xs[high_row * WIDTH + (c ^ (high_row & 7))];
+          const u32 low[4] = {p.x, q.x, p.y, q.y}, high[4] = {p.z, q.z, p.w, q.w};
+          multiply(d, low, w.x, w.y);
+          multiply(d, high, w.z, w.w);
+        };
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) add(i, ahead[i]);
+        for (int i = AHEAD; i < AHEAD_ALL; i++) {
+          uint4 w;
+          take(i, w);
+          add(i, w);
+        }
+        for (int i = 0; i < 4; i++)
+          room[((warp >> 1) * TILE + g + 8 * (i >> 1)) * (RANKS + 1) + (warp & 1) * 8 + (lane & 3) * 2 + (i & 1)] = d[i];
+        __syncthreads();
+        const int r = threadIdx.x / RANKS, j = threadIdx.x % RANKS, share = blockIdx.x % SPLIT * PER + task % PER;
+        float s = 0;
+        for (int i = 0; i < QUARTERS; i++) s += room[(i * TILE + r) * (RANKS + 1) + j];
+        if (r < count && j < ranks) hand_over(between + (u64)(to_row * SHARES + share) * STRIDE + first + j, s, tag());
+        __syncthreads();
+      }
+      task += makers;
+      find();
+    }
+  }
+  __device__ __forceinline__ u32 tag() const { return (u32)lists[2] * sites + site + 1; }
+
+  // What is added to this thread's sums, mine + e * 256 * SPLIT.
+  template <int EACH> struct Added {
+    float d[EACH][HALVES];
+    __device__ __forceinline__ void to(float &sum, int e, int h) const { sum += d[e][h]; }
+  };
+  template <int EACH> __device__ __forceinline__ Added<EACH> expand(int r0, int mine) const {
+    constexpr int ITEMS = (NUMBERS + 255) / 256;
+    constexpr bool EARLY = EACH * HALVES <= 6;  // B is asked for before A x is waited for
+    Added<EACH> added = {};
+    const int last = part_of(min(r0 + OWN, rows) - 1), most = lists[3];
+    const u32 wanted = tag();
+    bool again = false;
+    for (int part = part_of(r0); part <= last; part++)
+      for (int j0 = 0; j0 < most; j0 += RANKS, again = true) {
+        uint4 raw[EARLY ? EACH : 1][HALVES][2];
+        auto ask = [&](int e, uint4 (*w)[2]) {
+          const int i = mine + e * 256 * SPLIT, t = i / OWN, o = r0 + i % OWN;
+          for (int h = 0; h < HALVES; h++) {
+            w[h][0] = w[h][1] = make_uint4(0, 0, 0, 0);
+            if (i >= T * OWN || o >= rows || part_of(o) != part) continue;
+            const int rank = held[t].rank[part + h];
+            const u16 *b = row_of_b(held[t], part + h, o, j0);
+            if (rank % 8) {
+              u16 one[16];
+              for (int j = 0; j < 16; j++) one[j] = j0 + j < rank ? b[j] : 0;
+              u32 two[8];
+              for (int j = 0; j < 8; j++) two[j] = one[2 * j] | (u32)one[2 * j + 1] << 16;
+              w[h][0] = make_uint4(two[0], two[1], two[2], two[3]);
+              w[h][1] = make_uint4(two[4], two[5], two[6], two[7]);
+              continue;
+            }
+            if (j0 < rank) w[h][0] = *(const uint4 *)b;
+            if (j0 + 8 < rank) w[h][1] = *(const uint4 *)(b + 8);
+          }
+        };
+#pragma unroll
+        for (int e = 0; EARLY && e < EACH; e++) ask(e, raw[e]);
+        const u64 *at[ITEMS];
+        u64 found[ITEMS][SHARES];
+#pragma unroll
+        for (int n = 0; n < ITEMS; n++) {
+          const int i = threadIdx.x + n * 256, t = i / (RANKS * HALVES), h = i / RANKS % HALVES, j = j0 + i % RANKS;
+          at[n] = 0;
+          if (t >= T || j >= held[t].rank[part + h]) continue;
+          int skipped = 0;
+          for (int p = 0; p < part + h; p++) skipped += held[t].rank[p];
+          at[n] = between + (u64)t * SHARES * STRIDE + skipped + j;
+        }
+        bool whole = false;
+        for (int tries = 0; !whole; tries++) {
+          if (tries > SPUN) __trap();
+          whole = true;
+#pragma unroll
+          for (int n = 0; n < ITEMS; n++)
+#pragma unroll
+            for (int z = 0; z < SHARES; z++) found[n][z] = at[n] ? handed(at[n] + z * STRIDE) : (u64)wanted << 32;
+#pragma unroll
+          for (int n = 0; n < ITEMS; n++)
+#pragma unroll
+            for (int z = 0; z < SHARES; z++) whole &= found[n][z] >> 32 == wanted;
+        }
+        if (again) __syncthreads();  // the numbers before have been read
+#pragma unroll
+        for (int n = 0; n < ITEMS; n++) {
+          float s = 0;
+#pragma unroll
+          for (int z = 0; z < SHARES; z++) s += __uint_as_float((u32)found[n][z]);
+          if (threadIdx.x + n * 256 < NUMBERS) room[threadIdx.x + n * 256] = s;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          uint4 late[HALVES][2];
+          if (!EARLY) ask(e, late);
+          const int t = min((mine + e * 256 * SPLIT) / OWN, T - 1);
+#pragma unroll
+          for (int h = 0; h < HALVES; h++) {
+            const float *v = room + (t * HALVES + h) * RANKS;
+            float b[RANKS], s = 0;
+            unpack8(EARLY ? raw[e][h][0] : late[h][0], b);
+            unpack8(EARLY ? raw[e][h][1] : late[h][1], b + 8);
+#pragma unroll
+            for (int j = 0; j < RANKS; j++) s += v[j] * b[j];
+            added.d[e][h] += s * held[t].scale[part + h];
+          }
+        }
+      }
+    return added;
+  }
+};
+#define SKINNY_CHANGED(name, ROWS, PART, SPLIT, MOST, WHAT, NORM) KERNEL __launch_bounds__(256) name(const u16 *w, \
+    const void *x, const u16 *weight, void *y, int rows, int T, float eps, const Factors *table, int site, int sites, \
+    const int *lists, u64 *between, int n0, int n1, int makers) { \
+    typedef LowRank<WHAT == GATE ? ROWS / 2 : ROWS, PART, SPLIT, MOST, WHAT> Change; \
+    __shared__ __align__(16) float room[Change::ROOM]; \
+    __shared__ Factors held[MOST]; \
+    Change change = {table, lists, between, room, held, site, sites, rows, T, n0, n1, makers}; \
+    skinny<ROWS, PART, SPLIT, MOST, WHAT, NORM>(w, x, weight, y, rows, T, eps, change); }
+#endif
 
 // A version as it came, in the dtype that is computed with: bfloat16 widened, or float rounded to nearest. grid (..), 256
 // threads; count is a multiple of 8 but for the last of them.

@@ -4,12 +4,23 @@
 // their sums in a fixed order: then each reads little of x, which every block needs and which comes from L2.
 #if !FP32
 
+// What is done to a product beside it: nothing. The other kind is in adapters.cu. OUTPUTS_EACH: of a thread.
+struct Unchanged {
+  template <int OUTPUTS_EACH> struct Added {
+    __device__ __forceinline__ void to(float &, int, int) const {}
+  };
+  __device__ __forceinline__ void begin(int, int) const {}
+  __device__ __forceinline__ void shrink(const uint4 *) const {}
+  template <int OUTPUTS_EACH> __device__ __forceinline__ Added<OUTPUTS_EACH> expand(int, int) const { return {}; }
+};
+
 // MOST: the most rows of x; those that a tile of 16 has more are some row again. GATE: half of ROWS are gate's, half up's.
 // NORM: x is the residual stream (float); `weight` goes into it before the product, and 1 / rms, one number a row, into the
 // result. grid (ceil(rows / own rows) * SPLIT), 256 threads. Rows lie in shared memory in chunks of 16 bytes, chunk c of
 // row r at c ^ (r & 7): eight rows, all banks.
-template <int ROWS, int PART, int SPLIT, int MOST, int WHAT, bool NORM>
-__device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *weight, void *y, int rows, int T, float eps) {
+template <int ROWS, int PART, int SPLIT, int MOST, int WHAT, bool NORM, class CHANGE>
+__device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *weight, void *y, int rows, int T, float eps,
+                                       CHANGE change) {
   constexpr int K = PART * SPLIT, WIDTH = PART / 8, OWN = WHAT == GATE ? ROWS / 2 : ROWS, ACROSS_ALL = ROWS / 8;
   constexpr int TILES = (MOST + 15) / 16, AT_MOST = TILES == 1 ? 6 : 16 / TILES;  // 8 weight rows each, of a warp
   // Warps side by side: few, so that x is read few times; the others share the columns.
@@ -36,8 +47,9 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
 #pragma unroll
   for (int i = 0; i < PER; i++)
     if (NORM && lane + 32 * i < WIDTH) norm[i] = stream16(weight + rank * PART + (lane + 32 * i) * 8);
-  follow();
   const int mine = rank * 256 + threadIdx.x;  // the first of this thread's results
+  change.begin(r0, mine);
+  follow();
   float old = 0;
   if (WHAT == ADD && mine < T * OWN && r0 + mine % OWN < rows)
     old = ((const float *)y)[(u64)(mine / OWN) * rows + r0 + mine % OWN];
@@ -74,6 +86,7 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
   group_copies();
   copies_left<0>();
   __syncthreads();
+  change.shrink(xs);
   // A multiplication waits for the sum that it adds to: with few sums, each is made in CHAINS parts side by side.
   constexpr int STEPS = WIDTH / ALONG / 4, PACE = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1;
   constexpr int CHAINS = TILES * NEXT <= 3 && PACE > 1 ? 4 : TILES * NEXT <= 6 ? 2 : 1;
@@ -119,10 +132,14 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
       *(float2 *)at = make_float2(d[0][m][n][0], d[0][m][n][1]);
       *(float2 *)(at + 8 * STRIDE) = make_float2(d[0][m][n][2], d[0][m][n][3]);
     }
+  constexpr int EACH = (MOST * OWN + 256 * SPLIT - 1) / (256 * SPLIT);
+  const auto added = change.template expand<EACH>(r0, mine);
   if (SPLIT > 1) cluster_sync();
   else __syncthreads();
-  for (int i = mine; i < T * OWN; i += 256 * SPLIT) {
-    const int t = i / OWN, r = i % OWN;
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int i = mine + e * 256 * SPLIT, t = i / OWN, r = i % OWN;
+    if (i >= T * OWN) break;
     float a = 0, u = 0, square = 0;
 #pragma unroll
     for (int block = 0; block < SPLIT; block++) {
@@ -135,6 +152,8 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
       if (NORM) square += SPLIT > 1 ? of_block(squares + t, block) : squares[t];
     }
     if (r0 + r >= rows) continue;
+    added.to(a, e, 0);
+    if (WHAT == GATE) added.to(u, e, 1);
     if (NORM) { const float scale = rsqrtf(square / K + eps); a *= scale; u *= scale; }
     const u64 at = (u64)t * rows + r0 + r;
     if (WHAT == STORE) ((u16 *)y)[at] = narrow(a);
@@ -145,5 +164,5 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
 }
 #define SKINNY(name, ROWS, PART, SPLIT, MOST, WHAT, NORM) KERNEL __launch_bounds__(256) name(const u16 *w, \
     const void *x, const u16 *weight, void *y, int rows, int T, float eps) { \
-    skinny<ROWS, PART, SPLIT, MOST, WHAT, NORM>(w, x, weight, y, rows, T, eps); }
+    skinny<ROWS, PART, SPLIT, MOST, WHAT, NORM>(w, x, weight, y, rows, T, eps, Unchanged()); }
 #endif
