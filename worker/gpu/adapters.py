@@ -11,7 +11,7 @@ Kernels are compiled, and the table and what lies between A and B get memory, wh
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -353,9 +353,7 @@ class DeviceAdapters:
 
     def product(self, shape: Shape, rows: int) -> Skinny | None:
         """The kernel of such a product; None: A x and B (A x) are launches of their own."""
-        kernel = None if self._fp32 else skinny(shape, rows, self.multiprocessors)
-        changed = None if kernel is None else replace(kernel, changed=True)
-        return changed if changed is not None and changed.fits else None
+        return None if self._fp32 else skinny(shape, rows, self.multiprocessors, changed=True)
 
 
 def _shape(site: Site) -> Shape:

@@ -4,7 +4,7 @@ Kinds, by what becomes of the result (the macros of kernels/one_row.cu): STORE a
 onto the residual stream, GATE silu(gate) * up, WIDE float32 logits. Ways:
 
     one:G      own kernel for one row, G blocks; reads the residual stream and norms it on the way
-    skinny     own kernel on tensor cores for up to 32 rows; norms the residual stream on the way, too
+    skinny     own kernel on tensor cores for up to 64 rows; norms the residual stream on the way, too
     lt:I       cuBLASLt's I-th proposal, between a norm and (GATE) the gating
 """
 
@@ -20,10 +20,10 @@ from worker.gpu.driver import CudaError, Driver, Timer
 
 _ONE_WARPS = (1, 2, 4, 8)
 _GOOD_LOADS, _MOST_LOADS = 4, 7  # of 16 bytes in flight a lane and weight row; more would spill
-_SKINNY = {1: 1, 8: 1, 16: 1, 32: 2}  # blocks that share the columns, by the most rows of x
+_SKINNY = {1: (1,), 8: (1,), 16: (1,), 32: (2, 3, 1), 64: (4, 3, 2)}
+"""By the most rows of x: how many blocks share the columns, the best first."""
 _SKINNY_WEIGHTS = 96 << 10  # bytes a block, at most
 _SKINNY_SHARED = 227 << 10  # bytes that a block may have
-_CHANGED_SHARED = 7 << 10  # of them, for adapters
 SKINNY_ROWS = tuple(_SKINNY)
 """The most rows of x that there are kernels of skinny.cu for."""
 _ROUNDS = 4
@@ -58,8 +58,9 @@ class Skinny:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory."""
-        return (self.rows + self.most) * self.part * 2 + 4 * self.most
+        """Bytes of shared memory: operands, or sums where these were, and a number for each row."""
+        sums = 8 // max(self._across, 1) * -(-self.most // 16) * 16 * (self.rows + (40 - self.rows % 32) % 32) * 4
+        return max((self.rows + self.most) * self.part * 2, sums) + 4 * self.most
 
     @property
     def blocks(self) -> int:
@@ -75,28 +76,32 @@ class Skinny:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel takes these sizes: as it asserts, and few enough sums for the registers."""
+        """Whether the kernel takes these sizes: few enough sums for the registers, and room."""
+        beside = self.most * 80 + max(4 * 16 * 17, self.most * (1 + (self.shape.kind == "GATE")) * 16) * 4  # of LowRank
+        return self._across > 0 and self.shared + beside * self.changed <= _SKINNY_SHARED
+
+    @property
+    def _across(self) -> int:
+        """Warps side by side, as the kernel has them; 0: there are too many sums."""
         tiles, eights = -(-self.most // 16), self.rows // 8
         at_most = 6 if tiles == 1 else 16 // tiles
-        across = next((n for n in (1, 2, 4, 8) if eights % n == 0 and eights // n <= at_most), 0)
-        if not across or self.part // 8 % (4 * 8 // across):
-            return False
-        sums = 8 // across * tiles * 16 * (self.rows + (40 - self.rows % 32) % 32) * 4
-        shared = self.shared + _CHANGED_SHARED * self.changed
-        return sums <= (self.rows + self.most) * self.part * 2 and shared <= _SKINNY_SHARED
+        return next((n for n in (1, 2, 4, 8) if eights % n == 0 and eights // n <= at_most), 0)
 
 
-def skinny(shape: Shape, tokens: int, multiprocessors: int) -> Skinny | None:
+def skinny(shape: Shape, tokens: int, multiprocessors: int, *, changed: bool = False) -> Skinny | None:
     """About one block a multiprocessor, or more where their weights would not fit; None: this is not its kind."""
     most = next((most for most in _SKINNY if most >= tokens), 0)
-    split = _SKINNY.get(most, 1)
-    if not most or shape.k % (64 * split) or shape.kind == "WIDE":
-        return None
-    part, unit = shape.k // split, 16 if shape.kind == "GATE" else 8
-    wanted = -(-shape.n * (2 if shape.kind == "GATE" else 1) * split // multiprocessors)
-    rows = max(unit, min(-(-wanted // unit), _SKINNY_WEIGHTS // (2 * part) // unit) * unit)
-    tries = (Skinny(shape, more, part, split, most) for more in range(rows, rows + 8 * unit, unit))
-    return next((found for found in tries if found.fits), None)
+    for split in _SKINNY.get(most, ()):
+        if shape.k % (64 * split) or shape.kind == "WIDE":
+            continue
+        part, unit = shape.k // split, 16 if shape.kind == "GATE" else 8
+        wanted = -(-shape.n * (2 if shape.kind == "GATE" else 1) * split // multiprocessors)
+        rows = max(unit, min(-(-wanted // unit), _SKINNY_WEIGHTS // (2 * part) // unit) * unit)
+        for more in range(rows, rows + 8 * unit, unit):
+            found = Skinny(shape, more, part, split, most, changed)
+            if found.fits:
+                return found
+    return None
 
 
 def instances(shapes: Sequence[Shape], multiprocessors: int) -> str:

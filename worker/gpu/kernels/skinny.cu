@@ -1,4 +1,4 @@
-// y[T] = x[T] W^T for up to 32 rows, on tensor cores, with all that a block reads in shared memory: its part of the weights
+// y[T] = x[T] W^T for up to 64 rows, on tensor cores, with all that a block reads in shared memory: its part of the weights
 // is on its way before the kernel waits for the one that makes x, so weights stream while earlier kernels compute.
 // About one block a multiprocessor. SPLIT blocks, a cluster, have the same ROWS rows of W and PART columns each, and join
 // their sums in a fixed order: then each reads little of x, which every block needs and which comes from L2.
@@ -29,11 +29,11 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
                        : ACROSS_ALL % 4 == 0 && ACROSS_ALL / 4 <= AT_MOST ? 4 : 8;
   constexpr int ALONG = 8 / ACROSS, NEXT = ACROSS_ALL / ACROSS, STRIDE = ROWS + (40 - ROWS % 32) % 32;
   static_assert(ACROSS_ALL % ACROSS == 0 && NEXT <= AT_MOST, "rows");
-  static_assert(WIDTH % (4 * ALONG) == 0 && WIDTH % 8 == 0, "K");
-  static_assert(ALONG * TILES * 16 * STRIDE * 4 <= (ROWS + MOST) * PART * 2, "sums lie where operands were");
+  static_assert(WIDTH % 8 == 0, "K");
+  constexpr int OPERANDS = (ROWS + MOST) * PART * 2, SUMS = ALONG * TILES * 16 * STRIDE * 4;  // bytes, in the same place
   extern __shared__ __align__(128) uint4 operands[];
   uint4 *const ws = operands, *const xs = operands + ROWS * WIDTH;
-  float *const sums = (float *)operands, *const squares = (float *)(xs + MOST * WIDTH);
+  float *const sums = (float *)operands, *const squares = sums + (OPERANDS > SUMS ? OPERANDS : SUMS) / 4;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % SPLIT, r0 = blockIdx.x / SPLIT * OWN;
 #pragma unroll 8
   for (int i = threadIdx.x; i < ROWS * WIDTH; i += 256) {
@@ -88,7 +88,8 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
   __syncthreads();
   change.shrink(xs);
   // A multiplication waits for the sum that it adds to: with few sums, each is made in CHAINS parts side by side.
-  constexpr int STEPS = WIDTH / ALONG / 4, PACE = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1;
+  constexpr int STEPS = (WIDTH / 4 + ALONG - 1) / ALONG;  // of the first warps; the last may have fewer
+  constexpr int PACE = WIDTH / 4 % ALONG ? 1 : STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1;
   constexpr int CHAINS = TILES * NEXT <= 3 && PACE > 1 ? 4 : TILES * NEXT <= 6 ? 2 : 1;
   float d[CHAINS][TILES][NEXT][4];
 #pragma unroll
@@ -98,7 +99,7 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
         for (int i = 0; i < 4; i++) d[z][m][n][i] = 0;
   const int first = warp % ACROSS * NEXT, part = warp / ACROSS;
   const u32 w_at = shared_address(ws), x_at = shared_address(xs);
-  for (int start = part * STEPS; start < (part + 1) * STEPS; start += PACE) {
+  for (int start = part * STEPS; start < min((part + 1) * STEPS, WIDTH / 4); start += PACE) {
 #pragma unroll
     for (int step = 0; step < PACE; step++) {
       const int c = (start + step) * 4;
