@@ -25,6 +25,7 @@ class Load:
     openai: bool = False  # by OpenAI's route for completions, which other servers have too
     first: int = 0  # number of the first sequence: others have other prompts, which no cache has yet
     seeded: bool = True  # False where a server pays for a seed of each request's own
+    models: tuple[str, ...] = ()  # that the sequences name in turn, by OpenAI's route; none = whatever is served
 
     @property
     def total(self) -> int:
@@ -88,6 +89,7 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load:
     prompt = [(seed * 31 + at * 7) % 40000 + 1 for at in range(load.prompt)]
     body: dict[str, Any] = {"max_tokens": load.tokens, "ignore_eos": True, "stream": load.streamed}
     body |= {"seed": seed} if load.seeded else {}
+    body |= {"model": load.models[seed % len(load.models)]} if load.models else {}
     body |= {"prompt": prompt, "return_token_ids": True, "logprobs": 0} if load.openai else {"prompt_ids": prompt}
     payload = json.dumps(body).encode()
     path = "/v1/completions" if load.openai else "/v1/rollout/generate"
