@@ -392,7 +392,7 @@ class Changes:
         """The product itself and all that adapters add to it, of few rows; False: nothing was done."""
         held, (n, k), (n0, n1) = self._held, weight.shape, (*self._sites[site].rows, 0)[:2]
         shape = Shape(kind, n // 2 if kind == "GATE" else n, k, x.norm is not None)
-        kernel = held.product(shape, step.rows)
+        kernel = held.product(shape, step.rows) if step.rows <= SKINNY_ROWS[-1] else None
         if kernel is None:
             return False
         norm = U64(0 if x.norm is None else x.norm.address)

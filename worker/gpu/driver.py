@@ -36,6 +36,7 @@ _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8  # blocks
+_PREPARED = 4096  # launches of a module that are kept for the next of their kind
 
 
 class CudaError(RuntimeError):
@@ -294,6 +295,8 @@ class Module:
         self._module = Pointer()
         driver.call("cuModuleLoadData", ctypes.byref(self._module), image)
         self._functions: dict[str, Handle] = {}
+        self._shared: dict[str, int] = {}  # bytes that a kernel may be launched with
+        self._prepared: dict[tuple[Any, ...], tuple[Handle, Any]] = {}
 
     def launch(
         self,
@@ -310,18 +313,37 @@ class Module:
 
         The kernel may begin while the one before it ends: it waits itself (`follow` in kernels/base.cu).
         """
+        key = name, grid, threads, stream.value if stream else None, shared, cluster
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= _PREPARED:
+                self._prepared.clear()
+            prepared = self._prepared[key] = self._prepare(name, grid, threads, stream, shared, cluster)
+        function, config = prepared
+        values = (Pointer * len(arguments))(*map(ctypes.addressof, arguments))
+        self._driver.call("cuLaunchKernelEx", config, function, values, None)
+
+    def _prepare(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        threads: int,
+        stream: Handle,
+        shared: int,
+        cluster: tuple[int, ...],
+    ) -> tuple[Handle, Any]:
+        """The kernel, and a reference to what the driver is told of such a launch."""
         function = self._function(name)
-        if shared:
+        if shared > self._shared.get(name, 0):
             self._driver.call("cuFuncSetAttribute", function, _SHARED_BYTES, shared)
-        values = (Pointer * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+            self._shared[name] = shared
         x, y, z = (*grid, 1, 1)[:3]
         attributes = (_Attribute * 2)(_Attribute(_SERIALIZED, 0, (1,)))
         if cluster:
             if math.prod(cluster) > _PORTABLE_CLUSTER:
                 self._driver.call("cuFuncSetAttribute", function, _LARGE_CLUSTERS, 1)
             attributes[1] = _Attribute(_CLUSTER, 0, (*cluster, 1, 1)[:3])
-        config = _Config(x, y, z, threads, 1, 1, shared, stream, attributes, 2 if cluster else 1)
-        self._driver.call("cuLaunchKernelEx", ctypes.byref(config), function, values, None)
+        return function, ctypes.byref(_Config(x, y, z, threads, 1, 1, shared, stream, attributes, 2 if cluster else 1))
 
     def load(self, name: str) -> None:
         """Load a kernel now and not at its first launch, which may be while a graph is captured."""

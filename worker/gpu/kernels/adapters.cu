@@ -337,14 +337,6 @@ EXPAND(expand_GATE, GATE)
 // them waits, and the others get theirs later: blocks get places in the order of their numbers.
 #if !FP32
 #define SPUN (1 << 24)  // tries, some seconds of them: then something is broken that must not be waited for
-__device__ __forceinline__ void hand_over(u64 *to, float v, u32 tag) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(v)) : "memory");
-}
-__device__ __forceinline__ u64 handed(const u64 *from) {
-  u64 v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-  return v;
-}
 
 // between: handed over, [rows][SHARES][STRIDE]. room, held: of shared memory. n0, n1: outputs of the first two parts; of GATE
 // both have `rows`.
@@ -414,7 +406,7 @@ template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
       if (place < 0 || o >= rows) continue;
       const Factors &f = table[(u64)place * sites + site];
       for (int h = 0; h < HALVES; h++)
-        if (f.rank[part + h]) asm volatile("prefetch.global.L2 [%0];" ::"l"(row_of_b(f, part + h, o, 0)));
+        if (f.rank[part + h]) nearer(row_of_b(f, part + h, o, 0));
     }
   }
 

@@ -33,6 +33,17 @@ __device__ __forceinline__ uint4 stream16(const void *p) {  // 16 bytes that are
 __device__ __forceinline__ void ask_l2(const void *p, u32 bytes) {  // a multiple of 16 of them, for a later read
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
 }
+__device__ __forceinline__ void nearer(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // a line
+
+// A number and its tag from one block to others of the same kernel, in one piece: who sees the tag has the number.
+__device__ __forceinline__ void hand_over(u64 *to, float v, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | __float_as_uint(v)) : "memory");
+}
+__device__ __forceinline__ u64 handed(const u64 *from) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
 __device__ __forceinline__ float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -14,3 +14,19 @@ extern "C" void run_expand(const int *grid, int threads, int what, const Factors
 extern "C" void run_converted(const int *grid, int threads, const other *from, elt *to, u64 count) {
   launch(grid, threads, [=] { converted(from, to, count); });
 }
+#if !FP32
+// A product that adds adapters itself; size: bytes of y.
+extern "C" void run_product(const int *grid, int threads, u64 size, decltype(&a_product) kernel, const u16 *w, const void *x,
+    const u16 *weight, void *y, int rows, int T, float eps, const Factors *table, int site, int sites, const int *lists, u64 *between,
+    int n0, int n1, int makers) {
+  expected_tag = (u32)lists[2] * sites + site + 1;
+  void *nobodys = malloc(size);
+  memcpy(nobodys, y, size);
+  for (rehearsal = true;; rehearsal = false) {
+    void *to = rehearsal ? nobodys : y;
+    launch(grid, threads, [=] { kernel(w, x, weight, to, rows, T, eps, table, site, sites, lists, between, n0, n1, makers); });
+    if (!rehearsal) break;
+  }
+  free(nobodys);
+}
+#endif

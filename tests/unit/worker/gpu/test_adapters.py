@@ -1,6 +1,6 @@
 """Adapters on a device: their memory, the numbers of a step, and the kernels, which run here as the host's C++.
 
-The driver is a stand-in with the host's memory. The compiled kernels are worker/gpu/kernels/adapters.cu itself, over
+The driver is a stand-in with the host's memory. The compiled kernels are worker/gpu/kernels/adapters.cu and skinny.cu, over
 host_cuda.h in place of base.cu: what the tensor cores and the shuffles of a warp do is written there in words of C.
 """
 
@@ -33,6 +33,13 @@ SITES = (
     Site("gate_up", ("gate", "up"), 72, (264, 264)),
     Site("down", ("down",), 1032, (72,)),
 )
+EVEN = (
+    Site("qkv", ("q", "k", "v"), 192, (64, 16, 16)),
+    Site("o", ("o",), 64, (72,)),
+    Site("gate_up", ("gate", "up"), 576, (136, 136)),
+    Site("down", ("down",), 1088, (72,)),
+)
+"""Of columns that the products of few rows take."""
 NORMED = {"qkv", "gate_up"}
 EPS = 1e-5
 _Int, _Pointer = ctypes.c_int, ctypes.c_void_p
@@ -44,9 +51,10 @@ class HostDriver:
     capability, page, name = (9, 0), 4096, "a device"
 
     def attribute(self, which):
-        return 132
+        return self.multiprocessors
 
     def __init__(self):
+        self.multiprocessors = 132
         self.memory, self.mapped, self.spoiled, self.free = {}, {}, None, 1 << 40
 
     def enter(self): ...
@@ -64,6 +72,9 @@ class HostDriver:
         address = -(-memory.ctypes.data // 256) * 256
         self.memory[address] = memory
         return address
+
+    def fill(self, address, nbytes, byte, stream):
+        ctypes.memset(address, byte, nbytes)
 
     def create(self, nbytes, *, shared=False):
         if nbytes > self.free:
@@ -98,7 +109,7 @@ class HostModule:
 
     def load(self, name): ...
 
-    def launch(self, name, grid, threads, stream, arguments):
+    def launch(self, name, grid, threads, stream, arguments, shared=0, cluster=()):
         grid = (_Int * 3)(*(*grid, 1, 1)[:3])
         if self.hashes:
             self._hash(grid[0], *(argument.value for argument in arguments))
@@ -106,6 +117,10 @@ class HostModule:
             self.library.run_shrink(grid, threads, _Int(name == "shrink_normed"), *arguments)
         elif name.startswith("expand"):
             self.library.run_expand(grid, threads, _Int(["STORE", "ADD", "GATE"].index(name[7:])), *arguments)
+        elif name.startswith("skinny"):
+            assert not cluster
+            size = ctypes.c_uint64(4 * arguments[4].value * arguments[5].value)
+            self.library.run_product(grid, threads, size, _Pointer.in_dll(self.library, name + "_at"), *arguments)
         else:
             self.library.run_converted(grid, threads, *arguments)
 
@@ -120,20 +135,26 @@ class HostModule:
                 ctypes.memmove(tiny + row * TINY, address, nbytes)
 
 
+def _library(folder, name, text, fp32):
+    (folder / f"{name}.cpp").write_text(f'#include "{HERE}/host_cuda.h"\n{text}\n#include "{HERE}/host_adapters.h"\n')
+    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-DFP32={int(fp32)}"]
+    subprocess.run(["g++", *options, str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.so")], check=True)
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+def _text(products=()):
+    """Of the kernels. A launch's shared memory is the stand-in's own."""
+    text = kernels("skinny", "adapters").replace("extern __shared__ __align__(128) uint4 operands[];", "")
+    some = "SKINNY_CHANGED(a_product, 8, 64, 1, 1, ADD, false)"
+    addresses = [f'extern "C" void *const {kernel.name}_at = (void *){kernel.name};' for kernel in products]
+    return "\n".join([text, "#if !FP32", some, "#endif", *(kernel.line for kernel in products), *addresses])
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """The kernels for bfloat16 and for float32."""
     folder = tmp_path_factory.mktemp("kernels")
-    heads, tail = ((f"{HERE}/{name}.h") for name in ("host_cuda", "host_adapters"))
-    found = []
-    for fp32 in (0, 1):
-        text = f'#include "{heads}"\n{kernels("adapters")}\n#include "{tail}"\n'
-        (folder / f"{fp32}.cpp").write_text(text)
-        made = folder / f"{fp32}.so"
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-DFP32={fp32}"]
-        subprocess.run(["g++", *options, str(folder / f"{fp32}.cpp"), "-o", str(made)], check=True)
-        found.append(ctypes.CDLL(str(made)))
-    return found
+    return [_library(folder, str(fp32), _text(), fp32) for fp32 in (False, True)]
 
 
 @pytest.fixture
@@ -153,10 +174,10 @@ def device(monkeypatch, libraries):
 class Version:
     """An adapter of these modules. numbers: its A, B and scale, as they come, in float32."""
 
-    def __init__(self, seed, ranks, dtype):
+    def __init__(self, seed, ranks, dtype, sites=SITES):
         rng = np.random.default_rng(seed)
         self.dtype, self.numbers, views, self.modules = dtype, {}, {}, []
-        for site in SITES:
+        for site in sites:
             for module, rows in zip(site.modules, site.rows, strict=True):
                 if module not in ranks:
                     continue
@@ -169,8 +190,8 @@ class Version:
                 self.modules.append(AdapterModule(module, rank, scale))
         self.extents, self.flat = in_one_array(views)
 
-    def into(self, held, epoch):
-        table = AdapterTable(SITES, held)
+    def into(self, held, epoch, sites=SITES):
+        table = AdapterTable(sites, held)
         table.hold(epoch, table.plan("a", self.extents, self.modules, self.dtype), self.flat)
 
 
@@ -268,6 +289,68 @@ def test_every_product_of_a_mixed_step(device, dtype, site, ranks):
     assert np.linalg.norm(added[:count], axis=1).max() > 1
 
 
+@pytest.fixture(scope="module")
+def products(tmp_path_factory):
+    """By multiprocessors of a device: the kernels of products that add adapters, of up to 16 rows."""
+    found = {}
+    for count in (132, 2):
+        driver = HostDriver()
+        driver.multiprocessors = count
+        held = DeviceAdapters(driver, EVEN, 64, fp32=False, settle=lambda: None)
+        kernels_ = [kernel for kernel in held._products() if kernel.most <= 16]
+        assert len(kernels_) == 12
+        found[count] = _library(tmp_path_factory.mktemp("products"), str(count), _text(kernels_), fp32=False)
+    return found
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 2])
+@pytest.mark.parametrize("site", EVEN, ids=lambda site: site.name)
+@pytest.mark.parametrize("epochs", [[3], [4, 0, 3, 9, 3, 0, 4], [3] * 9 + [0] + [9] * 4, list(range(3, 19))], ids=len)
+def test_products_of_few_rows_add_adapters_themselves(device, products, monkeypatch, epochs, site, multiprocessors):
+    """One block makes all of A x, or many a part each; blocks with outputs of two parts; ranks that fill no tile."""
+    driver, held = device("bfloat16")
+    monkeypatch.setattr(HostModule, "library", products[multiprocessors])
+    held._sites, held.multiprocessors = EVEN, multiprocessors
+    ranks = {3: RANKS, 4: {"q": 1, "up": 2, "down": 7}, 9: {"v": 17, "o": 1}}
+    versions = {
+        epoch: Version(epoch, ranks.get(epoch, dict.fromkeys(RANKS, 8)), "bfloat16", EVEN) for epoch in {*epochs} - {0}
+    }
+    for epoch, version in versions.items():
+        version.into(held, epoch, EVEN)
+    rng, rows = np.random.default_rng(0), len(epochs) + (len(epochs) == 14)  # 14: and one that is nobody's
+    kind, normed = {"qkv": "STORE", "gate_up": "GATE"}.get(site.name, "ADD"), site.name in NORMED
+    x = _bits(3 * rng.standard_normal((rows, site.inputs)), "float32" if normed else "bfloat16")
+    norm = _bits(1 + 0.1 * rng.standard_normal(site.inputs), "bfloat16") if normed else None
+    weight = to_bits(rng.standard_normal((sum(site.rows), site.inputs), np.float32) / np.float32(np.sqrt(site.inputs)))
+    h = widened(x).astype(np.float64)
+    if normed:
+        h = h / np.sqrt((h**2).mean(axis=1, keepdims=True) + EPS) * widened(norm)
+    expected = h @ widened(weight).T
+    for t, epoch in enumerate(epochs):
+        start = 0
+        for module, n in zip(site.modules, site.rows, strict=True):
+            if epoch and module in versions[epoch].numbers:
+                a, b, scale = versions[epoch].numbers[module]
+                expected[t, start : start + n] += scale * (b @ (a @ h[t]))
+            start += n
+    if kind == "GATE":
+        gate, up = np.split(expected, 2, axis=1)
+        expected = gate / (1 + np.exp(-gate)) * up
+    y = _bits(rng.standard_normal(expected.shape), "float32" if kind == "ADD" else "bfloat16")
+    expected += widened(y) if kind == "ADD" else 0
+    at = EVEN.index(site)
+    changes = Changes(held, EVEN, {4096: at}, None, EPS)
+    source = Rows(x.ctypes.data, x.shape[1], None if norm is None else Tensor(norm.ctypes.data, norm.shape))
+    start = y.copy()
+    for _ in range(2):  # what the first has left is not taken for the second's
+        y[:] = start
+        lists = held.lists(_batch(epochs, [1] * len(epochs)), rows)
+        step = SimpleNamespace(rows=rows, adapters=lists.ctypes.data, ranks=MOST_RANKS)
+        assert changes.product(kind, at, Tensor(weight.ctypes.data, weight.shape), source, step, y.ctypes.data)
+        error = np.linalg.norm(widened(y) - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        assert error.max() < 0.01, error
+
+
 def test_more_tiles_than_a_launch_has_blocks_for(device):
     _, held = device("bfloat16")
     versions = [Version(seed, {"o": 16}, "bfloat16") for seed in range(20)]
@@ -303,13 +386,16 @@ def test_rows_are_sorted_into_tiles_of_one_version(device):
     first, second = (held._held[epoch].place for epoch in (5, 6))
     tiles = lists[4 : 4 + 3 * lists[0]].reshape(-1, 3).tolist()
     parts = {-1: [1], first: list(range(2, 22)), second: [0, 22, 23]}
-    order, expected, at = lists[4 + 96 :].tolist(), [], 0
+    order, expected, at = lists[4 + 96 : 4 + 96 + 32].tolist(), [], 0
     for place in sorted(parts):
         assert order[at : at + len(parts[place])] == parts[place]
         starts = range(0, len(parts[place]), 16)
         expected += [[place, at + start, min(16, len(parts[place]) - start)] for start in starts]
         at += len(parts[place])
     assert tiles == expected
+    assert lists[4 + 96 + 32 :].tolist() == [second, -1, *[first] * 20, second, second, *[-1] * 8]
+    assert lists[1] == 4
+    assert lists[3] == 1
 
 
 def test_rows_are_looked_at_anew_when_they_or_what_is_held_are_others(device):
@@ -407,14 +493,14 @@ def test_room_that_cannot_be_made_is_not_taken_again_at_each_try(device, monkeyp
     for name in ("stream", "pinned", "allocate"):
         setattr(driver, name, counted(getattr(driver, name)))
     monkeypatch.setattr(adapters, "Module", counted(HostModule))
-    for most in range(9):  # a stream, three pinned arrays, two modules, three pieces of the device
+    for most in range(10):  # a stream, three pinned arrays, two modules, four pieces of the device
         for _ in range(2):
             with pytest.raises(ValueError, match="this device can hold no adapters: no room"):
                 Version(1, RANKS, "bfloat16").into(held, 1)
             assert len(made) == most
     full = False
     Version(1, RANKS, "bfloat16").into(held, 1)
-    assert len(made) == 9
+    assert len(made) == 10
 
 
 def test_a_version_whose_row_does_not_arrive_leaves_nothing(device, monkeypatch):
