@@ -3,8 +3,9 @@
 A version is copied from the arena into memory of its own, hashed there, and compared with what the arena's slot holds:
 a rank votes on what its device has. A row of one table then says where each product's A and B lie, so graphs hold the
 table's address and go on as they were when versions come and go. Which rows of a step have which version is told with
-the step's other numbers, as tiles of up to 16 rows of one version. Beside each product that any held version changes
-are two launches (kernels/adapters.cu): A x before it, B (A x) behind it.
+the step's other numbers, as tiles of up to 16 rows of one version. Products of few rows in bfloat16 add what adapters
+change themselves; beside others that any held version changes are two launches: A x before, B (A x) behind
+(kernels/adapters.cu).
 
 Kernels are compiled, and the table and what lies between A and B get memory, when the first adapter comes.
 """
@@ -79,7 +80,7 @@ class _Held(NamedTuple):
 @dataclass(frozen=True)
 class _Room:
     """What is there from the first adapter on. table: [MOST_VERSIONS][sites] of FACTORS. between, squares: of
-    kernels/adapters.cu, for `rows` rows. handed: of the products that add adapters themselves.
+    kernels/adapters.cu, for `rows` rows. tiles, handed: of the products that add adapters themselves.
     """
 
     kernels: Module
@@ -87,6 +88,7 @@ class _Room:
     table: int
     between: int
     squares: int
+    tiles: int
     handed: int
 
 
@@ -103,12 +105,15 @@ class DeviceAdapters:
         rows: int,
         *,
         fp32: bool,
+        stream: Handle,
         settle: Callable[[], None],
         shared: bool = False,
     ) -> None:
-        """rows: the most of a step. settle: waits until no step runs. shared: the model is, with other ranks."""
+        """rows: the most of a step. stream: the steps'. settle: waits until no step runs. shared: the model is, with
+        other ranks.
+        """
         self._shared = shared
-        self._driver, self._sites, self._fp32, self._settle = driver, sites, fp32, settle
+        self._driver, self._sites, self._fp32, self._stream, self._settle = driver, sites, fp32, stream, settle
         self.rows, self.element = max(rows, _SHARES * _FEW_ROWS), 4 if fp32 else 2
         self._room: _Room | None = None
         self._parts: dict[str, Any] = {}  # of the room, as far as it has come
@@ -218,8 +223,22 @@ class DeviceAdapters:
         orders, of_rows = found[words(rows) - 2 * rows :][:rows], found[words(rows) - rows :]
         orders[: len(order)] = order
         of_rows[:] = -1
-        of_rows[: len(of_tokens)] = of_tokens
+        for number, (_, start, count) in enumerate(tiles):
+            of_rows[order[start : start + count]] = number
+        self._tell_tiles([place for place, _, _ in tiles], rows)
         return found
+
+    def _tell_tiles(self, places: Sequence[int], rows: int) -> None:
+        """Where products of few rows find the factors of each tile's version, at all sites."""
+        if self._fp32 or rows > SKINNY_ROWS[-1]:
+            return
+        room, nbytes = self.room, len(self._sites) * FACTORS.itemsize
+        for number, place in enumerate(places):
+            there = room.tiles + number * nbytes
+            if place < 0:
+                self._driver.fill(there, nbytes, 0, self._stream)
+            else:
+                self._driver.copy(there, room.table + place * nbytes, nbytes, self._stream)
 
     def _touch(self) -> None:
         self._listed = None
@@ -296,6 +315,7 @@ class DeviceAdapters:
             table=once("table", lambda: self._allocate(MOST_VERSIONS * len(self._sites) * FACTORS.itemsize)),
             between=once("between", lambda: self._allocate(4 * self.rows * MOST_RANKS)),
             squares=once("squares", lambda: self._allocate(4 * self.rows * _SHARES)),
+            tiles=once("tiles", lambda: self._allocate(SKINNY_ROWS[-1] * len(self._sites) * FACTORS.itemsize)),
             handed=once("handed", self._handed),
         )
         for name in (*_KERNELS, *(kernel.name for kernel in products)):
@@ -399,7 +419,8 @@ class Changes:
         makers = min(kernel.blocks, held.multiprocessors * 7 // 8) // kernel.split
         arguments = (
             *(U64(weight.address), U64(x.address), norm, U64(y), Int(shape.n), Int(step.rows), Float(self._eps)),
-            *(*self._of(site, step), U64(held.room.handed), Int(n0), Int(n1), Int(makers)),
+            *(U64(held.room.tiles), Int(site), Int(len(self._sites)), U64(step.adapters)),
+            *(U64(held.room.handed), Int(n0), Int(n1), Int(makers)),
         )
         cluster = (kernel.split,) if kernel.split > 1 else ()
         held.room.kernels.launch(kernel.name, (kernel.blocks,), 256, self._stream, arguments, kernel.shared, cluster)

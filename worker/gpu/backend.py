@@ -99,7 +99,13 @@ class GpuDecoder:
         self._tile = 0 if fp32 else heads.tile_tokens
         self._graphs: list[dict[int, Handle]] = [{}, {}]
         self.adapters = DeviceAdapters(
-            driver, sites, tokens_padded(max_tokens), fp32=fp32, settle=self.wait, shared=ranks is not None
+            driver,
+            sites,
+            tokens_padded(max_tokens),
+            fp32=fp32,
+            stream=self._stream,
+            settle=self.wait,
+            shared=ranks is not None,
         )
         addresses = {slots.tensors(slot)[site.name].address: at for slot in (0, 1) for at, site in enumerate(sites)}
         self.operations.changes = Changes(self.adapters, sites, addresses, self._stream, spec.eps)

@@ -220,6 +220,10 @@ class Driver:
         if target.nbytes:
             self.call("cuMemcpyDtoHAsync_v2", Pointer(target.ctypes.data), U64(address), Size(target.nbytes), stream)
 
+    def copy(self, address: int, source: int, nbytes: int, stream: Handle) -> None:
+        """Within the device."""
+        self.call("cuMemcpyDtoDAsync_v2", U64(address), U64(source), Size(nbytes), stream)
+
     def fill(self, address: int, nbytes: int, byte: int, stream: Handle) -> None:
         """Set every byte."""
         self.call("cuMemsetD8Async", U64(address), ctypes.c_ubyte(byte), Size(nbytes), stream)

@@ -4,7 +4,7 @@ Kinds, by what becomes of the result (the macros of kernels/one_row.cu): STORE a
 onto the residual stream, GATE silu(gate) * up, WIDE float32 logits. Ways:
 
     one:G      own kernel for one row, G blocks; reads the residual stream and norms it on the way
-    skinny     own kernel on tensor cores for up to 64 rows; norms the residual stream on the way, too
+    skinny     own kernel on tensor cores for up to 32 rows; norms the residual stream on the way, too
     lt:I       cuBLASLt's I-th proposal, between a norm and (GATE) the gating
 """
 
@@ -20,7 +20,7 @@ from worker.gpu.driver import CudaError, Driver, Timer
 
 _ONE_WARPS = (1, 2, 4, 8)
 _GOOD_LOADS, _MOST_LOADS = 4, 7  # of 16 bytes in flight a lane and weight row; more would spill
-_SKINNY = {1: (1,), 8: (1,), 16: (1,), 32: (2, 3, 1), 64: (4, 3, 2)}
+_SKINNY = {1: (1,), 8: (1,), 16: (1,), 32: (2, 3, 1)}
 """By the most rows of x: how many blocks share the columns, the best first."""
 _SKINNY_WEIGHTS = 96 << 10  # bytes a block, at most
 _SKINNY_SHARED = 227 << 10  # bytes that a block may have
@@ -76,8 +76,10 @@ class Skinny:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel takes these sizes: few enough sums for the registers, and room."""
-        beside = self.most * 80 + max(4 * 16 * 17, self.most * (1 + (self.shape.kind == "GATE")) * 16) * 4  # of LowRank
+        """Whether the kernel takes these sizes: few enough sums for the registers, and room, with LowRank's beside."""
+        beside = (
+            self.most * (80 + 5 * 4) + max(4 * 16 * 17, self.most * (1 + (self.shape.kind == "GATE")) * 16) * 4 + 64
+        )
         return self._across > 0 and self.shared + beside * self.changed <= _SKINNY_SHARED
 
     @property

@@ -1,9 +1,10 @@
-// Low-rank changes of products (LoRA), y += scale B (A x), for the rows of each adapter. Two launches beside a product:
-// `shrink` makes A x before it, `expand` adds the rest behind it. Compiled behind base.cu and one_row.cu, apart from a
-// model's other kernels.
+// Low-rank changes of products (LoRA), y += scale B (A x), for the rows of each adapter. Products of few rows add them
+// themselves (LowRank). Beside others are two launches: `shrink` makes A x before, `expand` adds the rest behind. Compiled
+// behind base.cu, one_row.cu and skinny.cu, apart from a model's other kernels.
 //
-// lists: [4] (how many tiles, for the host: the most ranks), [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at
-// most), [rows] row numbers sorted by adapter, [rows] each row's place. between: [shares][rows][stride] of A x, one after the other for a product's
+// lists: [4] (how many tiles; the most ranks of a version in one product; a count of steps; the most ranks of a part),
+// [rows][3] of tiles (place in `table`, or -1 = the base alone; first of order; how many, TILE at most), [rows] row numbers
+// sorted by adapter, [rows] each row's tile. between: [shares][rows][stride] of A x, one after the other for a product's
 // parts; a share is the sum over a part of the columns. squares: [shares][rows], of what a norm divides by.
 #define TILE 16
 #define PARTS 3      // linears that one product holds (q, k and v)
@@ -338,46 +339,77 @@ EXPAND(expand_GATE, GATE)
 #if !FP32
 #define SPUN (1 << 24)  // tries, some seconds of them: then something is broken that must not be waited for
 
-// between: handed over, [rows][SHARES][STRIDE]. room, held: of shared memory. n0, n1: outputs of the first two parts; of GATE
-// both have `rows`.
+// tiles: of [tiles][sites]. between: handed over, [rows][SHARES][STRIDE]. n0, n1: outputs of the first two parts; of GATE both
+// have `rows`.
 template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
   static constexpr int HALVES = WHAT == GATE ? 2 : 1, UNITS = PART / 32, QUARTERS = 4, WIDTH = PART / 8;  // unit: 32 columns
   static constexpr int WANTED = PART / 256, PER = WANTED < 1 ? 1 : WANTED * SPLIT > 8 ? 8 / SPLIT : WANTED;  // shares of a block
   static constexpr int SHARES = PER * SPLIT, LONGEST = (UNITS + PER - 1) / PER, AHEAD_ALL = (LONGEST + QUARTERS - 1) / QUARTERS;
   static constexpr int AHEAD = AHEAD_ALL < 3 ? AHEAD_ALL : 3, STRIDE = 256 * PARTS, NUMBERS = MOST * HALVES * RANKS;
   static constexpr int SUMS = QUARTERS * TILE * (RANKS + 1), ROOM = SUMS > NUMBERS ? SUMS : NUMBERS;
-  const Factors *table;
+  static constexpr int EACH = (MOST * OWN + 256 * SPLIT - 1) / (256 * SPLIT), ITEMS = (NUMBERS + 255) / 256;
+  static constexpr bool EARLY = EACH * HALVES <= 6;  // there are registers for B
+  struct Shared {
+    float room[ROOM];
+    Factors held[MOST];  // of every tile
+    int lists[4 + (3 * MOST + 3) / 4 * 4 + 2 * MOST];
+  };
+  const Factors *tiles;
   const int *lists;
   u64 *between;
-  float *room;
-  Factors *held;  // of every row; no ranks: the base alone
+  Shared &shared;
   int site, sites, rows, T, n0, n1, makers;
   // The task: RANKS of A, from the first on, by a share of the columns, for a tile. a: this lane's row and columns, 0 = none
   int task, tasks, groups, first, ranks, count, low_row, high_row, to_row;
   const u16 *a;
-  uint4 ahead[AHEAD];
+  uint4 ahead[AHEAD], b[EARLY ? EACH : 1][HALVES][2];
 
   __device__ __forceinline__ int part_of(int o) const { return WHAT != STORE ? 0 : o < n0 ? 0 : o < n0 + n1 ? 1 : 2; }
-  // Of B, what output o has of a part, from rank j on.
-  __device__ __forceinline__ const u16 *row_of_b(const Factors &f, int part, int o, int j) const {
-    const int before = WHAT != STORE || !part ? 0 : part == 1 ? n0 : n0 + n1;
-    return f.b[part] + (u64)(o - before) * f.rank[part] + j;
+  __device__ __forceinline__ const Factors *of_row(int t) const {  // 0: of a row that is nobody's
+    const int tile = t < T ? order_of(shared.lists, T)[T + t] : -1;
+    return tile < 0 ? 0 : shared.held + tile;
+  }
+  // RANKS of B, from j0 on: of output o, of this part, for row t.
+  __device__ __forceinline__ void take_b(int part, int t, int o, int j0, uint4 *w) const {
+    w[0] = w[1] = make_uint4(0, 0, 0, 0);
+    const Factors *f = o < rows ? of_row(t) : 0;
+    if (!f || j0 >= f->rank[part]) return;
+    const int before = WHAT != STORE || !part ? 0 : part == 1 ? n0 : n0 + n1, rank = f->rank[part];
+    const u16 *from = f->b[part] + (u64)(o - before) * rank + j0;
+    if (rank % 8) {
+      u32 two[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const u32 low = j0 + 2 * j < rank ? from[2 * j] : 0, high = j0 + 2 * j + 1 < rank ? from[2 * j + 1] : 0;
+        two[j] = low | high << 16;
+      }
+      w[0] = make_uint4(two[0], two[1], two[2], two[3]);
+      w[1] = make_uint4(two[4], two[5], two[6], two[7]);
+      return;
+    }
+    w[0] = stream16(from);
+    if (j0 + 8 < rank) w[1] = stream16(from + 8);
+  }
+  __device__ __forceinline__ void take_b(int part, int e, int r0, int mine, int j0, uint4 (*w)[2]) const {
+    const int i = mine + e * 256 * SPLIT, o = r0 + i % OWN;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) take_b(part + h, part_of(o) == part ? i / OWN : T, o, j0, w[h]);
   }
   __device__ __forceinline__ int unit(int i) const {  // the i-th of this warp
     return task % PER * LONGEST + (threadIdx.x >> 6) + i * QUARTERS;
   }
   __device__ __forceinline__ int end() const { return min(UNITS, (task % PER + 1) * LONGEST); }
-  __device__ __forceinline__ void take(int i, uint4 &w) const {
+  __device__ __forceinline__ void take_a(int i, uint4 &w) const {
     w = a && unit(i) < end() ? stream16(a + unit(i) * 32) : make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void find() {  // ranks: from the first on; none: nothing to do
     ranks = 0;
     if (task >= tasks) return;
-    const Tile tile = tile_of(lists, task / (PER * groups));
+    const int number = task / (PER * groups), g = threadIdx.x % 32 >> 2;
+    const Tile tile = tile_of(shared.lists, number);
+    const Factors &f = shared.held[number];
+    const int *order = order_of(shared.lists, T) + tile.first;
     first = task / PER % groups * RANKS;
-    if (tile.place < 0) return;
-    const Factors &f = table[(u64)tile.place * sites + site];
-    const int *order = order_of(lists, T) + tile.first, g = threadIdx.x % 32 >> 2;
     ranks = f.ranks - first;
     count = tile.count;
     low_row = order[min(g, count - 1)];
@@ -386,28 +418,22 @@ template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
     a = row_of_a(f, first + (threadIdx.x >> 5 & 1) * 8 + g, PART * SPLIT);
     if (a) a += blockIdx.x % SPLIT * PART + (threadIdx.x & 3) * 8;
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) take(i, ahead[i]);
+    for (int i = 0; i < AHEAD; i++) take_a(i, ahead[i]);
   }
 
-  // Before `follow`: the first columns of A are read, and B is brought nearer.
+  // Before `follow`: what the step has of adapters, and then the first of A and B, come in two round trips.
   __device__ __forceinline__ void begin(int r0, int mine) {
-    const int *places = order_of(lists, T) + T;
-    groups = (lists[1] + RANKS - 1) / RANKS;
-    tasks = lists[0] * groups * PER;
+    constexpr int WORDS = sizeof(Factors) / 4;
+    for (int i = threadIdx.x; i < 4 + (3 * T + 3) / 4 * 4 + 2 * T; i += 256) shared.lists[i] = lists[i];
+    for (int i = threadIdx.x; i < T * WORDS; i += 256)  // more than there are tiles; none waits to know how many
+      ((u32 *)shared.held)[i] = ((const u32 *)(tiles + (u64)(i / WORDS) * sites + site))[i % WORDS];
+    __syncthreads();
+    groups = (shared.lists[1] + RANKS - 1) / RANKS;
+    tasks = shared.lists[0] * groups * PER;
     task = blockIdx.x / SPLIT < makers ? blockIdx.x / SPLIT : tasks;
     find();
-    constexpr int WORDS = sizeof(Factors) / 4;
-    for (int i = threadIdx.x; i < T * WORDS; i += 256) {
-      const int place = places[i / WORDS];
-      ((u32 *)held)[i] = place < 0 ? 0 : ((const u32 *)(table + (u64)place * sites + site))[i % WORDS];
-    }
-    for (int i = mine; i < T * OWN; i += 256 * SPLIT) {
-      const int o = r0 + i % OWN, part = part_of(o), place = places[i / OWN];
-      if (place < 0 || o >= rows) continue;
-      const Factors &f = table[(u64)place * sites + site];
-      for (int h = 0; h < HALVES; h++)
-        if (f.rank[part + h]) nearer(row_of_b(f, part + h, o, 0));
-    }
+#pragma unroll
+    for (int e = 0; EARLY && e < EACH; e++) take_b(part_of(r0), e, r0, mine, 0, b[e]);
   }
 
   // xs: the block's columns of x, as skinny.cu has them.
@@ -428,9 +454,10 @@ template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
         for (int i = 0; i < AHEAD; i++) add(i, ahead[i]);
         for (int i = AHEAD; i < AHEAD_ALL; i++) {
           uint4 w;
-          take(i, w);
+          take_a(i, w);
           add(i, w);
         }
+        float *room = shared.room;
         for (int i = 0; i < 4; i++)
           room[((warp >> 1) * TILE + g + 8 * (i >> 1)) * (RANKS + 1) + (warp & 1) * 8 + (lane & 3) * 2 + (i & 1)] = d[i];
         __syncthreads();
@@ -444,54 +471,33 @@ template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
       find();
     }
   }
-  __device__ __forceinline__ u32 tag() const { return (u32)lists[2] * sites + site + 1; }
+  __device__ __forceinline__ u32 tag() const { return (u32)shared.lists[2] * sites + site + 1; }
 
   // What is added to this thread's sums, mine + e * 256 * SPLIT.
-  template <int EACH> struct Added {
+  struct Added {
     float d[EACH][HALVES];
     __device__ __forceinline__ void to(float &sum, int e, int h) const { sum += d[e][h]; }
   };
-  template <int EACH> __device__ __forceinline__ Added<EACH> expand(int r0, int mine) const {
-    constexpr int ITEMS = (NUMBERS + 255) / 256;
-    constexpr bool EARLY = EACH * HALVES <= 6;  // B is asked for before A x is waited for
-    Added<EACH> added = {};
-    const int last = part_of(min(r0 + OWN, rows) - 1), most = lists[3];
+  __device__ __forceinline__ Added expand(int r0, int mine) {
+    Added added = {};
+    const int last = part_of(min(r0 + OWN, rows) - 1), most = shared.lists[3];
     const u32 wanted = tag();
     bool again = false;
     for (int part = part_of(r0); part <= last; part++)
       for (int j0 = 0; j0 < most; j0 += RANKS, again = true) {
-        uint4 raw[EARLY ? EACH : 1][HALVES][2];
-        auto ask = [&](int e, uint4 (*w)[2]) {
-          const int i = mine + e * 256 * SPLIT, t = i / OWN, o = r0 + i % OWN;
-          for (int h = 0; h < HALVES; h++) {
-            w[h][0] = w[h][1] = make_uint4(0, 0, 0, 0);
-            if (i >= T * OWN || o >= rows || part_of(o) != part) continue;
-            const int rank = held[t].rank[part + h];
-            const u16 *b = row_of_b(held[t], part + h, o, j0);
-            if (rank % 8) {
-              u16 one[16];
-              for (int j = 0; j < 16; j++) one[j] = j0 + j < rank ? b[j] : 0;
-              u32 two[8];
-              for (int j = 0; j < 8; j++) two[j] = one[2 * j] | (u32)one[2 * j + 1] << 16;
-              w[h][0] = make_uint4(two[0], two[1], two[2], two[3]);
-              w[h][1] = make_uint4(two[4], two[5], two[6], two[7]);
-              continue;
-            }
-            if (j0 < rank) w[h][0] = *(const uint4 *)b;
-            if (j0 + 8 < rank) w[h][1] = *(const uint4 *)(b + 8);
-          }
-        };
 #pragma unroll
-        for (int e = 0; EARLY && e < EACH; e++) ask(e, raw[e]);
+        for (int e = 0; EARLY && e < EACH; e++)
+          if (again) take_b(part, e, r0, mine, j0, b[e]);
         const u64 *at[ITEMS];
         u64 found[ITEMS][SHARES];
 #pragma unroll
         for (int n = 0; n < ITEMS; n++) {
           const int i = threadIdx.x + n * 256, t = i / (RANKS * HALVES), h = i / RANKS % HALVES, j = j0 + i % RANKS;
+          const Factors *f = of_row(t);
           at[n] = 0;
-          if (t >= T || j >= held[t].rank[part + h]) continue;
+          if (!f || j >= f->rank[part + h]) continue;
           int skipped = 0;
-          for (int p = 0; p < part + h; p++) skipped += held[t].rank[p];
+          for (int p = 0; p < part + h; p++) skipped += f->rank[p];
           at[n] = between + (u64)t * SHARES * STRIDE + skipped + j;
         }
         bool whole = false;
@@ -513,23 +519,24 @@ template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
           float s = 0;
 #pragma unroll
           for (int z = 0; z < SHARES; z++) s += __uint_as_float((u32)found[n][z]);
-          if (threadIdx.x + n * 256 < NUMBERS) room[threadIdx.x + n * 256] = s;
+          if (threadIdx.x + n * 256 < NUMBERS) shared.room[threadIdx.x + n * 256] = s;
         }
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
           uint4 late[HALVES][2];
-          if (!EARLY) ask(e, late);
+          if (!EARLY) take_b(part, e, r0, mine, j0, late);
           const int t = min((mine + e * 256 * SPLIT) / OWN, T - 1);
+          const Factors *f = of_row(t);
 #pragma unroll
           for (int h = 0; h < HALVES; h++) {
-            const float *v = room + (t * HALVES + h) * RANKS;
-            float b[RANKS], s = 0;
-            unpack8(EARLY ? raw[e][h][0] : late[h][0], b);
-            unpack8(EARLY ? raw[e][h][1] : late[h][1], b + 8);
+            const float *v = shared.room + (t * HALVES + h) * RANKS;
+            float w[RANKS], s = 0;
+            unpack8(EARLY ? b[e][h][0] : late[h][0], w);
+            unpack8(EARLY ? b[e][h][1] : late[h][1], w + 8);
 #pragma unroll
-            for (int j = 0; j < RANKS; j++) s += v[j] * b[j];
-            added.d[e][h] += s * held[t].scale[part + h];
+            for (int j = 0; j < RANKS; j++) s += v[j] * w[j];
+            if (f) added.d[e][h] += s * f->scale[part + h];
           }
         }
       }
@@ -537,12 +544,11 @@ template <int OWN, int PART, int SPLIT, int MOST, int WHAT> struct LowRank {
   }
 };
 #define SKINNY_CHANGED(name, ROWS, PART, SPLIT, MOST, WHAT, NORM) KERNEL __launch_bounds__(256) name(const u16 *w, \
-    const void *x, const u16 *weight, void *y, int rows, int T, float eps, const Factors *table, int site, int sites, \
+    const void *x, const u16 *weight, void *y, int rows, int T, float eps, const Factors *tiles, int site, int sites, \
     const int *lists, u64 *between, int n0, int n1, int makers) { \
     typedef LowRank<WHAT == GATE ? ROWS / 2 : ROWS, PART, SPLIT, MOST, WHAT> Change; \
-    __shared__ __align__(16) float room[Change::ROOM]; \
-    __shared__ Factors held[MOST]; \
-    Change change = {table, lists, between, room, held, site, sites, rows, T, n0, n1, makers}; \
+    __shared__ __align__(16) typename Change::Shared shared; \
+    Change change = {tiles, lists, between, shared, site, sites, rows, T, n0, n1, makers}; \
     skinny<ROWS, PART, SPLIT, MOST, WHAT, NORM>(w, x, weight, y, rows, T, eps, change); }
 #endif
 

@@ -1,17 +1,17 @@
-// y[T] = x[T] W^T for up to 64 rows, on tensor cores, with all that a block reads in shared memory: its part of the weights
+// y[T] = x[T] W^T for up to 32 rows, on tensor cores, with all that a block reads in shared memory: its part of the weights
 // is on its way before the kernel waits for the one that makes x, so weights stream while earlier kernels compute.
 // About one block a multiprocessor. SPLIT blocks, a cluster, have the same ROWS rows of W and PART columns each, and join
 // their sums in a fixed order: then each reads little of x, which every block needs and which comes from L2.
 #if !FP32
 
-// What is done to a product beside it: nothing. The other kind is in adapters.cu. OUTPUTS_EACH: of a thread.
+// What is done to a product beside it: nothing. The other kind is in adapters.cu.
 struct Unchanged {
-  template <int OUTPUTS_EACH> struct Added {
+  struct Added {
     __device__ __forceinline__ void to(float &, int, int) const {}
   };
   __device__ __forceinline__ void begin(int, int) const {}
   __device__ __forceinline__ void shrink(const uint4 *) const {}
-  template <int OUTPUTS_EACH> __device__ __forceinline__ Added<OUTPUTS_EACH> expand(int, int) const { return {}; }
+  __device__ __forceinline__ Added expand(int, int) const { return {}; }
 };
 
 // MOST: the most rows of x; those that a tile of 16 has more are some row again. GATE: half of ROWS are gate's, half up's.
@@ -134,7 +134,7 @@ __device__ __forceinline__ void skinny(const u16 *w, const void *x, const u16 *w
       *(float2 *)(at + 8 * STRIDE) = make_float2(d[0][m][n][2], d[0][m][n][3]);
     }
   constexpr int EACH = (MOST * OWN + 256 * SPLIT - 1) / (256 * SPLIT);
-  const auto added = change.template expand<EACH>(r0, mine);
+  const auto added = change.expand(r0, mine);
   if (SPLIT > 1) cluster_sync();
   else __syncthreads();
 #pragma unroll
