@@ -81,6 +81,7 @@ class _Held(NamedTuple):
 class _Room:
     """What is there from the first adapter on. table: [MOST_VERSIONS][sites] of FACTORS. between, squares: of
     kernels/adapters.cu, for `rows` rows. tiles, handed: of the products that add adapters themselves.
+    beside: the stream of A x in graphs. begun, done: where it begins and ends.
     """
 
     kernels: Module
@@ -90,6 +91,9 @@ class _Room:
     squares: int
     tiles: int
     handed: int
+    beside: Handle
+    begun: Handle
+    done: Handle
 
 
 class DeviceAdapters:
@@ -113,7 +117,8 @@ class DeviceAdapters:
         other ranks.
         """
         self._shared = shared
-        self._driver, self._sites, self._fp32, self._stream, self._settle = driver, sites, fp32, stream, settle
+        self.driver = self._driver = driver
+        self._sites, self._fp32, self._stream, self._settle = sites, fp32, stream, settle
         self.rows, self.element = max(rows, _SHARES * _FEW_ROWS), 4 if fp32 else 2
         self._room: _Room | None = None
         self._parts: dict[str, Any] = {}  # of the room, as far as it has come
@@ -317,6 +322,9 @@ class DeviceAdapters:
             squares=once("squares", lambda: self._allocate(4 * self.rows * _SHARES)),
             tiles=once("tiles", lambda: self._allocate(SKINNY_ROWS[-1] * len(self._sites) * FACTORS.itemsize)),
             handed=once("handed", self._handed),
+            beside=once("beside", lambda: driver.stream(urgent=True)),
+            begun=once("begun", driver.event),
+            done=once("done", driver.event),
         )
         for name in (*_KERNELS, *(kernel.name for kernel in products)):
             room.kernels.load(name)
@@ -399,14 +407,22 @@ class Changes:
         return site if site in self._held.touched else None
 
     def shrink(self, site: int, x: "Rows", step: "StepInputs") -> None:
-        """A x, of the rows with an adapter that changes the site."""
-        room, shares = self._held.room, self._shares(x.width, step)
+        """A x, of the rows with an adapter that changes the site. In a graph it is computed beside the product, and
+        `expand` waits for both.
+        """
+        room, shares, driver = self._held.room, self._shares(x.width, step), self._held.driver
+        if step.fused:
+            driver.record(room.begun, self._stream)
+            driver.wait_event(room.beside, room.begun)
         self._launch(
             "shrink_rows" if x.norm is None else "shrink_normed",
             (_tiles(step), _GRAPH_RANKS, shares),
             *(U64(x.address), U64(0 if x.norm is None else x.norm.address), *self._of(site, step)),
             *(U64(room.between), U64(room.squares), Int(step.rows), Int(step.ranks), Int(x.width)),
+            stream=room.beside if step.fused else None,
         )
+        if step.fused:
+            driver.record(room.done, room.beside)
 
     def product(self, kind: str, site: int, weight: Tensor, x: "Rows", step: "StepInputs", y: int) -> bool:
         """The product itself and all that adapters add to it, of few rows; False: nothing was done."""
@@ -431,6 +447,8 @@ class Changes:
     ) -> None:
         """What follows from it, added to y; as GATE, y from gate_up and its bias. x: as `shrink` had it."""
         room, rows = self._held.room, (*self._sites[site].rows, 0, 0)[:PARTS]
+        if step.fused:
+            self._held.driver.wait_event(self._stream, room.done)
         blocks = rows[:1] if kind == "GATE" else rows
         self._launch(
             f"expand_{kind}",
@@ -448,8 +466,8 @@ class Changes:
     def _of(self, site: int, step: "StepInputs") -> tuple[Any, ...]:
         return U64(self._held.room.table), Int(site), Int(len(self._sites)), U64(step.adapters)
 
-    def _launch(self, name: str, grid: tuple[int, ...], *arguments: Any) -> None:
-        self._held.room.kernels.launch(name, grid, _THREADS, self._stream, arguments)
+    def _launch(self, name: str, grid: tuple[int, ...], *arguments: Any, stream: Handle | None = None) -> None:
+        self._held.room.kernels.launch(name, grid, _THREADS, stream or self._stream, arguments)
 
 
 def words(rows: int) -> int:

@@ -58,7 +58,10 @@ class HostDriver:
         self.memory, self.mapped, self.spoiled, self.free = {}, {}, None, 1 << 40
 
     def enter(self): ...
-    def stream(self): ...
+    def stream(self, *, urgent=False): ...
+    def event(self): ...
+    def record(self, event, stream): ...
+    def wait_event(self, stream, event): ...
     def wait(self, stream): ...
 
     def pinned(self, shape, dtype):
@@ -223,7 +226,7 @@ def _changed(held, site, x, norm, lists, rows, y, gate_up=None, bias=None, ranks
     weight = None if norm is None else Tensor(norm.ctypes.data, norm.shape)
     source, step = (
         Rows(x.ctypes.data, x.shape[1], weight),
-        SimpleNamespace(rows=rows, adapters=lists.ctypes.data, ranks=ranks or int(lists[1])),
+        SimpleNamespace(rows=rows, adapters=lists.ctypes.data, ranks=ranks or int(lists[1]), fused=bool(ranks)),
     )
     changes.shrink(at, source, step)
     kind = {"qkv": "STORE", "gate_up": "GATE"}.get(site.name, "ADD")
@@ -499,14 +502,14 @@ def test_room_that_cannot_be_made_is_not_taken_again_at_each_try(device, monkeyp
     for name in ("stream", "pinned", "allocate"):
         setattr(driver, name, counted(getattr(driver, name)))
     monkeypatch.setattr(adapters, "Module", counted(HostModule))
-    for most in range(11):  # a stream, three pinned arrays, two modules, five pieces of the device
+    for most in range(12):  # two streams, three pinned arrays, two modules, five pieces of the device
         for _ in range(2):
             with pytest.raises(ValueError, match="this device can hold no adapters: no room"):
                 Version(1, RANKS, "bfloat16").into(held, 1)
             assert len(made) == most
     full = False
     Version(1, RANKS, "bfloat16").into(held, 1)
-    assert len(made) == 11
+    assert len(made) == 12
 
 
 def test_a_version_whose_row_does_not_arrive_leaves_nothing(device, monkeypatch):
