@@ -491,11 +491,11 @@ def test_room_that_cannot_be_made_is_not_taken_again_at_each_try(device, monkeyp
     made, full = [], True
 
     def counted(make):
-        def call(*args):
+        def call(*args, **named):
             if full and len(made) == most:
                 raise DeviceMemoryError("no room")
             made.append(make)
-            return make(*args)
+            return make(*args, **named)
 
         return call
 
