@@ -1,5 +1,7 @@
 """What a rank says when a device cannot be used. NVIDIA's library is a stand-in."""
 
+import ctypes
+import itertools
 import json
 import subprocess
 import sys
@@ -85,6 +87,35 @@ def test_how_much_is_missing_is_said_too(cuda):
     said = r"no room on NVIDIA H100 MIG 1g\.10gb for 5\.00 GiB of logits: 3\.00 of 80\.00"
     with pytest.raises(DeviceMemoryError, match=said):
         Driver(0).allocate(5 << 30, "logits")
+
+
+def test_a_launch_is_told_as_it_is_whatever_launches_of_the_kernel_came_before(cuda, monkeypatch):
+    made, told, rooms = cuda(), [], []
+
+    def launched(config, function, values, extra):
+        of, cluster = config._obj, []
+        for attribute in of.attributes[: of.count]:
+            cluster += list(attribute.value[:3]) if attribute.id == driver._CLUSTER else []
+        told.append(((of.grid_x, of.grid_y, of.grid_z), of.block_x, of.shared, of.stream, tuple(cluster)))
+        told[-1] += tuple(ctypes.cast(values[i], ctypes.POINTER(driver.Int)).contents.value for i in range(2))
+        return 0
+
+    def room(function, attribute, value):
+        rooms.extend([value] * (attribute == driver._SHARED_BYTES))
+        return 0
+
+    made.cuLaunchKernelEx, made.cuFuncSetAttribute = launched, room
+    monkeypatch.setattr(driver, "_PREPARED", 20)
+    module, streams = driver.Module(Driver(0), b""), (driver.Handle(7), driver.Handle(8))
+    kinds = itertools.product([(3,), (3, 2)], [64, 128], streams, [1000, 2000], [(), (1, 2)])
+    wanted = [(*kind, n) for n, kind in enumerate([*kinds] * 3)]
+    for grid, threads, stream, shared, cluster, n in wanted:
+        module.launch("a kernel", grid, threads, stream, [driver.Int(n), driver.Int(-n)], shared, cluster)
+    assert told == [
+        ((*grid, 1, 1)[:3], threads, shared, stream.value, (*cluster, 1) if cluster else (), n, -n)
+        for grid, threads, stream, shared, cluster, n in wanted
+    ]
+    assert rooms == [1000, 2000], "a kernel's room only grows"
 
 
 def test_a_rank_says_so_in_a_line_and_leaves(tmp_path):
