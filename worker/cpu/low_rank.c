@@ -296,16 +296,22 @@ static inline INLINE void expand_wide(Into into, const Factors *f, int64_t part,
         for (int64_t t = 0; t < count; t++) v[order[t] % 16] = load(z + t * most + r);
         transpose(v);
     }
+    float widened[MOST_RANK][16];
     for (int64_t at = row; at < end; at += 16) {
         const char *b = (const char *)f->b[part] + row * rank * size + (at - row) * size;
         const char *next = ahead ? ahead + (at - row) * size : b;
+        // In memory, where a number is spread over a register as it is read: gcc would take it from a register in two steps.
+        for (int64_t r = 0; narrow && r < rank; r++) *(f32x16 *)widened[r] = load_any(b + r * step, 0, 1);
+        const char *numbers = narrow ? (const char *)widened : b;
+        const int64_t stride = narrow ? sizeof widened[0] : step;
+        __asm__("" : "+r"(numbers) : : "memory");
+        for (int o = 0; o < 16; o++)  // many lines of y, far apart
+            __builtin_prefetch(into.y + (at - row + o) * into.step + order[0] / 16 * 16, 1);
         f32x16 sums[16];
         for (int o = 0; o < 16; o++) sums[o] = splat(0);
-        for (int64_t r = 0; r < rank; r++, b += step, next += step) {
-            f32x16 there = load_any(b, 0, narrow);
-            const float *outputs = narrow ? (const float *)&there : (const float *)b;
+        for (int64_t r = 0; r < rank; r++, numbers += stride, next += step) {
             __builtin_prefetch(next, 0, 2);
-            for (int o = 0; o < 16; o++) sums[o] = fused(splat(outputs[o]), of_rank[r], sums[o]);
+            for (int o = 0; o < 16; o++) sums[o] = fused(splat(((const float *)numbers)[o]), of_rank[r], sums[o]);
         }
         for (int o = 0; o < 16 && at + o < end; o++) {
             float *to = into.y + (at - row + o) * into.step + order[0] / 16 * 16;
