@@ -79,6 +79,11 @@ class AdapterMembership:
         return not self._wanted
 
     @property
+    def problem(self) -> str:
+        """Why a version that is live could not be held, the last time that it was tried; "" = all could."""
+        return self._error
+
+    @property
     def held(self) -> list[HeldAdapter]:
         """Every version that the ranks hold."""
         return [HeldAdapter(epoch, a.arena_path, a.live.slot) for epoch, a in self._held.items()]

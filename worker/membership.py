@@ -201,6 +201,8 @@ class Membership:
         while not self._orders and self._queue:
             self._handle(self._queue.popleft())
         if self._lifecycle.state is WorkerState.STARTING and not self._adapters.complete:
+            if self._adapters.problem:
+                self._refuse_to_prepare(f"it cannot serve: {self._adapters.problem}")
             return None  # nothing is served before everything that is live is held
         session = self.session
         if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
@@ -315,6 +317,13 @@ class Membership:
             self._undo(session)
         if message.live:  # after the order that ends the session, if there was one
             self._queue.appendleft(store.Adopt(message.live))
+
+    def _refuse_to_prepare(self, why: str) -> None:
+        """Vote no at once, where the ranks would never be asked: in silence a push ends at its deadline."""
+        asked = [message for message in self._queue if isinstance(message, store.Prepare)]
+        self._queue = deque(message for message in self._queue if not isinstance(message, store.Prepare))
+        for message in asked:
+            self._send(store.Prepared(message.session, False, 0, why))
 
     def _adopt(self, live: Live) -> None:
         """Map `live`, unless every rank holds it already or holds nothing on purpose."""

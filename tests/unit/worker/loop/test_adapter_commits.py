@@ -142,3 +142,23 @@ def test_what_stays_on_an_overwritten_version_ends_and_the_rest_is_served(make_r
     rig.store.send(store_messages.Registered(rig.store.arena_path, first, 1.0, [adapter.live]))
     rig.api.generate("next", adapter="a", max_tokens=3)
     assert rig.api.finish("next")[2] == "length"
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_replica_that_cannot_hold_an_adapter_says_so_to_a_push_of_the_model(make_rig, asked):
+    """It serves nothing, and would prepare nothing: every push ended at its deadline, without a word why."""
+    rig = make_rig()
+    adapter = Adapter(rig)
+    live, other = rig.store.write(0, 0), rig.store.write(1, 1)
+    rig.store.expect(store_messages.Register)
+    spoilt = adapter.written(1)
+    np.frombuffer(adapter._arena.slot(spoilt.live.slot), np.float32)[:] = 7.0  # it is not what the store says
+    prepare = Prepare("s1", other, "keep", 30.0)
+    rig.store.send(store_messages.Registered(rig.store.arena_path, live, 1.0, [spoilt]))
+    while asked == "after" and not rig.loop._leader.adapters.problem:
+        time.sleep(0.01)
+    rig.store.send(prepare)
+    while not isinstance(answer := rig.store.poll(20.0), Prepared):
+        assert answer is not None, "nothing was said"
+    assert not answer.ok
+    assert "it cannot serve: rank 0 cannot map adapter a" in answer.error
