@@ -6,6 +6,9 @@ A device that samples for itself computes the next step while the host takes in 
 takes the tokens of the step that the tick before launched *ahead*, and launches the next. What else happens in a tick
 does not go with a step under way (`Order.beside_steps` says what does): then what was launched is taken in first.
 
+While its device computes, a rank that is alone hears the store on the version that arrives: it copies what is there,
+prepares the version and votes on it (`_go_on_beside`). It binds nothing, and nothing is scheduled because of it.
+
 Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
 take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token is drawn of that
 before they are final; after a rollback it is thrown away, and what it wrote is written anew (ADR 22).
