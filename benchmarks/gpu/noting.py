@@ -94,10 +94,10 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
     ],
     "rollout_client.device_slots": [
         ("LentSlot", "open", _none),
-        ("LentSlot", "_map", _none),
         ("LentSlot", "_unmap", _none),
         ("LentSlot", "filled", _none),
     ],
+    "rollout_client.device_memory": [("MappedMemory", "__init__", _none)],
     "weight_manager.trainers": [("Trainers", "request", _kind_of(2))],
     "weight_manager.replicas": [("Replicas", "request", _kind_of(2)), ("Replicas", "in_place", _none)],
     "weight_manager.coordinator": [
