@@ -42,6 +42,7 @@ class CatchUp:
         self._busy = busy
         self._sealed: list[int] = []  # digests of every region of what may go live next
         self._digests: tuple[int, list[int]] = (0, [])  # epoch of what is live, when they are known, and its digests
+        self._reading = 0  # epoch of what is being read for them
 
     def sealed(self, digests: Sequence[int]) -> None:
         """A session is complete: the digests of all regions, in the layout's order."""
@@ -78,6 +79,9 @@ class CatchUp:
         self._roster.send(store, stage)
 
     def _read_digests(self, live: Live) -> None:
+        if self._reading == live.epoch:
+            return  # all are offered it then
+        self._reading = live.epoch
         slot = self._slots.arena.slot(live.slot)
 
         def done(digests: list[int]) -> None:
@@ -87,6 +91,7 @@ class CatchUp:
                     self.offer(store)
 
         def failed(error: BaseException) -> None:
+            self._reading = 0
             log.error("the live version cannot be read", exc_info=error)
 
         self._background.submit(lambda: region_digests(self._layout, slot), done, failed)

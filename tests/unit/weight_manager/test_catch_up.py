@@ -26,11 +26,16 @@ class Scene:
             send=lambda store, message: None,
         )
         arena = SimpleNamespace(slot=lambda slot: memoryview(b""))
-        background = SimpleNamespace(submit=lambda work, done, failed: self.readings.append(done))
+        self.failures = []
+        background = SimpleNamespace(submit=self._submit)
         self.busy = False
         self.late = CatchUp(
             *(None, LAYOUT, roster, SimpleNamespace(arena=arena), self.history, background), busy=lambda: self.busy
         )
+
+    def _submit(self, work, done, failed):
+        self.readings.append(done)
+        self.failures.append(failed)
 
     def claimed(self):
         return [item.digest for item in self.given[-1].stream.log if isinstance(item, Claim)]
@@ -57,3 +62,22 @@ def test_a_push_that_failed_leaves_what_was_read_of_the_live_version():
     scene.late.offer(scene.store)
     assert scene.claimed() == OLD_DIGESTS
     assert len(scene.readings) == 1
+
+
+def test_a_version_is_read_once_however_many_stores_wait_for_it():
+    """Each reading hashes all of it, beside a push maybe; after a restart of this store all come back at once."""
+    scene = Scene()
+    for _ in range(8):
+        scene.late.offer(scene.store)
+    assert len(scene.readings) == 1
+    scene.failures[0](MemoryError())
+    scene.late.offer(scene.store)
+    assert len(scene.readings) == 2, "it is tried again"
+    scene.history.live = NEW
+    scene.late.offer(scene.store)
+    assert len(scene.readings) == 3, "what is read is no longer live"
+    scene.readings[1](OLD_DIGESTS)
+    scene.late.offer(scene.store)
+    assert len(scene.readings) == 3
+    scene.readings[2](NEW_DIGESTS)
+    assert scene.claimed() == NEW_DIGESTS
