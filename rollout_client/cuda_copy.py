@@ -242,16 +242,13 @@ class CudaCopier:
             stream.wait_stream(torch.cuda.current_stream(device))
         found: dict[int, int] = {}
         pieces = ((number, source, copy) for source, copies in jobs for number, copy in copies)
-        opened = False
+        loans = _Loans(lent, self._driver, lending)
         try:
             while group := self._some(pieces, lending):
                 summing.wait_stream(lending)  # for those that had to be made
                 with torch.cuda.stream(summing):
                     digesting = digester.start([tensor for _, tensor, _ in group], summing)
-                if not opened:  # while they are hashed
-                    lent.open(self._driver)
-                    opened = True
-                loan = _Loan(lent, lending)
+                loan = loans.opened()
                 for _, tensor, copy in group:
                     loan.send(tensor, copy, _nbytes(copy))
                 summing.synchronize()
@@ -262,6 +259,7 @@ class CudaCopier:
             if lent.whole:
                 reporter.go_ahead(list(found.items()))
         finally:
+            loans.join()
             summing.synchronize()
             lending.synchronize()
             lent.close()
@@ -420,6 +418,11 @@ class _Loans:
 
         self._thread = threading.Thread(target=open_all, name="lent memory", daemon=True)
         self._thread.start()
+
+    def opened(self) -> _Loan:
+        """The memory, once it is there. Raises what kept it from being mapped."""
+        self.go_on(wait=True)
+        return self._loan
 
     def lend(self, batches: "Iterable[_Batch]") -> None:
         """Copy these, which are being hashed, there as well."""
