@@ -165,6 +165,9 @@ class DiskPath:
     def parent(self) -> "DiskFolder":
         return DiskFolder(self.disk)
 
+    def with_name(self, name: str) -> "DiskPath":
+        return DiskPath(self.disk, name)
+
     def read_bytes(self) -> bytes:
         try:
             return self.disk.files[self.name]
