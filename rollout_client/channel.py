@@ -1,5 +1,6 @@
 """A trainer's connection to a store: one DEALER socket, used by one thread at a time; no wait is without an end."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -81,9 +82,11 @@ class Channel:
             self._context.term()
             raise
 
-    def send(self, message: Message, payload: Sequence[Any] = (), *, timeout_s: float) -> None:
+    def send(self, message: Message, payload: Sequence[Any] = (), *, timeout_s: float, computing: bool = False) -> None:
         """Queue a message; payload buffers are not copied and must stay as they are until the session is over.
 
+        computing: this thread goes on with something else. What sends is a thread of ZMQ's, which the kernel often puts
+        where this one runs: it gets a turn now, and not after milliseconds, when this one waits for something.
         Raises StoreUnavailable when no store takes it in time, or it is gone before it has taken all of it.
         """
         end = time.monotonic() + timeout_s
@@ -97,6 +100,8 @@ class Channel:
             except zmq.Again:  # it had room, and the connection was gone before it was used
                 if time.monotonic() >= end:
                     self._refuse(message, timeout_s)
+        if computing:
+            os.sched_yield()
         try:
             for i, buffer in enumerate(payload, 1):
                 self._socket.send(buffer, zmq.DONTWAIT | (zmq.SNDMORE if i < len(payload) else 0), copy=False)

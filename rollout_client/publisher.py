@@ -483,7 +483,7 @@ class WeightPublisher:
         message = msgspec.structs.replace(begin, plan=plan.name, session=ahead.session)
         placement = msgspec.structs.replace(ahead, copies=plan.copies)
         reporter = Reporter(self._channel, placement, deadline)
-        self._channel.send(message, timeout_s=_left(deadline))
+        self._channel.send(message, timeout_s=_left(deadline), computing=True)
         begun, losses, is_there = time.monotonic(), self._channel.losses, True
         try:
             try:

@@ -125,7 +125,7 @@ class Reporter:
         """Report what has been held back."""
         if self._digests or self._sums or self._arrived:
             said = Written(self.session, self._digests, self._sums, self._arrived)
-            self._channel.send(said, timeout_s=self.left_s)
+            self._channel.send(said, timeout_s=self.left_s, computing=True)
             self._digests, self._sums, self._arrived = [], [], []
             self._bytes, self._spoke = 0, time.monotonic()
 

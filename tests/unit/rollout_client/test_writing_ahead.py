@@ -66,6 +66,33 @@ def test_nothing_is_waited_for_before_the_bytes_are_there(store, ahead):
     assert store.heard.index(store.begun) < store.heard.index(store.of(wire.Written)[0])
 
 
+def test_what_is_said_leaves_before_the_thread_that_says_it_goes_on_to_compute(store, ahead, monkeypatch):
+    """The thread that sends it may have been put on the same core."""
+    turns: list[int] = []
+    sent: list[bytes] = []
+    monkeypatch.setattr("rollout_client.channel.os.sched_yield", lambda: turns.append(len(sent)))
+    monkeypatch.setattr(ahead._channel, "_socket", Noting(ahead._channel._socket, sent))
+    store.on[wire.Begin] = lambda m, _: place(store, "second", 1)
+    ahead.push_adapter("a", tensors(2), CONFIG, 2, timeout_s=30)
+    said = [type(wire.decode_request(data)) for data in sent]
+    assert [said[count - 1] for count in turns] == [wire.Begin, wire.Written]
+    assert said == [wire.Begin, wire.Written, wire.Seal]
+
+
+class Noting:
+    """A socket, and what is sent through it."""
+
+    def __init__(self, socket, sent):
+        self._socket, self._sent = socket, sent
+
+    def send(self, data, *args, **options):
+        self._socket.send(data, *args, **options)
+        self._sent.append(data)
+
+    def __getattr__(self, name):
+        return getattr(self._socket, name)
+
+
 def test_a_place_is_for_one_push(store, ahead):
     store.on[wire.Begin] = lambda m, _: place(store, m.session or "third", 1 if m.session else 0)
     for version in (2, 3):
