@@ -6,6 +6,7 @@ Between the two a version stays as it is, whatever is pushed: several versions o
 which of them a sequence computes with is rank 0's to say, in each batch. So nothing happens here at a commit.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from weight_manager.arena import ArenaReader
 from weight_manager.dynamic_weight_manager import WeightsRefused
 from weight_manager.layout import ITEMSIZE, Extent, Layout, rank_extents, region_digests, slot_array, version_digest
 from weight_manager.messages import InPlace, LiveAdapter
-from worker.engine.base import Adapters, TakesPieces, Taking
+from worker.engine.base import Adapters, GetsMemory, TakesPieces, Taking
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class AdapterViews:
         self._rank = rank
         self._table = table
         self._copying = table if isinstance(table, TakesPieces) and table.by_pieces else None
+        self._getting = table if isinstance(table, GetsMemory) and table.gets else None
         self._held: dict[int, _Held] = {}
         self._fits: dict[str, _Fit] = {}  # the last of each name
         self._arriving: dict[str, _Arriving] = {}  # what comes next of each name, as far as it is there
@@ -135,6 +137,15 @@ class AdapterViews:
         """Whether one like it is held, and it is read in a few milliseconds, into memory that is there."""
         known = self._fits.get(adapter.name)
         return known is not None and known.shape == adapter.shape and self._fits_a_step(adapter.name, known)
+
+    def get_memory(self, adapter: LiveAdapter) -> None:
+        """Before `prepare`, in the loop's thread: what the engine may get between steps alone. What is wrong with the
+        version, or that there is no memory, is for `prepare` to say.
+        """
+        if self._getting is not None and adapter.live.epoch not in self._held:
+            with contextlib.suppress(ArenaError, OSError, ValueError):
+                fit = self._fit(adapter)
+                self._getting.get(fit.plan, fit.layout.slot_bytes)
 
     def prepare(self, adapter: LiveAdapter) -> None:
         """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong; the

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import VIEW_DTYPE, Extent
-from worker.models.low_rank import LowRankMemory, NativeLowRank
+from worker.models.low_rank import LowRankMemory, MemoryGotFirst, NativeLowRank
 from worker.models.packed_adapter import Factors, Packing, Site, Taking, hasher
 
 MOST_RANK = 256
@@ -50,6 +50,17 @@ class AdapterTable:
             )
             changes[module.name] = Factors(a, b, module.scale)
         return _Plan(self._low_rank.plan(changes), VIEW_DTYPE[dtype])
+
+    @property
+    def gets(self) -> bool:
+        """See `GetsMemory`: on a device whose steps may wait for those of others."""
+        return isinstance(self._low_rank, MemoryGotFirst) and self._low_rank.gets
+
+    def get(self, plan: Any, nbytes: int) -> None:
+        """Have memory for a version."""
+        assert isinstance(plan, _Plan)
+        assert isinstance(self._low_rank, MemoryGotFirst)
+        self._low_rank.get(nbytes // plan.dtype.itemsize, plan.dtype.itemsize)
 
     def hold(self, epoch: int, plan: Any, flat: npt.NDArray[Any]) -> None:
         """Hold a version."""

@@ -391,7 +391,10 @@ class Actions:
                 patience = (0.0 if alone else _PREPARE_BESIDE_S) if computing else _PREPARE_S
                 work.run_in_background(lambda: None if skip else self._prepare(order), patience)
             case Signal.ADAPTER, Phase.PREPARE:
-                if order.adapter is not None and self.adapters.is_quick(order.adapter):
+                assert order.adapter is not None
+                quick = self.adapters.is_quick(order.adapter)
+                self.adapters.get_memory(order.adapter)
+                if quick:
                     work.run(lambda: self._prepare_adapter(order))
                 else:
                     work.run_in_background(lambda: self._prepare_adapter(order), _PREPARE_S)

@@ -69,3 +69,22 @@ def served(store: Store, request: pytest.FixtureRequest) -> Callable[[], tuple[i
 def publisher(store: Store, device: Any) -> Iterator[WeightPublisher]:
     with WeightPublisher(store.endpoint, run_id="gpu", transport="shm") as publisher:
         yield publisher
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Any]]:
+    """Makes replicas whose ranks share a model; skipped without as many devices."""
+    from tests.gpu.tp_replica import Ranks, need_devices
+
+    need_devices()
+    made: list[Any] = []
+
+    def make(**config: Any) -> Any:
+        made.append(Ranks(**config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.run_dir.exists():
+            print(one.said[-3000:], flush=True)
+        one.stop()

@@ -339,6 +339,22 @@ class Adapters(Protocol):
         ...
 
 
+@runtime_checkable
+class GetsMemory(Adapters, Protocol):
+    """One that may get memory between steps alone.
+
+    gets: it is so; else `hold` gets what it needs, and `get` is not called.
+    """
+
+    gets: bool
+
+    def get(self, plan: Any, nbytes: int) -> None:
+        """Between steps: have the memory that a version of this plan needs, whose array has so many bytes. Where there
+        is none `hold` says so.
+        """
+        ...
+
+
 class Taking(Protocol):
     """A version of an adapter, before it is known which, while an engine copies it into memory of its own."""
 

@@ -8,8 +8,13 @@ change themselves; beside others that any held version changes are two launches:
 (kernels/adapters.cu).
 
 Kernels are compiled, and the table and what lies between A and B get memory, when the first adapter comes.
+
+Ranks that share a model: getting memory or loading a kernel may wait for all that a device does, and so for sums that
+wait for other ranks, and hold up those who watch over them. So these ranks do either only where no sum is under way on
+their device: kernels at the start, memory in the loop's thread, once the stream is through (`get`, `drop`).
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +37,8 @@ from worker.models.packed_adapter import PARTS, Factors, Site
 if TYPE_CHECKING:
     from worker.gpu.inputs import StepInputs
     from worker.gpu.operations import Rows
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -99,7 +106,9 @@ class _Room:
 class DeviceAdapters:
     """The versions that one device holds (`LowRankMemory`), and what of them a step has.
 
-    `plan` and `hold` run in one thread at a time, beside steps; `drop` and the rest in the loop's.
+    `plan` and `hold` run in one thread at a time, beside steps; `get`, `drop` and the rest in the loop's.
+    touched: sites changed by the versions that steps have had, of those that are held. It follows from the batches
+    alone, so all ranks' graphs have launches for the same ones, however long each took to hold a version.
     """
 
     def __init__(
@@ -116,7 +125,9 @@ class DeviceAdapters:
         """rows: the most of a step. stream: the steps'. settle: waits until no step runs. shared: the model is, with
         other ranks.
         """
-        self._shared = shared
+        self.gets = shared
+        self._got: list[Region] = []  # memory for the next version, of ranks that share a model
+        self._lacking = ""  # why there is none, or no room at all
         self.driver = self._driver = driver
         self._sites, self._fp32, self._stream, self._settle = sites, fp32, stream, settle
         self.rows, self.element = max(rows, _SHARES * _FEW_ROWS), 4 if fp32 else 2
@@ -129,6 +140,7 @@ class DeviceAdapters:
         self._places = list(range(MOST_VERSIONS))
         self.multiprocessors = driver.attribute(16)
         self._spare: dict[int, list[Region]] = {}  # addresses without memory, by size
+        self._had: set[int] = set()  # epochs that steps have had
         self.touched: frozenset[int] = frozenset()
 
     @property
@@ -137,10 +149,20 @@ class DeviceAdapters:
         assert self._room is not None, "no adapter was ever planned"
         return self._room
 
+    def start(self) -> None:
+        """Ranks that share a model, at their start: make the room that the first adapter needs."""
+        if not self.gets:
+            return
+        try:
+            self._make_room()
+        except (CudaError, OSError) as error:
+            self._lacking = str(error)
+            log.warning("this device can hold no adapters: %s", error)
+
     def plan(self, changes: Mapping[str, Factors]) -> object:
         """See LowRankMemory. Raises ValueError where the device cannot."""
-        if self._shared:  # getting memory, and loading kernels, beside sums may wait for them, as they do for us
-            raise ValueError("ranks that share a model on GPUs take no adapters: replicas of one GPU (tp 1) do")
+        if self.gets and self._room is None:
+            raise ValueError(f"this device can hold no adapters: {self._lacking}")
         try:
             self._make_room()
         except (CudaError, OSError) as error:
@@ -155,6 +177,18 @@ class DeviceAdapters:
                     touched.add(index)
         factors["ranks"] = factors["rank"].sum(axis=1)
         return _Plan(factors, frozenset(touched), -(-int(factors["ranks"].max()) // 4) * 4)
+
+    def get(self, elements: int, itemsize: int) -> None:
+        """Between steps: the memory of a version of so many elements, for `hold`, which says it if there is none."""
+        self._driver.enter()
+        self._settle()
+        self._give_back_got()
+        try:
+            self._got.append(self._memory(elements * self.element))
+            if itemsize != self.element:
+                self._got.append(self._memory(elements * itemsize))
+        except CudaError as error:
+            self._lacking = str(error)
 
     def hold(self, epoch: int, plan: Any, flat: Array) -> None:
         """Copy a version, in the dtype that is computed with, and prove the copy. Raises ValueError where there is no
@@ -176,23 +210,25 @@ class DeviceAdapters:
             self._driver.wait(self._own_stream)
         except CudaError as error:
             self._places.append(place)
-            self._give_back(memory)
+            self._let_go(memory)
             raise ValueError(str(error)) from error
         with self._lock:
             self._held[epoch] = _Held(memory, place, plan)
-            self._touch()
 
     def drop(self, epoch: int) -> None:
         """Give a version's memory back, once no step runs."""
         with self._lock:
             held = self._held.pop(epoch, None)
+            self._had.discard(epoch)
             self._touch()
-        if held is None:
+        if held is None and not self._got:
             return
         self._driver.enter()
         self._settle()
-        self._give_back(held.memory)
-        self._places.append(held.place)
+        self._give_back_got()
+        if held is not None:
+            self._give_back(held.memory)
+            self._places.append(held.place)
 
     def lists(self, batch: ForwardBatch, rows: int) -> Int32 | None:
         """Which rows of a step of `rows` rows have which version, as kernels/adapters.cu reads it; None: none has any.
@@ -204,7 +240,12 @@ class DeviceAdapters:
         key = rows, batch.adapters.tobytes(), batch.query_lens.tobytes()
         listed = self._listed
         if listed is None or listed[0] != key:
-            listed = self._listed = key, self._list(batch, rows)
+            listed = key, self._list(batch, rows)
+            with self._lock:
+                if new := set(batch.adapters.tolist()) - self._had - {0}:
+                    self._had |= new
+                    self._touch()
+                self._listed = listed
         self._steps = (self._steps + 1) % (1 << 31)
         listed[1][2] = self._steps
         return listed[1]
@@ -247,14 +288,14 @@ class DeviceAdapters:
 
     def _touch(self) -> None:
         self._listed = None
-        self.touched = frozenset().union(*(held.plan.touched for held in self._held.values()))
+        self.touched = frozenset().union(*(self._held[epoch].plan.touched for epoch in self._had))
 
     def _copied(self, flat: Array) -> Region:
         """A version in memory of its own, proved."""
-        memory = self._memory(flat.size * self.element)
+        memory = self._taken(flat.size * self.element)
         came = memory
         try:
-            came = memory if flat.itemsize == self.element else self._memory(flat.nbytes)
+            came = memory if flat.itemsize == self.element else self._taken(flat.nbytes)
             self._driver.to_device(came.address, flat, self._own_stream)
             self._prove(came.address, flat)
             if came is not memory:
@@ -263,11 +304,11 @@ class DeviceAdapters:
                 self.room.kernels.launch("converted", (blocks,), 256, self._own_stream, arguments)
                 self._driver.wait(self._own_stream)
         except BaseException:
-            self._give_back(memory)
+            self._let_go(memory)
             raise
         finally:
             if came is not memory:
-                self._give_back(came)
+                self._let_go(came)
         return memory
 
     def _prove(self, address: int, flat: Array) -> None:
@@ -286,8 +327,34 @@ class DeviceAdapters:
             if xxhash.xxh3_64_intdigest(there[start:end]) != digest:
                 raise ValueError(f"{self._driver.name} does not hold what was copied to it")
 
+    def _taken(self, nbytes: int) -> Region:
+        """Memory for `hold`: what `get` has got, where ranks share a model. Raises CudaError where there is none."""
+        if not self.gets:
+            return self._memory(nbytes)
+        size = self._whole(nbytes)
+        fits = [memory for memory in self._got if memory.nbytes == size]
+        if not fits:
+            raise CudaError(self._lacking or "no memory was got for this version of an adapter")
+        self._got.remove(fits[0])
+        return fits[0]
+
+    def _let_go(self, memory: Region) -> None:
+        """`hold` needs it no more."""
+        if self.gets:
+            self._got.append(memory)
+        else:
+            self._give_back(memory)
+
+    def _give_back_got(self) -> None:
+        self._lacking = ""
+        while self._got:
+            self._give_back(self._got.pop())
+
+    def _whole(self, nbytes: int) -> int:
+        return -(-max(nbytes, 1) // self._driver.page) * self._driver.page
+
     def _memory(self, nbytes: int) -> Region:
-        size = -(-max(nbytes, 1) // self._driver.page) * self._driver.page
+        size = self._whole(nbytes)
         spare = self._spare.setdefault(size, [])
         memory = spare.pop() if spare else Region(self._driver, size, "a version of an adapter")
         try:
@@ -326,8 +393,9 @@ class DeviceAdapters:
             begun=once("begun", driver.event),
             done=once("done", driver.event),
         )
-        for name in (*_KERNELS, *(kernel.name for kernel in products)):
+        for name in (*_KERNELS, "converted", *(kernel.name for kernel in products)):
             room.kernels.load(name)
+        room.hashes.load("xxh3")
         self._require_right(room)
         self._room = room
 

@@ -319,7 +319,10 @@ class GpuDecoder:
             self._adapted_sites = self.adapters.touched
         graphs = self._adapted_graphs[slot]
         if size not in graphs:
-            graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size, adapted=True))
+            if self.ranks is not None:
+                self.wait()  # a graph that is made may wait for the device, and so for sums
+            with self._together():
+                graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size, adapted=True))
         return graphs[size]
 
     def _record(self, slot: int, size: int, *, adapted: bool = False) -> None:

@@ -122,6 +122,8 @@ class GpuEngine:
         log.info("computing on %s in %s", self._driver.name, self._dtype)
         if meeting is not None:
             digests.regions(self._slots.regions[0].address)  # loads its kernel, which must not happen beside a sum
+            self._decoder.adapters.start()
+            lap("adapters")
 
     def groups(self, others: Groups) -> Groups:
         """What is shut when weights are released, and made again before they come back. others: of Paddle."""

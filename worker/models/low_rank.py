@@ -7,7 +7,7 @@ else is in the step: what is added to a sequence is the same alone and among oth
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,22 @@ class LowRankMemory(Protocol):
 
     def drop(self, epoch: int) -> None:
         """Let go of a version and of its array; between steps. Nothing happens for one that is not held."""
+        ...
+
+
+@runtime_checkable
+class MemoryGotFirst(LowRankMemory, Protocol):
+    """One whose memory may have to be got while no step runs, before `hold`.
+
+    gets: it has; else `get` is not called.
+    """
+
+    gets: bool
+
+    def get(self, elements: int, itemsize: int) -> None:
+        """Between steps: have memory for a version of so many elements, of so many bytes each. Whether there is some
+        is for `hold` to say.
+        """
         ...
 
 

@@ -91,6 +91,49 @@ def test_versions_that_lie_alike_are_planned_once_and_held_each_with_its_bytes(s
     assert table.planned == 2
 
 
+class Getting(Counting):
+    """An engine that may get memory between steps alone. got: bytes of the arrays that it was got for."""
+
+    def __init__(self, *, gets=True):
+        super().__init__()
+        self.gets, self.got = gets, []
+
+    def get(self, plan, nbytes):
+        if plan and nbytes == self.full:
+            raise ValueError("no room")
+        self.got.append(nbytes)
+
+    full = 0
+
+
+def test_memory_is_got_before_a_version_is_prepared_and_what_is_wrong_is_said_then(store):
+    table = Getting()
+    views, size = AdapterViews(BASE, 0, table), store.layout.slot_bytes
+    one, two = store.version(1, 0), store.version(2, 1)
+    for version in (one, two):
+        assert not views.is_quick(version) or version is two
+        views.get_memory(version)
+        views.prepare(version)
+    assert table.got == [size, size]
+    assert table.planned == 1
+    views.get_memory(two)
+    assert table.got == [size, size], "it is held"
+    table.full = size
+    views.get_memory(store.version(3, 2))
+    bad = msgspec.structs.replace(two, name="b", shape=msgspec.structs.replace(two.shape, dtype="bfloat16"))
+    bad = msgspec.structs.replace(bad, live=msgspec.structs.replace(two.live, epoch=20))
+    views.get_memory(bad)
+    with pytest.raises(WeightsRefused, match="slot 1 does not hold version 2 of b"):
+        views.prepare(bad)
+
+
+def test_an_engine_that_gets_memory_beside_steps_is_not_asked_to_plan_between_them(store):
+    table = Getting(gets=False)
+    views = AdapterViews(BASE, 0, table)
+    views.get_memory(store.version(1, 0))
+    assert (table.got, table.planned) == ([], 0)
+
+
 either_kind = pytest.mark.parametrize("kind", [FakeAdapters, CopyingAdapters])
 
 

@@ -440,6 +440,8 @@ def test_memory_is_given_back_once_no_step_runs(device, dtype):
     assert len(driver.mapped) == 2
     version.into(held, 4)
     assert set(driver.mapped) == addresses
+    assert not held.touched, "no step has had one"
+    held.lists(_batch([0, 4], [1, 1]), 4)
     assert held.touched == {0, 1, 2, 3}
     for epoch in (1, 3, 4):
         held.drop(epoch)
@@ -560,6 +562,8 @@ def test_a_product_that_nothing_held_changes_has_no_launches(device):
     _, held = device("bfloat16")
     Version(1, {"q": 2}, "bfloat16").into(held, 1)
     changes = Changes(held, SITES, {4096: 0, 8192: 1}, None, EPS)
+    assert changes.site(Tensor(4096, (1, 1))) is None, "no step has had it"
+    held.lists(_batch([1], [1]), 1)
     assert changes.site(Tensor(4096, (1, 1))) == 0
     assert changes.site(Tensor(8192, (1, 1))) is None
     assert changes.site(Tensor(5000, (1, 1))) is None

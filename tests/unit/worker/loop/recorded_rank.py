@@ -2,13 +2,16 @@
 
 What stands in besides, as a device that reads as zeros is refused: the self-tests and the proof of what it holds pass.
 Every token drawn is 5.
-At its end a rank writes down the collectives that it launched, in $RECORDED.RANK.
+At its end a rank writes down the collectives that it launched, in $RECORDED.RANK, and what was done to memory of
+adapters in which thread.
 """
 
 import json
 import os
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from tests import recording_cuda
 from worker import __main__ as started
 from worker.engine.base import Drawn
-from worker.gpu import digests, drawing, engine
+from worker.gpu import adapters, digests, drawing, engine
 
 TOKEN = 5
 
@@ -30,12 +33,27 @@ def main() -> int:
         return Drawn(np.full(count, TOKEN), np.zeros(count), np.ones(count, np.bool_), np.zeros(count, np.bool_))
 
     drawing.Drawing.finished = finished  # type: ignore[method-assign]
+    threads: list[tuple[str, str]] = []
+
+    def noted(method: str) -> None:
+        real = getattr(adapters.DeviceAdapters, method)
+
+        def call(self: adapters.DeviceAdapters, *arguments: Any) -> Any:
+            threads.append((method, threading.current_thread().name))
+            return real(self, *arguments)
+
+        setattr(adapters.DeviceAdapters, method, call)
+
+    for method in ("_memory", "_give_back", "hold"):
+        noted(method)
+    for proof in ("_prove", "_require_right"):
+        setattr(adapters.DeviceAdapters, proof, lambda *_: None)
     rank = sys.argv[sys.argv.index("--rank") + 1] if "--rank" in sys.argv else "0"
     status = started.main()
     counted = [call[:1] + call[1:5] for call in recording.of("ncclAllReduce", "ncclAllGather", "ncclBroadcast")]
     graphs = len(recording.of("cuGraphLaunch"))
     lives = [call[0] for call in recording.of("ncclCommInitRank", "ncclCommDestroy", "ncclCommAbort")]
-    Path(f"{os.environ['RECORDED']}.{rank}").write_text(json.dumps([counted, graphs, lives]))
+    Path(f"{os.environ['RECORDED']}.{rank}").write_text(json.dumps([counted, graphs, lives, threads]))
     return status
 
 

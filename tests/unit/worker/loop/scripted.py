@@ -19,7 +19,12 @@ PATIENCE_S = 30.0
 
 
 class ScriptedStore:
-    """Says to the replica what a test wants said, over the store's socket."""
+    """Says to the replica what a test wants said, over the store's socket.
+
+    passes: messages that it takes for nothing.
+    """
+
+    passes = (store_messages.Beat,)
 
     def __init__(self, run_dir, arena, layout, context):
         self.arena, self.layout = arena, layout
@@ -55,13 +60,13 @@ class ScriptedStore:
         self._socket.send_multipart([self._identity, store_messages.encode(message)])
 
     def poll(self, timeout=0.0):
-        """The next message but beats, or None."""
+        """The next message but those, or None."""
         deadline = time.monotonic() + timeout
         while self._socket.poll(max(0, (deadline - time.monotonic()) * 1000)):
             self._identity, payload = self._socket.recv_multipart()
             message = store_messages.decode_incoming(payload)
             self.seen.append(message)
-            if not isinstance(message, store_messages.Beat):
+            if not isinstance(message, self.passes):
                 return message
         return None
 

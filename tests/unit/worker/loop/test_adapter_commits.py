@@ -32,7 +32,9 @@ class Adapter:
 
     def __init__(self, rig):
         self._rig = rig
-        parts = [Part(f"{MODULE}.lora_A", "float32", (2, 8)), Part(f"{MODULE}.lora_B", "float32", (8, 2))]
+        (shape,) = [p.shape for p in rig.layout.manifest.parameters if p.name == f"{MODULE}.weight"]
+        halves = {"lora_A": (2, shape[1]), "lora_B": (shape[0], 2)}
+        parts = [Part(f"{MODULE}.{half}", "float32", of_half) for half, of_half in halves.items()]
         self._shape = AdapterPlanner(rig.layout).shape(AdapterConfig(2, 2.0), parts, 256)
         self._layout = adapter_layout(self._shape, rig.layout)
         self.spans = self._layout.ranges

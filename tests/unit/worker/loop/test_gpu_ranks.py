@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.worker.loop.recorded_rank import TOKEN
 from tests.unit.worker.loop.rig import MODEL, ProcessRig
+from tests.unit.worker.loop.test_adapter_commits import Adapter
 from worker.boot import EXIT_GROUP_DEAD
 from worker.messages import Clear, Done, Pause, Reload, Resume, Verify
 
@@ -68,6 +69,26 @@ def test_two_ranks_serve_are_pushed_to_cleared_and_brought_back_and_launch_the_s
     assert first[1] == second[1] > 50, "graphs launched"
     assert {name for name, *_ in kinds[0]} == {"ncclAllReduce", "ncclAllGather", "ncclBroadcast"}
     assert first[2] == second[2] == ["ncclCommInitRank", *["ncclCommDestroy", "ncclCommInitRank"] * 3]
+
+
+def test_two_ranks_hold_adapters_and_launch_the_same_and_get_memory_in_their_loops_alone(ranks):
+    adapter = Adapter(ranks)
+    for number in range(3):
+        ranks.api.generate(f"a{number}", [1, 2], max_tokens=200)
+    for version in range(1, 5):
+        adapter.push(version)
+        ranks.api.generate(f"b{version}", [3], adapter="a", max_tokens=30)
+    for name in ("a0", "b1", "b2", "b3", "b4"):
+        assert ranks.api.finish(name)[2] == "length"
+    ranks.stop()
+    first, second = (json.loads(ranks.recorded.with_suffix(f".{rank}").read_text()) for rank in range(2))
+    assert [(name, *numbers[2:]) for name, *numbers in first[0]] == [(name, *n[2:]) for name, *n in second[0]]
+    for rank in (first, second):
+        of = {method: {thread for name, thread in rank[3] if name == method} for method in ("_memory", "_give_back")}
+        assert of == {"_memory": {"MainThread"}, "_give_back": {"MainThread"}}
+        held = [thread for name, thread in rank[3] if name == "hold"]
+        assert len(held) == 4
+        assert held[0] == "work", "the first takes long, and steps go on"
 
 
 @pytest.mark.parametrize("victim", [1, 0])
