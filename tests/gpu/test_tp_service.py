@@ -1,5 +1,6 @@
-"""The whole service with a replica of two ranks on two GPUs: its start, pushes of a torch trainer on the last card of
-the host, sleep, and the death of a rank. Skipped without two devices, torch and Paddle, whose gloo the ranks use."""
+"""The whole service with a replica of two ranks on two GPUs ($TP_RANKS of them): its start, pushes of a torch trainer
+on the last card of the host, an adapter's, sleep, and the death of a rank. Skipped without as many devices, torch and
+Paddle, whose gloo the ranks use."""
 
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import pytest
 from benchmarks.gpu import replay
 from benchmarks.gpu.service import EmptyService
 from rollout_client import RolloutClient, WeightPublisher
+from tests.gpu.tp_replica import TP
 
 pytestmark = [pytest.mark.timeout(240)]
 BACK_S = 60
@@ -25,14 +27,14 @@ def torch():
     torch = pytest.importorskip("torch")
     if importlib.util.find_spec("paddle") is None:
         pytest.skip("needs Paddle")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
+    if torch.cuda.device_count() < TP:
+        pytest.skip(f"needs {TP} devices")
     return torch
 
 
 @pytest.fixture
 def service(torch, tmp_path):
-    options = ("--device", "gpu", "--dtype", "float32", "--tp", "2", "--set", "worker.num_blocks=512")
+    options = ("--device", "gpu", "--dtype", "float32", "--tp", str(TP), "--set", "worker.num_blocks=512")
     with EmptyService(replay.CONFIG, 1, tmp_path / "service.log", *options) as running:
         yield running
         print((tmp_path / "service.log").read_text()[-3000:], flush=True)
@@ -62,18 +64,24 @@ def push(torch, service):
 
 
 @pytest.fixture
+def push_adapter(service):
+    with WeightPublisher(service.push_endpoint, run_id="tp") as publisher:
+        yield lambda version: replay.push_adapter(publisher, "b", version)
+
+
+@pytest.fixture
 def greedy(service):
     with RolloutClient(service.url) as client:
 
-        def asked(max_tokens=40):
-            reply = client.generate(prompt_ids=PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            (output,) = reply.outputs
+        def asked(max_tokens=40, adapter=""):
+            how = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "adapter": adapter}
+            (output,) = client.generate(prompt_ids=PROMPT, **how).outputs
             return list(output.token_ids), [span.version for span in output.spans]
 
         yield asked
 
 
-def test_it_serves_is_pushed_to_sleeps_and_outlives_a_rank(service, push, greedy, pids):
+def test_it_serves_is_pushed_to_sleeps_and_outlives_a_rank(service, push, push_adapter, greedy, pids):
     report = push(1)
     assert report.filled == 0, "ranks that share a model are not filled by a trainer"
     service.wait_ready()
@@ -82,10 +90,18 @@ def test_it_serves_is_pushed_to_sleeps_and_outlives_a_rank(service, push, greedy
     push(2)
     second, versions = greedy()
     assert (versions, second == first) == ([2], False)
+    push_adapter(1)
+    former = greedy(adapter="b")[0]
+    push_adapter(2)
+    adapted, versions = greedy(adapter="b")
+    assert versions == [2]
+    assert adapted not in (former, second)
+    assert former != second
     for _ in range(3):
         said = httpx.post(f"{service.url}/v1/rollout/memory/release", json={}, timeout=60).raise_for_status().json()
         httpx.post(f"{service.url}/v1/rollout/memory/resume", json={}, timeout=60).raise_for_status()
         assert greedy() == (second, [2])
+        assert greedy(adapter="b") == (adapted, [2])
     assert said["released_bytes"] > 0
     for victim in (1, 0):
         under_way = []
@@ -100,6 +116,7 @@ def test_it_serves_is_pushed_to_sleeps_and_outlives_a_rank(service, push, greedy
         assert under_way[0][0][: len(second)] == second
         print(f"rank {victim} killed: answered after {time.monotonic() - began:.2f} s", flush=True)
         assert greedy() == (second, [2])
-        assert not {*pids()} & {*before}, "both ranks began anew"
+        assert greedy(adapter="b") == (adapted, [2]), "it is held again"
+        assert not {*pids()} & {*before}, "all ranks began anew"
     push(3)
     assert greedy()[1] == [3]
