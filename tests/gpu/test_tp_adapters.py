@@ -93,11 +93,13 @@ def test_a_rank_that_is_killed_while_versions_come_ends_the_other_in_a_bounded_t
     for number in range(CLIENTS):
         r.api.generate(f"a{number}", PROMPT, adapter="abc"[number % 3], max_tokens=200)
     r.api.until(lambda: r.api.tokens("a0") > 5)
-    killed = []
+    took = []
 
     def kill():
-        killed.append(time.monotonic())
+        killed = time.monotonic()
         os.kill(r.ranks[victim].pid, signal.SIGKILL)
+        status = r.ranks[1 - victim].wait(30)
+        took.append((status, time.monotonic() - killed))
 
     def push():
         for version, adapter in itertools.product(range(2, 1000), found.values()):
@@ -109,7 +111,7 @@ def test_a_rank_that_is_killed_while_versions_come_ends_the_other_in_a_bounded_t
     with pytest.raises(AssertionError):
         push()
     timer.join()
-    assert r.ranks[1 - victim].wait(30) == EXIT_GROUP_DEAD
-    seconds = time.monotonic() - killed[0]
+    ((status, seconds),) = took
     show(killed=victim, other_left_after_s=round(seconds, 3), said=r.last_words())
-    assert seconds < 15
+    assert status == EXIT_GROUP_DEAD
+    assert seconds < 10
