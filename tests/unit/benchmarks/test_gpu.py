@@ -2,12 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from api.schemas.rollout import GenerateRequest
 from benchmarks.gpu import commits, replay, sampling, throughput
 from benchmarks.gpu.made_up import directory
+from worker.logit_edits import LogitEdits
+from worker.messages import SamplingParams
+from worker.random_streams import uniforms
+from worker.sampler import Pick, Sampler
 
 
 def _events(pushes, *, step=0.01, late=0.0, slow=1.0):
@@ -74,3 +79,18 @@ def test_what_is_asked_of_a_service_is_what_its_route_reads(fields):
     made = asked.sampling([], "")
     bias = {int(i): added for i, added in fields.get("logit_bias", {}).items()}
     assert {name: getattr(made, name) for name in fields} == fields | ({"logit_bias": bias} if bias else {})
+
+
+def test_a_token_at_the_edge_of_its_interval_is_told_from_another():
+    """Logits of a device and of numpy differ in their last bits; a random number between the two says two tokens."""
+    sampler, sampling = Sampler(512), SamplingParams()
+    pick = Pick(0, sampling, LogitEdits(sampling, [], frozenset()), 3, 0, 0)
+    (number,) = uniforms([3], [0], [0])
+    row = np.full(512, -200.0, np.float32)
+    row[8], row[7] = 0.0, np.log(number / (1 - number))
+    (drawn,) = sampler.sample(row[None], [pick])
+    other = 15 - drawn.token
+    assert replay.at_the_edge(sampler, row, pick, other, drawn).token == other
+    assert replay.at_the_edge(sampler, row, pick, 9, drawn) is drawn
+    row[7] += 1e-3 if drawn.token == 7 else -1e-3
+    assert replay.at_the_edge(sampler, row, pick, other, drawn) is drawn
