@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import replay
-from tests.gpu.tp_replica import CLIENTS, TP, Adapter, Asking, show
+from tests.gpu import tp_engines
+from tests.gpu.test_engine import SHAPES
+from tests.gpu.tp_replica import CLIENTS, TP, Adapter, Asking, need_devices, show
 from worker.boot import EXIT_GROUP_DEAD
 from worker.messages import Clear, Done, Pause, Reload, Resume
 
@@ -71,6 +73,15 @@ def test_several_ranks_say_with_adapters_what_one_says(adapters, dtype):
         r.stop()
     assert said[1] == said[TP]
     assert len({tuple(tokens) for tokens in said[TP]}) == 4, "each says something else"
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen2-0.5b"])
+def test_merged_weights_of_real_shapes_in_bfloat16(name, tmp_path):
+    """Steps of few and of many rows: products of few add adapters on their way, and a rank has its part of them."""
+    need_devices()
+    found = tp_engines.errors(SHAPES[name], tmp_path, TP)
+    show(shape=name, off={count: max(errors) for count, errors in found.items()})
+    assert max(max(errors) for errors in found.values()) < 0.05
 
 
 def test_adapters_outlive_what_is_shut_and_brought_back(adapters):
