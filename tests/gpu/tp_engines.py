@@ -87,6 +87,8 @@ def _compute(folder, rank, tp, end):
         found[count] = []
         for epoch, reference in references.items():
             mine = [i for i, one in enumerate(epochs) if one == epoch][:2]
+            if not mine:
+                continue
             expected = Feeder(reference, [sequences[i] for i in mine])
             _steps(expected)
             for number, i in enumerate(mine):
