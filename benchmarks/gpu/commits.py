@@ -1,6 +1,6 @@
 """What a push costs those who generate: a stream's token gaps while a torch trainer on the same GPU pushes.
 
-    python -m benchmarks.gpu.commits [--sequences 64] [--pushes 200] [--out OUT.json]
+    python -m benchmarks.gpu.commits [--sequences 64] [--pushes 60] [--out OUT.json]
 
 64 sequences generate, one of them streamed to a process of its own, which notes when each token comes and which version
 made it. They begin together and are as long, and pushes end before they do: no prompt is computed beside these. By way
@@ -35,10 +35,10 @@ from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, RolloutClient
 
-PAUSE_S = 0.05
-LONGEST, ROOM = 2800, "worker.max_model_len=2900"
-"""New tokens of a request; at 64 sequences, more than 6 s."""
-BEGIN_S, ROUND_S, EACH = 2.0, 8.0, 54
+PAUSE_S = 0.08
+LONGEST = 1900
+"""New tokens of a request; at 64 sequences, some 5 s."""
+BEGIN_S, ROUND_S, EACH = 1.8, 5.4, 34
 """Of a round: when its pushes begin and end at the latest, and how many there are at most."""
 Window = tuple[float, float]
 
@@ -111,7 +111,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--pushes", type=int, default=200, help="of each way")
+    parser.add_argument("--pushes", type=int, default=60, help="of each way")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
@@ -127,7 +127,7 @@ def main() -> None:
     import torch
 
     log = Path(tempfile.mkdtemp(prefix="commits-")) / "service.log"
-    options = ["--device", "gpu", *(word for each in (*SETTINGS, ROOM) for word in ("--set", each))]
+    options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
     with EmptyService(SHAPES[MODEL], 1, log, *options) as service:
         trainer = Trainer(torch, service.push_endpoint)
         trainer.push("shm")
