@@ -489,7 +489,8 @@ class WeightPublisher:
             try:
                 self._stage(begin, placement, held, transport, reporter)
             except SessionLost:
-                if reporter.placed is not None:  # it was this push's, and somebody has ended it
+                placed = reporter.placed
+                if isinstance(placed, Placement) and placed.session == ahead.session:  # and somebody has ended it
                     return None
                 is_there = False
             left = _left(deadline) + REPLY_MARGIN_S

@@ -9,6 +9,7 @@ import pytest
 from rollout_client import errors
 from rollout_client import protocol as wire
 from rollout_client.digest import digest_of
+from rollout_client.transport import Reporter
 
 CONFIG = {"r": 1, "lora_alpha": 1}
 NAMES = ("model.layers.0.mlp.up_proj.lora_A", "model.layers.0.mlp.up_proj.lora_B")
@@ -128,6 +129,24 @@ def test_nothing_is_written_into_a_slot_that_is_somebody_elses_by_now(store, ahe
     assert [begin.session for begin in store.of(wire.Begin)] == ["second"], "what it was answered is what counts"
     assert not store.of(wire.Abort)
     assert there(store, 0) == [[2.0] * 40] * 2
+
+
+def test_a_session_that_was_opened_elsewhere_is_used_though_the_one_told_of_is_unknown(store, ahead, monkeypatch):
+    """It writes for so long that it renews the lease of a session that the store has not opened."""
+
+    def begin(message, _):
+        opened = any(one.session for one in store.of(wire.Begin)[:-1])
+        return wire.Error("busy", "a push is running", retryable=True) if opened else place(store, "third", 0)
+
+    def written(message, _):
+        return wire.Error("unknown_session", "not known", message.session) if message.session == "second" else None
+
+    turn = Reporter.turn
+    monkeypatch.setattr(Reporter, "turn", lambda self: (time.sleep(0.3), turn(self)))
+    store.on |= {wire.Begin: begin, wire.Written: written}
+    ahead.push_adapter("a", tensors(2), CONFIG, 2, timeout_s=30)
+    assert there(store, 0) == [[2.0] * 40] * 2
+    assert [m.session for m in store.of(wire.Seal)] == ["third"]
 
 
 @pytest.mark.parametrize("code", ["busy", "unknown_plan"])
