@@ -127,6 +127,7 @@ class History:
         saved = self._read()
         self.saved = saved if saved.id else msgspec.structs.replace(saved, id=secrets.token_hex(8))
         self._next = self.saved.reserved
+        self._arrived = False  # and the file does not say so
 
     @property
     def live(self) -> Live | None:
@@ -168,7 +169,12 @@ class History:
 
     def arrived(self) -> None:
         """The arena has what is live; reaches the disk with the next write. A restart before that looks at the slot."""
-        self.saved = msgspec.structs.replace(self.saved, ahead=False)
+        self.saved, self._arrived = msgspec.structs.replace(self.saved, ahead=False), True
+
+    def write_arrived(self) -> None:
+        """Have the file say that: there will be no slot to be looked at. Raises OSError."""
+        if self._arrived:
+            self._write(self.saved)
 
     def lose(self, time: float) -> None:
         """What is live was in device memory alone and is gone: the version before is live again, where its slot still
@@ -251,7 +257,7 @@ class History:
     def _write(self, saved: Saved) -> None:
         saved = msgspec.structs.replace(saved, reserved=self._next + RESERVE)
         write_atomically(self._path, msgspec.json.encode(saved), synced=self.synced)
-        self.saved = saved
+        self.saved, self._arrived = saved, False
 
 
 def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None:

@@ -369,6 +369,10 @@ class Store:
         if not keep_arena:
             self._arena.unlink()  # first: it must not stay, whatever the rest takes
         if self._opened:
+            try:
+                self._history.write_arrived()
+            except OSError as error:
+                log.error("the next store may take what was live to be lost: %s", error)
             session, refusal = self._coordinator.session, PushRefused("aborted", "the store is stopping")
             if session is not None:
                 self._coordinator.abort(session, refusal, time.monotonic(), Event.STOPPING)

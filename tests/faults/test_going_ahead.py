@@ -200,6 +200,19 @@ def test_with_everybody_a_version_is_lost_and_its_number_is_kept_for_its_bytes(
     assert (status.live.version, status.lost) == (2, None)
 
 
+def test_a_version_that_the_arena_got_is_not_lost_with_a_store_that_is_told_to_stop(store, ranks, pusher, weights):
+    """Of which nothing is left on purpose, unless it keeps a snapshot."""
+    ranks()
+    trainer = pusher()
+    trainer.start(weights(1), 1)
+    assert isinstance(trainer.ahead(), wire.IsLive)
+    assert isinstance(trainer.arena()[1], wire.Committed)
+    store.end(signal.SIGTERM)
+    store.start()
+    status = store.status()
+    assert (status.lost, status.last_error) == (None, None)
+
+
 def test_other_bytes_in_the_arena_are_replaced_by_those_that_are_served(store, ranks, locked, weights, digest_of):
     ranks()
     trainer = locked()
