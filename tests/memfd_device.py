@@ -139,13 +139,19 @@ class HostDigests:
 
     def __init__(self, layout):
         self.layout, self.computed, self.early = layout, 0, None
+        self.reading = False  # what was begun may still be read
+
+    def settle(self):
+        self.reading = False
 
     def begin(self, address):
+        self.settle()
         self.early = SimpleNamespace(address=address, digests={})
         return self.early
 
     def read_ahead(self, early, spans, copying):
         assert early is self.early
+        self.reading = True
         memory = (ctypes.c_ubyte * self.layout.slot_bytes).from_address(early.address)
         found = region_digests(self.layout, memoryview(memory))
         for number, (start, nbytes) in enumerate(self.layout.ranges):
@@ -154,6 +160,7 @@ class HostDigests:
                 early.digests[number] = found[number]
 
     def version(self, address):
+        self.settle()
         self.computed += 1
         memory = (ctypes.c_ubyte * self.layout.slot_bytes).from_address(address)
         return version_digest(self.layout, region_digests(self.layout, memoryview(memory)))
@@ -161,6 +168,7 @@ class HostDigests:
     def holds(self, address, live, regions, early=None):
         if early is None:
             return self.version(address) == live.digest
+        self.settle()
         self.computed += 1
         assert (early, early.address) == (self.early, address)
         memory = (ctypes.c_ubyte * self.layout.slot_bytes).from_address(address)

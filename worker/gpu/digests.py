@@ -76,8 +76,7 @@ class DeviceDigests:
 
     def begin(self, address: int) -> Early:
         """The slot that begins there is filled anew; what was hashed of another filling is worth nothing any more."""
-        self._driver.enter()
-        self._driver.wait(self._stream)  # which reads the table
+        self.settle()  # it reads the table
         self._early_table[:, 0] = self._starts + address
         self._early = Early(address, len(self._starts))
         return self._early
@@ -101,6 +100,11 @@ class DeviceDigests:
                 part = self._early_table[first:stop], self._early_out[first:stop]
                 arguments = [Pointer(array.ctypes.data) for array in (*part, self._tiny)]  # none of them is tiny
                 self._module.launch("xxh3", (stop - first,), THREADS, self._stream, arguments)
+
+    def settle(self) -> None:
+        """Wait until nothing of a slot is hashed any more: its memory may be given back."""
+        self._driver.enter()
+        self._driver.wait(self._stream)
 
     def version(self, address: int, early: Early | None = None) -> str:
         """The digest of the slot that begins there, where it holds all regions; 16 hex digits, as

@@ -193,10 +193,13 @@ class Lending:
         return (ahead.key, ahead.slot) == (key, self._slots.spare)
 
     def _drop_ahead(self) -> None:
-        """What was copied ahead is of no use, and no copy of it is under way any more."""
+        """What was copied ahead is of no use, and it is neither copied nor hashed any more: its memory may go, and who
+        reads memory that is gone loses the whole device.
+        """
         if self._arriving is not None:
             self._arriving = None
             self._slots.settle()
+            self._digests.settle()
 
     def _is_for(self, filled: _Loan, live: Live) -> bool:
         return filled.key == (live.slot, live.write_epoch) and self._slots.spare == filled.slot

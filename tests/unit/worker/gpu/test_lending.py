@@ -463,6 +463,25 @@ def test_a_rank_that_gives_its_weights_up_does_not_copy_what_it_was_told_of_befo
     assert rank.driver.copied - before == told
 
 
+@pytest.mark.parametrize("borrowed", [False, True], ids=["given up", "lent and taken back"])
+def test_memory_is_not_given_back_while_what_arrived_is_still_hashed(rank, lent, borrowed):
+    two, unmap = Version(2), rank.driver.unmap
+    unmapped = []
+
+    def watched(*region):
+        unmapped.append(rank.digests.reading)
+        unmap(*region)
+
+    rank.driver.unmap = watched
+    _arrive(rank, two)
+    assert rank.digests.reading, "behind the copies, on a stream of its own"
+    if borrowed:
+        lent(two)
+    rank.lending.withdraw()
+    rank.slots.bind(None)
+    assert unmapped == [False, False]
+
+
 @pytest.fixture
 def keep(rank):
     """What a rank answers to a store that wants to hold a version's memory."""
