@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -93,6 +95,18 @@ def test_stores_of_other_hosts():
     assert seen["rollout_relay_sent_bytes_total",] == 1 << 40
     assert (seen["rollout_relay_joined",], seen["rollout_relay_fenced",], seen["rollout_relay_in_doubt",]) == (1, 1, 0)
     assert not list(store_metrics.relay(status()))
+
+
+@pytest.mark.parametrize("lost", [None, Live("run", 7, 3, 0, "d", 1)])
+def test_a_version_that_was_lost_is_said_until_it_is_made_good(lost):
+    seen = {
+        sample.name: sample.value
+        for family in store_metrics.collect(
+            SimpleNamespace(status=status(lost=lost), link=SimpleNamespace(up=True)), StoreSamples()
+        )
+        for sample in family.samples
+    }
+    assert seen.get("rollout_lost_version") == (lost and 7)
 
 
 def test_histogram_buckets_are_cumulative_and_inclusive():
