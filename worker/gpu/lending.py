@@ -175,7 +175,8 @@ class Lending:
             self._copy(part)
         except CudaError as error:  # `stage` meets it again, and answers for it
             log.warning("could not copy ahead: %s", error)
-            self._arriving = None
+            with contextlib.suppress(CudaError):  # a device that is lost
+                self._drop_ahead()
 
     def _copy(self, part: _Part) -> None:
         slot = self._slots.spare

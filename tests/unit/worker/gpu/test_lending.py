@@ -18,7 +18,7 @@ from tests.memfd_device import HostDigests, MemfdCuda, MemfdDriver
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views, region_digests, version_digest
 from weight_manager.messages import Live
-from worker.gpu.driver import DeviceMemoryError
+from worker.gpu.driver import CudaError, DeviceMemoryError
 from worker.gpu.lending import Lending
 from worker.gpu.weights import DeviceSlots, placement
 
@@ -463,20 +463,27 @@ def test_a_rank_that_gives_its_weights_up_does_not_copy_what_it_was_told_of_befo
     assert rank.driver.copied - before == told
 
 
-@pytest.mark.parametrize("borrowed", [False, True], ids=["given up", "lent and taken back"])
-def test_memory_is_not_given_back_while_what_arrived_is_still_hashed(rank, lent, borrowed):
-    two, unmap = Version(2), rank.driver.unmap
+@pytest.mark.parametrize("meanwhile", ["nothing", "it is lent and taken back", "a launch fails"])
+def test_memory_is_not_given_back_while_what_arrived_is_still_hashed(rank, lent, meanwhile):
+    two, unmap, launch = Version(2), rank.driver.unmap, rank.digests.read_ahead
     unmapped = []
 
     def watched(*region):
         unmapped.append(rank.digests.reading)
         unmap(*region)
 
+    def failing(*told):
+        launch(*told)
+        raise CudaError("cuLaunchKernelEx: CUDA_ERROR_OUT_OF_MEMORY")
+
     rank.driver.unmap = watched
-    _arrive(rank, two)
+    _arrive(rank, two, LAYOUT.regions[:2])
     assert rank.digests.reading, "behind the copies, on a stream of its own"
-    if borrowed:
+    if meanwhile == "it is lent and taken back":
         lent(two)
+    if meanwhile == "a launch fails":
+        rank.digests.read_ahead = failing
+        _arrive(rank, two, LAYOUT.regions[2:])
     rank.lending.withdraw()
     rank.slots.bind(None)
     assert unmapped == [False, False]
