@@ -72,14 +72,15 @@ class Devices:
 
     def copy(self, held: Held, place: Place, done: Callable[[str], None]) -> Callable[[], None]:
         """Have a process copy the version into the arena. done: called in the loop once it has ended, with what went
-        wrong. Returns what ends it before; `done` is not called then.
+        wrong. Returns what ends it before; `done` is not called then. Raises OSError where no process can be started.
         """
+        process = _start(held, place)
         try:
-            process = _start(held, place)
-        except OSError as error:
-            done(f"no process can be started: {error}")
-            return lambda: None
-        pidfd, cancelled = os.pidfd_open(process.pid), False
+            pidfd, cancelled = os.pidfd_open(process.pid), False
+        except OSError:
+            process.kill()
+            _outcome(process)
+            raise
 
         def ended() -> None:
             self._watching.unwatch(pidfd)
@@ -128,16 +129,18 @@ class Devices:
 
 def _heard(connection: socket.socket) -> Held | str:
     """A rank's answer; closes the connection."""
+    fds: list[int] = []
     with connection:
         try:
             raw, fds, _, _ = socket.recv_fds(connection, LONGEST, 1)
             answer = decode_answer(raw)
+            if isinstance(answer, Grant) and fds:
+                return Held(fds.pop(), answer.nbytes, answer.runs)
         except (OSError, msgspec.DecodeError) as error:
             return f"no answer of a rank: {error}"
-        if isinstance(answer, Grant) and fds:
-            return Held(fds[0], answer.nbytes, answer.runs)
-        for fd in fds:
-            os.close(fd)
+        finally:
+            for fd in fds:
+                os.close(fd)
         return answer.why if isinstance(answer, No) else "a rank's answer has no memory"
 
 

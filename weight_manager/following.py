@@ -242,14 +242,18 @@ class Following:
         self._copy_next("none is held")
 
     def _copy_next(self, why: str) -> None:
-        if not self._left:
-            self._due = time.monotonic() + AGAIN_S
-            self.step(Step.FAILED, why)
-            return
-        held = self._left.pop(0)
-        self._due = time.monotonic() + COPY_S
         place = Place(self._slots.arena.path, *self.key)
-        self._cancel = self._devices.copy(held, place, self._copied)
+        while self._left:
+            try:
+                self._cancel = self._devices.copy(self._left.pop(0), place, self._copied)
+            except OSError as error:
+                why = f"no process can be started: {error}"
+                log.error("%s could not be copied into the arena: %s", self.session.intent, why)
+                continue
+            self._due = time.monotonic() + COPY_S
+            return
+        self._due = time.monotonic() + AGAIN_S
+        self.step(Step.FAILED, why)
 
     def _copied(self, why: str) -> None:
         """A process has ended. Its last word is the digest of the slot."""

@@ -1,0 +1,124 @@
+"""What becomes of descriptors and processes where a rank's memory cannot be held, or nothing can be started."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollout_client.device_slots import Grant, No, encode, socket_of
+from weight_manager import devices as module
+from weight_manager.devices import Devices, Held, Place
+from weight_manager.following import Following, Step, Way
+from weight_manager.watching import Watching
+
+MEMORY = "memory of a rank"
+
+
+def memory_open():
+    """Descriptors of it that this process has."""
+    folder = Path("/proc/self/fd")
+    return [one.name for one in folder.iterdir() if one.is_symlink() and MEMORY in os.path.realpath(one)]
+
+
+class Rank:
+    """Answers once at a rank's socket: bytes, and a descriptor of memory with them."""
+
+    def __init__(self, run_dir):
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(socket_of(run_dir, 0)))
+        self._listener.listen(1)
+        self._thread = None
+
+    def __call__(self, raw):
+        self._thread = threading.Thread(target=self._answer, args=(raw,))
+        self._thread.start()
+
+    def _answer(self, raw):
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            fd = os.memfd_create(MEMORY)
+            socket.send_fds(connection, [raw], [fd])
+            os.close(fd)
+
+    def join(self):
+        self._thread.join(30)
+        self._listener.close()
+
+
+@pytest.fixture
+def rank(tmp_path):
+    made = Rank(tmp_path)
+    yield made
+    made.join()
+
+
+@pytest.mark.parametrize("raw", [b"\xc1", encode(No("not mine"))], ids=["no message", "no grant"])
+def test_a_descriptor_that_comes_with_another_answer_is_closed(tmp_path, rank, raw):
+    devices = Devices(tmp_path, Watching())
+    rank(raw)
+    assert list(devices.find((1, 2))) == []
+    rank.join()
+    assert not memory_open()
+
+
+def test_a_descriptor_that_is_granted_is_the_stores(tmp_path, rank):
+    rank(encode(Grant(7, [(0, 0, 7)])))
+    devices = Devices(tmp_path, Watching())
+    (held,) = devices.find((1, 2))
+    rank.join()
+    assert (held.nbytes, memory_open()) == (7, [str(held.fd)])
+    devices.let_go(held)
+    assert not memory_open()
+
+
+def test_a_process_that_cannot_be_watched_is_ended(tmp_path, monkeypatch):
+    started = []
+    start = module._start
+    monkeypatch.setattr(module, "_start", lambda *of: started.append(start(*of)) or started[-1])
+
+    def refuse(pid):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with open(os.devnull, "rb") as memory, pytest.raises(OSError, match="Too many"):
+        Devices(tmp_path, Watching()).copy(Held(memory.fileno(), 1, []), Place(tmp_path / "a", 0, 1), lambda why: None)
+    assert started[0].returncode is not None
+
+
+def test_the_copy_that_runs_is_the_one_that_is_ended_where_one_before_could_not_start():
+    ended, tried = [], []
+
+    class Some:
+        def hold(self, replica, key, done):
+            done(Held(replica, 1, []))
+
+        def copy(self, held, place, done):
+            tried.append(held.fd)
+            if held.fd == 0:
+                raise OSError(12, "Cannot allocate memory")
+            return lambda: ended.append(held.fd)
+
+        def let_go(self, held):
+            pass
+
+    arena = SimpleNamespace(path="arena", writers_gone=lambda slot: True)
+    session = SimpleNamespace(slot=1, write_epoch=2, intent="version 3", extra=dict)
+    following = Following(
+        session,
+        devices=Some(),
+        slots=SimpleNamespace(arena=arena),
+        background=None,
+        lease_s=10.0,
+        safe=lambda following: None,
+    )
+    for number in range(2):
+        following.hold(number, lambda why: None)
+    following.recorded(0.0)
+    following.step(Step.GONE)
+    assert (following.way, tried) == (Way.DEVICE, [0, 1])
+    following.close()
+    assert ended == [1]
