@@ -320,10 +320,12 @@ class Store:
         strangers = [port.next_deadline() for port in self._data_ports]
         lines = self._lines.next_deadline()
         told = self._operator.next_deadline()
+        ends = self._stopped_at + LINGER_S if self._stopping else None
         times = (
             self._coordinator.next_deadline(),
             lines,
             told,
+            ends,
             self._trainers.next_expiry(),
             silence,
             *strangers,

@@ -213,6 +213,25 @@ def test_a_version_that_the_arena_got_is_not_lost_with_a_store_that_is_told_to_s
     assert (status.lost, status.last_error) == (None, None)
 
 
+@pytest.fixture
+def hanging(libcuda, monkeypatch, tmp_path):
+    """A driver that does not come back, in processes that copy into the arena."""
+    wait = "import sys, time\nif 'weight_manager.from_device' in sys.orig_argv:\n    time.sleep(3600)\n"
+    (tmp_path / "hanging").mkdir()
+    (tmp_path / "hanging" / "sitecustomize.py").write_text(wait)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hanging"), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize("store_config", [{"snapshot": True}])
+def test_a_store_that_is_told_to_stop_does_not_wait_for_a_copy_that_hangs(hanging, store, ranks, locked):
+    rank, trainer = ranks(), locked()
+    trainer.let_go()
+    until(lambda: store.status().ahead["way"] == "from device memory")
+    rank.die()
+    until(lambda: not store.status().replicas)
+    store.end(signal.SIGTERM)  # within ten seconds, of the thirty that a copy has
+
+
 def test_other_bytes_in_the_arena_are_replaced_by_those_that_are_served(store, ranks, locked, weights, digest_of):
     ranks()
     trainer = locked()
