@@ -139,6 +139,9 @@ class DeviceAdapters:
         self._lock = threading.Lock()  # what is held, and what of it follows
         self._places = list(range(MOST_VERSIONS))
         self.multiprocessors = driver.attribute(16)
+        # Blocks of a product that adds adapters wait for each other. Beside those of another process, which have some
+        # multiprocessors and wait for the rest, they would wait for ever.
+        self._add_themselves = not fp32 and not driver.beside_others
         self._spare: dict[int, list[Region]] = {}  # addresses without memory, by size
         self._had: set[int] = set()  # epochs that steps have had
         self.touched: frozenset[int] = frozenset()
@@ -276,7 +279,7 @@ class DeviceAdapters:
 
     def _tell_tiles(self, places: Sequence[int], rows: int) -> None:
         """Where products of few rows find the factors of each tile's version, at all sites."""
-        if self._fp32 or rows > SKINNY_ROWS[-1]:
+        if not self._add_themselves or rows > SKINNY_ROWS[-1]:
             return
         room, nbytes = self.room, len(self._sites) * FACTORS.itemsize
         for number, place in enumerate(places):
@@ -449,7 +452,7 @@ class DeviceAdapters:
 
     def product(self, shape: Shape, rows: int) -> Skinny | None:
         """The kernel of such a product; None: A x and B (A x) are launches of their own."""
-        return None if self._fp32 else skinny(shape, rows, self.multiprocessors, changed=True)
+        return skinny(shape, rows, self.multiprocessors, changed=True) if self._add_themselves else None
 
 
 def _shape(site: Site) -> Shape:

@@ -36,6 +36,7 @@ _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8  # blocks
+_MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 _PREPARED = 4096  # launches of a module that are kept for the next of their kind
 
 
@@ -117,6 +118,16 @@ class Driver:
         value = Int()
         self.call("cuDeviceGetAttribute", ctypes.byref(value), which, self._device)
         return value.value
+
+    @property
+    def beside_others(self) -> bool:
+        """Kernels of other processes run beside ours, and not in turn with them: NVIDIA's Multi-Process Service. A
+        driver that does not know the question is believed to have none.
+        """
+        try:
+            return bool(self.attribute(_MPS_ENABLED))
+        except CudaError:
+            return False
 
     def memory(self) -> tuple[int, int]:
         """Bytes (free, in all) of the device, other processes' use counted."""

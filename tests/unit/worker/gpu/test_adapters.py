@@ -48,7 +48,7 @@ _Int, _Pointer = ctypes.c_int, ctypes.c_void_p
 class HostDriver:
     """Device memory is the host's; `free` bytes of it are there."""
 
-    capability, page, name = (9, 0), 4096, "a device"
+    capability, page, name, beside_others = (9, 0), 4096, "a device", False
 
     def attribute(self, which):
         return self.multiprocessors
@@ -352,6 +352,14 @@ def test_products_of_few_rows_add_adapters_themselves(device, products, monkeypa
     assert changes.product(kind, at, Tensor(weight.ctypes.data, weight.shape), source, step, y.ctypes.data)
     error = np.linalg.norm(widened(y) - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert error.max() < 0.01, error
+
+
+def test_blocks_do_not_wait_for_each_other_where_another_process_may_have_their_places(monkeypatch):
+    monkeypatch.setattr(HostDriver, "beside_others", True)
+    held = DeviceAdapters(HostDriver(), EVEN, 64, fp32=False, stream=None, settle=lambda: None)
+    assert held._products() == []
+    step, source = SimpleNamespace(rows=4), Rows(0, 64)
+    assert not Changes(held, EVEN, {}, None, EPS).product("ADD", 1, Tensor(0, (72, 64)), source, step, 0)
 
 
 def test_more_tiles_than_a_launch_has_blocks_for(device):

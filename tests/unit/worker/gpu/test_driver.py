@@ -132,3 +132,17 @@ def test_a_rank_says_so_in_a_line_and_leaves(tmp_path):
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert json.loads(line)["message"] == "leaving: no room on the card"
+
+
+@pytest.mark.parametrize(("code", "value", "beside"), [(0, 1, True), (0, 0, False), (1, 0, False)])
+def test_kernels_of_other_processes_run_beside_ours_where_nvidias_service_says_so(cuda, code, value, beside):
+    """An older driver does not know the question."""
+    made = cuda()
+
+    def answer(out, which, device):
+        assert which == 133
+        out._obj.value = value
+        return code
+
+    made.cuDeviceGetAttribute = answer
+    assert Driver().beside_others is beside
