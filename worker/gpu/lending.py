@@ -18,6 +18,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from worker.gpu.driver import CudaError
 from worker.gpu.weights import Ahead, DeviceSlots, Staged
 
 log = logging.getLogger(__name__)
+
+_ACCEPT_AGAIN_S = 0.1
 
 Key = tuple[int, int]
 """A slot of the arena and its write epoch: one push session."""
@@ -210,7 +213,12 @@ class Lending:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:  # as where no descriptor is left, which is not for ever
+                log.warning("a trainer's connection could not be taken: %s", error)
+                time.sleep(_ACCEPT_AGAIN_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="lending", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -3,6 +3,7 @@ mapped by both sides: what is lent, what is taken back and whose writes arrive w
 driver's on a GPU."""
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -100,6 +101,22 @@ def _wait_until(true):
     while not true():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_a_rank_that_cannot_take_a_connection_for_a_moment_takes_the_next(tmp_path, monkeypatch):
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept_or_fail(self):
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
+    rank, two = Rank(tmp_path / "device-0.sock").serve(Version(1)), Version(2)
+    trainer = LentSlot(str(rank.path), MemfdCuda())
+    trainer.open(two.live.slot, two.live.write_epoch)
+    assert not failures
+    trainer.close()
 
 
 def test_what_a_trainer_filled_is_used_and_nothing_is_copied(rank, lent):
