@@ -59,7 +59,7 @@ MOST_RANKS = 256 * PARTS
 """Ranks of all parts of one product, at most."""
 _SHARES = 4  # blocks that share the columns of x, at most
 _SHARE = 256  # columns that are worth a block
-_MOST_HANDED = 8  # SHARES of kernels/adapters.cu, at most
+_HANDED_BYTES = 8 * SKINNY_ROWS[-1] * 8 * MOST_RANKS  # 8: SHARES of kernels/adapters.cu, at most
 _FEW_ROWS = 512  # for which there is room at the most ranks and shares
 _GRAPH_TILES, _GRAPH_RANKS = 8, 6  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE")
@@ -249,7 +249,10 @@ class DeviceAdapters:
                     self._had |= new
                     self._touch()
                 self._listed = listed
-        self._steps = (self._steps + 1) % (1 << 31)
+        self._steps += 1
+        if (self._steps + 1) * len(self._sites) >= 1 << 32:  # tags have 32 bits: none of before may come again
+            self._steps = 0
+            self._clear_handed(self._stream)
         listed[1][2] = self._steps
         return listed[1]
 
@@ -391,7 +394,7 @@ class DeviceAdapters:
             between=once("between", lambda: self._allocate(4 * self.rows * MOST_RANKS)),
             squares=once("squares", lambda: self._allocate(4 * self.rows * _SHARES)),
             tiles=once("tiles", lambda: self._allocate(SKINNY_ROWS[-1] * len(self._sites) * FACTORS.itemsize)),
-            handed=once("handed", self._handed),
+            handed=once("handed", lambda: self._allocate(_HANDED_BYTES)),
             beside=once("beside", lambda: driver.stream(urgent=True)),
             begun=once("begun", driver.event),
             done=once("done", driver.event),
@@ -401,16 +404,15 @@ class DeviceAdapters:
         room.hashes.load("xxh3")
         self._require_right(room)
         self._room = room
+        self._clear_handed(self._own_stream)
+        driver.wait(self._own_stream)
 
     def _allocate(self, nbytes: int) -> int:
         return self._driver.allocate(nbytes, "adapters")
 
-    def _handed(self) -> int:
-        """Cleared: tags begin with 1."""
-        nbytes = 8 * SKINNY_ROWS[-1] * _MOST_HANDED * MOST_RANKS
-        address = self._allocate(nbytes)
-        self._driver.fill(address, nbytes, 0, self._own_stream)
-        return address
+    def _clear_handed(self, stream: Handle) -> None:
+        """Tags begin with 1."""
+        self._driver.fill(self.room.handed, _HANDED_BYTES, 0, stream)
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
         """A part of the room: they live as long as the process, so another try takes those that there are."""

@@ -362,6 +362,23 @@ def test_blocks_do_not_wait_for_each_other_where_another_process_may_have_their_
     assert not Changes(held, EVEN, {}, None, EPS).product("ADD", 1, Tensor(0, (72, 64)), source, step, 0)
 
 
+def test_no_step_hands_over_under_a_tag_that_was_there_before(device):
+    """A tag has 32 bits and names a step and a site: before numbers come again, all that was handed over is cleared."""
+    _, held = device("bfloat16")
+    Version(1, {"o": 1}, "bfloat16").into(held, 1)
+    there = (ctypes.c_ubyte * 4096).from_address(held.room.handed)
+    sites, seen = len(held._sites), []
+    held._steps = (1 << 32) // sites - 4
+    for _ in range(6):
+        there[:] = b"\xff" * len(there)
+        step = int(held.lists(_batch([1], [1]), 1)[2])
+        seen.append((step, bytes(there).count(0)))
+        assert step * sites + sites < 1 << 32
+    numbers, cleared = zip(*seen, strict=True)
+    assert numbers == (*range(numbers[0], numbers[0] + 2), 0, 1, 2, 3)
+    assert cleared == (0, 0, len(there), 0, 0, 0)
+
+
 def test_more_tiles_than_a_launch_has_blocks_for(device):
     _, held = device("bfloat16")
     versions = [Version(seed, {"o": 16}, "bfloat16") for seed in range(20)]
