@@ -83,9 +83,8 @@ def collect(weights: Weights, samples: StoreSamples) -> Iterator[Metric]:
         yield _gauge("live_epoch", "commits so far, in the history of this service", status.live.epoch)
     text = "1 while what is live is in device memory and shared memory has not got it yet"
     yield _gauge("live_awaits_arena", text, float(status.ahead is not None))
-    if status.lost is not None:
-        text = "version that was live and is gone, until it or a later one of its run is pushed"
-        yield _gauge("lost_version", text, status.lost.version)
+    text = "1 while a version that was live is gone, until it or a later one of its run is pushed"
+    yield _gauge("version_lost", text, float(status.lost is not None))
     if status.last_push and "time" in status.last_push:
         yield _gauge("live_age_seconds", "time since the last commit", max(0.0, time.time() - status.last_push["time"]))
         yield _gauge("push_bytes", "bytes of the last push", status.last_push.get("bytes") or 0)
