@@ -44,7 +44,7 @@ def test_async_grpo_syncs_an_adapter(
     with_disk: LiveService, qwen2: Path, tmp_path: Path, run_client: RunClient
 ) -> None:
     """As TRL has it for vLLM: it saves the adapter, loads it under a name of each version, and samples by that name."""
-    steps, staleness, every = 10, 2, 1
+    steps, staleness, every = 200, 2, 1
     args = (with_disk.url, with_disk.push_endpoint, qwen2, tmp_path / "out", steps, staleness, every, "adapter")
     found = run_client("trl", "trl_async", *args, timeout_s=840)
     assert found["steps"] == steps
@@ -54,7 +54,8 @@ def test_async_grpo_syncs_an_adapter(
     for step in fresh:  # sampled from the adapter that is trained
         assert abs(more["ratio"][step] - 1) < 1e-4, more
         assert abs(found["logged"]["kl"][step]) < 1e-4, found["logged"]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3, rewards
+    early, late = (sum(part) / len(part) for part in (rewards[:30], rewards[-30:]))
+    assert late > early + 0.1, rewards  # one step's mean moves by 0.05 from sample to sample
     with with_disk.client() as client:
         assert client.weights().live.version == 0, "the base has not moved"
         names = {adapter.name for adapter in client.adapters()}
