@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from tests.faults.small_model import LAYOUT
@@ -81,3 +83,18 @@ class Store:
         self.log.close()
         self.api.close()
         self.context.term()
+
+
+def restart_as(store: Store, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the store and start it again as this program, which changes something of it and runs its `main`."""
+    store.end(signal.SIGKILL)
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        assert command[1:3] == ["-m", "weight_manager"]
+        return popen([sys.executable, "-c", textwrap.dedent(program), *command[3:]], **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", start)
+        store.start()
+        store.wait_live()

@@ -1,8 +1,5 @@
 """A disk that takes seconds to write a commit down: everybody waits for it, and nobody else pays for that."""
 
-import signal
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -10,8 +7,8 @@ import pytest
 from rollout_client import protocol as wire
 from rollout_client.peft import adapter_config, adapter_tensors
 from rollout_client.protocol import AdapterPush
-from tests.faults import store_process
 from tests.faults.small_model import ADAPTER_CONFIG, adapter
+from tests.faults.store_process import restart_as
 
 SLOW = """
     import sys, time
@@ -34,16 +31,7 @@ SLOW = """
 @pytest.fixture
 def slow(store, monkeypatch):
     """A store whose next commit of the model takes two and a half leases to be written, once there is a file `slow`."""
-    store.end(signal.SIGKILL)
-    popen = store_process.subprocess.Popen
-
-    def start(command, **options):
-        return popen([sys.executable, "-c", textwrap.dedent(SLOW), *command[3:]], **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store_process.subprocess, "Popen", start)
-        store.start()
-        store.wait_live()
+    restart_as(store, SLOW, monkeypatch)
     return store
 
 

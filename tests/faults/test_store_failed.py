@@ -2,13 +2,11 @@
 
 import json
 import signal
-import sys
-import textwrap
 
 import pytest
 
 from rollout_client import errors
-from tests.faults import store_process
+from tests.faults.store_process import restart_as
 
 FAILS = """
     import sys
@@ -30,17 +28,7 @@ FAILS = """
 @pytest.fixture
 def failing(store, monkeypatch):
     """A store whose loop can be made to fail."""
-    store.end(signal.SIGKILL)
-    popen = store_process.subprocess.Popen
-
-    def start(command, **options):
-        assert command[1:3] == ["-m", "weight_manager"]
-        return popen([sys.executable, "-c", textwrap.dedent(FAILS), *command[3:]], **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store_process.subprocess, "Popen", start)
-        store.start()
-        store.wait_live()
+    restart_as(store, FAILS, monkeypatch)
     return store
 
 

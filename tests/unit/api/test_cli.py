@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import httpx
@@ -21,6 +20,7 @@ from api.config import ServeConfig
 from examples.grpo_paddle.service import Service
 from fleet_ray.messages import FleetState, PlacedReplica
 from rollout_client.http import RolloutClient, Score, Scores
+from tests.ready_server import ready_server
 
 
 @pytest.fixture
@@ -296,23 +296,8 @@ def ready_behind_a_proxy(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
-    class Ready(BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = json.dumps({"replicas": [{"replica": 0, "ready": True}]}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as service:
-        thread = threading.Thread(target=service.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{service.server_port}"
-        service.shutdown()
-        thread.join()
+    with ready_server({"replicas": [{"replica": 0, "ready": True}]}) as url:
+        yield url
 
 
 def test_a_service_is_announced_whatever_proxy_the_environment_names(model_dir, run_dir, ready_behind_a_proxy, capsys):

@@ -1,7 +1,5 @@
 import json
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import msgspec
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_client.http import AsyncRolloutClient, RequestFailed, RolloutClient, Span, Unreachable
+from tests.ready_server import ready_server
 
 OUTPUT = {
     "prompt_index": 0,
@@ -109,25 +108,8 @@ def test_nobody_listening_is_unreachable():
 @pytest.fixture
 def listening():
     """The URL of a service on a real socket, which answers /ready."""
-
-    class Ready(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as service:
-        thread = threading.Thread(target=service.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{service.server_port}"
-        service.shutdown()
-        thread.join()
+    with ready_server({}, "HTTP/1.1") as url:
+        yield url
 
 
 def gives_up_after_s(response):
