@@ -33,7 +33,7 @@ BLOCK, POOL = 16, 1 << 24
 ROUNDS, REPLAYS = 7, 10
 
 
-def run_rank(folder: str, rank: int, tp: int, sequences: list[int], context: int, end: Connection) -> None:
+def run_rank(rank: int, end: Connection, folder: str, tp: int, sequences: list[int], context: int) -> None:
     """One rank: sends what it wants gathered, and at last what it found."""
     logging.basicConfig(level=logging.INFO)
 
@@ -117,31 +117,37 @@ def batch(rows: int, blocks: int, context: int, vocab: int) -> ForwardBatch:
     )
 
 
-def measured(shape: str, tp: int, sequences: list[int], context: int, target: Callable[..., None]) -> dict[str, Any]:
-    """Rank 0's report. target: `run_rank`."""
-    context_ = get_context("spawn")
+def meeting(tp: int, target: Callable[..., None], *args: Any, patience_s: float = 20) -> dict[str, Any]:
+    """What rank 0 reports of `target(rank, end, *args)`, a process for each rank. They meet through this one: what all
+    of them send is sent to each, until it is a report. Raises EOFError where a rank ends, which has said why.
+    """
+    context = get_context("spawn")
+    pipes = [context.Pipe() for _ in range(tp)]
+    ranks = [context.Process(target=target, args=(rank, pipe[1], *args)) for rank, pipe in enumerate(pipes)]
+    for process in ranks:
+        process.start()
+    for _, far in pipes:
+        far.close()
+    try:
+        while True:
+            said = [near.recv() for near, _ in pipes]
+            if isinstance(said[0], dict):
+                report: dict[str, Any] = said[0]
+                return report
+            for near, _ in pipes:
+                near.send(said)
+    finally:
+        for process in ranks:
+            process.join(patience_s)
+            process.kill()
+
+
+def measured(shape: str, tp: int, sequences: list[int], context: int) -> dict[str, Any]:
+    """Rank 0's report."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        pipes = [context_.Pipe() for _ in range(tp)]
-        ranks = [
-            context_.Process(target=target, args=(folder, rank, tp, sequences, context, pipe[1]))
-            for rank, pipe in enumerate(pipes)
-        ]
-        for rank in ranks:
-            rank.start()
-        for _, far in pipes:
-            far.close()
-        try:
-            while True:
-                said = [near.recv() for near, _ in pipes]  # EOFError: a rank has ended, and said why
-                if isinstance(said[0], dict):
-                    return {"shape": shape, "tp": tp, "context": context, **said[0]}
-                for near, _ in pipes:
-                    near.send(said)
-        finally:
-            for rank in ranks:
-                rank.join(20)
-                rank.kill()
+        report = meeting(tp, run_rank, folder, tp, sequences, context)
+    return {"shape": shape, "tp": tp, "context": context, **report}
 
 
 def main() -> None:
@@ -152,7 +158,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=516)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = measured(args.shape, args.tp, [int(n) for n in args.sequences.split(",")], args.context, run_rank)
+    found = measured(args.shape, args.tp, [int(n) for n in args.sequences.split(",")], args.context)
     print(json.dumps(found))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))

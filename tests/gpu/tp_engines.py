@@ -3,12 +3,12 @@ weights: steps without a loop around them."""
 
 import json
 import os
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
+from benchmarks.gpu.ranks import meeting
 from tests.engine_cases import AdapterTensors, Feeder, in_one_array
 from tests.gpu import gpu_engines
 from tests.gpu.test_gpu_adapters import _merged, made_up
@@ -25,27 +25,10 @@ COUNTS, ADAPTERS = (1, 5, 17, 70), {1: 16, 2: 8, 3: 64}
 def errors(config, folder, tp):
     """By number of sequences: of each sequence's logits, how far off rank 0 is, by their norm. bfloat16."""
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    context = get_context("spawn")
-    pipes = [context.Pipe() for _ in range(tp)]
-    ranks = [context.Process(target=_compute, args=(str(folder), n, tp, pipes[n][1])) for n in range(tp)]
-    for rank in ranks:
-        rank.start()
-    for _, far in pipes:
-        far.close()
-    try:
-        while True:
-            said = [near.recv() for near, _ in pipes]  # EOFError: a rank has ended, and said why
-            if isinstance(said[0], dict):
-                return said[0]
-            for near, _ in pipes:
-                near.send(said)
-    finally:
-        for rank in ranks:
-            rank.join(10)
-            rank.kill()
+    return meeting(tp, _compute, str(folder), tp, patience_s=10)
 
 
-def _compute(folder, rank, tp, end):
+def _compute(rank, end, folder, tp):
     def gather(mine):
         end.send(mine)
         return end.recv()
