@@ -12,7 +12,7 @@ from pathlib import Path
 from weight_manager import logs
 from weight_manager.config import StoreConfig
 from weight_manager.ending import ASKED_S, ORPHANED_S, Ending
-from weight_manager.errors import StartError
+from weight_manager.errors import StartError, TooSlow
 from weight_manager.store import Store
 
 log = logging.getLogger("weight_manager")
@@ -24,7 +24,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def main() -> int:
-    """0 after SIGTERM or SIGINT; 1 if the store cannot start, with the reason on stderr."""
+    """0 after SIGTERM or SIGINT; 1 if the store cannot start, with the reason on stderr; EX_CONFIG if no try could."""
     parser = argparse.ArgumentParser(prog="python -m weight_manager", description="Weight store of one service.")
     parser.add_argument("--config", type=Path, required=True, help="the service's config.json")
     parent = os.getppid()
@@ -38,7 +38,7 @@ def main() -> int:
         return _serve(StoreConfig.read(parser.parse_args().config), parent)
     except StartError as error:
         log.error("%s", error)
-        return 1
+        return os.EX_CONFIG if isinstance(error, TooSlow) else 1
 
 
 def _serve(config: StoreConfig, parent: int) -> int:

@@ -7,7 +7,7 @@ executed and every offset is checked against the file before anything is read.
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +22,8 @@ from weight_manager.layout import ITEMSIZE
 
 DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 MAX_HEADER = 100 << 20
+PIECE = 16 << 20
+"""Bytes read at a time; so many that a disk is as fast as with more."""
 _WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".pdparams", ".gguf"))
 """Endings of files that somebody may take for a checkpoint's weights."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -84,16 +86,20 @@ class TensorFile:
                 raise CheckpointError(f"{message} for {entry.dtype} of shape {entry.shape}", [name])
             yield Tensor(Part(name, dtype, entry.shape), self, start + first, stop - first)
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from the file. Raises CheckpointError when the file ends before."""
+    def read_into(self, buffer: memoryview, offset: int, goes_on: Callable[[int], None] = lambda _: None) -> None:
+        """Fill a buffer of bytes from the file. goes_on: told how many more were read, after each piece, and may raise.
+
+        Raises CheckpointError when the file ends before.
+        """
         while buffer:
             try:
-                count = os.preadv(self._fd, [buffer], offset)
+                count = os.preadv(self._fd, [buffer[:PIECE]], offset)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {error.strerror}") from error
             if count == 0:
                 raise CheckpointError(f"{self.path} was cut short while it was read")
             buffer, offset = buffer[count:], offset + count
+            goes_on(count)
 
     def close(self) -> None:
         """Close the file."""

@@ -135,6 +135,10 @@ class StoreConfig(BaseModel):
     max_deadline_s: Seconds = 600.0
     """Cap on the deadline a trainer or operator may ask for."""
 
+    first_load_s: float = Field(3600.0, gt=0, le=86400)
+    """How long the weights that a start begins with may take, from the checkpoint directory or a snapshot, until they
+    are live. Then the store ends, and the service, as another try would take as long."""
+
     flip_s: Seconds = 10.0
     """All ranks must have flipped by then. They flip between two engine steps."""
 

@@ -1,9 +1,11 @@
 """A checkpoint directory as a source of a version: the same plan as a trainer's push, read into its place."""
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from threading import Event
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,11 @@ from weight_manager.layout import Layout
 from weight_manager.plan import place, prove
 from weight_manager.redundant import wanted
 
+log = logging.getLogger(__name__)
+
+SAID_EVERY_S = 10.0
+"""Seconds between two lines in the log about a load that goes on."""
+
 
 class Loaded(NamedTuple):
     """What was written into a slot: the copies, the tensor of each, and the digest of what was read for it."""
@@ -27,12 +34,42 @@ class Loaded(NamedTuple):
     digests: list[int]
 
 
+class Loading:
+    """One load, which a thread reads: how far it is, and whether it is to stop. Any thread may ask or stop it."""
+
+    def __init__(self, what: str, nbytes: int) -> None:
+        """what: is loaded, in words for the log. nbytes: of the whole slot, about as many as are to be read."""
+        self._what = what
+        self._nbytes = nbytes
+        self._read = 0
+        self._began = self._said = monotonic()
+        self._stopped = Event()
+
+    def __str__(self) -> str:
+        seconds = max(monotonic() - self._began, 1e-3)
+        return f"{self._read / 1e9:.3f} of {self._nbytes / 1e9:.3f} GB read, {self._read / seconds / 1e6:.1f} MB/s"
+
+    def stop(self) -> None:
+        """Nobody waits for it any more."""
+        self._stopped.set()
+
+    def goes_on(self, read: int = 0) -> None:
+        """Note so many more bytes read, and say so now and then. Raises PushRefused "aborted" once stopped."""
+        if self._stopped.is_set():
+            raise PushRefused("aborted", "the load was ended")
+        self._read += read
+        now = monotonic()
+        if now >= self._said + SAID_EVERY_S:
+            self._said = now
+            log.info("loading %s: %s", self._what, self)
+
+
 Bytes = npt.NDArray[np.uint8]
-Reader = Callable[[memoryview, Event], Loaded]
-"""Fills a slot in a thread; stops with PushRefused "aborted" soon after the event is set."""
+Reader = Callable[[memoryview, Loading], Loaded]
+"""Fills a slot in a thread, and asks often whether it `goes_on`."""
 
 
-def read_checkpoint(directory: Path, layout: Layout, slot: memoryview, cancelled: Event) -> Loaded:
+def read_checkpoint(directory: Path, layout: Layout, slot: memoryview, loading: Loading) -> Loaded:
     """Copy a directory's tensors into a slot. Everything wrong with it is found before the first byte moves.
 
     Raises PlanError or CheckpointError listing tensors.
@@ -46,22 +83,21 @@ def read_checkpoint(directory: Path, layout: Layout, slot: memoryview, cancelled
         scratch = np.empty(max((tensor.nbytes for tensor in tensors), default=0), np.uint8)
         digests: list[int] = []
         for part, group in groupby(copies, key=lambda copy: copy.part):
-            if cancelled.is_set():
-                raise PushRefused("aborted", "the load was ended")
-            digests += _load(tensors[part], list(group), slot, scratch)
+            loading.goes_on()
+            digests += _load(tensors[part], list(group), slot, scratch, loading)
     return Loaded(copies, [parts[copy.part].name for copy in copies], digests)
 
 
-def _load(tensor: Tensor, copies: list[Copy], slot: memoryview, scratch: Bytes) -> Iterator[int]:
+def _load(tensor: Tensor, copies: list[Copy], slot: memoryview, scratch: Bytes, loading: Loading) -> Iterator[int]:
     """Digests of a tensor's copies: one read straight into the slot where that is all, else through scratch."""
     targets = [slot_view(slot, copy) for copy in copies]
     if len(copies) == 1 and tensor.part.dtype == copies[0].dst_dtype and targets[0].flags.c_contiguous:
         target = targets[0].reshape(-1).view(np.uint8)
-        tensor.file.read_into(target.data, tensor.offset)
+        tensor.file.read_into(target.data, tensor.offset, loading.goes_on)
         yield digest_of(target.data)
         return
     raw = scratch[: tensor.nbytes]
-    tensor.file.read_into(raw.data, tensor.offset)
+    tensor.file.read_into(raw.data, tensor.offset, loading.goes_on)
     flat = raw.view(WIRE_DTYPE[tensor.part.dtype])
     for copy, view in zip(copies, targets, strict=True):
         yield move(source_view(flat, copy), tensor.part.dtype, view, copy.dst_dtype)

@@ -5,6 +5,7 @@ WeightManagerError
 |   +-- CheckpointError a checkpoint directory cannot be used as it is
 +-- IllegalTransition   a bug of ours: a session was asked for a step its state does not allow
 +-- StartError          the store cannot start; the message says what to change
+    +-- TooSlow         not within the time that an option gives it: another start would end the same way
 """
 
 from collections.abc import Sequence
@@ -64,3 +65,7 @@ class IllegalTransition(WeightManagerError):
 
 class StartError(WeightManagerError):
     """The store cannot start: bad configuration, no space, no checkpoint."""
+
+
+class TooSlow(StartError):
+    """What a start begins with was not there in time; the message names the option that gives it more."""

@@ -13,7 +13,7 @@ from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.devices import Devices, Place
 from weight_manager.disk import Reader, read_checkpoint
-from weight_manager.errors import PushRefused, StartError
+from weight_manager.errors import PushRefused, StartError, TooSlow
 from weight_manager.history import History, Intent
 from weight_manager.layout import Layout, region_digests, version_digest
 from weight_manager.messages import Live
@@ -154,7 +154,9 @@ class FirstWeights:
 
     def _snapshot_done(self, outcome: Outcome) -> None:
         live = self._coordinator.history.live
-        if isinstance(outcome, PushRefused):
+        if isinstance(outcome, PushRefused) and outcome.code == "deadline":  # its version is not to be gone back from
+            self._failed(outcome)
+        elif isinstance(outcome, PushRefused):
             log.error("the snapshot is of no use: %s", outcome.message)
             self._from_directory()
         elif live is not None:
@@ -168,8 +170,18 @@ class FirstWeights:
 
     def _directory_done(self, outcome: Outcome) -> None:
         if isinstance(outcome, PushRefused) and outcome.code != "aborted":
-            self.failure = StartError(f"the first weights cannot be loaded: {outcome.message}")
+            self._failed(outcome)
+
+    def _failed(self, refusal: PushRefused) -> None:
+        message = f"the first weights cannot be loaded: {refusal.message}"
+        if refusal.code == "deadline":
+            limit = self._config.first_load_s
+            self.failure = TooSlow(
+                f"{message}; store.first_load_s allows {limit:g} s: give it more (--set store.first_load_s=...)"
+            )
+        else:
+            self.failure = StartError(message)
 
     def _load(self, intent: Intent, reader: Reader, done: Callable[[Outcome], None]) -> None:
-        load = DiskLoad(self._coordinator, self._files, done, self._config.max_deadline_s)
+        load = DiskLoad(self._coordinator, self._files, done, self._config.first_load_s)
         load.start(intent, reader, time.monotonic())

@@ -3,13 +3,12 @@
 import logging
 import time
 from collections.abc import Callable
-from threading import Event
 
 from rollout_client.protocol import AdapterInFlight, Committed
 from rollout_client.versions import MAX_VERSION
 from weight_manager.background import Background
 from weight_manager.coordinator import Coordinator, PushSession
-from weight_manager.disk import Loaded, Reader
+from weight_manager.disk import Loaded, Loading, Reader
 from weight_manager.errors import PushRefused
 from weight_manager.history import Intent
 from weight_manager.messages import Live
@@ -63,7 +62,7 @@ class DiskLoad(OwnSession):
     ) -> None:
         super().__init__(coordinator, done, deadline_s)
         self._files = files
-        self._cancelled = Event()
+        self._loading: Loading | None = None
 
     def start(self, intent: Intent, reader: Reader, now: float) -> None:
         """Raises PushRefused busy or stale_version; `done` is then never called."""
@@ -71,6 +70,7 @@ class DiskLoad(OwnSession):
         self._deadline = session.deadline = now + self._deadline_s
         slots = self._coordinator.slots
         slot = slots.arena.slot(session.slot)
+        loading = self._loading = Loading(str(intent), len(slot))
         slots.enter(session.slot)  # held until the thread has stopped, even if the session ends before
 
         def read(loaded: Loaded) -> None:
@@ -87,7 +87,7 @@ class DiskLoad(OwnSession):
                 error = PushRefused("io", f"reading failed: {error!r}")
             self._coordinator.abort(session, error, time.monotonic())
 
-        self._files.submit(lambda: reader(slot, self._cancelled), read, failed)
+        self._files.submit(lambda: reader(slot, loading), read, failed)
 
     def _loaded(self, session: PushSession, loaded: Loaded) -> None:
         session.staging.add(loaded.copies, loaded.names)
@@ -95,8 +95,11 @@ class DiskLoad(OwnSession):
         self._coordinator.seal(session, self._deadline, time.monotonic())
 
     def ended(self, session: PushSession, refusal: PushRefused) -> None:
-        """`Owner.ended`: as for any session of ours; the thread stops at its next copy."""
-        self._cancelled.set()
+        """`Owner.ended`: as for any session of ours; the thread stops after the piece that it reads."""
+        if self._loading is not None:
+            self._loading.stop()
+            if refusal.code == "deadline":
+                refusal = PushRefused("deadline", f"{refusal.message}: {self._loading}", retryable=refusal.retryable)
         super().ended(session, refusal)
 
 

@@ -17,8 +17,8 @@ import msgspec
 from weight_manager.adapters.plan import AdapterShape
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
-from weight_manager.disk import Loaded
-from weight_manager.errors import CheckpointError, PushRefused
+from weight_manager.disk import Loaded, Loading
+from weight_manager.errors import CheckpointError
 from weight_manager.history import Saved, scratch_of
 from weight_manager.layout import PAGE, Layout, region_digests, version_digest
 from weight_manager.messages import Live
@@ -173,17 +173,16 @@ def read_adapter_head(path: Path) -> tuple[str, AdapterShape, Live] | None:
         return None
 
 
-def read_snapshot(path: Path, layout: Layout, slot: memoryview, cancelled: Event) -> Loaded:
+def read_snapshot(path: Path, layout: Layout, slot: memoryview, loading: Loading) -> Loaded:
     """Fill a slot from a snapshot (a `disk.Reader`). Raises CheckpointError if it is not what it says it is."""
     try:
         with path.open("rb", buffering=0) as file:
             head = msgspec.json.decode(file.read(PAGE), type=Head)
             for start in range(0, len(slot), _BLOCK):
-                if cancelled.is_set():
-                    raise PushRefused("aborted", "the load was ended")
                 block = slot[start : start + _BLOCK]
                 if file.readinto(block) != len(block):
                     raise CheckpointError(f"{path} is too short")
+                loading.goes_on(len(block))
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if version_digest(layout, region_digests(layout, slot)) != head.live.digest:

@@ -24,8 +24,10 @@ Kind = Literal["store", "fleet", "replica", "api", "api-worker"]
 EXIT_CONFIG = 78
 """sysexits' EX_CONFIG: starting again would end the same way, so nobody tries, unless it has run before."""
 _USAGE = 2
+_NEVER_RAN = (EXIT_CONFIG, _USAGE)
+"""Who ends so was still starting, however long that took: it may read weights for an hour first."""
 _START_S = 10.0
-"""What lives so long has run."""
+"""What lives so long, and does not end as one of `_NEVER_RAN`, has run."""
 _BELIEVED = 2
 """Python ends with status 1 over any error that nobody thought of, a port or memory that another has for a moment among
 them. What has never run and says so the second time in a row would say the same the third time.
@@ -246,12 +248,12 @@ class Unit:
 
     def _said_why(self, first: Child, now: float) -> bool:
         """Whether a second start would end as this one did."""
-        lived = now - first.started
-        self._has_run |= lived >= _START_S
+        says_why = first.status in _NEVER_RAN
+        self._has_run |= not says_why and now - first.started >= _START_S
         if self._has_run:
             return False  # what it was told is right, so that something else is wrong now, and may be mended
         self._failed_starts = self._failed_starts + 1 if first.status == 1 else 0
-        return first.status in (EXIT_CONFIG, _USAGE) or self._failed_starts == _BELIEVED
+        return says_why or self._failed_starts == _BELIEVED
 
     def _report(self, planned: bool) -> None:
         """A readable account of a process that ended without being asked to."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,9 @@ class Store:
         self.context.term()
 
 
-def restart_as(store: Store, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill the store and start it again as this program, which changes something of it and runs its `main`."""
-    store.end(signal.SIGKILL)
+@contextmanager
+def started_as(program: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stores that are started meanwhile are this program, which changes something of it and runs its `main`."""
     popen = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
@@ -96,5 +98,12 @@ def restart_as(store: Store, program: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", start)
+        yield
+
+
+def restart_as(store: Store, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the store and start it again as this program."""
+    store.end(signal.SIGKILL)
+    with started_as(program, monkeypatch):
         store.start()
         store.wait_live()

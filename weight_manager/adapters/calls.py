@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from threading import Event
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from weight_manager.background import Background
 from weight_manager.checkpoint import Tensor, TensorFile, below_roots
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
-from weight_manager.disk import Loaded
+from weight_manager.disk import Loaded, Loading
 from weight_manager.errors import CheckpointError, PushRefused
 from weight_manager.history import Intent
 from weight_manager.layout import Layout
@@ -127,7 +126,7 @@ def read_head(directory: Path) -> tuple[AdapterConfig, list[Part]]:
 
 
 def read_adapter(
-    directory: Path, planner: AdapterPlanner, layout: Layout, slot: memoryview, cancelled: Event
+    directory: Path, planner: AdapterPlanner, layout: Layout, slot: memoryview, loading: Loading
 ) -> Loaded:
     """Fill a slot (a `disk.Reader`). Raises PlanError or CheckpointError listing tensors, before a byte moves."""
     file = TensorFile(directory / WEIGHTS)
@@ -139,11 +138,10 @@ def read_adapter(
         copies = in_trainers_terms(place([piece.part for piece in pieces], layout), pieces)
         digests: list[int] = []
         for number, group in groupby(copies, key=lambda copy: copy.part):
-            if cancelled.is_set():
-                raise PushRefused("aborted", "the load was ended")
+            loading.goes_on()
             part, tensor = tensors[number]
             raw = np.empty(tensor.nbytes, np.uint8)
-            file.read_into(raw.data, tensor.offset)
+            file.read_into(raw.data, tensor.offset, loading.goes_on)
             flat = raw.view(WIRE_DTYPE[part.dtype])
             digests += [move(source_view(flat, c), part.dtype, slot_view(slot, c), c.dst_dtype) for c in group]
     finally:

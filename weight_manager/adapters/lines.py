@@ -117,7 +117,7 @@ class Lines:
                 line = self.of_shape(name, shape)
                 reader = functools.partial(read_snapshot, path, line.layout)
                 done = functools.partial(self._brought_back, line)
-                load = DiskLoad(line.coordinator, self._files, done, self._config.max_deadline_s)
+                load = DiskLoad(line.coordinator, self._files, done, self._config.first_load_s)
                 load.start(intent, reader, now)
             except (PushRefused, ValueError, KeyError) as error:  # of other limits, or of another model
                 log.error("adapter %s cannot be loaded from %s: %s", name, path, error, extra={"adapter": name})

@@ -4,15 +4,12 @@ For those who want no cost per token. The result is a version of the model like 
 weights without an adapter in them: what was merged before is not taken out again, it was never in these.
 """
 
-from threading import Event
-
 import numpy as np
 import numpy.typing as npt
 
 from rollout_client.copying import move
 from weight_manager.adapters.plan import AdapterShape
-from weight_manager.disk import Loaded
-from weight_manager.errors import PushRefused
+from weight_manager.disk import Loaded, Loading
 from weight_manager.layout import EVERY_RANK, Layout, rank_views, region_views
 
 
@@ -23,7 +20,7 @@ def merge(
     layout: Layout,
     adapter: memoryview,
     slot: memoryview,
-    cancelled: Event,
+    loading: Loading,
 ) -> Loaded:
     """Fill a slot (a `disk.Reader`, once the rest is bound). weights: a slot of the model without any adapter in it.
 
@@ -37,8 +34,7 @@ def merge(
         module = modules.get(region.name)
         if module is None:
             continue
-        if cancelled.is_set():
-            raise PushRefused("aborted", "the merge was ended")
+        loading.goes_on(target.nbytes)
         views = halves[0 if region.rank == EVERY_RANK else region.rank]
         a, b = (_float32(views[f"{module.name}.{half}"], shape.dtype) for half in ("lora_A", "lora_B"))
         merged = _float32(before, base.manifest.dtype) + ((b @ a) * np.float32(module.scale)).reshape(-1)

@@ -203,8 +203,27 @@ def test_what_has_run_before_is_tried_again_whatever_it_says(run_dir, lines, mon
     async def script(supervisor):
         await until(lambda: supervisor.units[0].restarts > 2)
 
-    code = f"import time; time.sleep(0.2); raise SystemExit({status})"
+    ran = run_dir.path / "ran"
+    code = (
+        "import pathlib, time; time.sleep(0.2); "
+        f"ran = pathlib.Path({str(ran)!r}); first = not ran.exists(); ran.touch(); "
+        f"raise SystemExit(3 if first else {status})"
+    )
     supervise([unit("api", "api", code, restart=replace(QUICK, give_up=1000))], run_dir, lines, script)
+
+
+@pytest.mark.parametrize("status", [2, 78])
+def test_a_start_that_says_why_it_cannot_be_after_long_has_not_run(run_dir, lines, monkeypatch, status):
+    """A store that reads its first weights for an hour, a rank that finds no room for its KV after a minute."""
+    monkeypatch.setattr(worker.unit, "_START_S", 0.1)
+
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+        assert supervisor.units[0].restarts == 1
+        assert "cannot start" in supervisor.units[0].why_gave_up
+
+    code = f"import time; time.sleep(0.3); raise SystemExit({status})"
+    assert supervise([unit("store", "store", code)], run_dir, lines, script) == 1
 
 
 def test_one_replica_given_up_leaves_the_others_running(run_dir, lines):
