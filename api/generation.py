@@ -128,6 +128,7 @@ class Flight:
         self.samples = [Sample(i) for i in range(request.sampling.n)]
         self.open = request.sampling.n
         self.overdue = False  # asked to end because it took too long
+        self.cancelled = False  # asked to end: it never begins again, whatever becomes of its replica
         self.error: ApiError | None = None
         self.done = asyncio.Event()
         self.lane: Lane | None = None  # while it is open, tokens are there and not in the sample
@@ -190,8 +191,8 @@ class Flight:
             self._tell(index)
 
     def can_restart(self) -> bool:
-        """Whether losing its replica can go unnoticed: nobody has seen a token."""
-        return not self._streamed
+        """Whether losing its replica can go unnoticed: nobody has seen a token, and it is not to end anyway."""
+        return not self._streamed and not self.cancelled
 
     def end_aborted(self, version: int) -> None:
         """End every open sequence with the partial result it has. version: for those without a token."""
@@ -387,9 +388,14 @@ class Generations:
             )
             for ids, score_from in zip(ask.prompts, ask.score_from or [0] * len(ask.prompts), strict=True)
         ]
-        job = self._jobs[request_id] = Job(self, request_id, ask, flights)
-        for flight in flights:
-            self._fleet.submit(flight)
+        job = Job(self, request_id, ask, flights)
+        try:
+            for flight in flights:
+                self._fleet.submit(flight)
+        except BaseException:
+            self.close(job)  # nobody has it, so nobody else would give up those that were taken
+            raise
+        self._jobs[request_id] = job
         return job
 
     def close(self, job: Job) -> None:

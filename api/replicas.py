@@ -193,11 +193,7 @@ class Replica:
         self.state, self.stats, self.load, self.down_reason = UNREACHABLE, None, 0, reason
         self.lost += 1
         for flight in flights.values():
-            if flight.can_restart():
-                self._fleet.hold_again(flight)
-            else:
-                flight.end_aborted(version or 0)
-                self._fleet.landed(flight)
+            self._start_over(flight, version)
         self._fleet.changed()
 
     def _go_on(self, message: Tokens) -> None:
@@ -225,8 +221,16 @@ class Replica:
         if self._full is not None:
             self._full.cancel()
         self._full = asyncio.get_running_loop().call_later(REFUSED_FOR_S, self._has_room)
-        self._fleet.hold_again(flight)
+        self._start_over(flight, self.version)
         self._fleet.changed()
+
+    def _start_over(self, flight: Flight, version: int | None) -> None:
+        """A flight runs here no more: another replica may take it, or it ends as it is, under this version."""
+        if flight.can_restart():
+            self._fleet.hold_again(flight)
+        else:
+            flight.end_aborted(version or 0)
+            self._fleet.landed(flight)
 
     def _has_room(self) -> None:
         """It may get requests again: those that are held do not wait for anything else to happen."""
@@ -383,6 +387,7 @@ class Fleet:
         """End a flight: at once when it is held, otherwise as soon as its replica says so."""
         if flight.done.is_set():
             return
+        flight.cancelled = True
         if flight in self.held:
             self.held.remove(flight)
             flight.end_aborted(self.live.version if self.live else 0)

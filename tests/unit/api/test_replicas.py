@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from api.generation import Flight
+from api.errors import Unavailable
+from api.generation import Ask, Flight
 from worker.messages import Abort, Generate, SamplingParams
 
 URL = "/v1/rollout/generate"
@@ -249,3 +250,45 @@ async def test_a_request_that_comes_is_not_paid_for_by_all_that_are_held(service
     assert list(fleet.held) == flights
     replicas[0].move("serving")
     await until(lambda: all(flight.done.is_set() for flight in flights))
+
+
+async def test_an_aborted_request_does_not_begin_again_when_its_replica_dies_before_it_has_ended(
+    client, replicas, until, service
+):
+    """As where a replica hangs, somebody ends everything because of that, and the replica is then given up."""
+    gate(replicas)
+    task = asyncio.create_task(client.post(URL, json=BODY))
+    await until(lambda: busy(replicas))
+    (dying,) = busy(replicas)
+    dying.mute = True  # it hears the abort, and does not get to saying so
+    aborted = asyncio.create_task(client.post("/v1/rollout/abort"))
+    await until(lambda: [a for a in dying.got(Abort) if a.request_ids])
+    await dying.die()
+    assert (await aborted).json() == {"aborted": 1}
+    output = (await task).json()["outputs"][0]
+    assert (output["finish_reason"], output["token_ids"]) == ("abort", [])
+    assert output["spans"] == [{"version": 0, "start": 0, "end": 0, "recomputed": False}]
+    assert not replicas[1 - dying.index].got(Generate)
+    assert service.fleet.retried == 0
+
+
+async def test_an_aborted_request_does_not_go_elsewhere_when_its_replica_refuses_it(service, replicas, until):
+    """The abort passes the refusal on the way: the replica knows no such request then."""
+    for replica in replicas:
+        replica.refuse = "draining"
+    flight = Flight(Generate("one", [1], SamplingParams(max_tokens=1)))
+    service.fleet.submit(flight)
+    service.fleet.cancel(flight)
+    await until(flight.done.is_set)
+    assert [sample.finish for sample in flight.samples] == ["abort"]
+    assert sum(len(replica.got(Generate)) for replica in replicas) == 1
+
+
+async def test_a_request_that_was_not_taken_on_does_not_keep_its_id(service):
+    """Else a client that tries again joins a request that nobody runs, and waits for ever."""
+    ask = Ask([[1]], SamplingParams(max_tokens=1), request_id="one")
+    service.fleet.close()
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            service.generations.submit(ask)
+    assert service.generations.open == 0
