@@ -68,7 +68,7 @@ class Control:
         lease_s = self._pause_lease_s if lease_s is None else lease_s
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         before = fleet.intents.paused
-        intent = PauseIntent(mode, clear_cache, now + lease_s if lease_s > 0 else float("inf"))
+        intent = PauseIntent(mode, clear_cache, now + lease_s if lease_s > 0 else float("inf")).going_on_from(before)
         fleet.intents.paused = intent
         try:
             await self._ask_all(

@@ -9,7 +9,7 @@ stood, and must not teach the others.
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from worker.messages import Clear, Pause, PauseMode, Reload, Resume, Stats, Tag
@@ -25,14 +25,25 @@ log = logging.getLogger(__name__)
 class PauseIntent:
     """The fleet is to be paused. lease_until: loop time, inf = until somebody resumes.
 
-    adopted: learned from a replica by a restarted API; the replicas hold its lease.
+    since: seconds since 1970, for people. began: the same by the system's monotonic clock, which nobody sets back.
+    adopted: learned from a replica by a restarted API.
     """
 
     mode: PauseMode
     clear_cache: bool = True
     lease_until: float = float("inf")
     since: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
     adopted: bool = False
+
+    @property
+    def age_s(self) -> float:
+        """How long the fleet has been paused."""
+        return time.monotonic() - self.began
+
+    def going_on_from(self, before: "PauseIntent | None") -> "PauseIntent":
+        """This pause in the place of one that is in force: the fleet has been paused since that began."""
+        return self if before is None else replace(self, since=before.since, began=before.began)
 
 
 class Intents:
@@ -64,6 +75,8 @@ class Intents:
 
     @paused.setter
     def paused(self, intent: PauseIntent | None) -> None:
+        if intent is None:
+            self._paused_before = self.paused_seconds
         self._paused = intent
         self._say()
 
@@ -80,12 +93,12 @@ class Intents:
     @property
     def paused_seconds(self) -> float:
         """Time spent paused, the pause in force included."""
-        return self._paused_before + (time.time() - self.paused.since if self.paused else 0.0)
+        return self._paused_before + (self.paused.age_s if self.paused else 0.0)
 
     def unpause(self) -> None:
         """The pause is over: held requests go."""
         self.resumed = True
-        self._paused_before, self.paused = self.paused_seconds, None
+        self.paused = None
         self._fleet.release_held()
 
     def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
@@ -119,16 +132,18 @@ class Intents:
         """The first word on a replica's link: bring it to what was asked of the others, or learn that from it."""
         if not self.leads:
             return
-        paused = stats.state == "paused"
+        paused = stats.state == "paused" or stats.pause_mode is not None  # which one that is cleared has, too
         if paused and self.paused is None:
             if self.resumed:
                 replica.link.post(Resume(call="late"))
             else:
-                self.paused = PauseIntent(mode=stats.pause_mode or "abort", adopted=True)
+                left = float("inf") if stats.pause_left_s is None else stats.pause_left_s
+                until = asyncio.get_running_loop().time() + left
+                self.paused = PauseIntent(stats.pause_mode or "abort", lease_until=until, adopted=True)
         elif self.paused is not None and not paused:
             left = self.paused.lease_until - asyncio.get_running_loop().time()
             lease_s = 0.0 if left == float("inf") else max(0.1, left)
-            replica.link.post(Pause(call="late", mode=self.paused.mode, lease_s=lease_s))
+            replica.link.post(Pause("late", self.paused.mode, lease_s, self.paused.clear_cache))
         if stats.state != "cleared":
             return  # one that serves is cleared by `replicas_changed`
         released, asked = set(stats.released), self.cleared - self.returning
@@ -147,7 +162,8 @@ class Intents:
             if self._of_node:
                 self._see(states)
             return
-        if self.paused is not None and self.paused.adopted and "paused" not in states and "serving" in states:
+        stand_still = states & {"paused", "cleared"}
+        if self.paused is not None and self.paused.adopted and "serving" in states and not stand_still:
             self.unpause()
         if self.cleared and not self.returning:
             for replica in self._fleet.replicas:

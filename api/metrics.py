@@ -4,7 +4,6 @@ Every name is in the tables of metric_names.py; a metric of a replica carries it
 replica begin anew when it restarts, which Prometheus expects.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -83,7 +82,7 @@ class Metrics(Collector):
             "held_requests": fleet.held_everywhere,
             "open_requests": fleet.open_everywhere,
             "paused": float(fleet.intents.paused is not None),
-            "pause_age_seconds": max(0.0, time.time() - fleet.intents.paused.since) if fleet.intents.paused else 0.0,
+            "pause_age_seconds": fleet.intents.paused.age_s if fleet.intents.paused else 0.0,
             "cleared": float(bool(fleet.intents.cleared)),
             "version_skew": skew(fleet),
         }.items():

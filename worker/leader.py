@@ -452,6 +452,7 @@ class Leader:
             replica=self._replica,
             state=self.lifecycle.state.value,
             pause_mode=self.pausing.mode,
+            pause_left_s=self.pausing.left_s,
             version=self._version_or_none,
             epoch=serving.epoch if serving else 0,
             held=self._admission.held,

@@ -251,6 +251,7 @@ class Stats(Message, tag="stats", frozen=True):
     kernels: str = ""  # what computes the steps: "compiled", "onednn", "paddle", "cuda"; "" = no model
     kernels_why: str = ""  # why not the fastest that a CPU has
     deterministic: str = ""  # "on", or "off, because ..."; "" = not said yet
+    pause_left_s: float | None = None  # until the lease of the pause in force ends; None = none has one
 
 
 FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain

@@ -56,6 +56,12 @@ class Pausing:
         return self._standing.mode if self._standing else None
 
     @property
+    def left_s(self) -> float | None:
+        """Seconds until the lease of the pause in force ends; None = it has none, or there is none."""
+        until = self._standing.until if self._standing else None
+        return None if until is None else max(0.0, until - self._clock())
+
+    @property
     def waiting(self) -> bool:
         """Running requests finish, new ones are held."""
         return self._waiting is not None

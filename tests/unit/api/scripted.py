@@ -67,6 +67,7 @@ class ScriptedReplica:
         self.former: int | None = None  # the version before, if it can still score
         self.released: set[str] = set()
         self.pause_mode: messages.PauseMode | None = None
+        self.pause_left_s: float | None = None
         self.script: list[int] | None = None
         self.finish: messages.FinishReason = "length"
         self.stop_reason: int | str | None = None
@@ -254,6 +255,7 @@ class ScriptedReplica:
             replica=self.index,
             state=self.state,
             pause_mode=self.pause_mode,
+            pause_left_s=self.pause_left_s,
             version=self.version,
             epoch=1,
             running=len(self.running),

@@ -1,6 +1,7 @@
 """What operators asked of the fleet, pauses and clears, and replicas that were away meanwhile."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,77 @@ async def test_a_restarted_api_finds_replicas_and_pause_again(config, model, rep
         for replica in replicas:
             replica.move("serving")
         await until(lambda: second.fleet.intents.paused is None)
+
+
+async def test_a_restarted_api_passes_on_no_more_of_a_pause_than_is_left_of_its_lease(
+    config, model, replicas, store, service, until
+):
+    """The API and a replica are killed in a pause. Without a lease the replica would stand still for ever."""
+    replicas[0].move("paused")
+    replicas[0].pause_mode, replicas[0].pause_left_s = "keep", 1.5
+    second = Service(config, model)
+    async with second.running():
+        await until(lambda: replicas[1].got(Pause))
+        (late,) = replicas[1].got(Pause)
+        assert late.mode == "keep"
+        assert 0.0 < late.lease_s <= 1.5
+        await until(lambda: second.fleet.intents.paused is None)
+
+
+@pytest.mark.parametrize("state", ["cleared", "starting"])
+async def test_a_restarted_api_learns_of_a_pause_that_waits_behind_another_state(
+    config, model, replicas, store, service, until, state
+):
+    """Else what comes is refused after a while once the replicas stand still again, and `is_paused` says no."""
+    for replica in replicas:
+        replica.released = {"weights"} if state == "cleared" else set()
+        replica.pause_mode = "keep"
+        replica.move(state)
+    second = Service(config, model)
+    async with second.running():
+        await until(lambda: all(r.stats for r in second.fleet.replicas))
+        assert second.fleet.intents.paused is not None
+        for replica in replicas:
+            replica.move("paused")
+        await until(lambda: all(r.state == "paused" for r in second.fleet.replicas))
+        assert second.fleet.intents.paused is not None
+
+
+async def test_a_pause_that_comes_late_treats_caches_as_it_was_asked_to(client, replicas, until, service):
+    await away(replicas[1], service, until)
+    await client.post("/v1/rollout/pause", json={"mode": "keep", "clear_cache": False})
+    replicas[1].start()
+    await until(lambda: replicas[1].got(Pause))
+    assert [late.clear_cache for late in replicas[1].got(Pause)] == [False]
+
+
+@pytest.mark.parametrize("what", ["the clock is set back", "a second pause", "a second pause that fails", "a failure"])
+async def test_seconds_of_pauses_never_become_less(client, replicas, service, monkeypatch, what):
+    """For Prometheus a counter that falls has begun anew: all of it is added once more."""
+    intents, pause = service.fleet.intents, "/v1/rollout/pause"
+    done = asyncio.Event()
+    if what == "a failure":
+        replicas[0].waits[Pause], replicas[1].fail[Pause] = done, CallFailed("", "conflict", "not now")
+        task = asyncio.create_task(client.post(pause, json={"mode": "keep"}))
+    else:
+        await client.post(pause, json={"mode": "keep"})
+    await asyncio.sleep(0.1)
+    before = intents.paused_seconds
+    assert before >= 0.05
+    match what:
+        case "the clock is set back":
+            monkeypatch.setattr(time, "time", lambda: 1e9)
+        case "a second pause":
+            await client.post(pause, json={"mode": "abort"})
+        case "a second pause that fails":
+            replicas[1].fail[Pause] = CallFailed("", "conflict", "not now")
+            assert (await client.post(pause, json={"mode": "wait"})).status_code == 409
+        case "a failure":
+            done.set()
+            assert (await task).status_code == 409
+    assert before <= intents.paused_seconds < before + 20
+    await client.post("/v1/rollout/resume")
+    assert before <= intents.paused_seconds < before + 20
 
 
 async def test_cleared_replicas_are_kept_cleared(client, replicas, service, until):
@@ -165,7 +237,7 @@ def test_one_that_is_first_heard_while_the_others_are_reloaded_follows_them():
     intents.reloaded, intents.cleared, intents.returning = True, {"weights", "kv_cache"}, {"weights"}
     posted = []
     replica = SimpleNamespace(link=SimpleNamespace(post=posted.append))
-    intents.meet(replica, SimpleNamespace(state="cleared", released=["kv_cache", "weights"]))
+    intents.meet(replica, SimpleNamespace(state="cleared", pause_mode=None, released=["kv_cache", "weights"]))
     assert [(type(message), message.tags) for message in posted] == [(Reload, ("weights",))]
 
 

@@ -120,6 +120,15 @@ def test_a_lease_resumes_by_itself_and_says_so(busy):
     assert busy.api.stats().counters["leases_expired"] == 1
 
 
+def test_statistics_say_what_is_left_of_a_lease(busy):
+    """An API that is restarted in the pause knows its end from nobody else."""
+    assert busy.api.stats().pause_left_s is None
+    busy.api.call(Pause, "keep", lease_s=60.0)
+    assert 0.0 < busy.api.stats().pause_left_s <= 60.0
+    busy.api.call(Pause, "keep")
+    assert busy.api.stats().pause_left_s is None, "this one ends when somebody resumes"
+
+
 def test_a_later_pause_brings_its_own_lease(busy):
     busy.api.call(Pause, "keep", lease_s=0.1)
     busy.api.call(Pause, "keep")
