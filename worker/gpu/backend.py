@@ -186,14 +186,16 @@ class GpuDecoder:
         """A decode step whose token ids are those that are being drawn, the `sources[i]`-th for row i."""
         if self.ranks is not None:
             self.telling(batch)
-        self.decode(batch, sources, ahead=True)
-        self._launched()
+        with self._together():
+            self.decode(batch, sources, ahead=True)
+            self._launched()
         return self.drawing.logits(len(sources))
 
     def follow_first(self, batch: ForwardBatch) -> None:
         """The same on a rank that does not draw: the token ids are the first rank's."""
-        self.decode(batch, ahead=True)
-        self._launched()
+        with self._together():
+            self.decode(batch, ahead=True)
+            self._launched()
 
     def residual(self, tokens: int) -> Float32:
         """The last step's residual stream, [tokens, hidden]; waits for it."""
@@ -214,7 +216,7 @@ class GpuDecoder:
         return np.concatenate(found) if found else None
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        """Around launches that may keep the host waiting for other ranks."""
+        """Around launches of sums with other ranks."""
         return contextlib.nullcontext() if self.ranks is None else self.ranks.groups.under_way()
 
     def _launched(self) -> None:
@@ -245,9 +247,9 @@ class GpuDecoder:
         self.operations.begin(step)
         with self._together():
             self.operations.logits(hidden(self.operations, spec, weights), weights.norm, weights.head, step.wanted)
+            self._launched()
         pieces = len(self.ranks.shards) if self.ranks is not None and self.ranks.splits_vocabulary else 1
         found = np.empty((len(batch.logits_rows), pieces * weights.head.shape[0]), np.float32)
-        self._launched()
         self._driver.to_host(found, self._buffers.logits, self._stream)
         self._driver.wait(self._stream)
         return found

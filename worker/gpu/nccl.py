@@ -32,6 +32,8 @@ INT32, FLOAT32, BFLOAT16 = 2, 7, 9
 """ncclDataType_t."""
 _SUM = 0
 _SUCCESS, _IN_PROGRESS = 0, 7
+_SOON_S = 0.0002
+"""Seconds between two looks at sums whose end is waited for: a thread that waits in the driver could not give up."""
 _LOOK_S = 0.05
 """Seconds between two looks of the watchdog at a communicator whose sum is under way."""
 _NO_MULTICAST = "NCCL_NVLS_ENABLE"
@@ -45,7 +47,7 @@ class _Id(ctypes.Structure):
 
 
 class NcclGroups:
-    """`worker.orders.Groups` of one rank. Calls come from one thread; the watchdog has its own."""
+    """`worker.orders.Groups` of one rank. Calls come from one thread, but for `quiet`; the watchdog has its own."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class NcclGroups:
         self._since: float | None = None  # when a stream was given the last sums, until they are seen to be through
         self._last = driver.event()  # behind them
         self._lock = threading.Lock()  # of the communicator's end, and of what is under way
+        self._launching = threading.RLock()  # who has it launches sums, or wants none to begin
         self._element = 0
         self._peers = {os.pidfd_open(pid): number for number, pid in enumerate(pids) if number != rank}
         self.restart()
@@ -131,15 +134,35 @@ class NcclGroups:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around calls that may keep the host waiting for other ranks: a first sum, captured or not, connects them.
-        Raises GroupDead if they were ended.
+        """Around launches of sums, which may keep the host waiting for other ranks: a first one, captured or not,
+        connects them. May be within another. Raises GroupDead if they were ended.
         """
-        self._inside = time.monotonic()
-        try:
-            yield
-        finally:
-            self._inside = None
+        with self._launching:
+            outer, self._inside = self._inside, self._inside or time.monotonic()
+            try:
+                yield
+            finally:
+                self._inside = outer
         self.check()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Around calls of the driver that may wait for all that the device does, and hold others up meanwhile, the
+        watchdog's among them: no sum is under way on this device, and none is launched. What this rank has launched
+        the others launch too, whatever else they wait for, so it ends. In any thread. Raises GroupDead, CudaError.
+        """
+        with self._launching:
+            while not self._through():
+                time.sleep(_SOON_S)
+            yield
+
+    def _through(self) -> bool:
+        """No sum is under way. Raises GroupDead, CudaError."""
+        self.check()
+        with self._lock:
+            if self._since is not None and self._driver.happened(self._last):
+                self._since = None
+            return self._since is None
 
     def _up(self) -> Pointer:
         if self._comm is None:
@@ -179,7 +202,8 @@ class NcclGroups:
     def _wrong(self) -> str:
         """Why sums will not end, as far as this rank can see; "" if they may."""
         now, late = time.monotonic(), f"a sum over the ranks took more than {self._deadline_s:g} s"
-        if self._inside is not None and now - self._inside > self._deadline_s:
+        inside = self._inside  # the loop's thread goes on meanwhile
+        if inside is not None and now - inside > self._deadline_s:
             return late
         with self._lock:
             if self._comm is None:

@@ -239,6 +239,54 @@ def test_a_rank_killed_inside_a_launched_sum_ends_it_at_once(ranks):
     assert str(error) == "the process of rank 1 is gone"
 
 
+def test_where_it_is_quiet_no_sum_is_under_way_and_none_begins(ranks):
+    r = ranks(2, deadline_s=60)
+    r.start()
+    first, said = r.groups[0], []
+    entered, leave, launched = threading.Event(), threading.Event(), threading.Event()
+
+    def be_quiet():
+        with first.quiet():
+            said.append(r.nccls[0].queued)
+            entered.set()
+            leave.wait(30)
+
+    def launch_more():
+        with first.under_way(), first.under_way():
+            launched.set()
+
+    summing = threading.Thread(target=r.launch, args=(0,), daemon=True)
+    summing.start()
+    while not first._since:
+        time.sleep(0.01)
+    threading.Thread(target=be_quiet, daemon=True).start()
+    assert not entered.wait(0.3), "rank 1 is waited for"
+    r.launch(1)
+    assert entered.wait(30)
+    assert said == [False]
+    more = threading.Thread(target=launch_more, daemon=True)
+    more.start()
+    assert not launched.wait(0.3)
+    leave.set()
+    assert launched.wait(30)
+    summing.join(30)
+
+
+def test_who_waits_for_quiet_does_not_wait_for_a_rank_that_was_killed(ranks):
+    r = ranks(2, deadline_s=60)
+    r.start()
+
+    def be_quiet(rank):
+        r.groups[0].all_reduce(4096, 8, FLOAT32, None)
+        r.groups[0].launched(None)
+        with r.groups[0].quiet():
+            pytest.fail("a sum is under way")
+
+    (error,), seconds = r.while_killed(1, be_quiet, 0)
+    assert isinstance(error, GroupDead)
+    assert seconds < 10
+
+
 def test_what_nccl_finds_wrong_by_itself_ends_the_sums(ranks):
     r = ranks(2, deadline_s=60)
     r.start()
