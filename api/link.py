@@ -19,13 +19,13 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from api.background import AGAIN_S
 from rollout_client.curve import TrainerKeys
+from weight_manager.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Link(Generic[T]):
             self._heard = clock()
             try:
                 message = self._decode(frame)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 # Only a process of another build can do this; its next message may be good.
                 log.error("unreadable message from %s: %s", self.endpoint, error)
                 continue

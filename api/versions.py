@@ -11,6 +11,7 @@ import msgspec
 
 from api.weights import Weights
 from rollout_client.protocol import InFlight
+from weight_manager.errors import UNREADABLE
 from weight_manager.messages import Live
 from worker.messages import Span
 from worker.run_dir import replace
@@ -147,7 +148,7 @@ def _read(path: Path) -> dict[int, Given]:
         return {given.version: given for given in msgspec.json.decode(path.read_bytes(), type=list[Given])}
     except FileNotFoundError:
         return {}
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         log.warning("%s says nothing that can be read (%s): versions are called by their numbers", path, error)
         return {}
     except OSError as error:

@@ -48,6 +48,7 @@ class Apis:
     def gone(self, node: str) -> None:
         """The actor of that node ends, and its API with it."""
         self._actors.pop(node, None)
+        self._told.pop(node, None)
         if (starting := self._starting.pop(node, None)) is not None:
             starting.cancel()
         if self._urls.pop(node[:8], None) is not None:

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
 import zmq
 import zmq.asyncio
@@ -22,6 +21,7 @@ from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Scale
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.shipment import KEYS, bracketed, pack
 from fleet_ray.stores import Stores
+from weight_manager.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Head:
     def _reply(self, frame: bytes) -> Reply:
         try:
             request = messages.decode_request(frame)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return Failed("", f"bad message: {error}")
         match request:
             case Scale(replicas=wanted) if not 0 <= wanted <= MOST:

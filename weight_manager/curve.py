@@ -10,6 +10,7 @@ import zmq
 from zmq.utils import z85
 
 from rollout_client.curve import Z85, TrainerKeys
+from weight_manager.errors import UNREADABLE
 from weight_manager.metrics import Counters
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class StoreKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises OSError, or ValueError for what is no file of these keys."""
         try:
             keys = msgspec.json.decode(path.read_bytes(), type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise ValueError(f"{path} is no store's key file (`paddle-rollout keys` makes them): {error}") from None
         if {len(key) for key in (keys.public, keys.secret, *keys.trainers.values())} != {Z85}:
             raise ValueError(f"{path}: a key has {Z85} characters")

@@ -10,7 +10,12 @@ WeightManagerError
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rollout_client.protocol import Error, ErrorCode
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message: text in them may be none, and they may nest without end."""
 
 
 class WeightManagerError(Exception):

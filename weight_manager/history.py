@@ -20,7 +20,7 @@ import msgspec
 
 from rollout_client.protocol import AdapterInFlight
 from weight_manager.adapters.plan import AdapterShape
-from weight_manager.errors import PushRefused, StartError
+from weight_manager.errors import UNREADABLE, PushRefused, StartError
 from weight_manager.messages import Live
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class History:
             saved = msgspec.json.decode(self._path.read_bytes(), type=Saved)
         except FileNotFoundError:
             return Saved()
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise StartError(f"{self._path} cannot be read ({error}); move it away to start without history") from error
         if saved.format != FORMAT:
             raise StartError(f"{self._path} has format {saved.format}, this version reads {FORMAT}; move it away")

@@ -18,7 +18,7 @@ from weight_manager.adapters.plan import AdapterShape
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.disk import Loaded, Loading
-from weight_manager.errors import CheckpointError
+from weight_manager.errors import UNREADABLE, CheckpointError
 from weight_manager.history import Saved, scratch_of
 from weight_manager.layout import PAGE, Layout, region_digests, version_digest
 from weight_manager.messages import Live
@@ -152,7 +152,7 @@ def read_head(path: Path, layout: Layout) -> Live | None:
             head = msgspec.json.decode(file.read(PAGE), type=Head)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         log.error("%s cannot be read: %s", path, error)
         return None
     if head.layout != layout.digest:
@@ -168,7 +168,7 @@ def read_adapter_head(path: Path) -> tuple[str, AdapterShape, Live] | None:
             head = msgspec.json.decode(file.read(PAGE), type=Head)
             file.seek(-head.shape, os.SEEK_END)
             return head.adapter, msgspec.json.decode(file.read(), type=AdapterShape), head.live
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         log.error("%s cannot be read: %s", path, error)
         return None
 
@@ -183,7 +183,7 @@ def read_snapshot(path: Path, layout: Layout, slot: memoryview, loading: Loading
                 if file.readinto(block) != len(block):
                     raise CheckpointError(f"{path} is too short")
                 loading.goes_on(len(block))
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if version_digest(layout, region_digests(layout, slot)) != head.live.digest:
         raise CheckpointError(f"{path}: its bytes do not match their digest", code="checksum_mismatch")

@@ -14,7 +14,7 @@ import zmq
 
 from rollout_client.protocol import MAX_HEADER_BYTES, Chunk, ErrorCode, Request, decode_request
 from weight_manager.curve import StoreKeys
-from weight_manager.errors import IllegalTransition
+from weight_manager.errors import UNREADABLE, IllegalTransition
 from weight_manager.metrics import Counters
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ M = TypeVar("M")
 
 TURN_MESSAGES = 64
 """Messages taken from one socket before the loop looks at everything else."""
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class PushReceiver(Protocol):

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weight_manager import messages as store_messages
 from weight_manager.curve import Gate, StoreKeys
+from weight_manager.errors import UNREADABLE
 from weight_manager.metrics import Counters
 from worker import messages
 
@@ -192,7 +192,7 @@ class Channel:
             if len(rest) != 1:
                 raise ValueError(f"one frame is wanted, {len(rest)} came")
             return FromApi(origin, messages.decode_from_api(rest[0]))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (ValueError, *UNREADABLE) as error:
             self.bad_messages += 1
             log.warning("bad message on the replica socket: %s", error)
             self._reply(origin, messages.encode(messages.CallFailed("", "bad_message", str(error))))
@@ -203,7 +203,7 @@ class Channel:
             if len(frames) != 1:
                 raise ValueError(f"one frame is wanted, {len(frames)} came")
             return FromStore(store_messages.decode_for_replica(frames[0]))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (ValueError, *UNREADABLE) as error:
             self.bad_messages += 1
             log.warning("bad message from the weight store: %s", error)
             return None

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from weight_manager.errors import UNREADABLE
 from worker.child import Output
 from worker.rolling import restart_units
 from worker.run_dir import RunDir
@@ -138,7 +138,7 @@ class Supervisor:
     async def _answer(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
         try:
             request = decode_request(frames[-1])
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             reply: Reply = Failed("", f"bad message: {error}")
         else:
             reply = await self._reply(request)

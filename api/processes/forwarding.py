@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import ApiError
 from api.processes.peers import LEAD, Peers
 from api.replies import Json, error_response
+from weight_manager.errors import UNREADABLE
 
 if TYPE_CHECKING:
     from api.processes.passing import Passing
@@ -213,7 +214,7 @@ def named(body: bytes) -> list[str]:
     """The ids that a client gave the request of this body; none if it cannot be read, which others will say."""
     if _HAS_ID.search(body) is None:
         return []
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with contextlib.suppress(*UNREADABLE):
         ids = _read_ids(body)
         if ids.request_id:
             return [ids.request_id]

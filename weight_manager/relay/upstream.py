@@ -18,7 +18,7 @@ from weight_manager.adapters.lines import Lines
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
-from weight_manager.errors import IllegalTransition, PushRefused
+from weight_manager.errors import UNREADABLE, IllegalTransition, PushRefused
 from weight_manager.life import Event
 from weight_manager.relay import messages as wire
 from weight_manager.relay.lease import Lease
@@ -26,7 +26,7 @@ from weight_manager.relay.members import Members
 from weight_manager.relay.messages import VersionName, version_of
 from weight_manager.relay.relayed import DataRoute, Relayed
 from weight_manager.watching import Watching
-from weight_manager.wire import TURN_MESSAGES, UNREADABLE, drain, receive_payload
+from weight_manager.wire import TURN_MESSAGES, drain, receive_payload
 
 
 def connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: TrainerKeys | None) -> "zmq.Socket[bytes]":

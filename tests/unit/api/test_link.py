@@ -9,9 +9,14 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from api.link import Link
+from worker import messages
+from worker.messages import Done
 
 PROCESS = """
 import sys, time, zmq
@@ -93,3 +98,30 @@ async def test_a_process_that_never_gets_on_is_lost(endpoint, process):
     async with linked(endpoint, silence_s=0.8, stuck_s=2) as heard:
         await asyncio.wait_for(heard.gone.wait(), 10)
         assert heard.down[0].startswith("silent for 2 s")
+
+
+@pytest.mark.parametrize(
+    "unreadable",
+    [b"\xc1", b"\x82\xa1t\xa4done\xa4call\xa2\xff\xfe", b"\x91" * 100_000 + b"\xc0"],
+    ids=["no message", "no text", "deep"],
+)
+async def test_bytes_that_cannot_be_read_cost_no_connection(endpoint, unreadable):
+    """Only a process of another build writes such; what it says next may be read."""
+    heard, read, came = Heard(), [], asyncio.Event()
+    heard.on_message = lambda message: (read.append(message), came.set())  # type: ignore[method-assign]
+    heard.on_down = lambda reason: (heard.down.append(reason), came.set())  # type: ignore[method-assign]
+    decode = msgspec.msgpack.Decoder(Done | list[int]).decode
+    link = Link(endpoint, heard, encode=bytes, decode=decode, quiet_s=60, silence_s=60, stuck_s=60)
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(endpoint)
+        task = asyncio.create_task(link.run())
+        await asyncio.wait_for(heard.up.wait(), 30)
+        link.post(b"hello")
+        peer, _ = await router.recv_multipart()
+        for frame in (unreadable, messages.encode(Done("next"))):
+            await router.send_multipart([peer, frame])
+        await asyncio.wait_for(came.wait(), 30)
+        assert (read, heard.down) == ([Done("next")], [])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from api.service import Service
-from api.versions import FILE
+from api.versions import FILE, VersionNames
 from worker.messages import Span
 
 
@@ -115,3 +115,10 @@ class TestElsewhere:
         await live_is(service, until, 3)
         await name_it(client, "step-3")
         assert json.loads((config.state_dir / FILE).read_bytes())[0]["name"] == "step-3"
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b'[{"run_id": "\xff\xfe"}]'])
+def test_a_damaged_file_costs_names_and_no_start(service, config, content, caplog):
+    (config.run_dir / FILE).write_bytes(content)
+    assert VersionNames(service.weights, config.run_dir).live == "default"
+    assert "versions are called by their numbers" in caplog.text

@@ -4,8 +4,13 @@ what it could not do. Actors are stand-ins for processes on other hosts.
 
 import asyncio
 import json
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from fleet_ray import apis as apis_module
 from fleet_ray import kept_file, replicas, stores
@@ -14,6 +19,7 @@ from fleet_ray.apis import Apis
 from fleet_ray.config import FleetConfig
 from fleet_ray.head import Head
 from fleet_ray.kept_file import KeptFile
+from fleet_ray.messages import SOCKET, Failed, FleetState, GetFleet, decode_reply, encode
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.stores import Stores
 from tests.unit.fleet_ray.test_apis import NODE, Actor, Method, until
@@ -27,6 +33,14 @@ def soon(monkeypatch):
     for module in (apis_module, kept_file, replicas, stores):
         monkeypatch.setattr(module, "AGAIN_S", 0.01)
     monkeypatch.setattr(apis_module, "LOOK_S", 0.01)
+
+
+@pytest.fixture
+def short_dir():
+    """An ipc path may have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="pr-fleet-"))
+    yield path
+    shutil.rmtree(path)
 
 
 def failing_once(answer):
@@ -155,4 +169,31 @@ async def test_the_apis_are_looked_after_whatever_failed(tmp_path, monkeypatch):
     await until((tmp_path / "apis.json").exists)
     monkeypatch.setattr(kept, "_content", failing_once(b"{}"))
     await until(lambda: actor.told.get("replicas.json") == b"{}")
+    kept.close()
+
+
+@pytest.mark.parametrize("unreadable", [b"\xc1", b"\x82\xa1t\xa5scale\xa4call\xa2\xff\xfe"])
+async def test_the_fleet_answers_after_bytes_that_cannot_be_read(short_dir, unreadable):
+    head = Head(FleetConfig(run_dir=short_dir), short_dir / "config.json")
+    control = asyncio.create_task(head._serve_control())
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(f"ipc://{short_dir / SOCKET}")
+        for message, answer in ((unreadable, Failed), (encode(GetFleet("a")), FleetState)):
+            await asker.send(message)
+            assert isinstance(decode_reply(await asyncio.wait_for(asker.recv(), 30)), answer)
+    control.cancel()
+    await asyncio.gather(control, return_exceptions=True)
+
+
+async def test_of_nodes_that_are_gone_nothing_is_kept(tmp_path):
+    (tmp_path / "http_url").write_text("http://0.0.0.0:8000\n")
+    (tmp_path / "replicas.json").write_text("{}")
+    kept = Apis(tmp_path, "10.0.0.1", port=8001, api={"state_dir": None, "host": "0.0.0.0", "data_token": "a token"})
+    actor = Actor("http://10.0.0.2:8001")
+    kept.beside(NODE, actor)
+    await until((tmp_path / "apis.json").exists)
+    kept.gone(NODE)
+    assert not kept._told
+    kept.look()
     kept.close()

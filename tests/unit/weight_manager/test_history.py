@@ -261,3 +261,10 @@ def test_what_lies_in_memory_is_told_by_the_mounts(tmp_path):
     assert not in_memory(tmp_path, mounts)
     assert not in_memory(tmp_path / "nothing")
     assert in_memory(Path("/dev/shm"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b'{"run_id": "\xff\xfe", "arena": "\xff"}'])
+def test_a_damaged_history_is_said_in_words(tmp_path, content):
+    (tmp_path / "h.json").write_bytes(content)
+    with pytest.raises(StartError, match=r"cannot be read.*move it away"):
+        History(tmp_path / "h.json", 10)

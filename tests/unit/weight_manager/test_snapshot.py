@@ -12,7 +12,7 @@ from weight_manager.history import Saved
 from weight_manager.layout import region_digests, version_digest
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
-from weight_manager.snapshot import RETRY_S, Snapshots, read_head
+from weight_manager.snapshot import RETRY_S, Snapshots, read_adapter_head, read_head
 
 MEMORY = memoryview(bytes(range(256)) * (LAYOUT.slot_bytes // 256))
 LIVE = Live("run", 3, 70, 0, version_digest(LAYOUT, region_digests(LAYOUT, MEMORY)))
@@ -132,3 +132,12 @@ def test_a_version_that_could_not_be_saved_is_tried_again_after_a_while(saving, 
     assert read_head(saving.path, LAYOUT) == LIVE
     snapshots.follow(LIVE)
     assert not saving.files.waiting
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b'{"layout": "\xff\xfe", "adapter": "\xff"}'])
+def test_a_damaged_file_is_not_used(tmp_path, caplog, content):
+    path = tmp_path / "snapshot"
+    path.write_bytes(content)
+    assert read_head(path, LAYOUT) is None
+    assert read_adapter_head(path) is None
+    assert caplog.text.count("cannot be read") == 2

@@ -68,6 +68,38 @@ def test_messages_of_one_connection_keep_their_order(channel, context, run_dir):
         assert messages.decode_to_api(api.recv()) == messages.Done("0")
 
 
+UNREADABLE = {
+    "no message": b"\xc1",
+    "half a message": messages.encode(messages.Resume("a"))[:-1],
+    "text that is none": b"\x82\xa1t\xa6resume\xa4call\xa2\xff\xfe",
+    "lists in lists": b"\x83\xa1t\xa6resume\xa4call\xa1x\xa4more" + b"\x91" * 100_000 + b"\xc0",
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_bytes_that_cannot_be_read_are_answered_and_counted(channel, context, run_dir, what):
+    with dealer(context, run_dir) as api:
+        api.send(UNREADABLE[what])
+        api.send(messages.encode(messages.Resume("next")))
+        assert [item.message.call for item in receive_until(channel, FromApi)] == ["next"]
+        assert api.poll(2000)
+        assert messages.decode_to_api(api.recv()).code == "bad_message"
+    assert channel.bad_messages == 1
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_bytes_of_the_store_that_cannot_be_read_are_counted(channel, context, run_dir, what):
+    with store(context, run_dir) as router:
+        receive_until(channel, StoreUp)
+        channel.send_store(store_messages.Beat(1))
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, UNREADABLE[what]])
+        deadline = time.monotonic() + 30
+        while not channel.bad_messages:
+            assert time.monotonic() < deadline
+            assert channel.receive(0.1) == []
+
+
 def test_a_frame_too_many_is_answered(channel, context, run_dir):
     with dealer(context, run_dir) as api:
         api.send_multipart([messages.encode(messages.Resume("a")), b"more"])

@@ -379,3 +379,10 @@ async def test_every_route_that_is_answered_here_is_one(processes):
 
     paths = set(processes[0].server.config.app.openapi()["paths"])
     assert paths >= LOCAL - {"/", "/openapi.json"}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_body_that_nests_without_end_is_refused_like_by_one_process(processes, which):
+    body = '{"request_id": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + ', "prompt_ids": [65], "max_tokens": 1}'
+    reply = await processes[which].client.post(GENERATE, content=body)
+    assert reply.status_code == 400
