@@ -105,6 +105,24 @@ def test_the_port_that_trainers_are_told_is_open(base: Objects) -> None:
     assert {p["name"]: p["port"] for p in base["Service", "rollout-push"]["spec"]["ports"]}["data"] == told
 
 
+def test_monitoring_lets_in_whom_the_base_lets_in_and_prometheus(base: Objects) -> None:
+    """Lists of a NetworkPolicy have no merge key: a patch that is a part of the object replaces them whole."""
+    rules = base["NetworkPolicy", "rollout"]["spec"]["ingress"]
+    patched = list(rules)
+    for patch in yaml.safe_load((K8S / "monitoring/kustomization.yaml").read_text())["patches"]:
+        said = yaml.safe_load((K8S / "monitoring" / patch["path"]).read_text())
+        if isinstance(said, dict):
+            patched = said["spec"]["ingress"]
+            continue
+        assert patch["target"] == {"kind": "NetworkPolicy", "name": "rollout"}
+        assert [(one["op"], one["path"]) for one in said] == [("add", "/spec/ingress/-")]
+        patched += [one["value"] for one in said]
+    assert [rule for rule in rules if rule not in patched] == []
+    anywhere = {"from": [{"namespaceSelector": {}}], "ports": [{"port": "http"}]}
+    assert [rule for rule in patched if rule not in rules] == [anywhere]
+    validate(base["NetworkPolicy", "rollout"] | {"spec": {"podSelector": {}, "ingress": patched}}, NEWEST, strict=True)
+
+
 def test_the_service_monitor_finds_the_http_service_alone(base: Objects) -> None:
     monitor = load([K8S / "monitoring/service-monitor.yaml"])["ServiceMonitor", "rollout"]["spec"]
     wanted = monitor["selector"]["matchLabels"].items()
