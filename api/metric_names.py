@@ -11,6 +11,7 @@ GAUGES: Mapping[str, str] = {
     "pause_age_seconds": "how long the pause in force has lasted; 0 = none",
     "cleared": "1 while parameters or KV are released",
     "version_skew": "newest minus oldest version among the replicas and the store",
+    "ready_replicas": "replicas that serve the live version",
     "replica_state": "1 for the state the replica is in",
     "replica_ready": "1 while the replica serves the live version",
     "weight_version": "weight version the replica serves",

@@ -85,6 +85,7 @@ class Metrics(Collector):
             "pause_age_seconds": fleet.intents.paused.age_s if fleet.intents.paused else 0.0,
             "cleared": float(bool(fleet.intents.cleared)),
             "version_skew": skew(fleet),
+            "ready_replicas": sum(r.serves(fleet.live) for r in fleet.replicas),
         }.items():
             yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
         retried, requests = fleet.retried, self.requests
@@ -109,7 +110,7 @@ class Metrics(Collector):
         yield state
         yield from self._of_ranks(replicas)
         yield from self._replica_gauges(replicas)
-        lost = [((str(r.index),), r.lost) for r in replicas]
+        lost = [((str(index),), times) for index, times in self._fleet.lost.items()]
         yield counter("replica_lost", COUNTERS["replica_lost"], lost, labels=("replica",))
         yield from self._replica_counters(replicas)
 

@@ -69,7 +69,6 @@ class Replica:
         self.stats: Stats | None = None
         self.flights: dict[str, Flight] = {}
         self.load = 0  # sequences it is working on for us
-        self.lost = 0  # times it went away
         self.down_reason = "not there yet"
         self._full: asyncio.TimerHandle | None = None  # it has refused a request; until then
         self._members: list[tuple[str, int]] = []  # sequences of the last `Tokens`
@@ -86,6 +85,11 @@ class Replica:
             keys=keys if endpoint.startswith("tcp://") else None,
             name=name,
         )
+
+    @property
+    def lost(self) -> int:
+        """Times that a replica of this number went away, wherever it was."""
+        return self._fleet.lost[self.index]
 
     @property
     def said_load(self) -> int:
@@ -191,7 +195,7 @@ class Replica:
         version, self.version = self.version, None
         self.draining = False
         self.state, self.stats, self.load, self.down_reason = UNREACHABLE, None, 0, reason
-        self.lost += 1
+        self._fleet.lost[self.index] += 1
         for flight in flights.values():
             self._start_over(flight, version)
         self._fleet.changed()
@@ -256,6 +260,7 @@ class Fleet:
         self._near = config.host if config.head_url else None  # a node's API prefers the replicas on its host
         self.peers = peers
         self.lanes = lanes
+        self.lost: dict[int, int] = {}  # replica -> times it went away; of those that there were, too
         self.members = Members(self._replica, config.replica_endpoints)
         self.intents = Intents(self, peers, of_node=bool(config.head_url))
         self.held: deque[Flight] = deque()
@@ -285,6 +290,7 @@ class Fleet:
             self.changed()
 
     def _replica(self, index: int, endpoint: str) -> Replica:
+        self.lost.setdefault(index, 0)
         name = self._place if self.peers is None else f"{self._place or 'api'}-{self.peers.index}"
         return Replica(index, endpoint, self, self._config, keys=self._keys, name=name)
 

@@ -88,6 +88,33 @@ async def test_one_that_moves_is_another_connection(config, replicas, tell, read
     assert not replicas[0].got(Generate)
 
 
+async def test_how_often_a_replica_went_away_is_not_forgotten_when_it_comes_back_elsewhere(
+    client, config, replicas, tell, ready, service, until
+):
+    """As on Ray, where each life of a replica has another endpoint: an alert counts them."""
+    tell(0, 1)
+    await ready(0, 1)
+    series = 'rollout_replica_lost_total{replica="0"}'
+    assert f"{series} 0.0" in (await client.get("/metrics")).text
+    tell(1)
+    await until(lambda: len(service.fleet.replicas) == 1)
+    assert f"{series} 1.0" in (await client.get("/metrics")).text, "a series that ends says nothing of an increase"
+    tell(0, 1)
+    await ready(0, 1)
+    assert f"{series} 1.0" in (await client.get("/metrics")).text
+    tell(1)
+    await until(lambda: len(service.fleet.replicas) == 1)
+    assert f"{series} 2.0" in (await client.get("/metrics")).text
+
+
+async def test_metrics_say_that_no_replica_is_ready_also_where_there_is_none(client, replicas, tell, ready, service):
+    """An alert on replicas that are not ready sees nothing where there are none to see."""
+    assert "rollout_ready_replicas 0.0" in (await client.get("/metrics")).text
+    tell(0, 1)
+    await ready(0, 1)
+    assert "rollout_ready_replicas 2.0" in (await client.get("/metrics")).text
+
+
 async def test_a_pause_holds_for_one_that_comes_later(client, replicas, tell, ready, until):
     tell(0)
     await ready(0)
