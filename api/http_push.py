@@ -77,18 +77,18 @@ class HttpPush:
     async def finish(self, name: str | None, *, timeout_s: float) -> None:
         """Make it live, on every replica or none; `name`: what the trainer calls the version."""
         self._must_be_open()
-        weights = self._weights
+        weights, version = self._weights, None
         try:
             if self._directory:
                 await self._versions.load(self._directory, name=name, deadline_s=timeout_s)
                 return
             if not await self._follow((), timeout_s=timeout_s):
-                done = await weights.commit_session(timeout_s=timeout_s)
-                await weights.wait_for_version(done["version"], timeout_s=5.0)
+                version = (await weights.commit_session(timeout_s=timeout_s))["version"]
+                await weights.wait_for_version(version, timeout_s=5.0)
         finally:
             self.close()
         if name is not None:
-            await self._versions.give(name)
+            await self._versions.give(name, version)
 
     def close(self) -> None:
         """Forget the update that is open."""

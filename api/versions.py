@@ -72,14 +72,16 @@ class VersionNames:
         live = self._weights.live
         return INITIAL if live is None else self.name(live.version)
 
-    async def give(self, name: str) -> None:
-        """Call the live version this from now on."""
-        live = self._weights.live
-        if live is None or name == self.live:
+    async def give(self, name: str, version: int | None = None) -> None:
+        """Call a version this from now on: the live one, or the one before it if that is meant by now. None = live."""
+        named = self._weights.live
+        if version is not None and named is not None and named.version != version:  # it was live a moment ago
+            named = self._weights.status.previous if self._weights.status else None
+        if named is None or (version is not None and named.version != version) or name == self.name(named.version):
             return
-        self._given.pop(live.version, None)
-        if name != self.name(live.version):  # else its own name is back
-            self._given[live.version] = Given(live.run_id, live.version, live.digest, name)
+        self._given.pop(named.version, None)
+        if name != self.name(named.version):  # else its own name is back
+            self._given[named.version] = Given(named.run_id, named.version, named.digest, name)
         while len(self._given) > KEPT:
             del self._given[next(iter(self._given))]
         self._renamed()
@@ -97,9 +99,10 @@ class VersionNames:
         """
         number = int(name) if name is not None and name.isdecimal() and len(name) < 19 else None
         report = await self._weights.load(path, version=number, in_flight=in_flight, deadline_s=deadline_s)
-        await self._weights.wait_for_version(report.get("version", number or 0), timeout_s=5.0)
+        version = report.get("version", number or 0)
+        await self._weights.wait_for_version(version, timeout_s=5.0)
         if name is not None and number is None:
-            await self.give(name)
+            await self.give(name, version)
         return report
 
     async def follow(self) -> None:

@@ -104,6 +104,21 @@ async def test_a_full_disk_costs_the_memory_of_names_and_nothing_else(client, se
     assert service.versions.live == "step-3"
 
 
+async def test_a_name_is_that_of_the_version_that_was_loaded(service, store, until, monkeypatch):
+    """A trainer's push goes live right behind a load from disk: its version is not the one that was named."""
+
+    async def loaded_and_pushed(path, **words):
+        store.commit(3)
+        store.previous = store.live
+        store.commit(4)
+        await live_is(service, until, 4)
+        return {"version": 3}
+
+    monkeypatch.setattr(service.weights, "load", loaded_and_pushed)
+    await service.versions.load("/a/checkpoint", name="from disk")
+    assert (service.versions.live, service.versions.name(3)) == ("4", "from disk")
+
+
 class TestElsewhere:
     @pytest.fixture
     def settings(self, tmp_path):
