@@ -83,4 +83,4 @@ def _place(origin: str) -> str | None:
 
 
 def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+    return hmac.compare_digest(given.encode("latin-1"), token.encode())  # headers are bytes, and read as Latin-1

@@ -189,3 +189,16 @@ async def test_rate_limit_is_429_with_retry_after(client, service):
     reply = await client.post(GENERATE[1], json=GENERATE[2], headers={"authorization": f"Bearer {DATA}"})
     assert reply.status_code == 429
     assert reply.headers["retry-after"] == "1"
+
+
+class TestTokenInAnotherAlphabet:
+    @pytest.fixture
+    def settings(self):
+        return {"data_token": "ein Schlüssel, länger als acht"}
+
+    async def test_it_is_the_bytes_that_count(self, client, config):
+        token = f"Bearer {config.data_token}".encode()
+        method, path, body = GENERATE
+        for header, wanted in ((token, 200), (token[:-1], 401), (token.decode().encode("latin-1"), 401)):
+            reply = await client.request(method, path, json=body, headers={"authorization": header})
+            assert reply.status_code == wanted

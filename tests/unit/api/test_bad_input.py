@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from worker.messages import Clear, ResetPrefixCache
+
 NATIVE, COMPLETIONS, CHAT = "/v1/rollout/generate", "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "A"}]
 
@@ -293,3 +295,18 @@ async def test_what_clients_get_away_with(client):
     for kind in ("application/x-www-form-urlencoded", "text/plain"):
         assert (await client.post(NATIVE, content=body, headers={"content-type": kind})).status_code == 200
     assert (await client.post(NATIVE + "/", content=body)).status_code == 200
+
+
+async def test_a_length_of_thousands_of_digits_is_a_length(client):
+    """Python converts no text of so many digits into a number."""
+    body = json.dumps({"prompt_ids": [65], "max_tokens": 1})
+    for digits, status in ((str(len(body)).zfill(5000), 200), ("9" * 5000, 413)):
+        reply = await client.post("/v1/rollout/generate", content=body, headers={"content-length": digits})
+        assert reply.status_code == status
+
+
+async def test_head_changes_nothing(client, replicas):
+    """Probes and link checkers send it, to be told only what a GET would say."""
+    for path in ("/clear_load_weight", "/update_model_weight", "/flush_cache"):
+        assert (await client.head(path)).status_code == 405
+    assert not [message for replica in replicas for message in replica.got(Clear) + replica.got(ResetPrefixCache)]
