@@ -2,7 +2,8 @@
 
 Under all four policies, on one rank and on two; and with everything at once that makes a sequence begin anew. The KV
 cache is small, so that sequences are preempted, and steps are, so that an update finds them computed again in part.
-`REPLAY_PUSHES=200` makes it the long proof.
+`REPLAY_PUSHES=200` makes it the long proof. Where a push lands among tokens is chance: pushes go on, for some time,
+until as many have landed inside sequences as a test asks for.
 
 Two very different checkpoints take turns under load. There are two derivations. An independent forward in numpy: a
 greedy token must be the most likely one under the claimed weights, and every logprob must be theirs; under the other
@@ -18,7 +19,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,10 @@ from tests.reference.llama import Replay
 
 PUSHES = int(os.environ.get("REPLAY_PUSHES", "12"))
 LONGEST_S = 60 + 2.5 * PUSHES
+MORE_S = 90.0
+"""How long pushes go on after PUSHES of them, until the load has shown what a test asks about."""
+ANSWERS_S = 60.0
+"""How long a few answers may take, on a machine that others use, too."""
 LENGTH = 40
 SMALL = (
     "worker.sum_parts=2",
@@ -124,7 +129,7 @@ def small() -> list[str]:
     return [word for setting in SMALL for word in ("--set", setting)]
 
 
-@pytest.mark.timeout(2 * LONGEST_S)
+@pytest.mark.timeout(4 * LONGEST_S)
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort", "wait"])
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 def test_every_token_comes_from_the_version_its_span_claims(
@@ -133,24 +138,31 @@ def test_every_token_comes_from_the_version_its_span_claims(
     service: LiveService = request.getfixturevalue(ranks)
     sets = [random_weights(tiny.config, seed) for seed in (201, 202)]
     run = f"replay-{uuid.uuid4().hex[:8]}"
+    load = Load(service.url)
+
+    def caught() -> list[Output]:
+        """What a push of this policy came upon."""
+        outputs = [output for _, _, output in load.answers]
+        if in_flight == "abort":
+            return [output for output in outputs if output.finish_reason == "abort"]
+        return [output for output in outputs if len(output.spans) > 1]
+
+    def missing() -> str:
+        served = {span.version for _, _, output in load.answers for span in output.spans}
+        if len(served) < PUSHES / 2:
+            return f"tokens of {len(served)} versions"
+        found = len(caught())
+        return f"{found} pushes inside sequences" if in_flight != "wait" and found < PUSHES / 2 else ""
+
     with service.publisher(run) as publisher:
         publisher.push(sets[0], 0)
-        with Load(service.url) as load:
-            for version in range(1, PUSHES + 1):
+        with load:
+            for version in versions(missing):
                 # All eight sequences answer a push that aborts or drains: the next waits for one that came after.
                 wait_for(load, (9 if in_flight in {"abort", "wait"} else 3) * version)
                 publisher.push(sets[version % 2], version, in_flight=in_flight)
     assert not load.failures
     outputs = [output for _, _, output in load.answers]
-    caught = {
-        "keep": [output for output in outputs if len(output.spans) > 1],
-        "recompute": [output for output in outputs if len(output.spans) > 1],
-        "abort": [output for output in outputs if output.finish_reason == "abort"],
-        "wait": [],
-    }[in_flight]
-    versions = {span.version for output in outputs for span in output.spans}
-    assert in_flight == "wait" or len(caught) >= PUSHES / 2, "the pushes did not land inside running sequences"
-    assert len(versions) >= PUSHES / 2
     if in_flight in {"abort", "wait"}:
         assert all(len(output.spans) == 1 for output in outputs)
     replay = Replay(tiny.config, sets)
@@ -161,17 +173,25 @@ def test_every_token_comes_from_the_version_its_span_claims(
     ]
     compare_bits(tiny, sets, [answer for answer in load.answers if answer[2].token_ids])
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike for this test to mean anything"
-    print(f"{ranks}, {in_flight}: {PUSHES} updates, {sum(len(o.token_ids) for o in outputs)} tokens replayed")
+    print(f"{ranks}, {in_flight}: {version} updates, {sum(len(o.token_ids) for o in outputs)} tokens replayed")
+
+
+def versions(missing: Callable[[], str]) -> Iterator[int]:
+    """Of a test's pushes: PUSHES, and more while something is `missing`, which says what; "" = nothing."""
+    yield from range(1, PUSHES + 1)
+    deadline, version = time.monotonic() + MORE_S, PUSHES
+    while what := missing():
+        assert time.monotonic() < deadline, f"after {version} pushes only {what}: the test does not ask its question"
+        version += 1
+        yield version
 
 
 def wait_for(load: Load, answers: int) -> None:
     """Until so many responses came in."""
-    deadline = threading.Event()
-    for _ in range(1000):
-        if len(load.answers) >= answers or load.failures:
-            return
-        deadline.wait(0.02)
-    raise AssertionError(f"only {len(load.answers)} answers")
+    deadline = time.monotonic() + ANSWERS_S
+    while len(load.answers) < answers and not load.failures:
+        assert time.monotonic() < deadline, f"only {len(load.answers)} of {answers} answers"
+        time.sleep(0.01)
 
 
 def check(replay: Replay, prompt: list[int], temperature: float, output: Output, *, cut: bool = False) -> float:
@@ -283,6 +303,23 @@ class Preempted:
         return self.count
 
 
+class Hidden:
+    """Answers that began anew on top of older keys, as they come: they fit nothing without the word `recomputed`."""
+
+    def __init__(self, replay: Replay, answers: list[Any]) -> None:
+        self.told = self.count = 0
+        self._replay, self._answers, self._looked_at = replay, answers, 0
+
+    def look(self) -> int:
+        """How many there are by now."""
+        new = self._answers[self._looked_at :]
+        self._looked_at += len(new)
+        told = [answer for answer in new if any(span.recomputed for span in answer[2].spans)]
+        self.told += len(told)
+        self.count += sum(not fits(self._replay, *answer) for answer in told)
+        return self.count
+
+
 @pytest.mark.timeout(4 * LONGEST_S)
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 def test_whatever_makes_a_sequence_begin_anew_its_spans_say_so(
@@ -293,12 +330,22 @@ def test_whatever_makes_a_sequence_begin_anew_its_spans_say_so(
     sets = [random_weights(tiny.config, seed) for seed in (201, 202)]
     run = f"upsets-{uuid.uuid4().hex[:8]}"
     policies: Iterator[InFlight] = itertools.cycle(["keep", "keep", "recompute", "keep", "abort", "wait"])
-    preempted = Preempted(service)
+    replay = Replay(tiny.config, sets)
+    load = Load(service.url, streams=True)
+    preempted, hidden = Preempted(service), Hidden(replay, load.answers)
     upsets = Upsets(service)
+
+    def missing() -> str:
+        if kinds := {"recompute", "keep", "abort", "wait", "release", "kill"} - set(upsets.done):
+            return f"{dict(upsets.done)}, not {kinds}"
+        if not preempted.look():
+            return "preemptions of none"
+        return f"{hidden.count} sequences with older keys begun anew" if hidden.look() < PUSHES / 4 else ""
+
     with service.publisher(run) as publisher, service.client() as client:
         publisher.push(sets[0], 0)
-        with Load(service.url, streams=True) as load:
-            for version in range(1, PUSHES + 1):
+        with load:
+            for version in versions(missing):
                 policy = next(policies)
                 publisher.push(sets[version % 2], version, in_flight=policy)
                 if policy == "recompute":
@@ -308,21 +355,16 @@ def test_whatever_makes_a_sequence_begin_anew_its_spans_say_so(
                 upsets.next(client)
                 wait_for(load, len(load.answers) + 3)
     assert not load.failures
-    assert preempted.look() > 0
-    assert {"recompute", "keep", "abort", "wait", "release", "kill"} <= set(upsets.done)
     answers = [answer for answer in load.answers if answer[2].token_ids]
     assert {answer[2].finish_reason for answer in answers} <= {"length", "abort"}
-    replay = Replay(tiny.config, sets)
     misfits = [check(replay, *answer, cut=answer[2].finish_reason == "abort") for answer in answers]
     compare_bits(tiny, sets, answers)
     assert np.mean(misfits) > 0.9, "the two checkpoints are too alike for this test to mean anything"
-    told = [answer for answer in answers if any(span.recomputed for span in answer[2].spans)]
-    hidden = [answer for answer in told if not fits(replay, *answer)]
-    assert len(hidden) >= PUSHES / 4, "no sequence with older keys began anew: the test does not ask its question"
+    hidden.look()
     tokens = sum(len(output.token_ids) for _, _, output in answers)
     print(
-        f"{ranks}: {PUSHES} updates, {tokens} tokens of {len(answers)} samples replayed; {len(told)} were recomputed, "
-        f"{len(hidden)} of which fit nothing without the word; {preempted.count:g} preemptions, "
+        f"{ranks}: {version} updates, {tokens} tokens of {len(answers)} samples replayed; {hidden.told} were "
+        f"recomputed, {hidden.count} of which fit nothing without the word; {preempted.count:g} preemptions, "
         f"{dict(upsets.done)}"
     )
 

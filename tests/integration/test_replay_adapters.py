@@ -20,7 +20,7 @@ from rollout_client.http import Output, RolloutClient
 from rollout_client.publisher import WeightPublisher
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
-from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, small
+from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, small, versions, wait_for
 from tests.reference.adapters import adapter, adapter_config, merged
 from tests.reference.checkpoint import Checkpoint, Weights, random_weights
 from tests.reference.exact import ExactReplay, Sets, difference
@@ -64,17 +64,27 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
     base = random_weights(tiny.config, 301)
     changes = {name: [adapter(base, seed, RANK) for seed in (10 * n, 10 * n + 1)] for n, name in enumerate(NAMES)}
     run = f"adapters-{uuid.uuid4().hex[:8]}"
+    load = AdapterLoad(service.url)
     failures: list[BaseException] = []
+    pushes: list[str] = []
 
-    def train(name: str, load: Load) -> None:
+    def missing() -> str:
+        of_adapters = [output for name, _, output in load.answers if name]
+        served = {(name, span.adapter_version) for name, _, output in load.answers if name for span in output.spans}
+        if len(served) < PUSHES:
+            return f"tokens of {len(served)} versions"
+        return "" if any(len(output.spans) > 1 for output in of_adapters) else "pushes outside of sequences"
+
+    def train(name: str) -> None:
         try:
             with WeightPublisher(service.push_endpoint, run_id=run, progress=False) as publisher:
-                for version in range(1, PUSHES + 1):
+                for version in versions(missing):
                     wait_for(load, 3 * version)
                     policy: Any = POLICIES[version % len(POLICIES)]
                     publisher.push_adapter(
                         name, changes[name][version % 2], adapter_config(RANK), version, in_flight=policy
                     )
+                    pushes.append(name)
         except BaseException as error:
             failures.append(error)
 
@@ -82,8 +92,8 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
         publisher.push(base, 1)
         for name in NAMES:
             publisher.push_adapter(name, changes[name][0], adapter_config(RANK), 0)
-    with AdapterLoad(service.url) as load:
-        trainers = [threading.Thread(target=train, args=(name, load)) for name in NAMES]
+    with load:
+        trainers = [threading.Thread(target=train, args=(name,)) for name in NAMES]
         for trainer in trainers:
             trainer.start()
         for trainer in trainers:
@@ -94,12 +104,9 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
     answers = [answer for answer in load.answers if answer[2].token_ids]
     misfits = [check(replay, *answer) for answer in answers]
     assert np.mean([misfit for misfit in misfits if misfit is not None]) > 0.9, "the versions are too alike"
-    of_adapters = [output for name, _, output in answers if name]
-    assert len({span.adapter_version for output in of_adapters for span in output.spans}) >= PUSHES / 2
-    assert [output for output in of_adapters if len(output.spans) > 1], "no push landed inside a running sequence"
     compare_bits(tiny, tp, base, changes, answers)
     tokens = sum(len(output.token_ids) for _, _, output in answers)
-    print(f"2 trainers of {PUSHES} pushes: {tokens} tokens of {len(answers)} samples replayed")
+    print(f"2 trainers, {len(pushes)} pushes: {tokens} tokens of {len(answers)} samples replayed")
 
 
 def compare_bits(
@@ -120,16 +127,6 @@ def _base(base: Weights, _: int) -> Weights:
 
 def _change(changes: dict[str, list[Weights]], name: str, version: int) -> Weights:
     return changes[name][version % 2]
-
-
-def wait_for(load: Load, answers: int) -> None:
-    """Until so many responses came in: both trainers' pushes are spread over the load."""
-    pause = threading.Event()
-    for _ in range(2000):
-        if len(load.answers) >= answers or load.failures:
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"only {len(load.answers)} answers")
 
 
 def check(replay: Replay, name: str, prompt: list[int], output: Output) -> float | None:
