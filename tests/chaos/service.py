@@ -145,16 +145,20 @@ def _name(pid: int) -> str:
 
 def held(live: LiveService) -> dict[str, Held]:
     """Of every process now."""
-    result = {}
-    for name, pids in by_name(live).items():
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                status = Path(f"/proc/{pid}/status").read_text().splitlines()
-                fields = {key: value.strip() for key, _, value in (line.partition(":") for line in status)}
-                rss_mb = int(fields["RssAnon"].split()[0]) / 1024
-                files = _files(pid)
-                result[name] = Held(sum(files.values()), files, int(fields["Threads"]), round(rss_mb, 1))
-    return result
+    found = ((name, held_by(pid)) for name, pids in by_name(live).items() for pid in pids)
+    return {name: one for name, one in found if one}
+
+
+def held_by(pid: int) -> Held | None:
+    """Of one process; None = it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = {key: value.strip() for key, _, value in (line.partition(":") for line in status)}
+        rss_mb = int(fields["RssAnon"].split()[0]) / 1024
+        files = _files(pid)
+    except (OSError, KeyError):  # one that has just ended has no memory
+        return None
+    return Held(sum(files.values()), files, int(fields["Threads"]), round(rss_mb, 1))
 
 
 def _files(pid: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 and Ctrl-C leaves nothing.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -10,7 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 COMMAND = [sys.executable, "-m", "examples.grpo_paddle", "--steps"]
+PATIENCE_S = 240.0
 
 
 def left_by(pid: int) -> list[str]:
@@ -23,7 +27,7 @@ def left_by(pid: int) -> list[str]:
 def six_steps(out: Path) -> int:
     """Run them; how many answers hold tokens of more than one version."""
     trainer = subprocess.Popen([*COMMAND, "6", "--out", str(out)], stdout=subprocess.PIPE, text=True)
-    output = trainer.communicate(timeout=55)[0]
+    output = trainer.communicate(timeout=110)[0]
     assert trainer.returncode == 0, output
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == summary["versions_pushed"] == 6
@@ -35,9 +39,16 @@ def six_steps(out: Path) -> int:
     return int(summary["answers_of_mixed_versions"])
 
 
+@pytest.mark.timeout(PATIENCE_S + 120)
 def test_a_few_steps(tmp_path: Path) -> None:
-    """Where a push lands is chance: in 16 to 156 of the answers of a run of two seconds, on a busy machine in none."""
-    assert any(six_steps(tmp_path / str(run)) for run in range(5)), "no push landed inside an answer"
+    """Where a push lands is chance: in 16 to 156 of the answers of a run of two seconds, on a busy machine in none, and
+    the demo is run again.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    for run in itertools.count():
+        if six_steps(tmp_path / str(run)):
+            return
+        assert time.monotonic() < deadline, f"no push landed inside an answer of {run + 1} runs"
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

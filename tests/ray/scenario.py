@@ -24,11 +24,14 @@ from rollout_client.http import Output, RolloutClient
 from tests.integration.test_replay import LENGTH, check
 from tests.ray.fleet import RayService, until
 from tests.ray.network import Network, RayHosts
-from tests.ray.trainer import SEEDS
+from tests.ray.trainer import ENOUGH, MORE, SEEDS
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.llama import Replay
 
 ROOT = Path(__file__).parents[2]
+ANSWERS = 30
+"""Wanted of a run, and one of several versions: pushes go on for it."""
+MORE_S = 90.0
 DATA_TOKEN = "a token of the clients"
 SIZES = {
     "hidden_size": 256,
@@ -65,6 +68,10 @@ class Clients:
         self._stop.set()
         for thread in self._threads:
             thread.join(90)
+
+    def asked_enough(self) -> bool:
+        """Whether a push has landed inside an answer, and there are as many answers as a run must have."""
+        return len(self.answers) > ANSWERS and any(len(answer.versions) > 1 for answer in list(self.answers))
 
     def _run(self, number: int) -> None:
         rng = np.random.default_rng(number)
@@ -130,11 +137,15 @@ def _push_all(
     pushes, kill_at, add_at, gap_s, count = plan
     command = [sys.executable, "-m", "tests.ray.trainer", service.push_endpoint, json.dumps(model.config)]
     trainer = subprocess.Popen(
-        network.on("trainer", *command, str(pushes), str(gap_s)), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        network.on("trainer", *command, str(pushes), str(gap_s)),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     done: list[dict[str, Any]] = []
     outage: dict[str, float] = {}
-    load = None
+    load: Clients | None = None
     try:
         for line in trainer.stdout or ():
             done.append(json.loads(line))
@@ -148,6 +159,11 @@ def _push_all(
             elif version == add_at:
                 outage["added"] = time.monotonic()
                 hosts.start("three", ray)
+            if version == pushes:
+                over = time.monotonic() + MORE_S
+            if version >= pushes:
+                assert load is not None
+                _say(trainer, ENOUGH if load.asked_enough() or time.monotonic() > over else MORE)
         assert trainer.wait(30) == 0
         until(lambda: len(service.ready()) == 3, 120, lambda: f"{service.fleet()}\n{service.tail()}")
         outage["three_again_s"] = time.monotonic() - outage.pop("added")
@@ -163,6 +179,12 @@ def _push_all(
     assert load is not None
     assert not load.failures, load.failures
     return (done, load.answers), outage
+
+
+def _say(trainer: "subprocess.Popen[str]", word: str) -> None:
+    assert trainer.stdin is not None
+    trainer.stdin.write(word)
+    trainer.stdin.flush()
 
 
 def _judge(done: list[dict[str, Any]], answers: list[Answer], model: Checkpoint) -> dict[str, Any]:

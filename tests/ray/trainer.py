@@ -2,10 +2,12 @@
 
     python -m tests.ray.trainer ENDPOINT CONFIG_JSON PUSHES GAP_S
 
-A push that is refused, or cut off by a death, is made again: `attempts`. Times are time.monotonic(), which all
+After PUSHES of them it asks before each whether another one is wanted: by a line of standard input, `MORE`. A push
+that is refused, or cut off by a death, is made again; `failed` says why. Times are time.monotonic(), which all
 processes of a machine share. sent: bytes that left this host in the attempt that went through.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -20,6 +22,7 @@ from tests.reference.checkpoint import random_weights
 SEEDS = (201, 202)
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 PATIENCE_S, AGAIN_S = 60.0, 0.5
+MORE, ENOUGH = "more\n", "enough\n"
 
 
 def main() -> None:
@@ -27,8 +30,10 @@ def main() -> None:
     sets = [random_weights(config, seed) for seed in SEEDS]
     nbytes = sum(tensor.nbytes for tensor in sets[0].values())
     with WeightPublisher(endpoint, run_id="fleet", token=TOKEN, transport="zmq", progress=False) as publisher:
-        for version in range(pushes + 1):
+        for version in itertools.count():
             print(json.dumps(push(publisher, sets[version % 2], version) | {"bytes": nbytes}), flush=True)
+            if version >= pushes and sys.stdin.readline() != MORE:
+                return
             time.sleep(gap_s)
 
 

@@ -1,0 +1,183 @@
+"""Load a service for as long as you like, and say what of it grew: memory, descriptors, threads, shared memory.
+
+    .venv/bin/python -m tests.soak [--minutes 60] [--clients 12] [--replicas 1] [--tp 1] [--limit-mb 8]
+
+Nothing is broken here (`python -m tests.chaos` breaks): trainers push the model and two adapters every second or so,
+unload and load these, another one comes and goes with an adapter for each of many tasks; clients ask, stream, hang up,
+are aborted and ask nonsense; an operator pauses, releases memory and loads an adapter from disk. Every process of the
+service, and every trainer, is looked at all the time. A line a minute says how far it is. Ends with status 1 if
+something grew, was answered otherwise than it may be, or was restarted. The report is JSON.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import service, text, trainer
+from tests.integration.live import SHM, LiveService
+from tests.reference.checkpoint import Checkpoint
+from tests.soak.account import Look, table, violations
+from tests.soak.load import Load, write_adapter
+
+SAID_EVERY_S = 60.0
+TRAINERS = {
+    "trainer": ("tests.chaos.trainer",),
+    **{f"trainer of {name}": ("tests.chaos.trainer", "--adapter", name) for name in trainer.ADAPTERS},
+    "trainers of tasks": ("tests.soak.tasks",),
+}
+
+
+class Soak:
+    """One run. `go` is all of it."""
+
+    def __init__(self, live: LiveService, load: Load, seed: int, seconds: float, look_s: float) -> None:
+        """look_s: between two looks at what is held."""
+        self.looks: list[Look] = []
+        self.pushes: Counter[str] = Counter()
+        self.ended: list[str] = []
+        self._live, self._load, self._seed = live, load, seed
+        self._seconds, self._look_s = seconds, look_s
+        self._trainers: dict[str, asyncio.subprocess.Process] = {}
+
+    async def go(self) -> None:
+        """Load it and look at it."""
+        began = time.monotonic()
+        work = [asyncio.create_task(self._load.run())]
+        work += [asyncio.create_task(self._train(name, words)) for name, words in TRAINERS.items()]
+        said = 0.0
+        try:
+            while (at := time.monotonic() - began) < self._seconds and self._live.process.poll() is None:
+                if all(name in self._trainers for name in TRAINERS):
+                    self.looks.append(self._look(at))
+                if at >= said + SAID_EVERY_S:
+                    said = at
+                    self._say(at)
+                await asyncio.sleep(self._look_s)
+        finally:
+            self._load.stop()
+            for process in self._trainers.values():
+                if process.returncode is None:
+                    process.kill()
+        await asyncio.gather(*work)
+
+    async def _train(self, name: str, words: Sequence[str]) -> None:
+        command = (sys.executable, "-m", *words, "--endpoint", self._live.push_endpoint, "--seed", str(self._seed))
+        first = () if "tasks" in words[0] else ("--first", "1")
+        self._trainers[name] = process = await asyncio.create_subprocess_exec(
+            *(*command, *first),
+            stdout=asyncio.subprocess.PIPE,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
+        )
+        assert process.stdout is not None
+        async for line in process.stdout:
+            self._note(name, json.loads(line))
+        if (status := await process.wait()) != -signal.SIGKILL:
+            self.ended.append(f"the {name} ended with {status}")
+
+    def _note(self, name: str, said: dict[str, Any]) -> None:
+        if "task" in said:
+            self.pushes.update(f"{name}: {error or 'done'}" for error in said["errors"])
+        elif "end" in said:
+            self.pushes[f"{name}: {said['error'] or 'done'}"] += 1
+        elif "unloaded" in said:
+            self.pushes[f"{name}, unloads: {said['error'] or 'done'}"] += 1
+
+    def _look(self, at: float) -> Look:
+        held, pids = {}, {}
+        for name, found in service.by_name(self._live).items():
+            for pid in found:
+                if name != service.SPARE and (one := service.held_by(pid)):
+                    held[name], pids[name] = one, pid
+        for name, process in self._trainers.items():
+            if one := service.held_by(process.pid):
+                held[name], pids[name] = one, process.pid
+        files = self._live.shared_memory()
+        blocks = sum((SHM / name).stat().st_blocks for name in files if (SHM / name).exists())
+        return Look(at, held, pids, len(files), blocks * 512 / 1e6)
+
+    def _say(self, at: float) -> None:
+        look = self.looks[-1]
+        held = ", ".join(f"{n} {h.rss_mb:g} MB {h.fds} fds {h.threads} threads" for n, h in look.held.items())
+        done = f"{sum(self._load.counts.values())} requests, {sum(self.pushes.values())} pushes"
+        shared = f"{look.shared} files of {look.shared_mb:.1f} MB shared"
+        say(f"{at / 60:.0f} min: {done}, {sum(self._load.wrong.values())} wrong; {held}; {shared}")
+
+
+def main() -> int:
+    """0 = nothing grew."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="(%(default)g)")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20), help="default: a new one")
+    parser.add_argument("--clients", type=int, default=12, help="that ask all the time (%(default)s)")
+    parser.add_argument("--think-s", type=float, default=0.5, help="between a client's requests (%(default)g)")
+    parser.add_argument("--every-s", type=float, default=5.0, help="between what the operator does (%(default)g)")
+    parser.add_argument("--look-s", type=float, default=5.0, help="between two looks at processes (%(default)g)")
+    parser.add_argument("--limit-mb", type=float, default=8.0, help="by which a process may grow (%(default)g)")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--api-workers", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("out/soak.json"))
+    options = parser.parse_args()
+    report = soak(options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    say(json.dumps(report, indent=1))
+    return 1 if report["violations"] else 0
+
+
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Serve, load, look, stop; what was seen."""
+    directory = Path(tempfile.mkdtemp(prefix="soak-"))
+    Checkpoint.random(directory / "model", options.seed * 1_000_003)
+    text.write_tokenizer(directory / "model")
+    write_adapter(directory / "adapter", options.seed)
+    roots = [f'store.disk_roots=["{directory}"]']
+    live = service.serve(directory / "model", options.replicas, options.tp, options.api_workers, roots)
+    load_before = os.getloadavg()[0]
+    try:
+        live.start().wait_for_all()
+        load = Load(live.url, options.seed, options.clients, options.think_s, options.every_s, directory / "adapter")
+        run = Soak(live, load, options.seed, 60 * options.minutes, options.look_s)
+        asyncio.run(run.go())
+        wrong = [*run.ended, *(f"{count} times {what}" for what, count in load.wrong.items())]
+        if status := live.stop():
+            wrong.append(f"the service ended with status {status}")
+        live.assert_nothing_left()
+    finally:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(live.log, options.out.with_suffix(".log"))
+        live.close()
+        shutil.rmtree(directory)
+    return {
+        "seed": options.seed,
+        "minutes": options.minutes,
+        "load_before": load_before,
+        "looks": len(run.looks),
+        "requests": dict(load.counts.most_common()),
+        "pushes": dict(run.pushes.most_common()),
+        "held": table(run.looks, options.limit_mb),
+        "violations": wrong + violations(run.looks, options.limit_mb),
+    }
+
+
+def say(text: str) -> None:
+    """At once."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

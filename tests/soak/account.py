@@ -1,0 +1,86 @@
+"""What processes held over time, and what of it grew: growth is what a service that runs for weeks dies of.
+
+The first quarter of a run is left out, in which caches fill and allocators take what they will use. Of the rest the
+medians of its first and its last third are compared; a descriptor that is open for a moment is in neither.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chaos.service import Held
+
+WARM_UP = 0.25
+"""Share of a run that is left out."""
+SLACK = 2.0
+"""Descriptors, threads and files of shared memory by which two medians may differ."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was held `at` so many seconds after the load began. held, pids: by process, a service's and its trainers'.
+    shared: files of the service in shared memory; shared_mb: what these take, in MB.
+    """
+
+    at: float
+    held: dict[str, Held]
+    pids: dict[str, int]
+    shared: int
+    shared_mb: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One figure of one process. start, end: medians. per_hour: the slope between pairs of looks, by median."""
+
+    what: str
+    start: float
+    end: float
+    per_hour: float
+    grown: bool
+
+
+def growths(looks: Sequence[Look], limit_mb: float) -> list[Growth]:
+    """Of everything that is held all the time. limit_mb: of memory, by which two medians may differ."""
+    kept = [look for look in looks if look.at >= WARM_UP * looks[-1].at]
+    names = set.intersection(*({*look.held} for look in kept))
+    found = []
+    for name in sorted(names):
+        for field, limit in (("rss_mb", limit_mb), ("fds", SLACK), ("threads", SLACK)):
+            points = [(look.at, float(getattr(look.held[name], field))) for look in kept]
+            found.append(_growth(f"{name} {field}", points, limit))
+    found.append(_growth("shared files", [(look.at, float(look.shared)) for look in kept], SLACK))
+    found.append(_growth("shared mb", [(look.at, look.shared_mb) for look in kept], limit_mb))
+    return found
+
+
+def _growth(what: str, points: Sequence[tuple[float, float]], limit: float) -> Growth:
+    third = max(1, len(points) // 3)
+    start, end = (statistics.median(value for _, value in part) for part in (points[:third], points[-third:]))
+    slopes = [(v - u) / (t - s) for n, (s, u) in enumerate(points) for t, v in points[n + 1 :] if t > s]
+    per_hour = 3600 * statistics.median(slopes) if slopes else 0.0
+    return Growth(what, start, end, round(per_hour, 2), end - start > limit)
+
+
+def violations(looks: Sequence[Look], limit_mb: float) -> list[str]:
+    """What grew, and which processes are not those of the start."""
+    first, last = looks[0].pids, looks[-1].pids
+    changed = [
+        f"{name} was process {pid} and is {last.get(name)}" for name, pid in first.items() if last.get(name) != pid
+    ]
+    return changed + [
+        f"{growth.what} grew from {growth.start:g} to {growth.end:g}, {growth.per_hour:g} an hour"
+        for growth in growths(looks, limit_mb)
+        if growth.grown
+    ]
+
+
+def table(looks: Sequence[Look], limit_mb: float) -> list[dict[str, Any]]:
+    """A row for each process: what it held at the start and at the end, and how fast that grows."""
+    rows: dict[str, dict[str, Any]] = {}
+    for growth in growths(looks, limit_mb):
+        name, _, field = growth.what.rpartition(" ")
+        row = rows.setdefault(name, {"process": name})
+        row |= {field: f"{growth.start:g} -> {growth.end:g}", f"{field}_per_hour": growth.per_hour}
+    return list(rows.values())
