@@ -11,7 +11,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 
-.PHONY: help setup kernels run model demo test simulate chaos ray-test acceptance check format bench bench-generate bench-push bench-life bench-host image image-test clean
+.PHONY: help setup kernels run model demo test simulate chaos soak ray-test acceptance check format bench bench-generate bench-push bench-life bench-host image image-test clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ simulate: $(STAMP) ## the hub's stores under a simulated clock, network, disk an
 
 chaos: kernels ## break a service at random under load for ten minutes, then account for every token; CHAOS_ARGS
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+soak: kernels ## load a service for an hour and say what of it grew: memory, descriptors, threads; SOAK_ARGS
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
 	tests/acceptance/tools.sh

@@ -1,0 +1,62 @@
+"""What a soak calls growth."""
+
+import random
+
+import pytest
+
+from tests.chaos.service import Held
+from tests.soak.account import Look, table, violations
+
+LIMIT_MB = 4.0
+
+
+def looks(rss=lambda minute: 100.0, fds=lambda minute: 20, threads=lambda minute: 5, shared=lambda minute: 2, pid=None):
+    """One a minute for two hours, of a store."""
+    return [
+        Look(
+            60.0 * minute,
+            {"store": Held(fds(minute), {}, threads(minute), rss(minute))},
+            {"store": pid(minute) if pid else 7},
+            shared(minute),
+            8.0,
+        )
+        for minute in range(120)
+    ]
+
+
+def test_what_goes_up_and_down_has_not_grown():
+    rng = random.Random(1)
+    seen = looks(rss=lambda _: 100 + rng.uniform(-3, 3), fds=lambda _: 20 + rng.randrange(6))
+    assert violations(seen, LIMIT_MB) == []
+
+
+def test_what_fills_at_the_start_has_not_grown():
+    assert violations(looks(rss=lambda minute: 60 + min(minute, 25)), LIMIT_MB) == []
+
+
+@pytest.mark.parametrize(
+    ("growing", "said"),
+    [
+        ({"rss": lambda minute: 100 + minute / 10}, "store rss_mb grew from 104.45 to 110.45, 6 an hour"),
+        ({"fds": lambda minute: 20 + minute // 20}, "store fds grew from 22 to 25, 2.89 an hour"),
+        ({"threads": lambda minute: 5 + minute // 20}, "store threads grew from 7 to 10, 2.89 an hour"),
+        ({"shared": lambda minute: 2 + minute // 20}, "shared files grew from 4 to 7, 2.89 an hour"),
+        ({"pid": lambda minute: 7 + minute // 60}, "store was process 7 and is 8"),
+    ],
+)
+def test_what_grows_or_was_restarted_is_named(growing, said):
+    assert violations(looks(**growing), LIMIT_MB) == [said]
+
+
+def test_a_slow_leak_shows_in_a_run_that_is_long_enough_for_it():
+    """A megabyte an hour: not in two hours, and its rate is in the table."""
+    seen = looks(rss=lambda minute: 100 + minute / 60)
+    assert violations(seen, LIMIT_MB) == []
+    assert table(seen, LIMIT_MB)[0]["rss_mb_per_hour"] == 1.0
+
+
+def test_a_process_that_is_there_at_times_is_not_compared():
+    seen = looks()
+    spare = Held(3, {}, 1, 50.0)
+    seen[60] = Look(3600.0, {"store": Held(20, {}, 5, 100.0), "spare": spare}, {"store": 7}, 2, 8.0)
+    assert [row["process"] for row in table(seen, LIMIT_MB)] == ["store", "shared"]
