@@ -77,7 +77,7 @@ def output(job: Job, wanted: Wanted, sample: Sample, text: str, service: Service
     flight, model = job.flights[0], service.model
     meta: dict[str, Any] = {
         "id": job.request_id,
-        "finish_reason": _finish(sample),
+        "finish_reason": _finish(sample, model),
         "prompt_tokens": len(flight.request.prompt_ids),
         "completion_tokens": len(sample.token_ids),
         "cached_tokens": sample.cached_tokens,
@@ -90,14 +90,14 @@ def output(job: Job, wanted: Wanted, sample: Sample, text: str, service: Service
     return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
 
 
-def _finish(sample: Sample) -> dict[str, Any] | None:
+def _finish(sample: Sample, model: Model) -> dict[str, Any] | None:
     match sample.finish:
         case None:
             return None
         case "stop":
             matched = sample.stop_reason
-            if matched is None and sample.token_ids:
-                matched = sample.token_ids[-1]  # the model's own end
+            if matched is None and sample.token_ids and sample.token_ids[-1] in model.ends:
+                matched = sample.token_ids[-1]
             return {"type": "stop", "matched": matched}
         case "length":
             return {"type": "length", "length": len(sample.token_ids)}

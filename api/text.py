@@ -2,7 +2,8 @@
 
 The worker decides where a sequence ends; its last token is the one that completed the stop. So a stop
 string is cut where it ends in the text of the last token, not at an earlier place (min_tokens may have
-let one pass), and a stop token loses its text unless the caller wants it. Stop strings are looked for in
+let one pass), and a stop token loses its text unless the caller wants it. Where a grammar lets nothing follow and the
+sequence has no end token to say so, the last token is its output's like any other. Stop strings are looked for in
 the text with special tokens, as the worker does, also where the caller sees it without.
 """
 
@@ -36,14 +37,22 @@ def final_text(
     """Text of a finished sequence."""
     if finish == "stop" and isinstance(stop_reason, str):
         return StreamedText(tokenizer, options).push(ids, finish, stop_reason)
-    shown = ids[:-1] if finish == "stop" and not options.include_stop else ids
+    shown = ids[:-1] if _is_end(ids, finish, stop_reason, tokenizer) and not options.include_stop else ids
     return tokenizer.decode(shown, options.skip_special_tokens)
+
+
+def _is_end(
+    ids: Sequence[int], finish: FinishReason | None, stop_reason: int | str | None, tokenizer: Tokenizer
+) -> bool:
+    """Whether the last token is there to end the sequence, and nothing else."""
+    return finish == "stop" and bool(ids) and ids[-1] in (tokenizer.ends if stop_reason is None else (stop_reason,))
 
 
 class StreamedText:
     """Text of one sequence as its tokens come; the pieces join to exactly `final_text`."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self._tokenizer = tokenizer
         self._options = options
         self._plain = not options.stop
         self._shown = tokenizer.stream(skip_special=options.skip_special_tokens, kept=options.kept)
@@ -54,7 +63,7 @@ class StreamedText:
         """The text that further tokens add; what may yet turn out to be a stop string waits."""
         if finish is None and self._plain:
             return self._shown.push(ids[0]) if len(ids) == 1 else "".join(map(self._shown.push, ids))
-        if finish == "stop" and not isinstance(stop_reason, str) and not self._options.include_stop:
+        if _is_end(ids, finish, stop_reason, self._tokenizer) and not self._options.include_stop:
             ids = ids[:-1]
         if self._plain and not isinstance(stop_reason, str):
             return "".join(map(self._shown.push, ids)) + self._shown.finish()

@@ -169,7 +169,7 @@ class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: list[int] = []  # per token: rank of the sampled id, 1 = most likely (only with top)
     masks: list[list[int]] = []  # per token: ids left open (sampling_mask); [] = nothing was cut
     finish: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it; None after the model's own EOS
+    stop_reason: int | str | None = None  # the stop id or string that ended it; None: its own EOS, or its grammar
     error: str = ""
     fault: Fault = ""  # whose the error is
     cached_tokens: int = 0  # prompt tokens served from the prefix cache

@@ -60,9 +60,14 @@ class StopCheck:
         piece = self._stream.push(token)
         if not piece:
             return None
-        text = self._tail + piece  # the tail is shorter than any match, so a match ends inside the piece
+        text, told = self._tail + piece, len(self._tail)
         self._tail = text[-self._rules.overlap :] if self._rules.overlap else ""
-        found = [(at, string) for string in self._rules.strings if (at := text.find(string)) >= 0]
+        found = [
+            (at, string)
+            for string in self._rules.strings
+            # So that it ends inside the piece: one that was let pass may stand in the tail, if another is longer.
+            if (at := text.find(string, max(0, told - len(string) + 1))) >= 0
+        ]
         return min(found, key=lambda match: match[0])[1] if found else None
 
 

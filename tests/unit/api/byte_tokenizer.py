@@ -18,6 +18,7 @@ class ByteTokenizer:
     """Token = byte of UTF-8; ids from 256 on are special and have the text <id>."""
 
     longest_token = 5
+    ends = frozenset({EOS, 7})
     special_ids = frozenset(range(256, VOCAB))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

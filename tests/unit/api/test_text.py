@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.text import StreamedText, TextOptions, final_text
-from tests.unit.api.byte_tokenizer import ByteTokenizer
+from tests.unit.api.byte_tokenizer import EOS, ByteTokenizer
 from tests.unit.worker.letters import END, OTHER_END, ids, letters
 from worker.messages import SamplingParams
 from worker.sequence import StopCheck, StopRules
@@ -63,6 +63,8 @@ def test_streamed_pieces_join_to_the_final_text_wherever_chunks_are_cut(text, sk
         ([65, 66], "stop", 66, False, "A"),
         ([65, 66], "stop", 66, True, "AB"),
         ([65, 300], "stop", None, False, "A"),
+        ([65, EOS], "stop", None, False, "A"),
+        ([65, 66], "stop", None, False, "AB"),  # its grammar let nothing follow, and there was no end to say so
         ([65, 66], "abort", None, False, "AB"),
         ([], "abort", None, False, ""),
         ([65, 66, 65, 66], "stop", "AB", False, "AB"),
@@ -71,7 +73,9 @@ def test_streamed_pieces_join_to_the_final_text_wherever_chunks_are_cut(text, sk
     ],
 )
 def test_what_ends_a_sequence_loses_its_text(ids, finish, reason, include, text):
-    assert final_text(BYTES, ids, finish, reason, TextOptions(include_stop=include)) == text
+    options = TextOptions(include_stop=include)
+    assert final_text(BYTES, ids, finish, reason, options) == text
+    assert StreamedText(BYTES, options).push(ids, finish, reason) == text
 
 
 def test_what_may_become_a_stop_string_waits():

@@ -50,6 +50,7 @@ def test_stop_strings_cross_token_boundaries(
 def test_min_tokens_lets_early_matches_pass_for_good() -> None:
     assert _ending(["END", " ", "END"], stop=["END"], min_tokens=2) == (3, "stop", "END")
     assert _ending(["EN", "D", "x", "y"], stop=["END"], min_tokens=3) is None
+    assert _ending(["END", "x", "y"], stop=["END", "a much longer one"], min_tokens=2) is None
 
 
 def test_ids_before_eos_before_strings_before_length() -> None:
