@@ -16,6 +16,7 @@ from api.histogram import SECONDS, VERSIONS, Histogram
 from api.metric_names import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_COUNTERS, counter
 from api.recent import Recent
 from api.replicas import RETRIED, Fleet, Replica
+from api.units import Units
 from api.weights import Weights
 from weight_manager.messages import Status
 from worker.messages import Stats
@@ -26,9 +27,10 @@ STATES = ("unreachable", "starting", "serving", "paused", "cleared", "stopped", 
 class Metrics(Collector):
     """Observes the fleet and the store, and writes the page."""
 
-    def __init__(self, fleet: Fleet, weights: Weights, *, model: str, tp: int, aliases: bool) -> None:
+    def __init__(self, fleet: Fleet, weights: Weights, units: Units, *, model: str, tp: int, aliases: bool) -> None:
         self._fleet = fleet
         self._weights = weights
+        self._units = units
         self._model = model
         self._tp = tp
         self._aliases = aliases
@@ -86,6 +88,7 @@ class Metrics(Collector):
             "cleared": float(bool(fleet.intents.cleared)),
             "version_skew": skew(fleet),
             "ready_replicas": sum(r.serves(fleet.live) for r in fleet.replicas),
+            "units_given_up": len(self._units.given_up()),
         }.items():
             yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
         retried, requests = fleet.retried, self.requests

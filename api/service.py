@@ -22,6 +22,7 @@ from api.model import Model
 from api.processes.peers import Peers
 from api.rate_limit import RateLimit
 from api.replicas import Fleet
+from api.units import Units
 from api.versions import VersionNames
 from api.weight_checks import WeightChecks
 from api.weights import Weights
@@ -55,7 +56,10 @@ class Service:
         shared = self.peers.directory if self.peers else None
         self.rate_limit = RateLimit(config.requests_per_s, shared) if config.requests_per_s else None
         self.generations = Generations(self.fleet, model, max_requests=config.max_requests)
-        self.metrics = Metrics(self.fleet, self.weights, model=model.name, tp=config.tp, aliases=config.vllm_metrics)
+        self.units = Units(config.run_dir)
+        self.metrics = Metrics(
+            self.fleet, self.weights, self.units, model=model.name, tp=config.tp, aliases=config.vllm_metrics
+        )
         self.generations.abort_elsewhere = self._abort_elsewhere
         if self.peers is not None:
             self.versions.on_given = self.peers.board.tell

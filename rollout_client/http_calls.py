@@ -150,6 +150,7 @@ class ReplicaWeights(msgspec.Struct, frozen=True):
     store: dict[str, Any] | None = None
     kernels: str = ""
     kernels_why: str = ""
+    reason: str = ""
 
 
 class Weights(msgspec.Struct, frozen=True):

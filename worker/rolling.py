@@ -23,13 +23,15 @@ async def restart_units(units: Sequence[Unit], request: Restart, run_dir: Path) 
     """Restart the named units, or all replicas. Returns "" or why it stopped at one."""
     by_name = {unit.spec.name: unit for unit in units}
     unknown = sorted(set(request.units) - by_name.keys())
+    elsewhere = "a service on Ray has its replicas on the nodes of the cluster"
     if unknown:
-        return f"no such unit: {', '.join(unknown)}; there are {', '.join(by_name)}"
+        where = "" if any(unit.spec.kind == "replica" for unit in units) else f"; {elsewhere}"
+        return f"no such unit: {', '.join(unknown)}; there are {', '.join(by_name)}{where}"
     chosen = [by_name[name] for name in request.units] or [u for u in units if u.spec.kind == "replica"]
     if not chosen:
-        return "no replica runs on this host: a service on Ray has them on the nodes of the cluster"
+        return f"no replica runs on this host: {elsewhere}"
     for unit in chosen:
-        if unit.state != "running":
+        if unit.state not in ("running", "gave_up"):
             return f"{unit.spec.name} is {unit.state}"
         log.info("restarting %s", unit.spec.name, extra={"unit": unit.spec.name})
         failure = await _restart(unit, request, run_dir)
@@ -39,20 +41,11 @@ async def restart_units(units: Sequence[Unit], request: Restart, run_dir: Path) 
 
 
 async def _restart(unit: Unit, request: Restart, run_dir: Path) -> str:
-    before = unit.restarts
-    unit.cycle()
     socket = run_dir / f"{unit.spec.name}.sock"
-    if unit.spec.kind != "replica":
-        unit.terminate()
-    elif not await _ask(socket, Drain("restart", request.drain_s), request.drain_s + 2):
-        unit.terminate()  # it does not answer; SIGTERM drains too
-    deadline = time.monotonic() + request.drain_s + unit.spec.stop_s
-    while unit.restarts == before:
-        if time.monotonic() >= deadline:
-            log.error("%s does not end: killed", unit.spec.name)
-            unit.kill()
-            deadline = float("inf")
-        await asyncio.sleep(_POLL_S)
+    if unit.state == "gave_up":
+        unit.try_again()
+    else:
+        await _end(unit, request, socket)
     deadline = time.monotonic() + request.ready_s
     while time.monotonic() < deadline:
         if unit.state == "gave_up":
@@ -64,6 +57,23 @@ async def _restart(unit: Unit, request: Restart, run_dir: Path) -> str:
             return ""
         await asyncio.sleep(_POLL_S)
     return f"not ready {request.ready_s:g} s after its start"
+
+
+async def _end(unit: Unit, request: Restart, socket: Path) -> None:
+    """Drain it, and wait until it has ended; it starts again by itself."""
+    before = unit.restarts
+    unit.cycle()
+    if unit.spec.kind != "replica":
+        unit.terminate()
+    elif not await _ask(socket, Drain("restart", request.drain_s), request.drain_s + 2):
+        unit.terminate()  # it does not answer; SIGTERM drains too
+    deadline = time.monotonic() + request.drain_s + unit.spec.stop_s
+    while unit.restarts == before:
+        if time.monotonic() >= deadline:
+            log.error("%s does not end: killed", unit.spec.name)
+            unit.kill()
+            deadline = float("inf")
+        await asyncio.sleep(_POLL_S)
 
 
 async def _ask(path: Path, message: Drain | GetStats, timeout_s: float) -> ToApi | None:

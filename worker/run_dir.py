@@ -5,10 +5,15 @@ import os
 import shutil
 from pathlib import Path
 
+from worker.supervisor_messages import GIVEN_UP_FILE
+
 _LONGEST_NAME = len("/replica-999.sock")
 _SOCKET_PATH = 107
 """Longest path of a socket that Linux takes, in bytes."""
-_OURS = ("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json")
+_OURS = (
+    *("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint"),
+    *("replicas.json", "apis.json", GIVEN_UP_FILE),
+)
 
 
 def replace(path: Path, content: bytes) -> None:

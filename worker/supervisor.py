@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -20,9 +21,21 @@ import zmq.asyncio
 from weight_manager.errors import UNREADABLE
 from worker.child import Output
 from worker.rolling import restart_units
-from worker.run_dir import RunDir
+from worker.run_dir import RunDir, replace
 from worker.spares import Spares
-from worker.supervisor_messages import Failed, GetProcesses, Ok, Processes, Reply, Restart, decode_request, encode
+from worker.supervisor_messages import (
+    GIVEN_UP_FILE,
+    Failed,
+    GetProcesses,
+    GivenUp,
+    Ok,
+    Processes,
+    Reply,
+    Restart,
+    decode_request,
+    encode,
+    encode_given_up,
+)
 from worker.unit import Unit, UnitSpec
 
 log = logging.getLogger(__name__)
@@ -54,6 +67,7 @@ class Supervisor:
         self._spares = spares
         self.units = [Unit(spec, run_dir.crashes, output, spares) for spec in units]
         self._stop: asyncio.Event
+        self._changed: asyncio.Event
         self._rolling = False
 
     def run(self) -> int:
@@ -62,12 +76,12 @@ class Supervisor:
 
     async def main(self) -> int:
         """Startup, watch, shutdown."""
-        self._stop = asyncio.Event()
+        self._stop, self._changed = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         control = asyncio.create_task(self._serve_control(self._run_dir.path / "supervisor.sock"))
-        lives = {unit: asyncio.create_task(unit.run()) for unit in self.units}
+        lives = {unit: asyncio.create_task(unit.keep(self._given_up_changed)) for unit in self.units}
         spares = asyncio.create_task(self._spares.run()) if self._spares else None
         try:
             return await self._watch(lives)
@@ -85,10 +99,14 @@ class Supervisor:
     async def _watch(self, lives: dict[Unit, "asyncio.Task[None]"]) -> int:
         """Until told to stop, or until a unit is given up without which nothing works."""
         stop = asyncio.create_task(self._stop.wait())
+        changed: asyncio.Task[Any] = asyncio.create_task(self._changed.wait())
         try:
             while True:
                 alive = [task for task in lives.values() if not task.done()]
-                await asyncio.wait([stop, *alive], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([stop, changed, *alive], return_when=asyncio.FIRST_COMPLETED)
+                if changed.done():
+                    self._changed.clear()
+                    changed = asyncio.create_task(self._changed.wait())
                 if stop.done():
                     log.info("stopping")
                     return 0
@@ -101,6 +119,20 @@ class Supervisor:
                     return 1
         finally:
             stop.cancel()
+            changed.cancel()
+
+    def _given_up_changed(self) -> None:
+        """Say in a file what was given up, and see whether what is left is of use."""
+        self._changed.set()
+        given_up = {u.spec.name: GivenUp(u.why_gave_up, u.again_at) for u in self.units if u.state == "gave_up"}
+        path = self._run_dir.path / GIVEN_UP_FILE
+        try:
+            if given_up:
+                replace(path, encode_given_up(given_up))
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:  # metrics and /health lack it then
+            log.error("%s: %s", path, error)
 
     def _hopeless(self, kind: str) -> bool:
         states = [unit.state for unit in self.units if unit.spec.kind == kind]

@@ -21,7 +21,8 @@ class GetProcesses(Message, tag="get_processes", frozen=True):
 class Restart(Message, tag="restart", frozen=True):
     """-> `Ok` once every named unit is back and ready, one after the other; `Failed` at the first that is not.
 
-    A replica is drained first, so no request fails; then it is ended whole and started anew.
+    A replica is drained first, so no request fails; then it is ended whole and started anew. What was given up is only
+    started.
     """
 
     call: str
@@ -57,6 +58,17 @@ class Processes(Message, tag="processes", frozen=True):
     items: list[Process]
 
 
+class GivenUp(msgspec.Struct, frozen=True):
+    """A unit that ended too often, or could not start. The others go on without it."""
+
+    why: str
+    again_at: float  # by time.time(): when it is tried again
+
+
+GIVEN_UP_FILE = "given_up.json"
+"""In the run directory: unit -> `GivenUp`, as JSON; there while there are any."""
+
+
 class Ok(Message, tag="ok", frozen=True):
     """[SUPERVISOR] done."""
 
@@ -76,3 +88,5 @@ Reply = Processes | Ok | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+encode_given_up = msgspec.json.Encoder().encode
+decode_given_up = msgspec.json.Decoder(dict[str, GivenUp]).decode

@@ -52,10 +52,18 @@ class RestartPolicy:
     """So many ends of the unit ..."""
     within_s: float = 60.0
     """... within this many seconds, and the unit is given up."""
+    retry_s: float = 120.0
+    """Before what was given up is tried again; doubled each time."""
+    retry_max_s: float = 1800.0
+    """The most between two such tries. What has run for so long begins with the first wait again."""
 
     def delay(self, failures: int) -> float:
         """Seconds before the next start, after `failures` >= 1 recent ends."""
         return self.first_s if failures == 1 else min(self.max_s, self.next_s * 2.0 ** (failures - 2))
+
+    def retry_delay(self, times: int) -> float:
+        """Seconds before the next try, after the unit was given up for the `times`th time, >= 1."""
+        return min(self.retry_max_s, self.retry_s * 2.0 ** min(times - 1, 32))  # weeks of tries overflow
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,10 @@ State = Literal["running", "backoff", "stopping", "stopped", "gave_up"]
 
 
 class Unit:
-    """Keeps its processes running until told to stop, or until it gives up. `run` is its whole life."""
+    """Keeps its processes running until told to stop, or until it gives up: `run`. `keep` goes on after that.
+
+    again_at: by `time.time()`, when what was given up is tried again.
+    """
 
     def __init__(self, spec: UnitSpec, crashes: Path, output: Output, spares: Spares | None = None) -> None:
         self.spec = spec
@@ -97,15 +108,48 @@ class Unit:
         self.restarts = 0
         self.last_exit: dict[str, str] = {}
         self.why_gave_up = ""
+        self.again_at = 0.0
         self._crashes = crashes
         self._output = output
         self._spares = spares
         self._children: list[Child] = []
         self._failures: deque[float] = deque()
         self._stopping = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._cycling = False
         self._has_run = False
         self._failed_starts = 0  # in a row, with status 1
+
+    async def keep(self, changed: Callable[[], None]) -> None:
+        """`run`, and again after it was given up: seldom, or at once when `try_again` is called. Returns once stopped.
+
+        changed: called when the unit was given up, and when that is over.
+        """
+        times = 0
+        while True:
+            began = time.monotonic()
+            await self.run()
+            if self.state != "gave_up":
+                return
+            times = 1 if time.monotonic() - began >= self.spec.restart.retry_max_s else times + 1
+            delay = self.spec.restart.retry_delay(times)
+            self.again_at = time.time() + delay
+            changed()
+            await _first(self._stopping.wait(), self._hurried.wait(), asyncio.sleep(delay))
+            if self._stopping.is_set():
+                return
+            self.try_again()
+            self._hurried.clear()
+            log.warning("%s had been given up: trying it again", self.spec.name, extra={"unit": self.spec.name})
+            changed()
+
+    def try_again(self) -> None:
+        """Start what was given up as if for the first time."""
+        if self.state == "gave_up":
+            self.state, self.why_gave_up = "backoff", ""
+            self._failures.clear()
+            self._failed_starts = 0
+            self._hurried.set()
 
     async def run(self) -> None:
         """Start, watch, restart. Returns once stopped or given up."""

@@ -201,7 +201,7 @@ def restart(
     name: Name = "default",
     run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
 ) -> None:
-    """Restart replicas one by one, each when the one before is ready again. No request fails."""
+    """Restart replicas one by one, each when the one before is ready; no request fails. Try now what was given up."""
     from api.cli import control_command as command  # noqa: PLC0415
 
     raise typer.Exit(command.restart(units or [], drain_s, name, run_dir))

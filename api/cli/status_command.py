@@ -66,6 +66,11 @@ def _view(weights: Weights, pause: PauseState) -> Group:
     for why in sorted({r.kernels_why for r in weights.replicas if r.kernels_why}):
         slow = [f"{r.replica} ({r.kernels})" for r in weights.replicas if r.kernels_why == why]
         lines.append(Text(f"not at full speed: replica {', '.join(slow)}: {why}", style="yellow"))
+    lines += [
+        Text(f"replica {replica.replica} is {replica.state}: {replica.reason}", style="red")
+        for replica in weights.replicas
+        if not replica.ready and replica.reason
+    ]
     return Group(*lines, _replicas(weights))
 
 

@@ -80,7 +80,7 @@ def describe(service: Service) -> Health:
             state=r.state,
             version=r.version,
             ready=r.is_ready(live_version),
-            reason=r.reason,
+            reason=service.units.why_away(r.index) or r.reason,
             kernels=r.stats.kernels if r.stats else "",
             kernels_why=r.stats.kernels_why if r.stats else "",
             deterministic=r.stats.deterministic if r.stats else "",

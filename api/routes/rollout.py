@@ -12,13 +12,13 @@ from api.answering import DONE, HOLE, Frame, replied, streamed, usage, whole
 from api.auth import require_admin, require_data
 from api.bad_words import banned
 from api.constrained import constrained
-from api.errors import BadInput, Conflict
+from api.errors import BadInput, Conflict, NotFound
 from api.generation import Ask, Job, Sample
 from api.lanes import Holes, Words
 from api.model import Model
 from api.openapi import IF_ASKED
 from api.schemas import rollout as schema
-from api.schemas.base import ERRORS, Version
+from api.schemas.base import ERRORS, Count, Version
 from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, SessionHeader, Uses
 from api.text import StreamedText, TextOptions, final_text
@@ -223,6 +223,19 @@ async def verify(service: Uses) -> ChecksumsResponse:
     )
 
 
+@router.post("/replicas/{replica}/restart", dependencies=admin)
+async def restart(replica: Count, service: Uses, body: schema.RestartRequest | None = None) -> schema.Ok:
+    """Drain a replica, and start it anew; one that was given up is tried again now. Answers once it is ready.
+
+    Requests that it has not finished in `drain_s` begin again elsewhere. 409 with the reason if it does not come back.
+    """
+    body = body or schema.RestartRequest()
+    if replica not in {r.index for r in service.fleet.replicas}:
+        raise NotFound(f"there is no replica {replica}")
+    await service.units.restart(f"replica-{replica}", drain_s=body.drain_s, ready_s=body.ready_s)
+    return schema.Ok()
+
+
 @router.get("/apis", dependencies=data)
 async def apis(service: Uses) -> schema.ApisResponse:
     """Where requests may be sent: here, and with `--ray` to the API of each node, which prefers its own replicas."""
@@ -381,6 +394,7 @@ def _weights(service: Service) -> schema.WeightsResponse:
                 running=service.fleet.load_of(r),
                 store=by_store.get(str(r.index)),
                 kernels=r.stats.kernels if r.stats else "",
+                reason=service.units.why_away(r.index) or r.reason,
                 kernels_why=r.stats.kernels_why if r.stats else "",
                 deterministic=r.stats.deterministic if r.stats else "",
             )

@@ -293,6 +293,15 @@ class LoadResponse(Strict):
     report: dict[str, Any]
 
 
+class RestartRequest(Strict):
+    """How long a replica may take to end, and to come back."""
+
+    drain_s: float = Field(default=30.0, ge=0, le=3600)
+    """For the requests that it runs."""
+    ready_s: float = Field(default=60.0, gt=0, le=3600)
+    """From its start until it serves the live version."""
+
+
 class WeightsAbortRequest(Strict):
     """Why the push in progress is to end."""
 
@@ -311,6 +320,8 @@ class ReplicaWeights(Strict):
     """What the store knows of the replica: its epoch, its pids, and when it was last heard of."""
     kernels: str = ""
     """What computes: compiled (full speed), onednn (no C compiler: half of it), paddle; empty until it has said so."""
+    reason: str = ""
+    """Why it is not ready."""
     kernels_why: str = ""
     """Why a CPU does not run at full speed."""
     deterministic: str = ""

@@ -15,14 +15,16 @@ from tests.unit.worker.supervising import QUICK, SLEEP, alive, ask, pids, python
 from worker.child import Child
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.supervisor_messages import (
+    GIVEN_UP_FILE,
     Failed,
     GetProcesses,
     Ok,
     Processes,
     Restart,
     Shutdown,
+    decode_given_up,
 )
-from worker.unit import ProcessSpec, UnitSpec
+from worker.unit import ProcessSpec, RestartPolicy, UnitSpec
 
 
 @pytest.fixture
@@ -234,6 +236,80 @@ def test_one_replica_given_up_leaves_the_others_running(run_dir, lines):
 
     units = [unit("replica-0", "replica", "raise SystemExit(1)"), unit("replica-1", "replica", SLEEP)]
     assert supervise(units, run_dir, lines, script) == 0
+
+
+SLOWLY = replace(QUICK, give_up=1, retry_s=0.3, retry_max_s=1.0)
+"""Given up at once, and tried again after this many seconds at first."""
+
+
+def given_up(run_dir):
+    path = run_dir.path / GIVEN_UP_FILE
+    return decode_given_up(path.read_bytes()) if path.exists() else {}
+
+
+def unless(path):
+    """A program that goes on once a file is there, and fails without."""
+    return f"import pathlib, time; time.sleep(60 if pathlib.Path({str(path)!r}).exists() else 0); raise SystemExit(5)"
+
+
+def test_what_was_given_up_is_tried_again_seldom_and_may_come_back(run_dir, lines, tmp_path):
+    """A card that was away, memory that another had: nobody has to be there when it is mended."""
+    mended = tmp_path / "mended"
+
+    async def script(supervisor):
+        tried = supervisor.units[0]
+        await until(lambda: tried.restarts >= 3)
+        await until(lambda: "replica-0" in given_up(run_dir))
+        said = given_up(run_dir)["replica-0"]
+        assert "ended 1 times" in said.why
+        assert said.again_at == tried.again_at > time.time() - 1
+        mended.touch()
+        await until(lambda: tried.processes()[0].uptime_s > 1)
+        assert not given_up(run_dir)
+        assert supervisor.units[1].restarts == 0
+
+    units = [
+        unit("replica-0", "replica", unless(mended), restart=SLOWLY),
+        unit("replica-1", "replica", SLEEP),
+    ]
+    assert supervise(units, run_dir, lines, script) == 0
+
+
+def test_the_waits_before_what_was_given_up_is_tried_again_grow_up_to_half_an_hour():
+    policy = RestartPolicy()
+    assert [policy.retry_delay(times) / 60 for times in range(1, 7)] == [2, 4, 8, 16, 30, 30]
+    assert policy.retry_delay(5000) == 1800
+
+
+def test_what_was_given_up_can_be_started_by_hand(run_dir, lines, tmp_path):
+    mended = tmp_path / "mended"
+
+    async def script(supervisor):
+        tried = supervisor.units[0]
+        await until(lambda: tried.state == "gave_up")
+        mended.touch()
+        assert isinstance(await ask(run_dir, Restart("c", ["api-1"])), Ok)
+        await until(lambda: tried.state == "running")
+        assert not given_up(run_dir)
+
+    units = [
+        unit("api-1", "api-worker", unless(mended), restart=replace(SLOWLY, retry_s=3000.0)),
+        unit("api", "api", SLEEP),
+    ]
+    assert supervise(units, run_dir, lines, script) == 0
+
+
+def test_a_service_that_waits_to_try_again_stops_at_once(run_dir, lines):
+    async def script(supervisor):
+        await until(lambda: supervisor.units[0].state == "gave_up")
+
+    units = [
+        unit("replica-0", "replica", "raise SystemExit(5)", restart=replace(SLOWLY, retry_s=3000.0)),
+        unit("replica-1", "replica", SLEEP),
+    ]
+    began = time.monotonic()
+    assert supervise(units, run_dir, lines, script) == 0
+    assert time.monotonic() - began < 15
 
 
 def test_an_api_process_that_is_given_up_is_only_missed_and_the_first_takes_all_along(run_dir, lines):

@@ -1,0 +1,71 @@
+"""What the supervisor has given up is said, and can be started again over HTTP."""
+
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from worker.run_dir import replace
+from worker.supervisor_messages import (
+    GIVEN_UP_FILE,
+    Failed,
+    GivenUp,
+    Ok,
+    decode_request,
+    encode,
+    encode_given_up,
+)
+
+RESTART = "/v1/rollout/replicas/1/restart"
+
+
+@pytest.fixture
+async def supervisor(run_dir):
+    """Stands for the supervisor's socket: keeps what it is asked, and answers as the test says."""
+    asked, answers = [], []
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(f"ipc://{run_dir / 'supervisor.sock'}")
+
+    async def serve():
+        while True:
+            who, data = await socket.recv_multipart()
+            request = decode_request(data)
+            asked.append(request)
+            await socket.send_multipart([who, encode(answers.pop(0)(request.call))])
+
+    serving = asyncio.create_task(serve())
+    yield asked, answers
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    socket.close(linger=0)
+    context.term()
+
+
+async def test_a_replica_is_restarted_over_http(client, supervisor):
+    asked, answers = supervisor
+    why = "replica-1: not ready 5 s after its start"
+    answers += [Ok, lambda call: Failed(call, why)]
+    assert (await client.post(RESTART)).status_code == 200
+    refused = await client.post(RESTART, json={"drain_s": 1, "ready_s": 5})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (409, why)
+    assert [(r.units, r.drain_s, r.ready_s) for r in asked] == [(["replica-1"], 30.0, 60.0), (["replica-1"], 1.0, 5.0)]
+
+
+async def test_who_cannot_be_restarted_is_said(client):
+    assert (await client.post("/v1/rollout/replicas/7/restart")).status_code == 404
+    assert (await client.post(RESTART)).status_code == 503
+    assert (await client.post("/v1/rollout/replicas/x/restart")).status_code == 400
+
+
+async def test_what_was_given_up_is_in_health_and_in_metrics(client, run_dir, replicas, until, service):
+    assert "rollout_units_given_up 0.0" in (await client.get("/metrics")).text
+    await replicas[1].die()
+    await until(lambda: service.fleet.replicas[1].state == "unreachable")
+    replace(run_dir / GIVEN_UP_FILE, encode_given_up({"replica-1": GivenUp("replica-1 ended 8 times in 60 s", 1.0)}))
+    body = (await client.get("/health")).json()
+    assert body["replicas"][1]["reason"] == "given up: replica-1 ended 8 times in 60 s"
+    assert body["replicas"][0]["reason"] == ""
+    assert (await client.get("/v1/rollout/weights")).json()["replicas"][1]["reason"] == body["replicas"][1]["reason"]
+    assert "rollout_units_given_up 1.0" in (await client.get("/metrics")).text
