@@ -10,12 +10,13 @@ it.
 
 import asyncio
 import itertools
+import logging
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -27,6 +28,8 @@ from worker.messages import Chunk, Fault, FinishReason, Generate, SamplingParams
 if TYPE_CHECKING:
     from api.lanes import Lane
     from api.replicas import Fleet  # which takes flights
+
+log = logging.getLogger(__name__)
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -344,6 +347,19 @@ class Job:
         return [flight.samples for flight in self.flights]
 
 
+class Aborted(NamedTuple):
+    """How many requests were open and have been ended. unreached: nodes and API processes that did not say so."""
+
+    requests: int
+    unreached: tuple[str, ...] = ()
+
+    @classmethod
+    def sum(cls, several: Iterable["Aborted"]) -> "Aborted":
+        """What all of them ended together."""
+        found = list(several)
+        return cls(sum(one.requests for one in found), tuple(name for one in found for name in one.unreached))
+
+
 class Generations:
     """Checks requests, starts them, and finds them again by the id their client gave."""
 
@@ -352,7 +368,7 @@ class Generations:
         self._model = model
         self._max_requests = max_requests
         self._jobs: dict[str, Job] = {}
-        self.abort_elsewhere: Callable[[list[str] | None, float], Awaitable[int]] = _nobody
+        self.abort_elsewhere: Callable[[list[str] | None, float], Awaitable[Aborted]] = _nobody
 
     def submit(self, ask: Ask) -> Job:
         """Start a request, or join the running one of the same id. Raises BadInput, Conflict, TooMany."""
@@ -405,16 +421,18 @@ class Generations:
         for flight in job.flights:
             self._fleet.drop(flight)
 
-    async def abort(self, request_ids: list[str] | None, *, timeout_s: float = 10.0) -> int:
+    async def abort(self, request_ids: list[str] | None, *, timeout_s: float = 10.0) -> Aborted:
         """End requests by exact id, or their batch's, or all; returns how many were open, once they have ended.
 
-        Their callers get what there is. Works while paused. An end that takes longer than timeout_s comes later.
-        Raises Unavailable, TimedOut when another process of the API, which may have some of them, does not answer.
+        Their callers get what there is. Works while paused. An end that takes longer than timeout_s comes later. Where
+        another process of the API, which may have some of them, does not answer, those that do end theirs all the same.
         """
         own, elsewhere = await asyncio.gather(
             self.abort_here(request_ids, timeout_s=timeout_s), self.abort_elsewhere(request_ids, timeout_s)
         )
-        return own + elsewhere
+        if elsewhere.unreached:
+            log.warning("an abort did not reach %s, whose requests may go on", ", ".join(elsewhere.unreached))
+        return Aborted(own + elsewhere.requests, elsewhere.unreached)
 
     async def abort_here(self, request_ids: list[str] | None, *, timeout_s: float) -> int:
         """End requests of this process only; see `abort`."""
@@ -474,9 +492,9 @@ class Generations:
             raise BadInput("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
 
 
-async def _nobody(request_ids: list[str] | None, timeout_s: float) -> int:
+async def _nobody(request_ids: list[str] | None, timeout_s: float) -> Aborted:
     """End requests that other processes of the API run: none, where there is one process."""
-    return 0
+    return Aborted(0)
 
 
 def _failure(ended: Sample | Chunk) -> EngineFailed | BadInput | NotFound | Conflict:

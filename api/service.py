@@ -14,7 +14,7 @@ from api.answering import Outlet
 from api.background import kept
 from api.config import ApiConfig
 from api.control import Control
-from api.generation import Generations
+from api.generation import Aborted, Generations
 from api.http_push import HttpPush
 from api.members import ReplicasFile
 from api.metrics import Metrics
@@ -69,12 +69,12 @@ class Service:
         """End requests of this process, by id or all; returns how many."""
         return await self.generations.abort_here(request_ids, timeout_s=timeout_s)
 
-    async def _abort_elsewhere(self, request_ids: list[str] | None, timeout_s: float) -> int:
+    async def _abort_elsewhere(self, request_ids: list[str] | None, timeout_s: float) -> Aborted:
         asked = [] if self.others is None else [self.others.abort(request_ids, timeout_s)]
         if self.peers is not None and self.passing is not None:
             others = [index for index in range(self.peers.count) if index != self.peers.index]
             asked += [self.passing.abort(index, request_ids, timeout_s) for index in others]
-        return sum(await asyncio.gather(*asked))
+        return Aborted.sum(await asyncio.gather(*asked))
 
     @property
     def ready(self) -> bool:

@@ -1,5 +1,6 @@
 """Requests and replies of the native HTTP routes. Each verb is written once, for both clients in http.py."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -9,6 +10,8 @@ import msgspec
 from rollout_client.errors import RolloutError
 from rollout_client.spans import ForwardPass, Span, computed_by, forward_passes
 from rollout_client.versions import whole_version
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -210,9 +213,10 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """How many requests were ended."""
+    """How many requests were ended. unreached: nodes and API processes that did not say so."""
 
     aborted: int
+    unreached: list[str] = []
 
 
 def _whole(reply: Any) -> Any:
@@ -328,9 +332,18 @@ def pause_state() -> Call[PauseState]:
 
 
 def abort(request_ids: Sequence[str] | None = None) -> Call[int]:
-    """End requests by id, or all; their callers get what there is. Returns how many were open."""
+    """End requests by id, or all; their callers get what there is. Returns how many were open.
+
+    Where a node of several could not be asked, the log says which: its requests may go on. The call can be repeated.
+    """
+
+    def counted(reply: Aborted) -> int:
+        if reply.unreached:
+            log.warning("an abort did not reach %s", ", ".join(reply.unreached))
+        return reply.aborted
+
     body = {"request_ids": None if request_ids is None else list(request_ids)}
-    return Call("POST", "/v1/rollout/abort", Aborted, lambda reply: reply.aborted, body)
+    return Call("POST", "/v1/rollout/abort", Aborted, counted, body)
 
 
 def weights() -> Call[Weights]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from api.errors import Unavailable
+from api.generation import Aborted
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +35,22 @@ class Everywhere:
             return {}
         return found
 
-    async def abort(self, request_ids: list[str] | None, timeout_s: float) -> int:
-        """What all of them ended. Raises Unavailable when one that is there does not answer."""
+    async def abort(self, request_ids: list[str] | None, timeout_s: float) -> Aborted:
+        """What all of them ended, and which nodes did not say so."""
         apis = self.apis()
         async with httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s + MARGIN_S, connect=2.0), trust_env=False
         ) as client:
             ended = await asyncio.gather(*(self._abort(client, node, url, request_ids) for node, url in apis.items()))
-        return sum(ended)
+        return Aborted.sum(ended)
 
-    async def _abort(self, client: httpx.AsyncClient, node: str, url: str, request_ids: list[str] | None) -> int:
+    async def _abort(self, client: httpx.AsyncClient, node: str, url: str, request_ids: list[str] | None) -> Aborted:
         body = {} if request_ids is None else {"request_ids": request_ids}
         try:
             reply = await client.post(f"{url}/v1/rollout/abort", json=body, headers=self._headers)
-        except httpx.ConnectError:
-            return 0  # it is not there, and neither are its requests
-        except httpx.TransportError as error:
-            raise Unavailable(f"the API of node {node} does not answer: {type(error).__name__}") from None
-        if reply.status_code != 200:
-            raise Unavailable(f"the API of node {node} answered {reply.status_code}")
-        return int(reply.json()["aborted"])
+            reply.raise_for_status()
+            return Aborted(int(reply.json()["aborted"]))
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            # also where nobody listens: that may be the node's end, or the way there
+            log.warning("the API of node %s did not take an abort: %s: %s", node, type(error).__name__, error)
+            return Aborted(0, (node,))

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api.answering import while_connected
 from api.errors import ApiError, TimedOut, Unavailable
+from api.generation import Aborted
 from api.processes.forwarding import ABORT, CLIENT, AbortHere
 from api.processes.peers import Peers
 
@@ -42,19 +43,21 @@ class Passing:
         for client in self._clients.values():
             await client.aclose()
 
-    async def abort(self, index: int, request_ids: list[str] | None, timeout_s: float) -> int:
-        """What a process ended. One that is not there has none. Raises Unavailable when it does not answer."""
+    async def abort(self, index: int, request_ids: list[str] | None, timeout_s: float) -> Aborted:
+        """What a process ended. One that is not there has none, and is reached so."""
         message = AbortHere(request_ids, timeout_s)
         try:
             async with asyncio.timeout(timeout_s + MARGIN_S):
                 reply = await self._client(index).post(ABORT, content=msgspec.json.encode(message))
         except httpx.ConnectError:
-            return 0
+            return Aborted(0)
         except (httpx.TransportError, TimeoutError) as error:
-            raise Unavailable(f"API process {index} does not answer: {type(error).__name__}") from None
+            log.warning("API process %d does not answer: %s", index, type(error).__name__)
+            return Aborted(0, (f"api-{index}",))
         if reply.status_code != 200:
-            raise Unavailable(f"API process {index} answered {reply.status_code}")
-        return msgspec.json.decode(reply.content, type=int)
+            log.warning("API process %d answered %d to an abort", index, reply.status_code)
+            return Aborted(0, (f"api-{index}",))
+        return Aborted(msgspec.json.decode(reply.content, type=int))
 
     async def hand_on(self, index: int, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Have a process answer. Raises ApiError while no answer has begun, ConnectionError after that."""

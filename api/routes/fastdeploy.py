@@ -162,8 +162,8 @@ async def abort_requests(body: schema.AbortRequests, service: Uses) -> schema.Co
     """End requests; callers get what there is."""
     if not body.abort_all and not body.req_ids:
         raise BadInput("send abort_all: true, or req_ids")
-    count = await service.generations.abort(None if body.abort_all else body.req_ids)
-    return schema.Control(request_id=_id(), result={"aborted": count})
+    ended = await service.generations.abort(None if body.abort_all else body.req_ids)
+    return schema.Control(request_id=_id(), result={"aborted": ended.requests, "unreached": list(ended.unreached)})
 
 
 def _id() -> str:

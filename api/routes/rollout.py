@@ -152,8 +152,12 @@ async def pause_state(service: Uses) -> schema.PauseState:
 
 @router.post("/abort", dependencies=admin)
 async def abort(service: Uses, body: schema.AbortRequest | None = None) -> schema.AbortResponse:
-    """End requests by id, or all; each caller gets what its request has so far, with finish reason `abort`."""
-    return schema.AbortResponse(aborted=await service.generations.abort(body.request_ids if body else None))
+    """End requests by id, or all; each caller gets what its request has so far, with finish reason `abort`.
+
+    Of several APIs all that are reached end theirs; `unreached` names the others. It can be said again.
+    """
+    ended = await service.generations.abort(body.request_ids if body else None)
+    return schema.AbortResponse(aborted=ended.requests, unreached=list(ended.unreached))
 
 
 @router.post("/memory/release", dependencies=admin)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from api import info, loads, parameters, weight_checks
 from api.auth import require_admin, require_data
-from api.errors import ApiError, BadInput, Forbidden, status_of
+from api.errors import ApiError, BadInput, Forbidden, Unavailable, status_of
 from api.replies import Json
 from api.schemas import sglang as schema
 from api.schemas.base import ERRORS, ErrorBody
@@ -86,7 +86,9 @@ async def update_weight_version(body: schema.NewVersion, service: Uses) -> schem
     if service.weights.live is None:
         raise BadInput("nothing is live yet")
     if body.abort_all_requests:
-        await service.generations.abort(None)
+        ended = await service.generations.abort(None)
+        if ended.unreached:  # what goes on there began under the version's other name
+            raise Unavailable(f"not renamed, as requests may go on at {', '.join(ended.unreached)}")
     await service.versions.give(body.new_version)
     return schema.NewVersionSet(new_version=service.versions.live)
 
@@ -122,8 +124,9 @@ async def abort_request(service: Uses, body: schema.AbortRid) -> schema.Aborted:
     """End one request by its exact id, or all; callers get what there is."""
     if not body.rid and not body.abort_all:
         raise BadInput("send rid, or abort_all: true")
-    count = await service.generations.abort(None if body.abort_all else [body.rid or ""])
-    return schema.Aborted(message=f"{count} requests ended", aborted=count)
+    ended = await service.generations.abort(None if body.abort_all else [body.rid or ""])
+    where = f"; not reached: {', '.join(ended.unreached)}" if ended.unreached else ""
+    return schema.Aborted(message=f"{ended.requests} requests ended{where}", aborted=ended.requests)
 
 
 @router.get("/model_info", dependencies=data)

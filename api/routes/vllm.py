@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Query
 from api import info
 from api.auth import require_admin, require_data
 from api.errors import BadInput
+from api.generation import Aborted
 from api.http_push import HttpPush
 from api.replies import Json
 from api.schemas import vllm as schema
@@ -58,13 +59,17 @@ async def is_paused(service: Uses) -> schema.IsPaused:
 async def abort_requests(service: Uses, body: schema.AbortRequests | None = None) -> schema.AbortedRequests:
     """End requests by exact id; none named = all."""
     ids = body.request_ids if body and body.request_ids else None
-    return schema.AbortedRequests(status="aborted", aborted=await service.generations.abort(ids))
+    return _aborted(await service.generations.abort(ids))
 
 
 @router.post("/inference/v1/abort_requests", dependencies=data)
 async def abort_own_requests(service: Uses, body: schema.AbortNamed) -> schema.AbortedRequests:
     """End requests by the exact ids that their client gave them. All of them: /abort_requests, for operators."""
-    return schema.AbortedRequests(status="aborted", aborted=await service.generations.abort(body.request_ids))
+    return _aborted(await service.generations.abort(body.request_ids))
+
+
+def _aborted(ended: Aborted) -> schema.AbortedRequests:
+    return schema.AbortedRequests(status="aborted", aborted=ended.requests, unreached=list(ended.unreached))
 
 
 @router.post("/init_weight_transfer_engine", dependencies=admin)

@@ -271,6 +271,8 @@ class AbortResponse(Strict):
     """How many requests were open, and have been ended."""
 
     aborted: int
+    unreached: list[str] = Field(default_factory=list)
+    """Nodes and API processes that did not answer: requests that they have may go on."""
 
 
 class LoadRequest(Strict):

@@ -32,9 +32,10 @@ class AbortNamed(Lenient):
 
 
 class AbortedRequests(Status):
-    """How many requests were open, and have been ended."""
+    """How many requests were open, and have been ended. unreached: nodes and API processes that did not answer."""
 
     aborted: int
+    unreached: list[str] = Field(default_factory=list)
 
 
 class Message(Lenient):

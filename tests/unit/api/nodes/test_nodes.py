@@ -75,6 +75,37 @@ async def test_requests_are_ended_wherever_they_are_by_id_or_all(apis, replicas,
         assert (await task).json()["outputs"][0]["finish_reason"] == "abort"
 
 
+async def test_an_abort_ends_what_it_reaches_and_says_what_it_did_not(apis, replicas, until):
+    """A node that is cut off keeps nobody from ending the rest, by whatever route; said again it changes nothing."""
+    head, node, cut_off = apis
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(generate(api, request_id=f"r{i}")) for i, api in enumerate((head, node))]
+    await until(lambda: sum(len(r.running) for r in replicas) == 2)
+    await cut_off.die()
+    ended = await head.client.post("/v1/rollout/abort")
+    assert (ended.status_code, ended.json()) == (200, {"aborted": 2, "unreached": ["n1"]})
+    for task in tasks:
+        assert (await task).json()["outputs"][0]["finish_reason"] == "abort"
+    assert (await head.client.post("/v1/rollout/abort")).json() == {"aborted": 0, "unreached": ["n1"]}
+    vllm = await node.client.post("/abort_requests", json={"request_ids": ["r0"]})
+    assert (vllm.json()["aborted"], vllm.json()["unreached"]) == (0, ["n1"])
+    fastdeploy = await node.client.post("/v1/abort_requests", json={"abort_all": True})
+    assert fastdeploy.json()["result"] == {"aborted": 0, "unreached": ["n1"]}
+    sglang = await head.client.post("/abort_request", json={"abort_all": True})
+    assert sglang.json()["message"] == "0 requests ended; not reached: n1"
+
+
+async def test_an_abort_that_a_node_fails_to_answer_counts_as_not_there(apis, monkeypatch):
+    head, node, _ = apis
+
+    async def breaks(request_ids, timeout_s):
+        raise RuntimeError
+
+    monkeypatch.setattr(node.service.generations, "abort_here", breaks)
+    assert (await head.client.post("/v1/rollout/abort")).json() == {"aborted": 0, "unreached": ["n0"]}
+
+
 async def test_connections_of_one_api_speak_for_that_one_alone(apis):
     """A replica ends "whatever I asked for" by the name of who asks; one without a name would speak for all."""
     names = [{replica.link._name for replica in api.service.fleet.replicas} for api in apis]

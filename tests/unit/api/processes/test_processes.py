@@ -98,6 +98,22 @@ async def test_an_abort_does_not_wait_for_a_process_that_is_not_there(processes,
     await task
 
 
+async def test_an_abort_ends_what_it_reaches_and_names_a_process_that_does_not_answer(processes, replicas, until):
+    lead, other = processes
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    task = asyncio.create_task(generate(lead, request_id="r"))
+    await until(lambda: any(r.running for r in replicas))
+
+    async def breaks(request_ids, timeout_s):
+        raise RuntimeError
+
+    other.service.generations.abort_here = breaks
+    ended = await lead.client.post("/v1/rollout/abort", json={"request_ids": ["r"]})
+    assert (ended.status_code, ended.json()) == (200, {"aborted": 1, "unreached": ["api-1"]})
+    await task
+
+
 async def test_a_repeated_id_joins_the_request_that_runs_elsewhere(processes, replicas, until):
     lead, other = processes
     for replica in replicas:
