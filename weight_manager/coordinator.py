@@ -212,6 +212,11 @@ class Coordinator:
         return self.following is not None and self.following.live
 
     @property
+    def stranded(self) -> bool:
+        """Whether what is live is in device memory only, and no copy of it has succeeded: a push of it brings it."""
+        return self.awaits_arena and self.following is not None and self.following.way is Way.STRANDED
+
+    @property
     def settled(self) -> bool:
         """No commit is between its first question and its outcome: `history.live` is what everybody serves."""
         return self._committing is None or not self._committing.life.in_question
@@ -275,7 +280,7 @@ class Coordinator:
 
         Stores below hear of it at once, but by `announce` of a slot that is full and of the session of a store above.
         """
-        intent.check_order(self.history)
+        intent.check_order(self.history, again=self.stranded)
         if self.session is not None:
             raise PushRefused("busy", f"a push of {self.session.intent} is running", retryable=True)
         if role is Role.ROOT:

@@ -90,15 +90,15 @@ class Intent:
         whose = f" of adapter {self.adapter}" if self.adapter else ""
         return f"version {self.version}{whose}{run} ({self.source}{by})"
 
-    def check_order(self, history: "History") -> None:
+    def check_order(self, history: "History", *, again: bool = False) -> None:
         """Versions rise within a run, unless force says otherwise; the run's last may come again while another run's
-        is live. Raises PushRefused stale_version.
+        is live, or where its bytes are wanted once more (again). Raises PushRefused stale_version.
         """
         last, live = history.last(self.run_id), history.live
         if self.force or last is None:
             return
         is_live = live is not None and live.run_id == self.run_id
-        if self.version < last.version or (is_live and self.version == last.version):
+        if self.version < last.version or (is_live and not again and self.version == last.version):
             advice = "push a higher version, or under another run_id, or force it"
             message = f"{self} is not above {last.version}, the last of that run: {advice}"
             raise PushRefused("stale_version", message)

@@ -182,7 +182,8 @@ class Trainers:
         if live is not None and (live.run_id, live.version) == (hello.run_id, begin.version) and not begin.force:
             coordinator.check_moved()
             coordinator.check_arena()
-            return Committed(live.version, live.digest, 0, {}, {}, already=True)
+            if not coordinator.stranded:
+                return Committed(live.version, live.digest, 0, {}, {}, already=True)
         intent = Intent(
             *(hello.run_id, begin.version, "push", hello.client, begin.in_flight, begin.transport, begin.force),
             adapter=line.name if line is not None else "",

@@ -222,6 +222,58 @@ def hanging(libcuda, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hanging"), prepend=os.pathsep)
 
 
+@pytest.fixture
+def stranded(libcuda, monkeypatch, tmp_path, store, ranks, locked):
+    """A driver with which no process gets at the memory, and a version that is live on a rank alone; that rank."""
+    fail = "import os, sys\nif 'weight_manager.from_device' in sys.orig_argv:\n    os._exit(1)\n"
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing" / "sitecustomize.py").write_text(fail)
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(tmp_path / "failing"), prepend=os.pathsep)
+        store.end(signal.SIGKILL)
+        store.start()
+        store.wait_live()
+    rank = ranks()
+    locked().let_go()
+    until(lambda: store.status().ahead["way"] == "stranded in device memory")
+    return rank
+
+
+def begun(pusher, tensors, **fields):
+    """A session of version 1, once no copy is being tried."""
+
+    def begin():
+        one = pusher()
+        answer = one.begin(tensors, 1, **fields)
+        assert isinstance(answer, wire.Placement) or answer.code == "busy", answer
+        return one if isinstance(answer, wire.Placement) else None
+
+    return until(begin)
+
+
+def test_a_stranded_version_that_is_pushed_again_comes_into_the_arena(
+    store, stranded, ranks, pusher, weights, digest_of
+):
+    again = begun(pusher, weights(1))
+    sealed, committed = again.arena()
+    assert (type(sealed), committed.version, committed.already) == (wire.Sealed, 1, False)
+    status = store.status()
+    assert (status.ahead, status.live.version, status.previous) == (None, 1, None)
+    assert store.serving() == stranded.served() == (1, digest_of(weights(1)))
+    assert ranks(1).served() == (1, digest_of(weights(1)))
+    third = pusher().begin(weights(1), 1)
+    assert (type(third), third.already) == (wire.Committed, True)
+
+
+def test_a_stranded_version_is_not_replaced_by_other_bytes_of_its_number(store, stranded, pusher, weights, digest_of):
+    other = begun(pusher, weights(3))
+    other.say(wire.Written(other.placement.session, other.write()))
+    refused = other.ask(wire.Seal(other.placement.session, commit=True))
+    assert (refused.code, "went live before" in refused.message) == ("stale_version", True)
+    assert store.status().live.digest == digest_of(weights(1))
+    assert stranded.served() == (1, digest_of(weights(1)))
+
+
 @pytest.mark.parametrize("store_config", [{"snapshot": True}])
 def test_a_store_that_is_told_to_stop_does_not_wait_for_a_copy_that_hangs(hanging, store, ranks, locked):
     rank, trainer = ranks(), locked()
