@@ -25,7 +25,7 @@ async def rows(weights: Weights, name: str, count: int) -> list[Any]:
     read = bytearray()
     while len(read) < wanted:
         found = await weights.tensor(name, offset=len(read), limit=min(PIECE, wanted - len(read)))
-        if found["version"] != first["version"]:
+        if found["epoch"] != first["epoch"]:
             raise Conflict("the weights changed while they were read; ask again")
         read += found["bytes"]
     return await asyncio.to_thread(_listed, read, dtype, shape)

@@ -74,6 +74,7 @@ def read_tensor(layout: Layout, arena: Arena, live: Live, name: str, *, offset: 
         "bytes": _undisturbed(arena, live, read),
         "more": stop < total,
         "version": live.version,
+        "epoch": live.epoch,
     }
 
 

@@ -52,6 +52,8 @@ class TensorBytes(Strict):
 
     name: str
     version: int
+    epoch: int
+    """Of the commit that made it live: pieces of another are of other weights, whatever their version is called."""
     dtype: str
     shape: list[int]
     offset: int

@@ -31,7 +31,7 @@ CONTROL = {*UNDONE, *UNDONE.values(), "/weights_checker"}
 
 @pytest.fixture(autouse=True)
 def a_tensor(store):
-    data = {"dtype": "float32", "shape": [1], "version": 0, "digest": "d" * 16, "bytes": bytes(4)}
+    data = {"dtype": "float32", "shape": [1], "version": 0, "epoch": 1, "digest": "d" * 16, "bytes": bytes(4)}
     store.results[ReadTensor] = Result("", True, data=data)
 
 

@@ -30,7 +30,8 @@ async def test_checksums_are_compared_with_a_baseline(client, store):
 
 
 async def test_one_tensor_is_read_back_within_bounds(client, store):
-    data = {"name": "a", "version": 1, "dtype": "float32", "shape": [4], "offset": 4, "bytes": b"abcd", "more": True}
+    data = {"name": "a", "version": 1, "epoch": 2, "dtype": "float32", "shape": [4], "offset": 4, "more": True}
+    data |= {"bytes": b"abcd"}
     store.results[ReadTensor] = Result("", True, data=data)
     reply = await client.get(f"{WEIGHTS}/tensor", params={"name": "a", "offset": 4, "limit": 4})
     assert base64.b64decode(reply.json()["data"]) == b"abcd"

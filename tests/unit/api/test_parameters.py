@@ -31,15 +31,19 @@ URL = "/get_weights_by_name"
 
 
 class ReadByStore:
-    """What api.weights.Weights.tensor answers with, from this arena. moves: another version goes live at each call."""
+    """What api.weights.Weights.tensor answers with, from this arena. moves: another version goes live at each call.
+    renamed: so it does, under the same number.
+    """
 
     def __init__(self, layout, arena, *, moves=False):
+        self.epoch, self.renamed = 4, False
         self.layout, self.arena, self.moves, self.version, self.limits = layout, arena, moves, 3, []
 
     async def tensor(self, name, *, offset, limit):
         self.version += self.moves
         self.limits.append(limit)
-        live = Live("r", self.version, 4, 1, "d")
+        self.epoch += self.moves or self.renamed
+        live = Live("r", self.version, self.epoch, 1, "d")
         try:
             return read_tensor(self.layout, self.arena, live, name, offset=offset, limit=limit)
         except PushRefused as refusal:
@@ -94,8 +98,16 @@ async def test_what_cannot_be_read(filled):
         await rows(store, "model.norm.weight", 4)
 
 
+async def test_another_version_of_the_same_number_is_another(filled):
+    """Of another run, or forced."""
+    store, _ = filled
+    store.renamed = True
+    with pytest.raises(Conflict, match="changed"):
+        await rows(store, "model.norm.weight", 4)
+
+
 async def test_the_route_reads_from_its_own_store_whatever_else_is_on_the_host(client, store):
-    data = {"name": "a", "version": 0, "dtype": "float32", "shape": [1], "offset": 0, "more": False}
+    data = {"name": "a", "version": 0, "dtype": "float32", "shape": [1], "offset": 0, "more": False, "epoch": 1}
     store.results[ReadTensor] = Result("", True, data=data | {"bytes": np.float32(1.5).tobytes()})
     assert (await client.post(URL, json={"name": "a"})).json() == [1.5]
     store.results[ReadTensor] = Result("", False, "unknown_tensor", "no tensor 'b' is served")
