@@ -301,6 +301,8 @@ class Batcher:
 
     def fill(self, step: Step, now: float, *, admit: bool) -> None:
         """Choose the step's rows. admit=False: nobody who has not begun."""
+        if self.waiting:
+            self._cohort.offer()
         self._make_way(admit)
         others = [sequence for sequence in self.running if sequence.row < 0]
         if not step.former and not self._take_cohort(step, sum(sequence.pending == 1 for sequence in others)):

@@ -2,14 +2,15 @@
 
 A sequence is let in once it needs nothing from the host but its next token: no edits of its logits, no other logprobs
 than its own, no stop strings, no drafts, and a last block that nobody shares. From then on its tokens stand here, and
-its `Sequence` is behind by those that came since it was last brought up: when one of its blocks is full, when it
-leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. The tokens that stand
+its `Sequence` is behind by those that came since it was last brought up: some steps after one of its blocks is full,
+when it leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. The tokens that stand
 here alone are made by one commit of weights, each sequence's by one version of its adapter: all are brought up before
 other weights are live, and the first token of those begins a span.
 
 Rows are numbered from 0 without gaps; the last takes the place of one that leaves.
 """
 
+from collections import deque
 from collections.abc import Sequence as Several
 from itertools import count
 from typing import NamedTuple
@@ -65,6 +66,7 @@ class Cohort:
         self._most = most
         self._rows = np.zeros(most, _ROW)
         self._tables: Int32 = np.zeros((most, 16), np.int32)
+        self._full: deque[Sequence] = deque()  # with a full block that the prefix cache has not been offered
         self._tokens: Int32 = np.zeros((_KEPT, most), np.int32)
         self._logprobs: Float64 = np.zeros((_KEPT, most), np.float64)
         self._steps = 0  # whose tokens are kept
@@ -128,6 +130,12 @@ class Cohort:
         """Give every sequence the tokens that came since the last time: other weights make the next ones."""
         for row in range(len(self)):
             self._bring_up(row)
+        self._full.clear()
+
+    def offer(self) -> None:
+        """Offer the prefix cache every full block: somebody is about to look there."""
+        while self._full:
+            self._offer_next()
 
     def leave(self, sequence: Sequence) -> None:
         """Give a sequence its tokens and let it go; nothing happens when it is not here."""
@@ -149,6 +157,7 @@ class Cohort:
         if not self.sequences:
             self._steps = self._told = 0
             self._stops[:] = False
+            self._full.clear()
         self._changed()
 
     def dissolve(self) -> None:
@@ -256,7 +265,7 @@ class Cohort:
         self._at = now
         rows["token"] = drawn.tokens
         rows["known"] += 1
-        full = [self.sequences[row] for row in np.flatnonzero(computed % self._kv.block_size == 0).tolist()]
+        self._full += [self.sequences[row] for row in np.flatnonzero(computed % self._kv.block_size == 0).tolist()]
         ends = self._stops[drawn.tokens] | (rows["known"] >= rows["limit"])
         ended = self._ended(np.flatnonzero(ends).tolist()) if ends.any() else []
         lines = [] if turned else self._lines()
@@ -264,10 +273,17 @@ class Cohort:
         for sequence in first:
             self._bring_up(sequence.row)
         self._told = self._steps
-        for sequence in full:
-            if sequence.row >= 0:
-                self._bring_up(sequence.row)
+        for _ in range(min(len(self._full), -(-many // self._kv.block_size))):
+            self._offer_next()
         return ended, lines, first
+
+    def _offer_next(self) -> None:
+        """Sequences that began together fill their blocks in the same step, and all of them at once would make it half
+        as long again for those who hear of its tokens. A block takes as many steps to fill as there are turns.
+        """
+        sequence = self._full.popleft()
+        if sequence.row >= 0:
+            self._bring_up(sequence.row)
 
     def _ended(self, rows: list[int]) -> list[Ended]:
         ended = []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.unit.worker.conftest import Result
 from tests.unit.worker.test_scheduler_properties import actions, play
 from worker.cohort import Cohort
 
@@ -208,3 +209,40 @@ def test_nobody_joins_whom_the_next_step_sends_away(rig: Callable[..., Any]) -> 
         replica.step()
         assert not len(replica.scheduler._cohort)
     replica.run()
+
+
+def test_sequences_that_fill_their_blocks_in_one_step_offer_them_in_turns(
+    rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every sixteenth step of those that began together would last half as long again."""
+    replica = rig(device=True, block_size=4, max_batch=8, num_blocks=256)
+    for number in range(8):
+        replica.add(str(number), [1 + number, 2, 3], max_tokens=40, seed=number, ignore_eos=True)
+    for _ in range(6):
+        replica.step()
+    brought: list[int] = []
+    bring_up = Cohort._bring_up
+
+    def counted(cohort: Cohort, row: int) -> None:
+        brought[-1] += int(cohort._rows["since"][row]) != cohort._steps
+        bring_up(cohort, row)
+
+    monkeypatch.setattr(Cohort, "_bring_up", counted)
+    for _ in range(24):
+        brought.append(0)
+        replica.step()
+    assert max(brought) == 2
+    assert sum(brought) >= 40, "each of its blocks in time"
+
+
+def test_whoever_comes_finds_every_full_block_in_the_cache(rig: Callable[..., Any]) -> None:
+    replica = rig(block_size=4, max_batch=12, num_blocks=256)
+    for number in range(8):
+        replica.add(str(number), [1 + number, 2, 3], max_tokens=40, seed=number, ignore_eos=True, stream=True)
+    while len(replica.results.get(("7", 0), Result()).tokens) < 10:
+        replica.step()
+    known = [8, 2, 3, *replica.results["7", 0].tokens]
+    replica.add("like 7", [*known, 1], max_tokens=2)
+    replica.step()
+    replica.step()
+    assert replica.results["like 7", 0].chunks[0].cached_tokens == 4 * ((len(known) - 1) // 4)
