@@ -418,8 +418,12 @@ class Coordinator:
         self.ballot = self._ballot(session, session.live(epoch), seconds)
         for name, why in self.below.outsiders(now).items():
             self.ballot.leave_behind(name, why, now)
-        self.ballot.prepare(event, now)
+        ballot = self.ballot
+        ballot.prepare(event, now)
         self.drive(now)
+        if self.ballot is ballot and session.role is Role.ROOT and session.life.state is State.PREPARING:
+            ahead = session.is_live is not None
+            self.history.draft(ballot.live, session.record(ballot.live, ballot.replicas), ahead=ahead)
 
     def flip(self, session: PushSession, seconds: float, now: float) -> None:
         """The store above says flip."""
@@ -569,6 +573,12 @@ class Coordinator:
             following.recorded(now)
         elif following is not None:  # it was stranded, and what is live now is in the arena
             self._leave(following)
+        if self.history.name_unsynced:  # now that all who waited have been told
+
+            def failed(error: BaseException) -> None:
+                log.error("%s may be lost with the machine's power: %s", intent, error)
+
+            self._background.submit(self.history.sync_name, lambda _: None, failed)
         self._admit_held(now)
         self.changes += 1
         log.info("%s is live", intent, extra=session.extra() | {"epoch": live.epoch, "slot": live.slot})

@@ -1,9 +1,14 @@
 """What was made live, in order, kept on disk: the commit point of every push, what a restart goes on from, and which
 versions may come next (`Intent`).
 
-One small JSON file, replaced atomically and synced before a commit is answered. It also says where the
-arena is, so that a restarted store can take it over, and reserves epochs ahead, so that an epoch shown to
-a replica in a commit that failed is not used again by the next life of the store.
+One small JSON file, replaced atomically and synced. It also says where the arena is, so that a restarted store can take
+it over, and reserves epochs ahead, so that an epoch shown to a replica in a commit that failed is not used again by the
+next life of the store.
+
+Syncing takes milliseconds, in which everybody would wait for a commit. So its record is written and synced beside the
+file while replicas prepare (`draft`), and takes the file's name once all have flipped (`commit`). That name is on the disk
+a moment later (`sync_name`): a machine that loses its power in this moment, and the arena with it, comes back with the
+record before, whole.
 """
 
 import ctypes
@@ -14,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -68,6 +73,21 @@ class Saved(msgspec.Struct, frozen=True):
     doubt: Live | None = None  # flipped at the word of the store above, which has not said yet whether it counts
     ahead: bool = False  # what is live is in device memory, and not known to be in the arena
     lost: Live | None = None  # was live so, and is gone: only the same bytes may have its number in that run
+
+
+class _Draft(NamedTuple):
+    """What lies beside the file, and what the file said when it was written."""
+
+    before: Saved
+    saved: Saved
+
+
+def _alike(draft: Saved, committed: Saved) -> bool:
+    """Whether they say the same, but for when and how long."""
+    *_, drafted = draft.records
+    *before, record = committed.records
+    record = msgspec.structs.replace(record, time=drafted.time, seconds=drafted.seconds)
+    return draft == msgspec.structs.replace(committed, records=[*before, record], reserved=draft.reserved)
 
 
 @dataclass(frozen=True)
@@ -128,6 +148,9 @@ class History:
         self.saved = saved if saved.id else msgspec.structs.replace(saved, id=secrets.token_hex(8))
         self._next = self.saved.reserved
         self._arrived = False  # and the file does not say so
+        self._draft: _Draft | None = None
+        self.name_unsynced = False
+        """The file has been replaced, and its directory is not on the disk: `sync_name` is due."""
 
     @property
     def live(self) -> Live | None:
@@ -157,15 +180,48 @@ class History:
             empty = msgspec.structs.replace(empty, lost=self.saved.live)
         self._write(msgspec.structs.replace(empty, arena=str(arena), layout=layout))
 
+    def draft(self, live: Live, record: Record, *, ahead: bool = False) -> None:
+        """Write what `commit` is going to say beside the file, while others decide on it. Arguments as there; when and
+        how long may be others by then, and are right in the file with its next write. Of a disk that takes nothing
+        `commit` tells.
+        """
+        self._draft = None
+        if not self.synced:
+            return
+        saved = msgspec.structs.replace(self._committed(live, record, ahead), reserved=self._next + RESERVE)
+        try:
+            write_beside(self._path, msgspec.json.encode(saved))
+        except OSError as error:
+            log.warning("%s could not be written ahead: %s", self._path, error)
+        else:
+            self._draft = _Draft(self.saved, saved)
+
     def commit(self, live: Live, record: Record, *, ahead: bool = False) -> None:
         """Make `live` what is served: the commit point. ahead: from device memory, the arena has yet to get it."""
+        committed, draft = self._committed(live, record, ahead), self._draft
+        if draft is None or draft.before is not self.saved or not _alike(draft.saved, committed):
+            self._write(committed)
+            return
+        self._draft = None
+        put_in_place(self._path)
+        self.saved, self._arrived = msgspec.structs.replace(committed, reserved=draft.saved.reserved), False
+        self.name_unsynced = True
+
+    def sync_name(self) -> None:
+        """See to it that the last commit outlives the machine's power. May be called in any thread; one that fails is
+        logged.
+        """
+        self.name_unsynced = False
+        sync_directory(self._path)
+
+    def _committed(self, live: Live, record: Record, ahead: bool) -> Saved:
         saved, lost = self.saved, self.saved.lost
         if lost is not None and lost.run_id == live.run_id and lost.version <= live.version:
             lost = None
         records = [*saved.records, record][-self._keep :]
         previous = None if saved.ahead else saved.live  # a slot that is not whole is nothing to go back to
         changed = msgspec.structs.replace(saved, live=live, previous=previous, records=records, doubt=None, lost=lost)
-        self._write(msgspec.structs.replace(changed, unmerged=self._left_unmerged(live, record), ahead=ahead))
+        return msgspec.structs.replace(changed, unmerged=self._left_unmerged(live, record), ahead=ahead)
 
     def arrived(self) -> None:
         """The arena has what is live; reaches the disk with the next write. A restart before that looks at the slot."""
@@ -255,6 +311,7 @@ class History:
         return saved
 
     def _write(self, saved: Saved) -> None:
+        self._draft = None  # what it wrote is gone
         saved = msgspec.structs.replace(saved, reserved=self._next + RESERVE)
         write_atomically(self._path, msgspec.json.encode(saved), synced=self.synced)
         self.saved, self._arrived = saved, False
@@ -270,23 +327,56 @@ def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None
     if not synced:
         _write_in_turn(path, content)
         return
-    scratch = scratch_of(path)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # first: after the replacement nothing may fail
+    try:
+        write_beside(path, content)
+        put_in_place(path)
+        _sync(directory, path)
+    finally:
+        os.close(directory)
+
+
+def write_beside(path: Path, content: bytes) -> None:
+    """Write what `put_in_place` gives the file's name, and sync it. Raises OSError, then nothing is left of it."""
+    scratch = scratch_of(path)
     try:
         with scratch.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(path)
-        try:
-            os.fsync(directory)
-        except OSError as error:
-            log.error("%s is written, but may be lost with the machine's power: %s", path, error)
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def put_in_place(path: Path) -> None:
+    """Replace the file by what was written beside it. Raises OSError, then it is as it was."""
+    scratch = scratch_of(path)
+    try:
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Have a file that was replaced outlive the machine's power under its name."""
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        log.error("%s is written, but may be lost with the machine's power: %s", path, error)
+        return
+    try:
+        _sync(directory, path)
     finally:
         os.close(directory)
+
+
+def _sync(directory: int, path: Path) -> None:
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        log.error("%s is written, but may be lost with the machine's power: %s", path, error)
 
 
 def _write_in_turn(path: Path, content: bytes) -> None:

@@ -7,7 +7,9 @@ takes the tokens of the step that the tick before launched *ahead*, and launches
 does not go with a step under way (`Order.beside_steps` says what does): then what was launched is taken in first.
 
 While its device computes, a rank that is alone hears the store on the version that arrives: it copies what is there,
-prepares the version and votes on it (`_go_on_beside`). It binds nothing, and nothing is scheduled because of it.
+prepares the version and votes on it (`_go_on_beside`). It binds nothing, and nothing is scheduled because of it. A flip
+waits for every step that has been launched, so while one is near the next step is launched late, just before the device
+would stand idle, and not at all if the store has said to flip by then.
 
 Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
 take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token is drawn of that
@@ -22,8 +24,9 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -68,6 +71,14 @@ most. The last is what another replica needs to finish a step that it does not g
 before that would keep all of them waiting to its end."""
 _TAKEN = np.array([-1], np.int32)
 """In the place of a batch, which begins with no such number: the step that was launched ahead is taken."""
+_BESIDE_S = 0.0001
+"""Between two looks at the device and the store while a version is prepared in a thread."""
+_LEAD_S, _WORTH_S = 0.0006, 0.001
+"""Before a step's end the next is launched: what that takes the host, and some. Steps shorter than the other are not
+worth it.
+"""
+_PERIODS = 8
+"""The last steps whose median time from end to end is the usual one."""
 _RETRY_S = 0.01
 """Seconds until the scheduler is asked again when it found nothing to run, whatever it counts."""
 
@@ -87,6 +98,7 @@ class EventLoop:
         self._step_error = ""
         self._ahead: Logits | None = None  # of a step launched ahead of its tick
         self._ventured = False  # under weights that are not final yet
+        self._put_off = False  # the step behind the one under way: a flip is near
         self._first_took = False  # rank 0 takes the step that was launched ahead: heard on another rank
         self._alone: threading.Timer | None = None
         self._moved = moved
@@ -247,7 +259,9 @@ class EventLoop:
         """
         if self._signals.size == 1:
             if self._leader and logits is not None:
-                self._ahead = self._leader.stepping.follow(logits)
+                self._put_off = self._leader.stepping.puts_off(logits)
+                if not self._put_off:
+                    self._ahead = self._leader.stepping.follow(logits)
             return
         engine = self._together
         if engine is None:
@@ -297,7 +311,7 @@ class EventLoop:
         leader = self._leader
         if leader is None or logits is None or isinstance(logits, np.ndarray) or self._signals.size > 1:
             return
-        while leader.deciding.expects and not logits.through():
+        while (leader.deciding.expects or self._put_off) and not logits.through():
             leader.hear_beside()
             order = leader.deciding.beside()
             if order is not None:
@@ -305,6 +319,11 @@ class EventLoop:
             work = self._actions.work
             if work is not None and work.state != PENDING and work.order.beside_steps and not self._step_error:
                 self._judge()
+            if self._put_off and not leader.heard_more and leader.stepping.launch_is_due():
+                self._put_off, self._ahead = False, leader.stepping.follow(logits)
+            elif work is not None and work.state == PENDING:
+                work.wait(_BESIDE_S)
+        self._put_off = False
 
     def _launched(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> Float32 | Logits | None:
         """ahead: the step behind it is launched too; where this one cannot be, the others hear that there is none."""
@@ -505,8 +524,10 @@ class Stepping:
         self.retry_at = 0.0
         self.counters: Counter[str] = Counter()
         self.seconds: list[float] = []  # of each step, since last taken
+        self._was_ahead = False  # the step under way was launched behind the one before
         self._last_s = 0.0  # of the last step
         self._step_ended = 0.0  # when it did
+        self._periods: deque[float] = deque(maxlen=_PERIODS)  # from end to end of steps that were launched ahead
         self._scheduler = scheduler
         self._actions = actions
         self._membership = membership
@@ -587,6 +608,32 @@ class Stepping:
         """Launch the step after the one under way, where a device can and it is known which; its logits."""
         return None if isinstance(logits, np.ndarray) else self._scheduler.follow(logits)
 
+    def puts_off(self, logits: Float32 | Logits) -> bool:
+        """Whether the step behind the one under way is launched late, as the store may say to flip before. The tokens
+        of this one are drawn all the same.
+        """
+        if isinstance(logits, np.ndarray) or not self._flip_is_near or not self._due > self._clock():
+            return False
+        return self._scheduler.draw(logits)
+
+    def launch_is_due(self) -> bool:
+        """Whether a step that is put off has to be launched now: the device would soon stand idle, or no flip is near
+        any more.
+        """
+        return self._clock() >= self._due or not self._flip_is_near
+
+    @property
+    def _flip_is_near(self) -> bool:
+        """The ranks prepare a version, or have voted on it."""
+        session = self._membership.session
+        return session is not None and session.in_flight != "wait" and session.state in (State.PREPARING, State.READY)
+
+    @property
+    def _due(self) -> float:
+        """When the step under way, which was launched ahead, is nearly through; 0 = nothing is known of that."""
+        usual = median(self._periods) if self._periods else 0.0
+        return self._step_ended + usual - _LEAD_S if self._was_ahead and usual >= _WORTH_S else 0.0
+
     def stepped(self, logits: Float32 | Logits, began: float) -> None:
         """The forward pass, begun at a time of `time.monotonic`, is through on this rank, or on a device soon is."""
         if not isinstance(logits, np.ndarray):
@@ -594,7 +641,10 @@ class Stepping:
         seconds = time.monotonic() - began
         self.unjudged = True
         self.interrupting.ended(seconds)
-        self._last_s, self._step_ended = seconds, self._clock()
+        now = self._clock()
+        if self._was_ahead:
+            self._periods.append(now - self._step_ended)
+        self._last_s, self._step_ended = seconds, now
         if self._actions.fenced:
             self.counters["fenced_steps"] += 1
             self._scheduler.discard()
@@ -609,7 +659,8 @@ class Stepping:
         self._scheduler.apply(logits, seconds)
         self.counters["steps"] += 1
         self.seconds.append(seconds)
-        if self._scheduler.launched_ahead:
+        self._was_ahead = self._scheduler.launched_ahead
+        if self._was_ahead:
             self._begun()
 
     def venture(self) -> ForwardBatch | None:

@@ -301,6 +301,11 @@ class Leader:
         while self._early and self.membership.beside_steps(self._early[0]):
             self.membership.take(self._early.popleft())
 
+    @property
+    def heard_more(self) -> bool:
+        """The store has said something that has to wait for the step's end."""
+        return bool(self._early)
+
     def _timeout(self) -> float:
         hurry, self.deciding.hurry = self.deciding.hurry, False
         now = self._clock()  # before what follows looks at it: a moment that comes in between is not overslept

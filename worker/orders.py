@@ -225,6 +225,7 @@ class Work:
         self.error = ""
         self.tensors: list[str] = []
         self.data: dict[str, object] = {}
+        self._thread: threading.Thread | None = None
 
     def run(self, act: Callable[[], dict[str, object] | None]) -> None:
         """Do it now. An exception is this rank's no, told to all at the next vote."""
@@ -240,9 +241,16 @@ class Work:
 
     def run_in_background(self, act: Callable[[], dict[str, object] | None], patience_s: float = 0.0) -> None:
         """Do it in a thread, and wait so long for it: what is done by then is voted on as soon as can be."""
-        thread = threading.Thread(target=self.run, args=(act,), name="work", daemon=True)
-        thread.start()
-        thread.join(patience_s)
+        self._thread = threading.Thread(target=self.run, args=(act,), name="work", daemon=True)
+        self._thread.start()
+        self._thread.join(patience_s)
+
+    def wait(self, patience_s: float) -> None:
+        """Wait so long for its end, and leave Python's lock to whoever does it: one who asks again and again takes it
+        from them each time that they come back from the device.
+        """
+        if self._thread is not None:
+            self._thread.join(patience_s)
 
 
 class Actions:

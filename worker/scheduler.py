@@ -203,6 +203,20 @@ class Scheduler:
             for sequence in request.live:
                 sequence.kv.base = former.epoch if former else None
 
+    def draw(self, logits: Logits) -> bool:
+        """Begin to draw the tokens of the step under way, if that has not begun; False where `follow` can only be None
+        and the host may have to draw.
+        """
+        step, cohort = self._step, self._cohort
+        assert step is not None, "no step is under way"
+        if self._begun is None:
+            picks = self._decoding(step)
+            if picks is None:
+                return False
+            sources = cohort.sources(step.together, step.changes)
+            self._begun = self._sampler.begin(logits, cohort.asked(sources) if len(cohort) else None, picks)
+        return True
+
     def follow(self, logits: Logits) -> Logits | None:
         """Begin to draw the tokens of the step under way, and launch the step after it behind them, before they are
         known: a device goes on at once while the host takes them in. All tokens before them are, so that penalties and
@@ -215,12 +229,10 @@ class Scheduler:
         """
         step, cohort = self._step, self._cohort
         assert step is not None, "no step is under way"
-        picks = self._decoding(step)
-        if picks is None:
+        if not self.draw(logits):
             return None
+        assert self._begun is not None
         rows = [row for row in step.rows if row.sequence.running]
-        sources = cohort.sources(step.together, step.changes)
-        self._begun = self._sampler.begin(logits, cohort.asked(sources) if len(cohort) else None, picks)
         going = cohort.going()
         staying = [i for i, row in enumerate(rows) if row.sequence.length + 1 < row.sequence.request.rules.limit]
         if not (len(going) or staying) or self._batcher.lets_in or not cohort.reserve(ahead=1, rows=going):

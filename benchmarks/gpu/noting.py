@@ -6,6 +6,7 @@ thread, name, and a word about it. A note takes some twenty microseconds.
 """
 
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -58,7 +59,23 @@ def follow() -> None:
     """Wrap the functions as their modules are imported, if this process is to write notes."""
     folder = os.environ.get(FOLDER)
     if folder:
-        sys.meta_path.insert(0, _Finder(_Writer(folder)))
+        writer = _Writer(folder)
+        sys.meta_path.insert(0, _Finder(writer))
+        _note_collections(writer)
+
+
+def _note_collections(writer: "_Writer") -> None:
+    """Python's collector of cycles is a function, too: "gc", and of which generation."""
+    began = 0.0
+
+    def told(phase: str, said: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.monotonic()
+        else:
+            writer.write(began, time.monotonic(), "gc", str(said["generation"]))
+
+    gc.callbacks.append(told)
 
 
 def _none(*_: Any, **__: Any) -> str:
@@ -87,6 +104,7 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
         ("CudaCopier", "_stage", _none),
         ("CudaCopier", "_arrives", _none),
         ("CudaCopier", "_prove", _none),
+        ("CudaCopier", "_fill_ranks", _none),
         ("_Batch", "__init__", _none),
         ("_Batch", "lend", _none),
         ("_Batch", "wait", _none),
@@ -97,6 +115,7 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
         ("LentSlot", "_unmap", _none),
         ("LentSlot", "filled", _none),
     ],
+    "rollout_client.transport": [("Reporter", "go_ahead", _none), ("Reporter", "await_live", _none)],
     "rollout_client.device_memory": [("MappedMemory", "__init__", _none)],
     "weight_manager.trainers": [("Trainers", "request", _kind_of(2))],
     "weight_manager.replicas": [("Replicas", "request", _kind_of(2)), ("Replicas", "in_place", _none)],
@@ -106,7 +125,12 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
         ("Coordinator", "_named", _none),
         ("Coordinator", "_record", _none),
     ],
-    "weight_manager.history": [("History", "_write", _none)],
+    "weight_manager.history": [
+        ("History", "_write", _none),
+        ("History", "draft", _none),
+        ("History", "commit", _none),
+    ],
+    "weight_manager.devices": [("Devices", "hold", _none)],
     "worker.membership": [("Membership", "_handle", _kind_of(1))],
     "worker.orders": [("Actions", "start", _order)],
     "worker.event_loop": [
@@ -117,10 +141,12 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
         ("EventLoop", "venture", _none),
         ("EventLoop", "reply", _none),
     ],
+    "worker.leader": [("Leader", "_stats", _none)],
     "worker.scheduler": [("Scheduler", "follow", _none), ("Scheduler", "apply", _none)],
     "worker.gpu.drawing": [("Drawing", "begin", _none), ("Drawing", "feed", _none), ("Drawing", "wait", _none)],
     "worker.gpu.inputs": [("Inputs", "decode", _none)],
-    "worker.gpu.lending": [("Lending", "stage", _none), ("Lending", "_copy", _none)],
+    "worker.gpu.lending": [("Lending", "stage", _none), ("Lending", "_copy", _none), ("Lending", "_share", _none)],
+    "worker.gpu.memory": [("Region", "lend", _none)],
     "worker.gpu.weights": [("DeviceSlots", "stage", _none)],
     "worker.gpu.digests": [("DeviceDigests", "regions", _none)],
     "worker.gpu.engine": [("GpuEngine", "bind", _none)],

@@ -2,12 +2,14 @@
 
     python -m benchmarks.gpu.timeline [--pushes 8] [--sequences 64] [--trainer cuda:1] [--out OUT.json]
 
-A torch trainer pushes in turns by `shm` and `cuda_ipc` (benchmarks.gpu.direct), first to an idle replica, then while it
-generates. Functions are noted as they run (benchmarks.gpu.noting), which makes a step some 0.2 ms longer. Medians over
+A torch trainer pushes in turns by `shm`, `cuda_ipc` and so that versions are live before the arena has them, `device`
+(benchmarks.gpu.direct), first to an idle replica, then while it generates. Functions are noted as they run (benchmarks.gpu.noting), which makes a step some 0.2 ms longer. Medians over
 pushes, milliseconds from the call of `push`: when a function first began and last ended, how often it ran, and how long
 in all. steps: of the rank's loop, mean and longest, from a push's begin to its seal, in its commit, and at other times;
 ahead, taken_in: how many had been launched ahead, and how many were waited for and none launched behind; preempted: how
-often the loop's thread had to wait for a core.
+often the loop's thread had to wait for a core. Of `device` live is when the version was, and all is "moving". late: of
+steps that no push touches, how far apart they are (median, 90, 99 and 99.9 %), and what took longer in those that come
+more than a fifth late: mean milliseconds of each function beyond its mean elsewhere, and in how many of them it ran.
 """
 
 import argparse
@@ -55,7 +57,8 @@ def push(trainer: Trainer, way: str) -> Push:
     begin = 1e3 * time.monotonic()
     report = trainer.send(way)
     end = 1e3 * time.monotonic()
-    return Push(way, begin, end - 1e3 * report.seconds["commit"], end, report)
+    sealed = end if way == "device" else end - 1e3 * report.seconds["commit"]
+    return Push(way, begin, sealed, end, report)
 
 
 async def generate(url: str, sequences: int, tokens: int) -> None:
@@ -114,6 +117,35 @@ def steps(notes: list[Note], pushes: list[Push]) -> dict[str, Any]:
     return found
 
 
+def late(notes: list[Note], pushes: list[Push]) -> dict[str, Any]:
+    """Of the loop's turns that had a step and that no push touches."""
+    ticks = [note for note in notes if note.name == "EventLoop.tick" and note.end - note.begin >= LEAST_MS]
+    if not ticks:
+        return {}
+    pid, began, span = ticks[0].pid, [note.begin for note in notes], (pushes[0].begin - 100, pushes[-1].end + 50)
+    apart: list[tuple[float, dict[str, float]]] = []
+    for before, tick in pairwise(ticks):
+        if not span[0] < tick.begin < span[1] or tick.begin - before.end > MAKING_MS or _when(tick, pushes) != "quiet":
+            continue
+        took: dict[str, float] = {}
+        for note in notes[bisect_left(began, before.end - 20) : bisect_left(began, tick.end)]:
+            if note.pid == pid and note.name != "EventLoop.tick" and before.end < note.end <= tick.end:
+                took[note.name] = took.get(note.name, 0.0) + note.end - max(note.begin, before.end)
+        apart.append((tick.end - before.end, took))
+    if not apart:
+        return {}
+    each = np.array([gap for gap, _ in apart])
+    usual = float(np.median(each))
+    slow, others = ([took for gap, took in apart if (gap > 1.2 * usual) is late] for late in (True, False))
+    longer: dict[str, tuple[float, int]] = {}
+    for name in {name for took in slow for name in took}:
+        means = [sum(took.get(name, 0.0) for took in some) / max(len(some), 1) for some in (slow, others)]
+        longer[name] = round(means[0] - means[1], 3), sum(name in took for took in slow)
+    most = dict(sorted(longer.items(), key=lambda item: -item[1][0])[:8])
+    percentiles = [round(float(np.percentile(each, p)), 2) for p in (50, 90, 99, 99.9)]
+    return {"steps": len(apart), "apart": percentiles, "late": len(slow), "longer": most}
+
+
 def _when(tick: Note, pushes: list[Push]) -> str:
     """What a push did meanwhile; "" while its trainer made weights."""
     for one in pushes:
@@ -152,7 +184,7 @@ def main() -> None:
 
     torch.cuda.set_device(args.trainer)
     options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
-    ways, done = ("shm", "cuda_ipc"), dict[str, list[Push]]()
+    ways, done = ("shm", "cuda_ipc", "device"), dict[str, list[Push]]()
     with EmptyService(SHAPES[MODEL], 1, notes / "service.log", *options) as service:
         trainer = Trainer(torch, service.push_endpoint)
         trainer.push("shm")
@@ -184,6 +216,7 @@ def main() -> None:
                 s: round(1e3 * statistics.median(one.report.seconds[s] for one in mine), 1)
                 for s in mine[0].report.seconds
             }
+            stages["live"] = round(1e3 * statistics.median(one.report.live_s for one in mine), 1)
             rows = functions(held, mine)
             result[f"{kind} {way}"] = {"stages": stages, "functions": rows}
             print(f"-- {kind} {way}: {stages}")
@@ -193,6 +226,8 @@ def main() -> None:
                     print(f"   {when:12}", row)
             for name, (first, last, count, took) in rows.items():
                 print(f"   {first:7.2f} {last:7.2f} x{count:<4.0f} {took:7.2f} {name}")
+    result["late"] = late(held, done["generating"])
+    print("-- late", result["late"])
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

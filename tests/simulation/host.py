@@ -131,11 +131,20 @@ class Disk:
     def __init__(self, world: World, written: Callable[[Saved], None]) -> None:
         self.world = world
         self.files: dict[str, bytes] = {}
+        self.beside: dict[str, bytes] = {}  # written, and not in its place
         self.adapters: dict[str, tuple[str, int]] = {}  # by file: of what adapter which version is live
         self.removed: dict[str, float] = {}  # when an adapter's file was last removed
         self.failing = False
         self.crash_next = False
         self._written = written
+
+    def write_beside(self, path: "DiskPath", content: bytes) -> None:
+        if self.failing and self.world.rng.random() < 0.6:
+            raise OSError(28, "no space left on this simulated device")
+        self.beside[path.name] = content
+
+    def put_in_place(self, path: "DiskPath") -> None:
+        self.write(path, self.beside.pop(path.name))
 
     def write(self, path: "DiskPath", content: bytes) -> None:
         chance = self.world.rng.random()
@@ -476,7 +485,12 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         "weight_manager.store": {"os": system, "connect": connect},
         "weight_manager.background": {"os": system},
         "weight_manager.coordinator": {"socket_of": socket_of},
-        "weight_manager.history": {"write_atomically": lambda path, content, synced: path.disk.write(path, content)},
+        "weight_manager.history": {
+            "write_atomically": lambda path, content, synced: path.disk.write(path, content),
+            "write_beside": lambda path, content: path.disk.write_beside(path, content),
+            "put_in_place": lambda path: path.disk.put_in_place(path),
+            "sync_directory": lambda path: None,
+        },
         "weight_manager.finite": {"ready": lambda: True},
         "weight_manager.adapters.lines": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},
         "weight_manager.first_weights": {"Arena": Memory, "sweep": lambda *_: [], "Path": ArenaPath},

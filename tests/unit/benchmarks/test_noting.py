@@ -32,7 +32,7 @@ def test_a_process_notes_its_calls(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    (note,) = read(tmp_path)
+    (note,) = (note for note in read(tmp_path) if note.name != "gc")
     assert (done.stdout, note.name, note.thread) == ("raised\n", "History._write", "MainThread")
     assert 0 <= note.end - note.begin < 60_000
 
@@ -71,3 +71,19 @@ def test_steps_are_told_apart_by_what_a_push_does() -> None:
         "committing": (1, 3, 0, 1),
     }
     assert found["moving"]["preempted"] == 2
+
+
+def test_what_took_longer_in_steps_that_come_late_is_named() -> None:
+    notes, at = [], 1000.0
+    for turn in range(40):
+        extra = 1.0 if turn % 8 == 7 else 0.0
+        notes.append(_note(at, at + 2 + extra, "EventLoop.tick"))
+        notes.append(_note(at + 1, at + 1.5 + extra, "Scheduler.apply"))
+        if extra:
+            notes.append(_note(at + 0.1, at + 0.2, "gc", "1"))
+        at += 2.1 + extra
+    found = timeline.late(sorted(notes), [_push(1000, 1001, 1001.5), _push(at + 100, at + 101, at + 102)])
+    assert found["steps"] > 30
+    assert found["late"] == 5
+    assert found["apart"][0] == 2.1
+    assert found["longer"] == {"Scheduler.apply": (1.0, 5), "gc": (0.1, 5)}

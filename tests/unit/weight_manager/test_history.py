@@ -2,6 +2,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weight_manager import history as module
@@ -40,6 +41,81 @@ def test_a_restart_goes_on_where_the_last_life_ended(tmp_path):
     assert [r["version"] for r in second.tail(5)] == [1, 2]
     assert second.last("run").version == 2
     assert second.last("another") is None
+
+
+def test_what_was_written_while_others_decided_only_takes_its_name_at_the_commit(tmp_path, monkeypatch):
+    """Syncing takes milliseconds, in which everybody waits for the commit."""
+    path = tmp_path / "h.json"
+    history = History(path, 10)
+    before = commit(history, 1)
+    one = live(2, history.next_epoch())
+    history.draft(one, record(one))
+    assert History(path, 10).live == before, "nothing is said of it before"
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced while everybody waits"))
+        history.commit(one, msgspec.structs.replace(record(one), time=2.5, seconds={"commit": 0.01}))
+    assert history.live == one
+    assert history.saved.records[-1].seconds == {"commit": 0.01}
+    second = History(path, 10)
+    assert (second.live, second.previous) == (one, before)
+    assert second.saved.reserved == history.saved.reserved
+    assert second.next_epoch() > history.next_epoch() - 1
+    synced = []
+    monkeypatch.setattr(module.os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    assert history.name_unsynced
+    history.sync_name()
+    assert synced == [str(tmp_path)]
+    assert not history.name_unsynced
+    history.amend(one.epoch, {"0": 1.0})
+    monkeypatch.undo()
+    commit(history, 3)
+    assert History(path, 10).saved.records[1].seconds == {"commit": 0.01}
+    assert [p.name for p in tmp_path.iterdir()] == ["h.json"]
+
+
+@pytest.mark.parametrize("change", ["replicas", "slot given away", "another write", "another write fails"])
+def test_what_has_changed_since_it_was_written_ahead_is_written_anew(tmp_path, monkeypatch, change):
+    path = tmp_path / "h.json"
+    history = History(path, 10)
+    first = commit(history, 1)
+    one = live(2, history.next_epoch())
+    history.draft(one, record(one))
+    said = record(one)
+    match change:
+        case "replicas":
+            said = msgspec.structs.replace(said, replicas=7)
+        case "slot given away":
+            history.saved = msgspec.structs.replace(history.saved, previous=first)
+        case "another write":
+            history.remember(["below"])
+        case _:
+            with monkeypatch.context() as patched:
+                patched.setattr(module, "write_beside", _full)
+                with pytest.raises(OSError, match="No space"):
+                    history.remember(["below"])
+    history.commit(one, said)
+    found = History(path, 10)
+    assert found.saved == history.saved
+    assert found.live == one
+    assert found.saved.records[-1] == said
+
+
+def test_a_disk_that_takes_nothing_ahead_is_told_of_by_the_commit(tmp_path, monkeypatch):
+    history = History(tmp_path / "h.json", 10)
+    before = commit(history, 1)
+    one = live(2, history.next_epoch())
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_beside", _full)
+        history.draft(one, record(one))
+        with pytest.raises(OSError, match="No space"):
+            history.commit(one, record(one))
+    assert history.live == before
+    history.commit(one, record(one))
+    assert History(tmp_path / "h.json", 10).live == one
+
+
+def _full(path, content):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_an_epoch_never_comes_twice_even_if_its_commit_was_never_written(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation import run
 from tests.simulation.devices import SimulatedDevices
-from tests.simulation.host import LAYOUT
+from tests.simulation.host import LAYOUT, Disk
 from tests.simulation.parties import Versions
 from tests.simulation.run import SHAPES, play
 from tests.simulation.world import Violation, World
@@ -115,6 +115,7 @@ def test_it_finds_a_record_that_does_not_reach_the_disk(monkeypatch):
         self.saved = saved
 
     monkeypatch.setattr(History, "_write", write)
+    monkeypatch.setattr(Disk, "put_in_place", lambda self, path: None)
     found("", faults=["kill_store"])
 
 

@@ -13,7 +13,7 @@ from tests.fake_engine import FakeEngine
 from tests.unit.worker.conftest import Ahead
 from tests.unit.worker.loop.test_adapter_commits import Adapter
 from weight_manager.messages import Finalize, Finalized, Flip, Flipped, InPlace, Prepare, Prepared, Rollback, RolledBack
-from worker import membership
+from worker import event_loop, membership
 
 PATIENCE_S = 30.0
 
@@ -66,8 +66,10 @@ class Gate:
 
 @pytest.fixture
 def device(monkeypatch):
-    """gate: of its steps. ahead: what it was told to copy. prepare: called as it prepares a version."""
-    found = SimpleNamespace(gate=Gate(), ahead=[], prepare=lambda: None)
+    """gate: of its steps. ahead: what it was told to copy. prepare: called as it prepares a version. behind: steps that
+    were launched behind others.
+    """
+    found = SimpleNamespace(gate=Gate(), ahead=[], prepare=lambda: None, behind=0)
 
     class Held(Ahead):
         def wait(self):
@@ -77,6 +79,7 @@ def device(monkeypatch):
             return found.gate.through()
 
         def follow(self, batch, sources):
+            found.behind += 1
             behind = super().follow(batch, sources)
             return Held(behind.engine, behind.rows)
 
@@ -200,6 +203,55 @@ def test_a_flip_waits_for_the_step_and_so_does_all_that_follows_it(busy, device)
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
     _finish(busy)
+
+
+def _voted_beside_the_last_step(busy, device):
+    """The rank has voted, and the step under way is the last that was launched before. Returns how many were launched
+    behind others.
+    """
+    one = busy.store.write(1, 1)
+    _held(busy, device, one)
+    assert busy.store.prepare("s", one).ok
+    behind = device.behind
+    device.gate.let_one_end()
+    return behind
+
+
+def test_a_flip_waits_for_no_step_but_the_one_under_way(busy, device, monkeypatch):
+    monkeypatch.setattr(event_loop, "_LEAD_S", -PATIENCE_S)  # the device is never about to stand idle
+    monkeypatch.setattr(event_loop, "_WORTH_S", 0.0)
+    behind = _voted_beside_the_last_step(busy, device)
+    busy.store.send(Flip("s"))
+    device.gate.let_go()
+    assert busy.store.expect(Flipped).ok
+    assert device.behind == behind
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    _finish(busy)
+    assert busy.versions("a") == [0, 1]
+
+
+def test_a_device_is_not_left_idle_for_a_flip_that_is_not_said(busy, device, monkeypatch):
+    monkeypatch.setattr(event_loop, "_WORTH_S", 0.0)
+    behind = _voted_beside_the_last_step(busy, device)
+    _until(lambda: device.behind > behind)
+    assert device.gate.held, "the step before is still under way"
+    device.gate.let_go()
+    assert busy.store.flip("s").ok
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    _finish(busy)
+
+
+def test_a_step_that_was_put_off_is_launched_once_the_commit_is_over(busy, device, monkeypatch):
+    monkeypatch.setattr(event_loop, "_LEAD_S", -PATIENCE_S)
+    monkeypatch.setattr(event_loop, "_WORTH_S", 0.0)
+    _voted_beside_the_last_step(busy, device)
+    busy.store.send(Rollback("s", "no more"))
+    device.gate.let_go()
+    busy.store.expect(RolledBack)
+    _finish(busy)
+    assert busy.versions("a") == [0]
 
 
 def test_a_commit_that_is_taken_back_beside_a_step(busy, device):
