@@ -6,9 +6,9 @@ it over, and reserves epochs ahead, so that an epoch shown to a replica in a com
 next life of the store.
 
 Syncing takes milliseconds, in which everybody would wait for a commit. So its record is written and synced beside the
-file while replicas prepare (`draft`), and takes the file's name once all have flipped (`commit`). That name is on the disk
-a moment later (`sync_name`): a machine that loses its power in this moment, and the arena with it, comes back with the
-record before, whole.
+file while replicas prepare (`draft`), and takes the file's name once all have flipped (`commit`). That name is on the
+disk a moment later (`sync_name`): a machine that loses its power in this moment, and the arena with it, comes back with
+the record before, whole.
 """
 
 import ctypes

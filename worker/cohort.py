@@ -3,9 +3,9 @@
 A sequence is let in once it needs nothing from the host but its next token: no edits of its logits, no other logprobs
 than its own, no stop strings, no drafts, and a last block that nobody shares. From then on its tokens stand here, and
 its `Sequence` is behind by those that came since it was last brought up: some steps after one of its blocks is full,
-when it leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. The tokens that stand
-here alone are made by one commit of weights, each sequence's by one version of its adapter: all are brought up before
-other weights are live, and the first token of those begins a span.
+when it leaves, or when there is no room left here. Whoever wants to change a sequence has it leave first. The tokens
+that stand here alone are made by one commit of weights, each sequence's by one version of its adapter: all are brought
+up before other weights are live, and the first token of those begins a span.
 
 Rows are numbered from 0 without gaps; the last takes the place of one that leaves.
 """

@@ -3,13 +3,14 @@
     python -m benchmarks.gpu.timeline [--pushes 8] [--sequences 64] [--trainer cuda:1] [--out OUT.json]
 
 A torch trainer pushes in turns by `shm`, `cuda_ipc` and so that versions are live before the arena has them, `device`
-(benchmarks.gpu.direct), first to an idle replica, then while it generates. Functions are noted as they run (benchmarks.gpu.noting), which makes a step some 0.2 ms longer. Medians over
-pushes, milliseconds from the call of `push`: when a function first began and last ended, how often it ran, and how long
-in all. steps: of the rank's loop, mean and longest, from a push's begin to its seal, in its commit, and at other times;
-ahead, taken_in: how many had been launched ahead, and how many were waited for and none launched behind; preempted: how
-often the loop's thread had to wait for a core. Of `device` live is when the version was, and all is "moving". late: of
-steps that no push touches, how far apart they are (median, 90, 99 and 99.9 %), and what took longer in those that come
-more than a fifth late: mean milliseconds of each function beyond its mean elsewhere, and in how many of them it ran.
+(benchmarks.gpu.direct), first to an idle replica, then while it generates. Functions are noted as they run
+(benchmarks.gpu.noting), which makes a step some 0.2 ms longer. Medians over pushes, milliseconds from the call of
+`push`: when a function first began and last ended, how often it ran, and how long in all. steps: of the rank's loop,
+mean and longest, from a push's begin to its seal, in its commit, and at other times; ahead, taken_in: how many had been
+launched ahead, and how many were waited for and none launched behind; preempted: how often the loop's thread had to
+wait for a core. Of `device` live is when the version was, and all is "moving". late: of steps that no push touches, how
+far apart they are (median, 90, 99 and 99.9 %), and what took longer in those that come more than a fifth late: mean
+milliseconds of each function beyond its mean elsewhere, and in how many of them it ran.
 """
 
 import argparse
