@@ -14,8 +14,8 @@ Nothing that goes wrong here fails a push: the arena's slot holds the version in
 
 The store asks for memory as well, once a rank has proved a version in it that is to be live before the arena has it:
 
- 6. [STORE]   connects and sends `Keep`, with slot and epoch of the version.
- 7. [RANK]    `Grant`, with the memory that it has proved; or `No`. The store maps nothing, it holds the descriptor, and
+ 6. [STORE]   connects and sends `Keep`, with slot and epoch of the version, when it asks the rank to prepare it.
+ 7. [RANK]    `Grant`, with the memory, as soon as it has proved it; or `No`. The store maps nothing, it holds the descriptor, and
               with it the memory, until the arena has the version.
 """
 
@@ -49,10 +49,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
-    """[STORE] you have proved what this slot of the arena is to hold in this epoch: let me hold the memory, too."""
+    """[STORE] you have proved what this slot of the arena is to hold in this epoch: let me hold the memory, too.
+
+    patience_s: wait so long for the proof, which is under way.
+    """
 
     slot: int
     write_epoch: int
+    patience_s: float = 0.0
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):

@@ -421,6 +421,9 @@ class Coordinator:
         ballot = self.ballot
         ballot.prepare(event, now)
         self.drive(now)
+        if self.ballot is ballot and self.following is not None and self.following.session is session:
+            for replica in sorted(voter for voter in ballot.voters if isinstance(voter, int)):
+                self.following.hold_once_proved(replica)
         if self.ballot is ballot and session.role is Role.ROOT and session.life.state is State.PREPARING:
             ahead = session.is_live is not None
             self.history.draft(ballot.live, session.record(ballot.live, ballot.replicas), ahead=ahead)

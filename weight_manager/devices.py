@@ -50,8 +50,11 @@ class Devices:
     def __init__(self, run_dir: Path, watching: Watching) -> None:
         self._run_dir, self._watching = run_dir, watching
 
-    def hold(self, replica: int, key: tuple[int, int], done: Callable[[Held | str], None]) -> None:
+    def hold(
+        self, replica: int, key: tuple[int, int], done: Callable[[Held | str], None], patience_s: float = 0.0
+    ) -> None:
         """Have a rank's memory held that it has proved to be this version. key: slot of the arena and write epoch.
+        patience_s: so long it may wait for the proof.
 
         done: called in the loop, with why not in words. Whoever never answers is left to the commit's deadline.
         """
@@ -63,7 +66,7 @@ class Devices:
 
         try:
             connection.connect(str(socket_of(self._run_dir, replica)))
-            connection.send(encode(Keep(*key)))
+            connection.send(encode(Keep(*key, patience_s)))
         except OSError as error:
             connection.close()
             done(f"replica {replica} cannot be asked for its device memory: {error.strerror}")

@@ -30,6 +30,8 @@ LOOK_S = 0.05
 """The trainer's lock on the slot is looked at this often."""
 GRACE_S = 0.25
 """From the trainer's lock to its word that all is there, or it is gone."""
+PROOF_S = 1.0
+"""A rank that is asked for its memory waits so long for the proof that is under way; later, it is asked again."""
 AGAIN_S = 5.0
 """Until a copy that failed is tried again."""
 
@@ -93,6 +95,7 @@ class Following:
         self._lease_s = lease_s
         self._safe = safe
         self._held: dict[int, Held] = {}
+        self._waiting: dict[int, Callable[[str], None]] = {}  # votes that wait for memory to be held
         self._left: list[Held] = []  # not tried yet
         self._cancel: Callable[[], None] | None = None  # of the copy that runs
         self._mistrusted = False  # its trainer brought other bytes, and may go on to
@@ -112,21 +115,35 @@ class Following:
         """When `tick` has something to do."""
         return self._due
 
+    def hold_once_proved(self, replica: int) -> None:
+        """A replica proves the version now: its memory comes as soon as it has, and need not be asked for then."""
+        self._ask(replica, PROOF_S)
+
     def hold(self, replica: int, done: Callable[[str], None]) -> None:
         """A replica has proved the version: hold its memory. done: "", or why that cannot be."""
+        if replica in self._held:
+            done("")
+        else:
+            self._waiting[replica] = done
+            self._ask(replica, 0.0)
 
+    def _ask(self, replica: int, patience_s: float) -> None:
         def answered(held: Held | str) -> None:
             if isinstance(held, str):
-                done(held)
-            elif self._closed:
+                if not patience_s:  # else it is asked again when it has voted
+                    self._answer(replica, held)
+            elif self._closed or replica in self._held:
                 self._devices.let_go(held)
             else:
-                if (before := self._held.pop(replica, None)) is not None:
-                    self._devices.let_go(before)
                 self._held[replica] = held
-                done("")
+                self._answer(replica, "")
 
-        self._devices.hold(replica, self.key, answered)
+        self._devices.hold(replica, self.key, answered, patience_s)
+
+    def _answer(self, replica: int, why: str) -> None:
+        done = self._waiting.pop(replica, None)
+        if done is not None:
+            done(why)
 
     def recorded(self, now: float) -> None:
         """The version is live: from here on it must get into the arena."""

@@ -36,18 +36,23 @@ class SimulatedDevices:
         store.watching.watch(self._fd, self._deliver)
         self.memory: dict[int, bytes] = {}  # by descriptor, which are all gone with the store
 
-    def hold(self, replica: int, key: Key, done: Callable[[Held | str], None]) -> None:
+    def hold(
+        self, replica: int, key: Key, done: Callable[[Held | str], None], patience_s: float = 0.0
+    ) -> None:
         there = self.host.replicas.get(replica)
         if there is None or not there.alive:
             done("connection refused")
             return
-        life = there.pid
+        life, end = there.pid, self.world.now + patience_s
 
         def ask() -> None:
             if there.stopped_until > self.world.now:
                 self.world.at(there.stopped_until, ask)
                 return
             found = there.ranks.proved(key) if there.alive and there.pid == life else None
+            if found is None and there.alive and self.world.now < end:
+                self.world.after(0.001, ask)
+                return
             self._soon(lambda: done(self._opened(found) if found is not None else "nothing is proved there"))
 
         self.world.after(self.world.rng.choice([0.0005, 0.01, 0.1]), ask)

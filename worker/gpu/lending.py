@@ -82,6 +82,7 @@ class Lending:
         """refusal: why trainers get nothing here, "" = they may."""
         self._slots, self._digests, self._refusal = slots, digests, refusal
         self._lock = threading.Lock()
+        self._proven = threading.Condition(self._lock)
         self._loan: _Loan | None = None
         self._filled: _Loan | None = None
         self._arriving: _Arriving | None = None
@@ -113,6 +114,7 @@ class Lending:
         with self._lock:
             staged = self._stage(live, views, regions)
             self._proved = (live.slot, live.write_epoch), staged.slot
+            self._proven.notify_all()
             return staged
 
     def copy_ahead(self, key: Key, memory: memoryview, spans: Spans) -> None:
@@ -228,8 +230,8 @@ class Lending:
                     match decode_request(raw):
                         case Ask(slot, write_epoch):
                             self._lend(connection, (slot, write_epoch))
-                        case Keep(slot, write_epoch):
-                            self._share(connection, (slot, write_epoch))
+                        case Keep(slot, write_epoch, patience_s):
+                            self._share(connection, (slot, write_epoch), patience_s)
                         case Filled():
                             connection.send(encode(self._take(connection)))
             except (OSError, msgspec.DecodeError) as error:
@@ -264,9 +266,12 @@ class Lending:
             self._loan = _Loan(key, slot, connection)
             self._grant(connection, slot, fd)
 
-    def _share(self, connection: socket.socket, key: Key) -> None:
-        """Let the store hold the memory of a version that was proved there and that nothing is copied over."""
-        with self._lock:
+    def _share(self, connection: socket.socket, key: Key, patience_s: float) -> None:
+        """Let the store hold the memory of a version that was proved there and that nothing is copied over; wait so
+        long for the proof.
+        """
+        with self._proven:
+            self._proven.wait_for(lambda: self._proved is not None and self._proved[0] == key, patience_s)
             proved, slot = self._proved or (None, None)
             if slot is None or proved != key or slot == self._slots.spare:
                 connection.send(encode(No("nothing is proved here of that slot and epoch")))

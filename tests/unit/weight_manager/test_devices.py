@@ -89,11 +89,81 @@ def test_a_process_that_cannot_be_watched_is_ended(tmp_path, monkeypatch):
     assert started[0].returncode is not None
 
 
+def following_on(devices):
+    """A version that goes ahead on these devices."""
+    arena = SimpleNamespace(path="arena", writers_gone=lambda slot: True)
+    session = SimpleNamespace(slot=1, write_epoch=2, intent="version 3", extra=dict)
+    slots, nobody = SimpleNamespace(arena=arena), lambda following: None
+    return Following(session, devices=devices, slots=slots, background=None, lease_s=10.0, safe=nobody)
+
+
+class Asked:
+    """Devices of which each question is answered by the test. let: descriptors that were let go."""
+
+    def __init__(self):
+        self.questions, self.let = [], []
+
+    def hold(self, replica, key, done, patience_s):
+        assert key == (1, 2)
+        self.questions.append((replica, patience_s, done))
+
+    def let_go(self, held):
+        self.let.append(held.fd)
+
+
+def test_memory_that_came_with_the_proof_is_not_asked_for_once_more():
+    devices, said = Asked(), []
+    following = following_on(devices)
+    following.hold_once_proved(0)
+    ((_, patience, first),) = devices.questions
+    assert patience > 0
+    first(Held(7, 1, []))
+    following.hold(0, said.append)
+    assert (said, len(devices.questions)) == ([""], 1)
+
+
+@pytest.mark.parametrize("first_answer", ["nothing is proved here", Held(7, 1, [])])
+def test_a_vote_that_is_there_before_the_memory_asks_for_it(first_answer):
+    """What was asked for before may be answered first, late or never: one memory is held, and a no is a no."""
+    devices, said = Asked(), []
+    following = following_on(devices)
+    following.hold_once_proved(0)
+    following.hold(0, said.append)
+    (_, _, first), (_, patience, second) = devices.questions
+    assert patience == 0
+    first(first_answer)
+    second(Held(8, 1, []))
+    assert said == [""]
+    assert devices.let == ([8] if isinstance(first_answer, Held) else [])
+    following.close()
+    assert sorted(devices.let) == sorted({8} | ({7} if isinstance(first_answer, Held) else set()))
+
+
+def test_memory_that_cannot_be_held_is_said_once_the_rank_has_voted():
+    devices, said = Asked(), []
+    following = following_on(devices)
+    following.hold_once_proved(0)
+    devices.questions[0][2]("nothing is proved here")
+    assert said == []
+    following.hold(0, said.append)
+    devices.questions[1][2]("nothing is proved here, still")
+    assert said == ["nothing is proved here, still"]
+
+
+def test_memory_that_comes_when_all_is_over_is_let_go():
+    devices = Asked()
+    following = following_on(devices)
+    following.hold_once_proved(0)
+    following.close()
+    devices.questions[0][2](Held(7, 1, []))
+    assert devices.let == [7]
+
+
 def test_the_copy_that_runs_is_the_one_that_is_ended_where_one_before_could_not_start():
     ended, tried = [], []
 
     class Some:
-        def hold(self, replica, key, done):
+        def hold(self, replica, key, done, patience_s):
             done(Held(replica, 1, []))
 
         def copy(self, held, place, done):
@@ -105,16 +175,7 @@ def test_the_copy_that_runs_is_the_one_that_is_ended_where_one_before_could_not_
         def let_go(self, held):
             pass
 
-    arena = SimpleNamespace(path="arena", writers_gone=lambda slot: True)
-    session = SimpleNamespace(slot=1, write_epoch=2, intent="version 3", extra=dict)
-    following = Following(
-        session,
-        devices=Some(),
-        slots=SimpleNamespace(arena=arena),
-        background=None,
-        lease_s=10.0,
-        safe=lambda following: None,
-    )
+    following = following_on(Some())
     for number in range(2):
         following.hold(number, lambda why: None)
     following.recorded(0.0)

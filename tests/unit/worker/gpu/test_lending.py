@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -510,10 +511,10 @@ def test_memory_is_not_given_back_while_what_arrived_is_still_hashed(rank, lent,
 def keep(rank):
     """What a rank answers to a store that wants to hold a version's memory."""
 
-    def ask(version):
+    def ask(version, patience_s=0.0):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as store:
             store.connect(str(rank.path))
-            store.send(encode(Keep(version.live.slot, version.live.write_epoch)))
+            store.send(encode(Keep(version.live.slot, version.live.write_epoch, patience_s)))
             raw, fds, _, _ = socket.recv_fds(store, 1 << 20, 1)
             return decode_answer(raw), fds
 
@@ -534,6 +535,28 @@ def test_what_was_proved_can_be_held_and_stays_when_the_rank_lets_go_of_it(rank,
         for start, at, nbytes in grant.runs:
             assert memory[at : at + nbytes] == two.bytes[start : start + nbytes].tobytes()
     os.close(fd)
+
+
+def test_the_store_may_ask_before_the_version_is_proved(rank, keep):
+    one, two = Version(1), Version(2, slot=1)
+    with ThreadPoolExecutor(1) as store:
+        answer = store.submit(keep, two, 60.0)
+        rank.slots.bind(rank.lending.stage(one.live, one.views))  # a proof, of another version
+        assert not answer.done()
+        staged = rank.lending.stage(two.live, two.views)
+        grant, (fd,) = answer.result(30.0)
+    assert isinstance(grant, Grant)
+    with mmap.mmap(fd, grant.nbytes) as memory:
+        for start, at, nbytes in grant.runs:
+            assert memory[at : at + nbytes] == two.bytes[start : start + nbytes].tobytes()
+    os.close(fd)
+    del staged
+
+
+def test_a_proof_that_does_not_come_is_waited_for_no_longer_than_the_store_says(rank, keep):
+    began = time.monotonic()
+    assert isinstance(keep(Version(2), 0.05)[0], No)
+    assert time.monotonic() - began >= 0.05
 
 
 def test_nothing_else_can_be_held(rank, keep, lent):
