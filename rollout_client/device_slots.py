@@ -15,8 +15,8 @@ Nothing that goes wrong here fails a push: the arena's slot holds the version in
 The store asks for memory as well, once a rank has proved a version in it that is to be live before the arena has it:
 
  6. [STORE]   connects and sends `Keep`, with slot and epoch of the version, when it asks the rank to prepare it.
- 7. [RANK]    `Grant`, with the memory, as soon as it has proved it; or `No`. The store maps nothing, it holds the descriptor, and
-              with it the memory, until the arena has the version.
+ 7. [RANK]    `Grant`, with the memory, as soon as it has proved it; or `No`. The store maps nothing, it holds the
+              descriptor, and with it the memory, until the arena has the version.
 """
 
 import contextlib

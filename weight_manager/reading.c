@@ -78,11 +78,13 @@ void *open_pool(int threads, int event, uint64_t (*hash)(const void *, size_t), 
 
 // count is above 0, and left is count.
 void submit(pool *p, group *g) {
+    int64_t count = g->count;  // once threads know the group it may soon be gone
     pthread_mutex_lock(&p->lock);
     g->next = NULL, g->taken = 0;
     *p->last = g, p->last = &g->next;
-    pthread_cond_broadcast(&p->more);
     pthread_mutex_unlock(&p->lock);
+    // One thread a run: the store's loop, which asks, would wait for all of them to wake and find nothing.
+    for (int64_t i = 0; i < count && i < p->threads; i++) pthread_cond_signal(&p->more);
 }
 
 int64_t left(group *g) { return atomic_load(&g->left); }

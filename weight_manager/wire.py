@@ -6,6 +6,7 @@ next message starts only there. Sends never wait: a peer that is gone or does no
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,8 @@ M = TypeVar("M")
 
 TURN_MESSAGES = 64
 """Messages taken from one socket before the loop looks at everything else."""
+TURN_S = 0.001
+"""Nor does it look at trainers' messages for longer: replicas may be voting."""
 
 
 class PushReceiver(Protocol):
@@ -139,8 +142,9 @@ def receive_pushes(router: Router, receiver: PushReceiver, max_frame: int, count
     """One turn on the trainers' socket. A bug of ours costs one message its answer, not everybody the store, unless it
     leaves nobody knowing what is live: raises IllegalTransition.
     """
+    until = time.monotonic() + TURN_S
     for _ in range(TURN_MESSAGES):
-        message = router.next()
+        message = router.next() if time.monotonic() < until else None
         if message is None:
             return
         peer, head = message

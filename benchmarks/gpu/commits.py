@@ -1,15 +1,18 @@
 """What a push costs those who generate: a stream's token gaps while a torch trainer on the same GPU pushes.
 
-    python -m benchmarks.gpu.commits [--sequences 64] [--pushes 60] [--out OUT.json]
+    python -m benchmarks.gpu.commits [--sequences 64] [--pushes 200] [--ways shm] [--out OUT.json]
 
 64 sequences generate, one of them streamed to a process of its own, which notes when each token comes and which version
 made it. They begin together and are as long, and pushes end before they do: no prompt is computed beside these. By way
 of transport (`shm`: the arena, copied and proved by the rank; `cuda_ipc`: from GPU to GPU):
 
     step            median gap outside pushes: a step of the loop, as a client sees it
-    during          mean gap from a push's begin to its seal (moved and checked), over the mean outside
+    during          gaps from a push's begin to its seal (moved and checked), in steps, mean and median
     commit_p50 p90 p99  the gap in which the version changes, in steps, over all commits
     quiet_p99       the same percentile of gaps that no push touches: what the clocks and the client add
+
+A step takes longer the longer the sequences are, half as long again within a round. So each gap is compared with the
+median of those gaps that no push touches within a quarter of a second of it.
 
 Clocks of the processes are one (CLOCK_MONOTONIC).
 """
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,18 +38,22 @@ from benchmarks.gpu.direct import MODEL, PROMPT, SETTINGS, Trainer
 from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, RolloutClient
+from weight_manager.garbage import collect_rarely
 
-PAUSE_S = 0.08
+PAUSE_S = 0.05
 LONGEST = 1900
 """New tokens of a request; at 64 sequences, some 5 s."""
 BEGIN_S, ROUND_S, EACH = 1.8, 5.4, 34
 """Of a round: when its pushes begin and end at the latest, and how many there are at most."""
+NEAR_S, LEAST_NEAR = 0.25, 10
+"""Seconds around a gap whose quiet gaps, so many at least, say what a step takes there."""
 Window = tuple[float, float]
 
 
 def watch(url: str, stop: threading.Event) -> list[list[tuple[float, int, int]]]:
     """(when, tokens, version of the last) of each event, by request."""
     found = []
+    collect_rarely()  # its own pauses are none of the service's
     prompt = np.random.default_rng(1).integers(1000, 150_000, PROMPT).tolist()
     with RolloutClient(url) as client:
         while not stop.is_set():
@@ -86,20 +94,34 @@ def judged(mine: list[tuple[float, float, int, bool]], moves: list[Window], push
     def touches(gap: tuple[float, float, int, bool], windows: list[Window]) -> bool:
         return any(gap[0] < end and start < gap[1] for start, end in windows)
 
-    each = [(end - start) / count for start, end, count, _ in mine]
-    quiet = [value for gap, value in zip(mine, each, strict=True) if not touches(gap, pushes)]
-    moving = [value for gap, value in zip(mine, each, strict=True) if touches(gap, moves) and not gap[3]]
-    changed = [gap[1] - gap[0] for gap in mine if gap[3]]
-    step = statistics.median(quiet)
+    each = [((end - start) / count, (start, end, count, changes)) for start, end, count, changes in mine]
+    quiet = [(value, gap) for value, gap in each if not touches(gap, pushes)]
+    times, values = [gap[0] for _, gap in quiet], [value for value, _ in quiet]
+
+    def in_steps(some: list[tuple[float, tuple[float, float, int, bool]]]) -> list[float]:
+        """Each over the usual gap at its time; left out where none is near."""
+        found = []
+        for value, gap in some:
+            near = values[bisect_left(times, gap[0] - NEAR_S) : bisect_left(times, gap[1] + NEAR_S)]
+            if len(near) >= LEAST_NEAR:
+                found.append(value / statistics.median(near))
+        return found
+
+    moving = in_steps([(value, gap) for value, gap in each if touches(gap, moves) and not gap[3]])
+    changed = in_steps([(gap[1] - gap[0], gap) for _, gap in each if gap[3]])
+
+    def percentile(share: float, some: list[float]) -> float | None:
+        return round(float(np.percentile(some, share)), 2) if some else None
+
     return {
-        "step_ms": round(1e3 * step, 3),
-        "during": round(statistics.mean(moving) / statistics.mean(quiet), 3) if moving else None,
-        "during_median": round(statistics.median(moving) / step, 3) if moving else None,
+        "step_ms": round(1e3 * statistics.median(values), 3),
+        "during": round(statistics.mean(moving), 3) if moving else None,
+        "during_median": percentile(50, moving),
         "commits": len(changed),
-        "commit_p50": round(float(np.percentile(changed, 50)) / step, 2) if changed else None,
-        "commit_p90": round(float(np.percentile(changed, 90)) / step, 2) if changed else None,
-        "commit_p99": round(float(np.percentile(changed, 99)) / step, 2) if changed else None,
-        "quiet_p99": round(float(np.percentile(quiet, 99)) / step, 2),
+        "commit_p50": percentile(50, changed),
+        "commit_p90": percentile(90, changed),
+        "commit_p99": percentile(99, changed),
+        "quiet_p99": percentile(99, in_steps(quiet)),
         "tokens_an_event": round(statistics.mean(count for _, _, count, _ in mine), 2),
     }
 
@@ -111,7 +133,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--pushes", type=int, default=60, help="of each way")
+    parser.add_argument("--pushes", type=int, default=200, help="of each way")
+    parser.add_argument("--ways", nargs="+", default=["shm", "cuda_ipc"], help="of transport (%(default)s)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
@@ -133,9 +156,9 @@ def main() -> None:
         trainer.push("shm")
         while service.metric("rollout_replica_ready") != 1:
             time.sleep(0.05)
-        for way in ("shm", "cuda_ipc") * 2:
+        for way in args.ways * 2:
             trainer.push(way)
-        ways = {way: Way() for way in trainer.ways}
+        ways = {way: Way() for way in args.ways}
         while any(len(way.pushes) < args.pushes for way in ways.values()):
             for name, way in ways.items():
                 a_round(service.url, trainer, name, way, args.sequences, args.pushes)

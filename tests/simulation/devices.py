@@ -36,9 +36,7 @@ class SimulatedDevices:
         store.watching.watch(self._fd, self._deliver)
         self.memory: dict[int, bytes] = {}  # by descriptor, which are all gone with the store
 
-    def hold(
-        self, replica: int, key: Key, done: Callable[[Held | str], None], patience_s: float = 0.0
-    ) -> None:
+    def hold(self, replica: int, key: Key, done: Callable[[Held | str], None], patience_s: float = 0.0) -> None:
         there = self.host.replicas.get(replica)
         if there is None or not there.alive:
             done("connection refused")

@@ -5,6 +5,7 @@ behind the same addresses, and every graph goes on as it was.
 """
 
 import logging
+import os
 import threading
 
 from worker.gpu.driver import CudaError, DeviceMemoryError, Driver
@@ -23,6 +24,7 @@ class Region:
         self.nbytes = -(-max(nbytes, 1) // driver.page) * driver.page
         self.address = driver.reserve(self.nbytes)
         self._handle: int | None = None
+        self._descriptor: int | None = None  # of the memory, once it was lent: the driver takes 1 to 2 ms to make one
         self._lock = threading.Lock()
 
     @property
@@ -47,6 +49,9 @@ class Region:
         with self._lock:
             if self._handle is None:
                 return 0
+            if self._descriptor is not None:
+                os.close(self._descriptor)  # which would keep the memory
+                self._descriptor = None
             self._driver.unmap(self.address, self.nbytes, self._handle)
             self._handle = None
             return self.nbytes
@@ -56,7 +61,9 @@ class Region:
         with self._lock:
             if self._handle is None or not self._shared:
                 raise CudaError(f"no {self._what} that another process could map")
-            return self._driver.export(self._handle)
+            if self._descriptor is None:
+                self._descriptor = self._driver.export(self._handle)
+            return os.dup(self._descriptor)
 
     def _create(self) -> int:
         if self._shared:

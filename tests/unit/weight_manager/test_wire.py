@@ -1,5 +1,8 @@
 """The trainers' socket against arbitrary bytes: one answer for each, nothing else, and the loop goes on."""
 
+import time
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import zmq
@@ -7,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_client.protocol import Chunk, Hello, Renew, encode
+from weight_manager import wire
 from weight_manager.errors import IllegalTransition
 from weight_manager.metrics import Counters
 from weight_manager.relay.messages import Beat, Holdings, decode_from_below
@@ -198,3 +202,28 @@ def test_a_message_from_below_that_cannot_be_handled_costs_its_sender_and_nobody
 def test_when_nobody_knows_what_is_live_the_store_ends(stores):
     with pytest.raises(IllegalTransition):
         stores(Beat(14, Holdings()))
+
+
+def test_trainers_that_say_much_keep_replicas_waiting_for_a_moment_only(monkeypatch):
+    now = [0.0]
+
+    class Slow(Receiver):
+        def request(self, peer, request):
+            super().request(peer, request)
+            now[0] += 0.4 * wire.TURN_S
+
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        router, receiver = Router(context, "inproc://push", 1 << 20, 64), Slow()
+        dealer.connect("inproc://push")
+        for number in range(7):
+            dealer.send(encode(Renew(str(number))))
+        turns, deadline = [], time.monotonic() + 30.0
+        while len(receiver.requests) < 7:
+            assert time.monotonic() < deadline
+            before = len(receiver.requests)
+            receive_pushes(router, receiver, 32, Counters())
+            turns.append(len(receiver.requests) - before)
+        router.close()
+    assert max(turns) == 3
+    assert [request.session for request in receiver.requests] == [str(number) for number in range(7)]
