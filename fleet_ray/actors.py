@@ -115,6 +115,10 @@ class NodeStore:
                 await asyncio.sleep(POLL_S)
         return bound.read_text().strip()
 
+    async def api_ended(self) -> str:
+        """Wait until the API has been given up or stopped; returns why."""
+        return await _ended(self._api_life, self._api)
+
     async def tell(self, name: str, content: bytes) -> None:
         """A file of the head's run directory that the API of the node reads, replaced whole."""
         replace(self._run_dir.path / name, content)

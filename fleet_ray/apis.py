@@ -101,18 +101,20 @@ class Apis:
             self.look()
             try:
                 url = str(await actor.serve.remote(await self._head_url(), self._port))
+                if not url:
+                    log.warning("node %s has no API: it can be reached by others, and there is no data token", node[:8])
+                    return
+                log.info("node %s: API at %s", node[:8], url, extra={"node": node})
+                self._urls[node[:8]], wait_s = url, AGAIN_S
+                self._write()
+                why = str(await actor.api_ended.remote())  # the node's store may go on for weeks without it
             except Exception as error:  # whatever it was: the node has its store all the same, and the head serves
-                log.warning("node %s has no API: %s", node[:8], short(error), extra={"node": node})
-                await asyncio.sleep(wait_s)
-                wait_s = min(AGAIN_MAX_S, 2 * wait_s)
-                continue
-            if not url:
-                log.warning("node %s has no API: it can be reached by others, and there is no data token", node[:8])
-                return
-            log.info("node %s: API at %s", node[:8], url, extra={"node": node})
-            self._urls[node[:8]] = url
-            self._write()
-            return
+                why = short(error)
+            log.warning("node %s has no API: %s", node[:8], why, extra={"node": node})
+            if self._urls.pop(node[:8], None) is not None:
+                self._write()
+            await asyncio.sleep(wait_s)
+            wait_s = min(AGAIN_MAX_S, 2 * wait_s)
 
     async def _head_url(self) -> str:
         """Where nodes reach the head's API, once that listens."""

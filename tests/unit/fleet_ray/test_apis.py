@@ -29,8 +29,14 @@ class Method:
 class Actor:
     def __init__(self, *answers):
         self.asked, self.told, self._answers = [], {}, list(answers)
+        self.ends = []  # of each life of its API
         self.serve = Method(self._serve)
         self.tell = Method(self.told.__setitem__)
+        self.api_ended = self
+
+    def remote(self):
+        self.ends.append(asyncio.get_running_loop().create_future())
+        return self.ends[-1]
 
     def _serve(self, head_url, port):
         self.asked.append((head_url, port))
@@ -83,6 +89,22 @@ async def test_an_api_that_does_not_start_is_begun_again(kept, tmp_path):
     kept.beside(NODE, actor)
     await until(lambda: written(tmp_path))
     assert len(actor.asked) == 2
+
+
+@pytest.mark.parametrize("how", ["given up", "the actor has died"])
+async def test_an_api_that_was_given_up_is_listed_no_more_and_begun_again(kept, tmp_path, how):
+    """The node's store goes on, so nothing else would begin it again."""
+    actor = Actor("http://10.0.0.2:8001", RuntimeError("not yet"), "http://10.0.0.2:8002")
+    kept.beside(NODE, actor)
+    await until(lambda: actor.ends)
+    assert written(tmp_path) == {"abcd1234": "http://10.0.0.2:8001"}
+    if how == "given up":
+        actor.ends[0].set_result("api ended 8 times in 60 s")
+    else:
+        actor.ends[0].set_exception(RuntimeError("the actor died"))
+    await until(lambda: len(actor.ends) == 2)
+    assert written(tmp_path) == {"abcd1234": "http://10.0.0.2:8002"}
+    assert len(actor.asked) == 3
 
 
 async def test_where_strangers_could_reach_it_there_is_none(kept, tmp_path):
