@@ -193,6 +193,7 @@ class Coordinator:
         self.following: Following | None = None  # a version that goes live from device memory, until the arena has it
         self._report: Committed | None = None  # of its commit, which is over
         self.last_error: dict[str, Any] | None = None
+        self._of_loss: dict[str, Any] | None = None  # the last error, while it is about a version that is lost
         self.last_push: dict[str, Any] | None = None
         self.changes = 0  # moves whenever a status would differ
 
@@ -508,6 +509,14 @@ class Coordinator:
         self.changes += 1
         log.warning("refused: %s", refusal.message, extra=extra | said)
 
+    def note_loss(self) -> None:
+        """Say what an earlier life of the store has lost, until it, or a later version, is live again."""
+        lost = self.history.saved.lost
+        if lost is not None:
+            message = f"version {lost.version} was live from device memory and is lost: push it again, or a later one"
+            self.note_error(PushRefused("internal", message), {"run_id": lost.run_id})
+            self._of_loss = self.last_error
+
     def _ballot(self, session: PushSession, live: Live, seconds: float) -> Ballot:
         """A ballot of everybody who votes now. seconds: time to prepare."""
         config, stores = self._config, self.below.voters()
@@ -562,6 +571,9 @@ class Coordinator:
             else:  # it is live above: hold the output, and try again with the next word from there
                 self.note_error(refusal, session.extra())
             return
+        if self._of_loss is not None and self.history.saved.lost is None:  # as a snapshot brings it back
+            self.last_error = None if self.last_error is self._of_loss else self.last_error
+            self._of_loss = None
         session.lap("record", time.monotonic())
         self.replicas.went_live(live, voted=any(isinstance(v, int) for v in ballot.voters))
         self.below.went_live(live, ballot)

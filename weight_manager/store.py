@@ -125,9 +125,7 @@ class Store:
             replicas=lambda coordinator: self._make_replicas(coordinator, lease),
             devices=self._devices,
         )
-        if (lost := self._history.saved.lost) is not None:
-            message = f"version {lost.version} was live from device memory and is lost: push it again, or a later one"
-            self._coordinator.note_error(PushRefused("internal", message), {"run_id": lost.run_id})
+        self._coordinator.note_loss()
         if config.relay_endpoint is not None:
             router = self._bind(config.relay_endpoint, MAX_HEADER_BYTES, INTERNAL_BACKLOG, keys, relay_file)
             self._below.roster.open(router, self._data_port(router, config.relay_data_port), self._watching)

@@ -213,6 +213,25 @@ def test_a_version_that_the_arena_got_is_not_lost_with_a_store_that_is_told_to_s
     assert (status.lost, status.last_error) == (None, None)
 
 
+@pytest.mark.parametrize("store_config", [{"snapshot": True}])
+def test_a_version_that_a_snapshot_brings_back_after_a_reboot_is_no_error(store, ranks, pusher, weights, digest_of):
+    """Shared memory and its ranks are gone, and what was written last says that the version was in a device only."""
+    rank, trainer = ranks(), pusher()
+    trainer.start(weights(1), 1)
+    assert isinstance(trainer.ahead(), wire.IsLive)
+    assert isinstance(trainer.arena()[1], wire.Committed)
+    until(lambda: "version 1 is on disk" in (store.run_dir / "log").read_text())
+    store.end(signal.SIGKILL)
+    rank.die()
+    for path in store.arena_dir.iterdir():
+        path.unlink()
+    store.start()
+    store.wait_live()
+    status = store.status()
+    assert (status.live.version, status.lost, status.last_error) == (1, None, None)
+    assert store.serving() == (1, digest_of(weights(1)))
+
+
 @pytest.fixture
 def hanging(libcuda, monkeypatch, tmp_path):
     """A driver that does not come back, in processes that copy into the arena."""
