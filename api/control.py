@@ -35,6 +35,7 @@ _FAILED: dict[str, type[ApiError]] = {
     "conflict": Conflict,
     "timeout": Conflict,
     "bad_message": BadInput,
+    "busy": Unavailable,
     "internal": EngineFailed,
 }
 

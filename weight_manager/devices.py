@@ -52,11 +52,12 @@ class Devices:
 
     def hold(
         self, replica: int, key: tuple[int, int], done: Callable[[Held | str], None], patience_s: float = 0.0
-    ) -> None:
+    ) -> Callable[[], None]:
         """Have a rank's memory held that it has proved to be this version. key: slot of the arena and write epoch.
         patience_s: so long it may wait for the proof.
 
-        done: called in the loop, with why not in words. Whoever never answers is left to the commit's deadline.
+        done: called in the loop, with why not in words. Returns what ends the question: whoever takes it and never
+        answers is left to the commit's deadline, and nothing of it is to stay here; `done` is not called then.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
 
@@ -64,14 +65,20 @@ class Devices:
             self._watching.unwatch(connection.fileno())
             done(_heard(connection))
 
+        def cancel() -> None:
+            if connection.fileno() >= 0:
+                self._watching.unwatch(connection.fileno())
+                connection.close()
+
         try:
             connection.connect(str(socket_of(self._run_dir, replica)))
             connection.send(encode(Keep(*key, patience_s)))
         except OSError as error:
             connection.close()
             done(f"replica {replica} cannot be asked for its device memory: {error.strerror}")
-            return
+            return cancel
         self._watching.watch(connection.fileno(), answered)
+        return cancel
 
     def copy(self, held: Held, place: Place, done: Callable[[str], None]) -> Callable[[], None]:
         """Have a process copy the version into the arena. done: called in the loop once it has ended, with what went

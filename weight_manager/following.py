@@ -96,6 +96,7 @@ class Following:
         self._safe = safe
         self._held: dict[int, Held] = {}
         self._waiting: dict[int, Callable[[str], None]] = {}  # votes that wait for memory to be held
+        self._asked: list[Callable[[], None]] = []  # ends of what ranks were asked
         self._left: list[Held] = []  # not tried yet
         self._cancel: Callable[[], None] | None = None  # of the copy that runs
         self._mistrusted = False  # its trainer brought other bytes, and may go on to
@@ -138,7 +139,7 @@ class Following:
                 self._held[replica] = held
                 self._answer(replica, "")
 
-        self._devices.hold(replica, self.key, answered, patience_s)
+        self._asked.append(self._devices.hold(replica, self.key, answered, patience_s))
 
     def _answer(self, replica: int, why: str) -> None:
         done = self._waiting.pop(replica, None)
@@ -215,6 +216,9 @@ class Following:
         self._closed, self._due = True, None
         if self._cancel is not None:
             self._cancel()
+        for forget in self._asked:
+            forget()
+        self._asked.clear()
         for held in self._held.values():
             self._devices.let_go(held)
         self._held.clear()

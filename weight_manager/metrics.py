@@ -20,6 +20,7 @@ COUNTERS: Mapping[str, str] = {
     "replicas_died": "replicas lost because a rank's process ended",
     "replicas_silent": "replicas told to register again because they did not answer",
     "bad_messages": "messages that could not be read or were out of place",
+    "stray_messages": "messages of pushes that the store does not know: it restarted, or others took their place",
     "oversized_frames": "frames over the cap",
     "unauthorized": "connections with a wrong or missing token",
     "snapshots": "versions written to the state directory",

@@ -92,7 +92,7 @@ class Trainers:
                 case Written():
                     group = self._group(peer, request.session)
                     if group is None:
-                        self._counters.add("bad_messages")
+                        self._counters.add("stray_messages")
                     elif group.outcome is None:
                         group.written(peer, request, now)
                 case Ahead() | Renew() | Seal() | Commit() | Abort():
@@ -108,7 +108,7 @@ class Trainers:
         """Where its payload goes; None = nowhere."""
         group = self._group(peer, chunk.session)
         if group is None:
-            self._counters.add("bad_messages")
+            self._counters.add("stray_messages")
             return None
         return group.chunk(peer, chunk, time.monotonic()) if group.outcome is None else None
 
@@ -253,7 +253,7 @@ class Trainers:
     def _of_session(self, peer: bytes, request: SessionRequest, now: float) -> None:
         group = self._group(peer, request.session)
         if group is None:
-            self._counters.add("bad_messages")
+            self._counters.add("stray_messages")
             message = f"session {request.session!r} is not known here as yours; the store may have restarted"
             self._answer(peer, Error("unknown_session", message, request.session))
             return

@@ -17,6 +17,12 @@ from worker.orders import Actions, Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
 
 Call = Clear | Reload | Verify
+Clock = Callable[[], float]
+
+_AGAIN_S = 10.0
+"""How long a reload whose slot did not hold the live version waits for the store's word on what is live. A version that
+is live from device memory is not in the arena for a moment, and the store says nothing until it is.
+"""
 
 
 @dataclass
@@ -27,6 +33,10 @@ class _Turn:
     message: Call
     phase: Phase = Phase.NONE
     data: dict[str, Any] = field(default_factory=dict)
+    failed: str = (
+        ""  # why the version could not be mapped, once; it is tried again when the store has said what is live
+    )
+    until: float = 0.0  # or that long
 
 
 class Calls:
@@ -41,6 +51,7 @@ class Calls:
         scheduler: Scheduler,
         send: Send,
         memory: Callable[[], list[dict[str, Any]]],
+        clock: Clock,
     ) -> None:
         self._actions = actions
         self._lifecycle = lifecycle
@@ -48,6 +59,7 @@ class Calls:
         self._scheduler = scheduler
         self._send = send
         self._memory = memory
+        self._clock = clock
         self._queue: deque[_Turn] = deque()
         self._current: _Turn | None = None
 
@@ -70,12 +82,15 @@ class Calls:
     def next_order(self) -> Order | None:
         """The next phase of the call under way, or the first phase of the next. Only when no order is under way."""
         while self._current is None and self._queue:
-            if self._must_wait(self._queue[0].message):
+            if self._must_wait(self._queue[0]):
                 return None
-            self._current = self._queue.popleft()
-            refusal = self._refusal(self._current.message)
+            turn = self._current = self._queue.popleft()
+            refusal = self._refusal(turn.message)
             if refusal:
-                self._fail(CallFailed(self._current.message.call, "conflict", refusal))
+                self._fail(CallFailed(turn.message.call, "conflict", refusal))
+            elif turn.failed and not self._membership.registered:
+                why = f"{turn.failed}; the store does not say what is live: ask again"
+                self._fail(CallFailed(turn.message.call, "busy", why))
         return self._order(self._current) if self._current else None
 
     def settled(self, order: Order, verdict: Verdict) -> None:
@@ -83,8 +98,13 @@ class Calls:
         turn = self._current
         assert turn is not None
         if not verdict.ok:
-            if order.live:  # the slot may have been given away since the store told us of it
+            if order.live:  # the slot may have been given away since the store told us of it, or lacks the version yet
                 self._membership.register()
+                if not turn.failed and order.phase is Phase.MAP:
+                    turn.failed, turn.until = verdict.error, self._clock() + _AGAIN_S
+                    self._queue.appendleft(turn)
+                    self._current = None
+                    return
             self._fail(CallFailed(turn.message.call, "internal", verdict.error, verdict.rank))
             return
         match order.signal, order.phase:
@@ -110,9 +130,11 @@ class Calls:
                 turn.data["ranks"] = self._memory()
             self._send(turn.origin, Done(turn.message.call, turn.data))
 
-    def _must_wait(self, message: Call) -> bool:
+    def _must_wait(self, turn: _Turn) -> bool:
         """A cleared replica follows a commit without mapping it, so it must not begin to map in its middle."""
-        if isinstance(message, Reload):
+        if turn.failed and not self._membership.registered and self._clock() < turn.until:
+            return True
+        if isinstance(turn.message, Reload):
             return self._membership.session is not None
         return self._membership.holding
 

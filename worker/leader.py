@@ -235,6 +235,7 @@ class Leader:
             scheduler=scheduler,
             send=send,
             memory=lambda: memory_of(pids),
+            clock=clock,
         )
         self._grammars = grammars
         self._telling = Telling()

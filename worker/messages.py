@@ -209,12 +209,12 @@ class Done(Message, tag="done", frozen=True):
 
 
 class CallFailed(Message, tag="call_failed", frozen=True):
-    """[RANK 0] a control call did not take effect. code: conflict | timeout | bad_message | internal, or of a request
-    unknown_adapter: it names one that is not loaded.
+    """[RANK 0] a control call did not take effect. code: conflict | timeout | bad_message | internal, busy: the same
+    may succeed a little later; or of a request unknown_adapter: it names one that is not loaded.
     """
 
     call: str
-    code: Literal["conflict", "timeout", "bad_message", "internal", "unknown_adapter"]
+    code: Literal["conflict", "timeout", "bad_message", "busy", "internal", "unknown_adapter"]
     message: str
     rank: int = 0
 

@@ -227,6 +227,7 @@ def test_bytes_that_are_no_message_are_answered_and_the_store_goes_on(served, tr
 
 def test_messages_of_another_session_touch_nothing(served, store, trainer, weights, digest_of):
     mine, stranger = trainer(), trainer()
+    before = store.status().counters
     placement = mine.begin(weights(7), 2, transport="zmq")
     stranger.hello()
     raw, digest = mine.chunks(0)
@@ -235,6 +236,9 @@ def test_messages_of_another_session_touch_nothing(served, store, trainer, weigh
         stranger.say(wire.Written(session, [(0, 1)]))
         for request in (wire.Renew, wire.Seal, wire.Commit, wire.Abort):
             assert stranger.ask(request(session)).code == "unknown_session"
+    counters = store.status().counters
+    assert counters["bad_messages"] == before["bad_messages"], "they were well formed, and may have come late"
+    assert counters["stray_messages"] == before["stray_messages"] + 12
     for number in range(len(placement.copies)):
         raw, digest = mine.chunks(number)
         mine.say(wire.Chunk(placement.session, number, 0, [len(raw)]), raw)

@@ -36,12 +36,18 @@ class SimulatedDevices:
         store.watching.watch(self._fd, self._deliver)
         self.memory: dict[int, bytes] = {}  # by descriptor, which are all gone with the store
 
-    def hold(self, replica: int, key: Key, done: Callable[[Held | str], None], patience_s: float = 0.0) -> None:
-        there = self.host.replicas.get(replica)
+    def hold(
+        self, replica: int, key: Key, done: Callable[[Held | str], None], patience_s: float = 0.0
+    ) -> Callable[[], None]:
+        there, cancelled = self.host.replicas.get(replica), list[bool]()
         if there is None or not there.alive:
             done("connection refused")
-            return
+            return lambda: None
         life, end = there.pid, self.world.now + patience_s
+
+        def answer(found: bytes | None) -> None:
+            if not cancelled:
+                done(self._opened(found) if found is not None else "nothing is proved there")
 
         def ask() -> None:
             if there.stopped_until > self.world.now:
@@ -51,9 +57,10 @@ class SimulatedDevices:
             if found is None and there.alive and self.world.now < end:
                 self.world.after(0.001, ask)
                 return
-            self._soon(lambda: done(self._opened(found) if found is not None else "nothing is proved there"))
+            self._soon(lambda: answer(found))
 
         self.world.after(self.world.rng.choice([0.0005, 0.01, 0.1]), ask)
+        return lambda: cancelled.append(True)
 
     def copy(self, held: Held, place: Place, done: Callable[[str], None]) -> Callable[[], None]:
         cancelled: list[bool] = []

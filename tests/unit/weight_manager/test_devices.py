@@ -23,6 +23,12 @@ def memory_open():
     return [one.name for one in folder.iterdir() if one.is_symlink() and MEMORY in os.path.realpath(one)]
 
 
+def sockets_open():
+    return sum(
+        os.path.realpath(one).rpartition("/")[2].startswith("socket:") for one in Path("/proc/self/fd").iterdir()
+    )
+
+
 class Rank:
     """Answers once at a rank's socket: bytes, and a descriptor of memory with them."""
 
@@ -106,6 +112,7 @@ class Asked:
     def hold(self, replica, key, done, patience_s):
         assert key == (1, 2)
         self.questions.append((replica, patience_s, done))
+        return lambda: None
 
     def let_go(self, held):
         self.let.append(held.fd)
@@ -159,12 +166,29 @@ def test_memory_that_comes_when_all_is_over_is_let_go():
     assert devices.let == [7]
 
 
+def test_a_rank_that_takes_the_question_and_never_answers_holds_nothing_of_the_store(tmp_path):
+    """Commits come by the thousand: one descriptor for each, of a rank that hangs, and the store has none left."""
+    watching = Watching()
+    before = sockets_open()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs:
+        hangs.bind(str(socket_of(tmp_path, 0)))
+        hangs.listen(8)
+        for _ in range(3):
+            following = following_on(Devices(tmp_path, watching))
+            following.hold_once_proved(0)
+            following.hold(0, pytest.fail)
+            following.close()
+        assert sockets_open() == before + 1
+        assert watching.wait(0) == {}
+
+
 def test_the_copy_that_runs_is_the_one_that_is_ended_where_one_before_could_not_start():
     ended, tried = [], []
 
     class Some:
         def hold(self, replica, key, done, patience_s):
             done(Held(replica, 1, []))
+            return lambda: None
 
         def copy(self, held, place, done):
             tried.append(held.fd)

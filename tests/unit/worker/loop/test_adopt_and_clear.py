@@ -17,6 +17,7 @@ from weight_manager.messages import (
     Prepared,
     Registered,
 )
+from worker import calls
 from worker.messages import Clear, Done, Pause, Reload, Resume
 
 
@@ -136,6 +137,49 @@ def test_a_commit_that_comes_between_two_phases_of_a_reload_waits_for_its_end(bu
     busy.api.finish("long")
     assert busy.versions("long") == [0, 1]
     busy.check(busy.api, "long")
+
+
+@pytest.fixture
+def cleared_in_the_window(rig):
+    """A replica that was cleared, and whose live version is not in its slot yet: it went live from a device."""
+    live = rig.serve()
+    rig.api.call(Clear)
+    whole = bytes(rig.arena.slot(live.slot))
+    rig.arena.slot(live.slot)[:4] = b"\0\0\0\1"
+
+    def arrive():
+        rig.arena.slot(live.slot)[:] = whole
+
+    return rig, live, arrive
+
+
+def test_a_reload_waits_until_the_arena_has_what_is_live(cleared_in_the_window):
+    """The store says what is live once the arena has it, and nothing before."""
+    rig, live, arrive = cleared_in_the_window
+    reload = rig.api.start(Reload)
+    rig.store.expect(store_messages.Register)
+    rig.api.stats()  # it goes on meanwhile
+    assert reload not in rig.api.answers
+    arrive()
+    rig.store.send(Registered(rig.store.arena_path, live, 1.0))
+    assert isinstance(rig.api.answer(reload), Done)
+    assert rig.api.stats().state == "serving"
+
+
+def test_a_reload_for_which_the_arena_never_has_what_is_live_may_be_asked_for_again(cleared_in_the_window, monkeypatch):
+    monkeypatch.setattr(calls, "_AGAIN_S", 0.2)
+    rig, _, arrive = cleared_in_the_window
+    failed = rig.api.answer(rig.api.start(Reload))
+    assert (failed.code, "digest differs" in failed.message) == ("busy", True)
+    arrive()
+    assert isinstance(rig.api.call(Reload), Done)
+
+
+def test_a_slot_that_stays_damaged_fails_a_reload(cleared_in_the_window):
+    rig, live, _ = cleared_in_the_window
+    reload = rig.api.start(Reload)
+    rig.store.register(live)
+    assert rig.api.answer(reload).code == "internal"
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
