@@ -27,7 +27,7 @@ typedef struct {
     pthread_cond_t more;
     group *first, **last;
     uint64_t (*hash)(const void *, size_t);
-    int event, stop, threads, cores;
+    int event, stop, threads, cores, idle;
     const int32_t *core;
     atomic_int started;
     pthread_t thread[];
@@ -48,12 +48,16 @@ static void *work(void *argument) {
     spread(p);
     pthread_mutex_lock(&p->lock);
     for (;;) {
+        p->idle++;
         while (!p->first && !p->stop) pthread_cond_wait(&p->more, &p->lock);
+        p->idle--;
         if (p->stop) break;
         group *g = p->first;
         run *r = g->runs + g->taken++;
         if (g->taken == g->count && !(p->first = g->next)) p->last = &p->first;
+        int more = p->first && p->idle;
         pthread_mutex_unlock(&p->lock);
+        if (more) pthread_cond_signal(&p->more);  // each wakes the next: the store's loop, which asks, has to wake one
         r->digest = p->hash(r->start, r->size);
         uint64_t one = 1;
         if (atomic_fetch_sub(&g->left, 1) == 1 && write(p->event, &one, sizeof one) < 0) abort();
@@ -78,13 +82,12 @@ void *open_pool(int threads, int event, uint64_t (*hash)(const void *, size_t), 
 
 // count is above 0, and left is count.
 void submit(pool *p, group *g) {
-    int64_t count = g->count;  // once threads know the group it may soon be gone
     pthread_mutex_lock(&p->lock);
     g->next = NULL, g->taken = 0;
     *p->last = g, p->last = &g->next;
+    int idle = p->idle;
     pthread_mutex_unlock(&p->lock);
-    // One thread a run: the store's loop, which asks, would wait for all of them to wake and find nothing.
-    for (int64_t i = 0; i < count && i < p->threads; i++) pthread_cond_signal(&p->more);
+    if (idle) pthread_cond_signal(&p->more);
 }
 
 int64_t left(group *g) { return atomic_load(&g->left); }
