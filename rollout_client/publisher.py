@@ -682,7 +682,8 @@ def _locate(begin: Begin, held: Sequence[Source]) -> None:
     if begin.transport == "shm":
         with contextlib.suppress(Exception):
             for source in held:
-                source.address()
+                if source.on_gpu is None:
+                    source.address()
 
 
 def _left(deadline: float) -> float:

@@ -221,7 +221,9 @@ class Staging:
         return self._targets
 
     def lay(self, laid: Laid) -> None:
-        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares."""
+        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares. Those of
+        a large one are made `targets` with the first word of them, and not while its trainer waits for a place.
+        """
         self.together = Together(laid)
         self.total_bytes = int(laid.sizes.sum())
 
@@ -447,7 +449,7 @@ class Checker:
         """The trainer says these copies are complete: compare digests while the rest still arrives. Returns their
         bytes. Arguments and what it raises: `Staging.written`.
         """
-        together, fast = self._staging.together, copying.ready()
+        together, fast = self._staging.together if self._staging.little else None, copying.ready()
         if together is not None and fast is not None and not sums:
             return self._look(together, fast, digests)
         checks = self._staging.written(digests, sums)

@@ -429,7 +429,7 @@ class TrainerGroup:
         def names() -> list[str]:
             return [begin.parts[c.part].name for c in copies]
 
-        if begin.world == 1 and staging.little and not staging.chunked:
+        if begin.world == 1 and not staging.chunked:
             laid = self._coordinator.planned.laid(copies, names, staging.layout)
             if laid is not None:
                 staging.lay(laid)

@@ -1,5 +1,7 @@
 """Copies of a small push, looked at in shares: the same findings as one by one."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,7 @@ class Session:
             self.refusals.append, self.in_place.extend, self.verified.extend, lambda *found: self.named.append(found)
         )
         slots, self.counters = Slots(self.arena, background), Counters()
+        self.background = background
         self.checker = Checker(self.staging, 0, background=background, slots=slots, counters=self.counters, told=told)
 
     def claims(self):
@@ -183,3 +186,22 @@ def test_what_no_copy_is_all_of_is_hashed_when_the_version_is_named(session):
 def test_other_copies_are_not_looked_at_in_shares(copy):
     assert Laid.of([*COPIES, copy], [*OF_COPY, "t0"], LAYOUT) is None
     assert Laid.of([], [], LAYOUT) is None
+
+
+def test_copies_of_a_large_version_are_made_with_the_first_word_of_them_and_checked_by_threads(session):
+    """Not while its trainer waits for its place, and never in the loop."""
+    session.staging.little = False
+    assert session.staging.total_bytes == sum(SIZES) * 4
+    assert not session.staging._targets
+    claims = session.claims()
+    session.checker.written(claims[:2])
+    assert session.staging.verified_bytes == 0
+    assert session.staging.checking > 0
+    session.checker.written(claims[2:])
+    deadline = time.monotonic() + 30.0
+    while session.staging.checking:
+        assert time.monotonic() < deadline
+        session.background.deliver()
+    session.checker.name(every=False)
+    assert session.named == [(region_digests(LAYOUT, session.slot), [])]
+    assert not session.refusals
