@@ -221,8 +221,8 @@ class Staging:
         return self._targets
 
     def lay(self, laid: Laid) -> None:
-        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares. Those of
-        a large one are made `targets` with the first word of them, and not while its trainer waits for a place.
+        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares. Those
+        of a large one become `targets` with the first word of them, and not while its trainer waits for a place.
         """
         self.together = Together(laid)
         self.total_bytes = int(laid.sizes.sum())
