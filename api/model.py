@@ -167,9 +167,10 @@ class Model:
             rendering = text.rendering(read, **options)
             if own and not text.has_template(own) and self.template_process is not None:
                 return await self.template_process.text(rendering)
-            # Tools, and calls of them, may be long.
-            simple = not options.get("tools") and all(message.keys() <= {"role", "content"} for message in read)
-            if simple and len(read) <= INLINE_MESSAGES and chars <= INLINE_CHARS:
+            # Tools and documents, what else is given to the template, and calls of tools, may be long.
+            given = sum(map(_length, options.values()))
+            simple = all(message.keys() <= {"role", "content"} for message in read)
+            if simple and len(read) <= INLINE_MESSAGES and chars + given <= INLINE_CHARS:
                 return rendering.text()
             return await asyncio.to_thread(rendering.text)
         except (ValueError, TypeError) as error:
@@ -198,6 +199,13 @@ class Model:
             why = "" if whole else " leave no room for output"
             raise BadInput(f"{what} is too long: {len(ids)} tokens{why}, and {self.limit}", code=TOO_LONG)
         self.check_ids(ids, what)
+
+
+def _length(value: Any) -> float:
+    """Characters that a template may write for a value; of a list or an object nobody counts them."""
+    if isinstance(value, str):
+        return len(value)
+    return float("inf") if value and isinstance(value, list | dict) else 0
 
 
 def _most_chars(tokenizer: Tokenizer, tokens: int) -> int:

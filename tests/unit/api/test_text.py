@@ -101,6 +101,35 @@ async def test_many_short_texts_are_a_long_one(model, monkeypatch):
     assert threads == {False, True}
 
 
+LONG_DOCUMENT = [{"title": "t", "text": "x" * 100_000}]
+
+
+@pytest.mark.parametrize(
+    ("options", "beside"),
+    [
+        ({}, False),
+        ({"enable_thinking": False, "add_generation_prompt": True, "tools": None}, False),
+        ({"reasoning_effort": "high"}, False),
+        ({"documents": LONG_DOCUMENT}, True),
+        ({"anything": {"of": "a template"}}, True),
+        ({"anything": "x" * 10_000}, True),
+        ({"tools": [{"function": {"name": "f"}}]}, True),
+    ],
+)
+async def test_what_a_template_is_given_beside_messages_may_be_long_too(model, monkeypatch, options, beside):
+    """Written in the event loop, eight megabytes of documents would keep everybody waiting."""
+    threads = []
+
+    class Rendering:
+        def text(self):
+            threads.append(threading.current_thread() is not threading.main_thread())
+            return ""
+
+    monkeypatch.setattr(model.tokenizer, "rendering", lambda messages, **given: Rendering())
+    await model.chat_text([{"role": "user", "content": "hello"}], **options)
+    assert threads == [beside]
+
+
 def test_a_special_token_that_is_kept_is_shown_and_others_are_not() -> None:
     """Marks of calls are special tokens of some checkpoints."""
     tokenizer = letters()
