@@ -11,11 +11,11 @@
     the same GPU, that divides its time between the two processes, and each launch, however small, takes a slice of
     about a millisecond from its steps. Batch by batch, as copies and digests are done, the digests go to the store,
     which computes its own from the slot. Batches are small, so the store is never far behind the copies.
- 5. Ranks on GPUs of this host may get every piece as well, from GPU to GPU (device_slots.py), on a stream of its own:
-    such a copy waits for its turn on a GPU that a rank computes on, and a copy to the host must not wait with it. Their
-    memory is mapped in a thread while copies to the host are under way. They are started together, as digests are.
+ 5. Ranks on GPUs of this host may copy every piece as well, from the trainer's memory into their own (offers.py), while
+    the copies to the host are under way.
  6. A version that may go live from ranks' memory (`Placement.ahead`) is copied there first, hashed meanwhile, and goes
-    to the arena once the store has been asked to make it live.
+    to the arena once the store has been asked to make it live. So is one of which pieces have to be made: they are kept
+    until ranks have copied them.
  7. All streams are idle before the slot's writer lock is let go, whatever happened.
 
 torch is never imported here: whoever hands in its tensors has done so.
@@ -26,19 +26,18 @@ import ctypes
 import logging
 import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from rollout_client.cuda_hash import CudaHash, CudaSums, Hashing, Summing
-from rollout_client.device_slots import LentSlots
+from rollout_client.offers import Offers
+from rollout_client.own_memory import Run
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source
 from rollout_client.transport import Reporter
@@ -57,6 +56,10 @@ MADE_BYTES = 512 << 20
 AHEAD = 6
 """Batches that stay started beyond the one that is reported: the copies, half a millisecond a batch, never wait for a
 word to the store, and the store and ranks that copy from it (ADR 21) are not far behind them.
+"""
+COMMIT_S = 0.03
+"""A version that goes live from ranks' memory is waited for so long before its way into the arena begins: a commit
+takes twice as long beside copies and checks. One that waits for sequences to end is not waited for.
 """
 MARKS, MARK_BYTES = 64, 16
 """Random marks that are sent to the device at once, and bytes of each."""
@@ -103,6 +106,7 @@ class CudaCopier:
         self._digesters: dict[Any, CudaHash | CudaSums] = {}
         self._marks: dict[Any, _Marks] = {}
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
+        self._offers: dict[Any, Offers] = {}  # by device
         copy = self._driver.cuMemcpyDtoHAsync_v2
         copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -130,47 +134,66 @@ class CudaCopier:
         writable: Callable[[], AbstractContextManager[object]],
         jobs: Sequence[Job],
         reporter: Reporter,
-        lent: LentSlots | None = None,
+        ranks: tuple[Sequence[str], int] = ((), 0),
         *,
         ahead: bool = False,
     ) -> int:
-        """Copy and report every job; returns how many ranks' memory has been filled too.
+        """Copy and report every job; returns how many ranks have copied it into their memory too.
 
         memory: of the slot. writable: makes it that for this process's CPUs as well, which a device writes without once
-        the slot is registered. jobs: as `can_copy` accepts them, in the order of `turn`. lent: for a version that is
-        here whole; used if it lies on one device. ahead: fill those first, the version may go live from there. Raises
-        what Reporter.turn raises, ValueError for an impossible copy, RuntimeError from CUDA.
+        the slot is registered. jobs: as `can_copy` accepts them, in the order of `turn`. ranks: their sockets, and the
+        slot's write epoch; for a version that is here whole, used if it lies on one device. ahead: have ranks copy
+        first, the version may go live from there. Raises what Reporter.turn raises, ValueError for an impossible copy,
+        RuntimeError from CUDA.
         """
         devices = dict.fromkeys(source.on_gpu.device for source, _ in jobs)
-        lent = lent if len(devices) == 1 else None
-        filled, known = 0, None
-        if ahead and lent is not None:
+        offers, known = None, None
+        if ranks[0] and len(devices) == 1:
             (device,) = devices
-            with self._torch.cuda.device(device), self._torch.no_grad():
-                filled, known = self._fill_ranks(device, jobs, reporter, lent)
-            lent = None if known is not None else lent
-        for device in devices:
-            mine = [job for job in jobs if job[0].on_gpu.device == device]
-            with self._torch.cuda.device(device), self._torch.no_grad(), contextlib.ExitStack() as held:
-                if slot in self._pinned and not self._arrives(memory, device, mine[0][1][0][1]):
-                    log.info("weight slot %d has new memory: pinning it again", slot)
-                    self._unpin(slot)
-                if slot not in self._pinned:
-                    held.enter_context(writable())
-                    self.pin(slot, memory, device)
-                try:
-                    self._stage(memory, device, mine, reporter, lent, known)
-                    filled = lent.filled() if lent is not None else filled
-                finally:
-                    if lent is not None:
-                        lent.close()
-        return filled
+            offers = self._offers.setdefault(device, Offers(self._driver))
+        with contextlib.ExitStack() as held:
+            if offers is not None:
+                held.enter_context(self._torch.cuda.device(device))
+                offers.begin(ranks[0], slot, ranks[1])
+                held.callback(offers.end)
+                known = self._offer(device, jobs, reporter, offers, ahead=ahead)
+            for device in devices:
+                mine = [job for job in jobs if job[0].on_gpu.device == device]
+                self._stage_from(device, slot, memory, writable, mine, reporter, known)
+            return offers.taken() if offers is not None else 0
+
+    def unshare(self) -> None:
+        """Have ranks unmap what they copy from, and wait until they have."""
+        for offers in self._offers.values():
+            offers.close(wait=True)
 
     def close(self) -> None:
         """Unregister; call before the mappings go. Idempotent."""
+        for offers in self._offers.values():
+            offers.close()
         for slot in list(self._pinned):
             self._unpin(slot)
         self._refused.clear()
+
+    def _stage_from(
+        self,
+        device: Any,
+        slot: int,
+        memory: memoryview,
+        writable: Callable[[], AbstractContextManager[object]],
+        jobs: list[Job],
+        reporter: Reporter,
+        known: dict[int, int] | None,
+    ) -> None:
+        """Copy the tensors of one device into the slot."""
+        with self._torch.cuda.device(device), self._torch.no_grad(), contextlib.ExitStack() as held:
+            if slot in self._pinned and not self._arrives(memory, device, jobs[0][1][0][1]):
+                log.info("weight slot %d has new memory: pinning it again", slot)
+                self._unpin(slot)
+            if slot not in self._pinned:
+                held.enter_context(writable())
+                self.pin(slot, memory, device)
+            self._stage(memory, device, jobs, reporter, known)
 
     def _stage(
         self,
@@ -178,15 +201,13 @@ class CudaCopier:
         device: Any,
         jobs: list[Job],
         reporter: Reporter,
-        lent: LentSlots | None,
         known: dict[int, int] | None = None,
     ) -> None:
         """known: the digest of each copy, if they need not be computed."""
         torch = self._torch
-        copying, summing, lending = self._streams_of(device)
-        for stream in copying, summing, lending:
+        copying, summing, _ = self._streams_of(device)
+        for stream in copying, summing:
             stream.wait_stream(torch.cuda.current_stream(device))
-        loans: _Loans | None = None
         try:
             digester, place = self._digester(device), _Place(memory, self._driver, copying)
             waiting: deque[_Batch] = deque()
@@ -198,91 +219,85 @@ class CudaCopier:
                 waiting[0].tell(reporter)  # ranks begin to copy: starting all of them takes milliseconds
                 if known is not None:
                     reporter.turn()  # the version may be live by now
-                if lent is not None and loans is None:
-                    loans = _Loans(lent, self._driver, lending)
                 first = len(waiting) == AHEAD and digested == 0  # the store begins to check when it has these digests
                 much = sum(one.nbytes for one in started) >= TOGETHER_BYTES
                 if first or much or sum(one.made for one in started) >= MADE_BYTES // 2:
-                    self._prove(started, summing, digester, loans, known)
+                    self._prove(started, summing, digester, known)
                     digested += len(started)
                     started.clear()
                 while (len(waiting) > AHEAD and waiting[0].done()) or sum(one.made for one in waiting) > MADE_BYTES:
-                    self._report(waiting, reporter, loans)
-            self._prove(started, summing, digester, loans, known)
+                    self._report(waiting, reporter)
+            self._prove(started, summing, digester, known)
             while waiting:
-                self._report(waiting, reporter, loans)
-            if loans is not None:
-                loans.go_on(wait=True)
+                self._report(waiting, reporter)
         finally:
-            if loans is not None:
-                loans.join()
             copying.synchronize()
             summing.synchronize()
-            lending.synchronize()
 
-    def _report(self, waiting: "deque[_Batch]", reporter: Reporter, loans: "_Loans | None") -> None:
+    def _report(self, waiting: "deque[_Batch]", reporter: Reporter) -> None:
         """Wait for the first of these, and tell the store."""
-        if loans is not None:
-            loans.go_on(wait=waiting[0].made > 0)  # else what was made for it would go before it was lent
         waiting[0].wait(reporter)
         waiting.popleft().report(reporter)
 
-    def _fill_ranks(
-        self, device: Any, jobs: Sequence[Job], reporter: Reporter, lent: LentSlots
-    ) -> tuple[int, dict[int, int] | None]:
-        """Copy everything into ranks' memory, and ask for the version to go live from there if all have it.
-
-        Returns how many ranks have it, and the digest of each copy; None if nothing was done.
+    def _offer(
+        self, device: Any, jobs: Sequence[Job], reporter: Reporter, offers: Offers, *, ahead: bool
+    ) -> dict[int, int] | None:
+        """Have ranks copy everything. Returns the digest of each copy if it was waited for: if the version is to go
+        live from there, or has to be made for it; None: the answers are outstanding, or digests are page sums.
         """
         torch, digester = self._torch, self._digester(device)
-        if digester.sums:  # those of parameters are needed, and page sums are none
-            return 0, None
-        _, summing, lending = self._streams_of(device)
-        for stream in summing, lending:
-            stream.wait_stream(torch.cuda.current_stream(device))
         found: dict[int, int] = {}
-        pieces = ((number, source, copy) for source, copies in jobs for number, copy in copies)
-        loans = _Loans(lent, self._driver, lending)
+        _, summing, making = self._streams_of(device)
+        for stream in summing, making:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        pieces = [(number, source, copy) for source, copies in jobs for number, copy in copies]
+        done = 0
         try:
-            while group := self._some(pieces, lending):
-                summing.wait_stream(lending)  # for those that had to be made
-                with torch.cuda.stream(summing):
-                    digesting = digester.start([tensor for _, tensor, _ in group], summing)
-                loan = loans.opened()
-                for _, tensor, copy in group:
-                    loan.send(tensor, copy, _nbytes(copy))
+            while done < len(pieces):
+                with torch.no_grad(), torch.cuda.stream(making):
+                    group, made = self._some(pieces[done:])
+                done += len(group)
+                last = done == len(pieces)
+                wait = ahead or made > 0 or not last or found
+                if wait and not digester.sums:
+                    summing.wait_stream(making)  # for those that had to be made
+                    with torch.cuda.stream(summing):
+                        digesting = digester.start([tensor for _, tensor, _ in group], summing)
+                making.synchronize()
+                offers.take([_run(tensor, copy) for _, tensor, copy in group], last=last)
+                if not wait:
+                    return None
                 summing.synchronize()
-                lending.synchronize()
-                digests = digesting.digests(0, len(group))
-                found |= {number: digest for (number, _, _), digest in zip(group, digests, strict=True)}
-            count = lent.filled()
-            if lent.whole:
+                if not digester.sums:  # those of parameters are needed, and page sums are none
+                    digests = digesting.digests(0, len(group))
+                    found |= {number: digest for (number, _, _), digest in zip(group, digests, strict=True)}
+                offers.taken()
+            if ahead and offers.whole and found:
                 reporter.go_ahead(list(found.items()))
+                reporter.pause_for_live(COMMIT_S)
         finally:
-            loans.join()
             summing.synchronize()
-            lending.synchronize()
-            lent.close()
-        return count, found
+            making.synchronize()
+        return found or None
 
-    def _some(self, pieces: "Iterator[tuple[int, Source, Copy]]", stream: Any) -> "list[tuple[int, Any, Copy]]":
-        """(number, contiguous tensor, copy) of the next ones: all, unless much has to be made of them."""
+    def _some(self, pieces: "Sequence[tuple[int, Source, Copy]]") -> "tuple[list[tuple[int, Any, Copy]], int]":
+        """(number, contiguous tensor, copy) of the first ones: of all, unless much has to be made of them; and how many
+        bytes that is.
+        """
         group, made = [], 0
-        with self._torch.cuda.stream(stream):
-            for number, source, copy in pieces:
-                tensor, new = _dense(self._torch, source.on_gpu, copy)
-                group.append((number, tensor, copy))
-                made += new * _nbytes(copy)
-                if made >= MADE_BYTES:
-                    break
-        return group
+        for number, source, copy in pieces:
+            tensor, new = _dense(self._torch, source.on_gpu, copy)
+            group.append((number, tensor, copy))
+            made += new * _nbytes(copy)
+            if made >= MADE_BYTES:
+                break
+        return group, made
 
     def _prove(
         self,
         batches: "Collection[_Batch]",
         summing: Any,
         digester: CudaHash | CudaSums,
-        loans: "_Loans | None",
         known: dict[int, int] | None,
     ) -> None:
         """Start what else the GPU does with these batches, which are on their way to the host."""
@@ -301,11 +316,9 @@ class CudaCopier:
             for batch in batches:
                 batch.proven_by(digesting, first, through, sums=digester.sums)
                 first += len(batch.tensors)
-        if loans is not None:
-            loans.lend(batches)
 
     def _streams_of(self, device: Any) -> tuple[Any, Any, Any]:
-        """For copies to the host, for digests, and for copies into ranks' memory."""
+        """For copies to the host, for digests, and for what has to be made for ranks."""
         if device not in self._streams:
             stream = self._torch.cuda.Stream
             self._streams[device] = stream(device), stream(device), stream(device)
@@ -383,68 +396,6 @@ class _Place:
             raise RuntimeError(f"cuMemcpyDtoHAsync failed: CUDA error {code}")
 
 
-@dataclass(frozen=True)
-class _Loan:
-    """Memory of ranks on a GPU that a push copies into, beside the slot."""
-
-    slots: LentSlots
-    stream: Any
-
-    def send(self, piece: Any, copy: Copy, nbytes: int) -> None:
-        """Queue the copy of a contiguous CUDA tensor."""
-        start = copy.dst_offset * _itemsize(copy.dst_dtype)
-        self.slots.send(piece.data_ptr(), start, nbytes, self.stream.cuda_stream)
-
-
-class _Loans:
-    """Memory of ranks that is mapped in a thread: it takes 4 ms, and 15 if it is another GPU's, in which copies to the
-    host go on and the store hears of them. What is owed to it is copied once it is there.
-    """
-
-    def __init__(self, lent: LentSlots, driver: Any, stream: Any) -> None:
-        """A context is current, and becomes the thread's."""
-        self._loan = _Loan(lent, stream)
-        self._owed: deque[_Batch] = deque()
-        self._error: Exception | None = None
-        context = ctypes.c_void_p()
-        driver.cuCtxGetCurrent(ctypes.byref(context))
-
-        def open_all() -> None:
-            try:
-                driver.cuCtxSetCurrent(context)
-                lent.open(driver)
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=open_all, name="lent memory", daemon=True)
-        self._thread.start()
-
-    def opened(self) -> _Loan:
-        """The memory, once it is there. Raises what kept it from being mapped."""
-        self.go_on(wait=True)
-        return self._loan
-
-    def lend(self, batches: "Iterable[_Batch]") -> None:
-        """Copy these, which are being hashed, there as well."""
-        self._owed += batches
-        self.go_on()
-
-    def go_on(self, *, wait: bool = False) -> None:
-        """Start what is owed, if the memory is there. wait: until it is. Raises what kept it from being mapped."""
-        if wait:
-            self._thread.join()
-        if self._thread.is_alive():
-            return
-        if self._error is not None:
-            raise self._error
-        while self._owed:
-            self._owed.popleft().lend(self._loan)
-
-    def join(self) -> None:
-        """The thread is over: nobody else uses the memory."""
-        self._thread.join()
-
-
 class _Batch:
     """Some jobs that are under way; making one starts its copies to the host. What is read stays alive with it.
 
@@ -469,9 +420,8 @@ class _Batch:
                     places.append(copy)
                     self._numbers.append((number, _nbytes(copy)))
             self.ready = place.stream.record_event() if self.made else None
-            self._pieces = list(zip(self.tensors, places, (nbytes for _, nbytes in self._numbers), strict=True))
-            for (number, _), piece in zip(self._numbers, self._pieces, strict=True):
-                self._send(place, number, *piece)
+            for (number, nbytes), tensor, copy in zip(self._numbers, self.tensors, places, strict=True):
+                self._send(place, number, tensor, copy, nbytes)
             self._events = [place.stream.record_event()]
 
     @property
@@ -487,14 +437,6 @@ class _Batch:
     def proven_as(self, known: dict[int, int]) -> None:
         """The digests of its copies are known."""
         self._known, self._sums = [known[number] for number, _ in self._numbers], False
-
-    def lend(self, loan: _Loan) -> None:
-        """Start to copy the batch into the memory of ranks, too."""
-        if self.ready is not None:
-            loan.stream.wait_event(self.ready)
-        for piece in self._pieces:
-            loan.send(*piece)
-        self._events.append(loan.stream.record_event())
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
@@ -562,6 +504,11 @@ def _dense(torch: Any, whole: Any, copy: Copy) -> tuple[Any, bool]:
         offset = flat.storage_offset() + copy.src_offset
         piece, made = flat.as_strided(copy.shape, copy.src_strides, offset).reshape(-1), True
     return (piece, made) if piece.dtype == dtype else (piece.to(dtype), True)
+
+
+def _run(tensor: Any, copy: Copy) -> Run:
+    """Where the bytes of a contiguous tensor belong."""
+    return Run(copy.dst_offset * _itemsize(copy.dst_dtype), tensor.data_ptr(), _nbytes(copy))
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -20,6 +20,8 @@ from rollout_client.page_sums import PAGE, digest_of_sums, pages
 
 TINY = 240
 """Bytes up to which xxh3 has rules of its own, which the kernel does not have."""
+_KNOWN = 64
+"""Launches whose pieces are kept for the next push."""
 _WARPS, _PER_WARP = 8, 8
 THREADS = 32 * (_WARPS + 1)
 """Threads of a block of the kernel `xxh3`; there is a block for each piece."""
@@ -141,36 +143,51 @@ class CudaHash:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._kernel = torch.cuda._compile_kernel(SOURCE, "xxh3")
+        self._known: dict[tuple[tuple[int, int], ...], _Pieces] = {}
 
     def start(self, tensors: Sequence[Any], stream: Any) -> "Hashing":
-        """Hash contiguous CUDA tensors on a stream, which is current; they stay as they are until it is through."""
-        return Hashing(self._torch, self._kernel, tensors, stream)
+        """Hash contiguous CUDA tensors on a stream, which is current; they stay as they are until it is through, and
+        the digests are read before the same are hashed again.
+        """
+        kept = [t.clone() if t.data_ptr() % 8 else t for t in tensors]  # words must lie on their own boundary
+        spans = tuple((t.data_ptr(), t.numel() * t.element_size()) for t in kept)
+        pieces = self._known.get(spans)  # from push to push they lie where they were
+        if pieces is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            pieces = self._known[spans] = _Pieces(self._torch, spans)
+        args = [pieces.table, pieces.out, pieces.tiny]
+        self._kernel(grid=(len(pieces.rows), 1, 1), block=(THREADS, 1, 1), args=args, stream=stream)
+        return Hashing(pieces, kept)
+
+
+class _Pieces:
+    """What the kernel is told of tensors at these places, and where it answers: (address, bytes) of each."""
+
+    def __init__(self, torch: Any, spans: Sequence[tuple[int, int]]) -> None:
+        self.rows: list[tuple[int, int]] = []
+        self.ends: list[int] = []
+        for address, nbytes in spans:
+            self.rows += [(address + start, min(PIECE, nbytes - start)) for start in range(0, nbytes, PIECE)]
+            self.ends.append(len(self.rows))
+        self.table = torch.tensor(self.rows, dtype=torch.int64).pin_memory()
+        self.out = torch.empty(len(self.rows), dtype=torch.int64, pin_memory=True)
+        self.tiny = torch.empty(TINY * len(self.rows), dtype=torch.uint8, pin_memory=True)
 
 
 class Hashing:
     """Digests that are being computed. Keeps the tensors alive that are read."""
 
-    def __init__(self, torch: Any, kernel: Any, tensors: Sequence[Any], stream: Any) -> None:
-        self._kept = [t.clone() if t.data_ptr() % 8 else t for t in tensors]  # words must lie on their own boundary
-        rows: list[tuple[int, int]] = []
-        self._ends: list[int] = []
-        for tensor in self._kept:
-            address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            rows += [(address + start, min(PIECE, nbytes - start)) for start in range(0, nbytes, PIECE)]
-            self._ends.append(len(rows))
-        self._rows = rows
-        self._table = torch.tensor(rows, dtype=torch.int64).pin_memory()
-        self._out = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
-        self._tiny = torch.empty(TINY * len(rows), dtype=torch.uint8, pin_memory=True)
-        args = [self._table, self._out, self._tiny]
-        kernel(grid=(len(rows), 1, 1), block=(THREADS, 1, 1), args=args, stream=stream)
+    def __init__(self, pieces: _Pieces, kept: Sequence[Any]) -> None:
+        self._pieces, self._kept = pieces, kept
 
     def digests(self, start: int, stop: int) -> list[int]:
         """The digest of each of these tensors, as digest.py says, once the stream has come so far."""
-        ends = [0, *self._ends][start : stop + 1]
+        pieces = self._pieces
+        ends = [0, *pieces.ends][start : stop + 1]
         first = ends[0]
-        out, tiny = self._out[first : ends[-1]].tolist(), self._tiny.numpy()
-        for row, (_, nbytes) in enumerate(self._rows[first : ends[-1]], first):
+        out, tiny = pieces.out[first : ends[-1]].tolist(), pieces.tiny.numpy()
+        for row, (_, nbytes) in enumerate(pieces.rows[first : ends[-1]], first):
             if nbytes <= TINY:
                 out[row - first] = xxhash.xxh3_64_intdigest(tiny[TINY * row :][:nbytes].tobytes())
         return [joined([n % (1 << 64) for n in out[a - first : b - first]]) for a, b in pairwise(ends)]

@@ -1,51 +1,87 @@
-"""Straight into the memory of ranks on this host's GPUs: the trainer's side, and the words that both sides use.
+"""Straight into the memory of ranks on this host's GPUs: the words between trainer, ranks and store.
 
- 1. [STORE]   `Placement.devices`: a socket of each replica that may have a slot to lend.
- 2. [TRAINER] connects and sends `Ask`: which slot of the arena, in which write epoch, it is about to fill.
- 3. [RANK]    `Grant`, with the memory of the device slot that it does not compute with as a file descriptor; or `No`.
- 4. [TRAINER] maps it, and copies every tensor there as well as into the arena's slot. Once all is there it unmaps the
-              memory and says `Filled`.
- 5. [RANK]    `Taken`. When the store asks it to prepare that very slot in that very epoch, it computes the version's
-              digest from its device memory, and votes yes if it is the one that the store proved.
+A rank copies from the trainer's memory into its own, which no trainer can reach: what it serves nobody else can write.
 
-A connection that ends before `Filled` leaves memory that a stopped or dying process may still write to: the rank lets
-it go and puts other memory behind the same addresses. So does a rank that is asked to prepare anything else meanwhile.
-Nothing that goes wrong here fails a push: the arena's slot holds the version in any case, and a rank copies that.
+ 1. [STORE]   `Placement.devices`: the sockets of ranks that can copy from memory of a trainer's.
+ 2. [TRAINER] connects, once for all pushes. `Show`: allocations of its own that the rank has not seen yet, by what
+              another process can map them with. `Rows`: where in them each byte of the arena's slot lies. Neither is
+              answered, nor said again while it holds.
+ 3. [TRAINER] `Take`: copy what you read of these rows, for that slot of the arena in that write epoch. Tensors that had
+              to be made for the push (cast, or made dense) come in several of these, the `last` of which is said so.
+ 4. [RANK]    maps what it has not mapped before, copies it into the slot that it does not compute with, and says
+              `Taken` once that is through; or `No`, and it copies the arena's slot as ever.
+ 5. [TRAINER] `Hide`: what it named before and does not any more. The rank unmaps it; and all of it when the connection
+              ends, or when it gives its weights up and ends the connection itself.
+ 6. [RANK]    when the store asks it to prepare that very slot in that very epoch: compares the digest of its own
+              memory, computed behind the copies, with the one that the trainer's has and the store knows of.
+
+A rank with a part of a model takes its part of the rows. Nothing that goes wrong here fails a push by the arena, which
+holds the version in any case: the rank copies that.
 
 The store asks for memory as well, once a rank has proved a version in it that is to be live before the arena has it:
 
- 6. [STORE]   connects and sends `Keep`, with slot and epoch of the version, when it asks the rank to prepare it.
- 7. [RANK]    `Grant`, with the memory, as soon as it has proved it; or `No`. The store maps nothing, it holds the
+ 7. [STORE]   connects and sends `Keep`, with slot and epoch of the version, when it asks the rank to prepare it.
+ 8. [RANK]    `Grant`, with the memory, as soon as it has proved it; or `No`. The store maps nothing, it holds the
               descriptor, and with it the memory, until the arena has the version.
 """
 
-import contextlib
-import ctypes
-import logging
-import os
-import socket
-from bisect import bisect_right
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from rollout_client.device_memory import CudaCallFailed, MappedMemory, call
+LONGEST = 1 << 17
+"""Most bytes of a message: what a socket takes in one piece everywhere."""
+MOST_ROWS = LONGEST // 64
+"""Rows in one message."""
+MOST_SEGMENTS = 128
+"""Segments in one message, and so descriptors with it."""
+ROW = 4
+"""Numbers in a row, int64, little-endian: start in the arena's slot, bytes, segment, offset in it."""
 
-log = logging.getLogger(__name__)
 
-PATIENCE_S = 2.0
-"""Seconds that an answer of a rank is waited for, which may be copying another version."""
-LONGEST = 1 << 20
-"""Most bytes of a message."""
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """One allocation of a trainer's.
+
+    id: of this connection, never used again. handle: what cuIpcOpenMemHandle takes; b"" = a file descriptor comes with
+    the message, in the order of segments.
+    """
+
+    id: int
+    nbytes: int
+    handle: bytes = b""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """[TRAINER] I am about to fill this slot of the arena."""
+class Show(msgspec.Struct, frozen=True, tag="show"):
+    """[TRAINER] memory of mine that rows will name."""
+
+    segments: list[Segment]
+
+
+class Rows(msgspec.Struct, frozen=True, tag="rows"):
+    """[TRAINER] the rows of this table, instead of those that it had; see ROW. more: and further ones follow."""
+
+    table: int
+    rows: bytes
+    more: bool = False
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """[TRAINER] copy the rows of a table, which is part of what this slot of the arena is to hold in this epoch.
+
+    first: of it, in place of whatever was taken before. last: of it, nothing is to be added.
+    """
 
     slot: int
     write_epoch: int
+    table: int
+    first: bool
+    last: bool
+
+
+class Hide(msgspec.Struct, frozen=True, tag="hide"):
+    """[TRAINER] no row names these segments any more."""
+
+    segments: list[int]
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
@@ -60,7 +96,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """[RANK] fill this too, or hold it; a file descriptor comes with it.
+    """[RANK] hold this; a file descriptor comes with it.
 
     nbytes: of the memory. runs: (start in the arena's slot, start in the memory, bytes), rising.
     """
@@ -69,151 +105,21 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     runs: list[tuple[int, int, int]]
 
 
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """[RANK] it is copied."""
+
+
 class No(msgspec.Struct, frozen=True, tag="no"):
     """[RANK] not now."""
 
     why: str
 
 
-class Filled(msgspec.Struct, frozen=True, tag="filled"):
-    """[TRAINER] every byte is there, and the memory is not mapped here any more."""
-
-
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """[RANK] it is kept for the commit."""
-
-
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Ask | Filled | Keep).decode
-decode_answer = msgspec.msgpack.Decoder(Grant | No | Taken).decode
+decode_request = msgspec.msgpack.Decoder(Show | Rows | Take | Hide | Keep).decode
+decode_answer = msgspec.msgpack.Decoder(Grant | Taken | No).decode
 
 
 def socket_of(run_dir: Path, replica: int) -> Path:
-    """Where rank 0 of a replica listens, if it has device memory to lend."""
+    """Where rank 0 of a replica listens, if it has device memory of its own."""
     return run_dir / f"device-{replica}.sock"
-
-
-class NotLent(RuntimeError):
-    """A rank's memory cannot be filled; why."""
-
-
-class LentSlot:
-    """One rank's memory, mapped on the current CUDA device from `open` to `close`."""
-
-    def __init__(self, path: str, cuda: Any) -> None:
-        """cuda: NVIDIA's driver library. A context is current."""
-        self.path, self._cuda = path, cuda
-        self._memory: MappedMemory | None = None
-        self._runs: list[tuple[int, int, int]] = []
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(PATIENCE_S)
-
-    def open(self, slot: int, write_epoch: int) -> None:
-        """Ask for it and map it. Raises NotLent."""
-        fds: list[int] = []
-        try:
-            self._socket.connect(self.path)
-            self._socket.send(encode(Ask(slot, write_epoch)))
-            raw, fds, _, _ = socket.recv_fds(self._socket, LONGEST, 1)
-            answer = decode_answer(raw)
-            if not isinstance(answer, Grant) or not fds:
-                raise NotLent(answer.why if isinstance(answer, No) else f"an answer of {type(answer).__name__}")
-            self._runs = answer.runs
-            self._memory = MappedMemory(self._cuda, fds[0], answer.nbytes)
-        except (OSError, msgspec.DecodeError) as error:
-            raise NotLent(f"no answer: {error}") from error
-        except CudaCallFailed as error:
-            raise NotLent(str(error)) from error
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def send(self, source: int, start: int, nbytes: int, stream: int) -> None:
-        """Queue a copy of device memory to where `start` of the arena's slot lies in it. Raises NotLent."""
-        at = bisect_right(self._runs, start, key=lambda run: run[0]) - 1
-        if self._memory is None or at < 0 or start + nbytes > self._runs[at][0] + self._runs[at][2]:
-            raise NotLent(f"{nbytes} bytes at {start} are not in one piece there")
-        target = ctypes.c_uint64(self._memory.address + self._runs[at][1] + start - self._runs[at][0])
-        size, queue = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-        try:
-            call(self._cuda, "cuMemcpyDtoDAsync_v2", target, ctypes.c_uint64(source), size, queue)
-        except CudaCallFailed as error:
-            raise NotLent(str(error)) from error
-
-    def filled(self) -> None:
-        """All copies are through: say so. Raises NotLent if the memory was taken back meanwhile."""
-        self._unmap()
-        try:
-            self._socket.send(encode(Filled()))
-            answer = decode_answer(self._socket.recv(LONGEST))
-        except (OSError, msgspec.DecodeError) as error:
-            raise NotLent(f"taken back: {error}") from error
-        if not isinstance(answer, Taken):
-            raise NotLent(answer.why if isinstance(answer, No) else "an answer that was not asked for")
-
-    def close(self) -> None:
-        """Unmap and hang up; no copy is under way. Idempotent."""
-        with contextlib.suppress(NotLent):  # the process keeps the mapping, nobody else is concerned
-            self._unmap()
-        self._socket.close()
-
-    def _unmap(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            try:
-                memory.unmap()
-            except CudaCallFailed as error:
-                raise NotLent(str(error)) from error
-
-
-class LentSlots:
-    """The slots of all ranks that lend theirs, for one push. One that fails is left out, and told of."""
-
-    def __init__(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
-        """Arguments as `Placement` has them: sockets of ranks, the slot and its write epoch."""
-        self._paths, self._key = paths, (slot, write_epoch)
-        self._slots: list[LentSlot] = []
-        self._good: list[LentSlot] = []
-
-    def open(self, cuda: Any) -> None:
-        """Map every slot that is lent, on the current CUDA device."""
-        for path in self._paths:
-            lent = LentSlot(path, cuda)
-            self._slots.append(lent)
-            try:
-                lent.open(*self._key)
-                self._good.append(lent)
-            except NotLent as error:
-                self._without(lent, error)
-
-    def send(self, source: int, start: int, nbytes: int, stream: int) -> None:
-        """Copy into each, as `LentSlot.send` does."""
-        for lent in list(self._good):
-            try:
-                lent.send(source, start, nbytes, stream)
-            except NotLent as error:
-                self._without(lent, error)
-
-    @property
-    def whole(self) -> bool:
-        """No rank was left out."""
-        return len(self._good) == len(self._paths) > 0
-
-    def filled(self) -> int:
-        """Tell every rank that all bytes of the version have arrived. Returns how many ranks have it now."""
-        for lent in list(self._good):
-            try:
-                lent.filled()
-            except NotLent as error:
-                self._without(lent, error)
-        return len(self._good)
-
-    def close(self) -> None:
-        """Unmap everything; no copy is under way. Idempotent."""
-        for lent in self._slots:
-            lent.close()
-        self._slots, self._good = [], []
-
-    def _without(self, lent: LentSlot, error: NotLent) -> None:
-        self._good = [other for other in self._good if other is not lent]
-        log.warning("%s is not filled from here, it copies the arena's slot: %s", lent.path, error)

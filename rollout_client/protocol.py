@@ -25,7 +25,7 @@ A push, step by step:
     join it, and the proof that every served byte is covered exactly once is made when the last joined.
  4. [TRAINER] moves each copy's bytes, in any order. Shared memory: takes the slot's writer lock, compares
     the slot's write epoch with the placement's (slot_lock.py), writes straight into the staged slot, and
-    lets the lock go after its last copy; from a GPU it may fill the memory of ranks on this host's GPUs as well
+    lets the lock go after its last copy; ranks on this host's GPUs may copy from a GPU of the trainer's meanwhile
     (device_slots.py). ZMQ: `Chunk` + payload, received straight into the staged slot.
     Instead of that the bytes may go through a TCP connection of their own, with their digests (data_socket.py).
     Of a placement with `delta`, bytes that are not sent are those of the live version, and a `Chunk` may be a
@@ -48,8 +48,8 @@ A push, step by step:
 
 With `Begin.durability` "device" a push whose `Placement` says `ahead` goes live before the arena has it (ADR 23):
 
- a. [TRAINER] fills the memory of every rank in `Placement.devices` first (device_slots.py), and says `Ahead` with the
-    digest of every copy; then it goes on with step 4, into the arena.
+ a. [TRAINER] has every rank in `Placement.devices` copy from its memory first (device_slots.py), and says `Ahead` with
+    the digest of every copy; then it goes on with step 4, into the arena.
  b. [STORE] steps 7 to 9, each rank proving its memory, which the store then holds as well; the record says that the
     arena has yet to get the version. The answer is `IsLive`. Or `NotAhead`, with a reason, before anybody was asked:
     then the push goes on as any other.
@@ -178,7 +178,7 @@ class Begin(Message, tag="begin", frozen=True):
     base_version: int | None = None  # partial push: what is not sent is taken from this live version
     force: bool = False  # allow a version that is not above the live one
     base_digest: str = ""  # of the version that this rank's patches would be against; chunked sessions only
-    devices: bool = False  # every part lies on a GPU, and could be copied into ranks' memory too (device_slots.py)
+    devices: bool = False  # every part lies on a GPU, and ranks could copy it from there (device_slots.py)
     adapter: AdapterPush | None = None  # None: the model's own weights
     plan: str = ""  # the parts are those for which a `Placement` has named this plan; `parts` is empty then
     session: str = ""  # of `Committed.ahead`: the bytes go where that says, before this is answered
@@ -208,11 +208,11 @@ class Placement(Message, tag="placement", frozen=True):
     write_epoch: int = 0  # of the slot's header entry while this session owns it
     delta: bool = False  # base_digest is live here: what is not sent is taken from it, and patches are taken
     data_key: bytes = b""  # admits this rank's data connection (data_socket.py)
-    devices: list[str] = []  # sockets of ranks on this host's GPUs that may be filled beside the slot (device_slots.py)
+    devices: list[str] = []  # sockets of ranks on this host's GPUs that may copy from the trainer's (device_slots.py)
     arena_path: str = ""  # of an adapter, which has an arena of its own; "": that of `Welcome`
     arena_nonce: bytes = b""
     plan: str = ""  # names parts and copies; that of `Begin` again: `copies` is empty, they are what they were
-    ahead: bool = False  # the version may go live from `devices`: fill those first, and say `Ahead`
+    ahead: bool = False  # the version may go live from `devices`: let those copy first, and say `Ahead`
     not_ahead: str = ""  # why it may not, to a trainer that asked
 
 

@@ -174,8 +174,8 @@ class WeightPublisher:
 
         keys: a trainer's key file, for a store that has `curve_keys`; see `paddle-rollout keys`.
         transport: auto = shared memory when trainer and store share a host, ZMQ frames otherwise. cuda_ipc: as auto,
-            and CUDA tensors are also copied from GPU to GPU, into the memory of ranks on this host's; what keeps a push
-            from that is a warning.
+            and ranks on this host's GPUs copy CUDA tensors from GPU to GPU; what keeps a push from that is a warning.
+            They keep the memory mapped until a push that does not name it, or `unshare`.
         durability: what has to hold a version before it is live. arena: the shared memory of the host. device, with
             cuda_ipc: the GPUs of all replicas, some 20 ms a gigabyte sooner; shared memory gets it after that, and
             `push` returns then. In between it is lost if all processes of the service are killed at once, or the GPU
@@ -349,6 +349,16 @@ class WeightPublisher:
             self._connect(min(self._connect_timeout_s, _left(deadline)), name)
             self._ask(Unload(name, _left(deadline)), Unloaded, deadline)
             self._forget(name)
+
+    def unshare(self) -> None:
+        """Ranks unmap the tensors that they copied from GPU to GPU (`cuda_ipc`), and have done so when this returns.
+
+        For a trainer that gives their memory back to the device, as by offloading them: as long as a rank has it mapped
+        it is not free. The next push shows it again, some milliseconds a gigabyte.
+        """
+        with self._lock:
+            if self._shm is not None:
+                self._shm.unshare()
 
     def close(self) -> None:
         """Disconnect and unmap. Idempotent."""

@@ -30,7 +30,6 @@ from rollout_client.aligned_map import protect
 from rollout_client.arena_file import ArenaFile
 from rollout_client.copying import Alike, Array, move_all, slot_view, source_view
 from rollout_client.cuda_copy import CudaCopier, can_copy, turn
-from rollout_client.device_slots import LentSlots
 from rollout_client.digest import PIECE, joined
 from rollout_client.errors import ArenaError, SessionLost
 from rollout_client.protocol import Copy, Placement
@@ -255,6 +254,11 @@ class ShmTransport(Transport):
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
 
+    def unshare(self) -> None:
+        """Have ranks unmap this process's memory."""
+        if self._cuda is not None:
+            self._cuda.unshare()
+
     def close(self) -> None:
         """Stop the threads, unpin and unmap."""
         self._pool.shutdown()
@@ -291,11 +295,10 @@ class ShmTransport(Transport):
         self.filled = 0
         if on_gpu:
             self._cuda = self._cuda or CudaCopier()
-            key = number, placement.write_epoch
-            lent = LentSlots(placement.devices, *key) if not others else None
+            ranks = placement.devices if not others else [], placement.write_epoch
             memory, writable = self._arena.slot(number), partial(self._arena.staging, number)
-            ahead = placement.ahead and lent is not None
-            self.filled = self._cuda.stage(number, memory, writable, on_gpu, reporter, lent, ahead=ahead)
+            ahead = placement.ahead and not others
+            self.filled = self._cuda.stage(number, memory, writable, on_gpu, reporter, ranks, ahead=ahead)
         if others:
             with self._arena.staging(number) as slot:
                 self._move_all(others, slot, sources, reporter)

@@ -112,6 +112,12 @@ class Reporter:
         self._ahead_asked = self._ahead_owed = True
         self._spoke = time.monotonic()
 
+    def pause_for_live(self, seconds: float) -> None:
+        """Wait so long at most for the answer to that. Raises as `turn`."""
+        end = time.monotonic() + seconds
+        while self._ahead_owed and (left := end - time.monotonic()) > 0:
+            self._listen(min(left, self.patience_s))
+
     def await_live(self) -> None:
         """Wait for the answer to that, if it was asked for and is not here yet. Raises as `turn`."""
         while self._ahead_owed:

@@ -1,15 +1,19 @@
-"""A device whose memory is memfds, mapped by rank, trainer and whoever else is given a descriptor.
+"""A device whose memory is memfds, mapped by rank, trainer and whoever else is given a descriptor or a handle.
 
-What is lent, what stays with whom and whose writes arrive where is the kernel's doing, as it is the driver's on a GPU.
+What stays with whom, what outlives whom and whose writes arrive where is the kernel's doing, as it is the driver's on a
+GPU.
 """
 
 import ctypes
 import mmap
 import os
+from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 from weight_manager.layout import region_digests, version_digest
 from worker.gpu.driver import CudaError
+from worker.gpu.trainer_memory import TrainerMemory
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -30,11 +34,43 @@ class MemfdDriver:
 
     def __init__(self):
         self.copied, self.registered = 0, {}
+        self.opened = {}  # allocations of trainers that are mapped: bytes by address
+        self.busy = False  # what streams were given is not through
         self.stale = {}  # pages that it holds of a mapping that has others now
 
     def enter(self): ...
     def stream(self): ...
     def wait(self, stream): ...
+
+    def happened(self, stream, *, event):
+        return not self.busy
+
+    def open_handle(self, handle):
+        pid, fd, name = handle.rstrip(b"\0").decode().split(":")
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        try:
+            if name not in str(path.readlink()):
+                raise CudaError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")  # another's by now
+            opened = os.open(path, os.O_RDWR)
+        except OSError:
+            raise CudaError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE") from None
+        nbytes = os.fstat(opened).st_size
+        address = _mmap(None, nbytes, opened)
+        os.close(opened)
+        self.opened[address] = nbytes
+        return address
+
+    def close_handle(self, address):
+        _LIBC.munmap(address, self.opened.pop(address))
+
+    def adopt(self, fd):
+        return os.dup(fd)
+
+    def release(self, handle):
+        os.close(handle)
+
+    def unreserve(self, address, nbytes):
+        _LIBC.munmap(address, nbytes)
 
     def reserve(self, nbytes):
         return _mmap(None, nbytes, -1)
@@ -77,8 +113,77 @@ class MemfdDriver:
         ctypes.memmove(address, source, nbytes)
 
 
+class MemfdPuller:
+    """The kernel's stand-in."""
+
+    def __init__(self, driver):
+        self._driver, self.pulled = driver, 0
+
+    def memory(self, runs):
+        return TrainerMemory(self._driver, runs)
+
+    def start(self, pieces, slot, stream):
+        for source, target, nbytes in pieces.tolist():
+            ctypes.memmove(slot + target, source, nbytes)
+            self.pulled += nbytes
+
+
 class MemfdCuda:
-    """What the trainer calls of the driver."""
+    """What trainers, and whoever copies into the arena, call of the driver. has_handles: of memory that `allocate`
+    makes; else it has descriptors, as torch's expandable segments.
+    """
+
+    _names = count(1)
+
+    def __init__(self, *, has_handles=True):
+        self._has_handles = has_handles
+        self._allocations = {}  # base -> bytes, descriptor, name
+
+    def allocate(self, nbytes, at=None):
+        """Memory of this trainer; its address. at: where there was some before."""
+        name = f"own-{next(self._names)}-"
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, nbytes)
+        base = _mmap(at, nbytes, fd)
+        self._allocations[base] = nbytes, fd, name
+        return base
+
+    def free(self, base):
+        nbytes, fd, _ = self._allocations.pop(base)
+        _mmap(base, nbytes, -1)  # the addresses are not given to anybody else
+        os.close(fd)
+
+    def _of(self, address):
+        at = [base for base, (nbytes, *_) in self._allocations.items() if base <= address < base + nbytes]
+        return (at[0], *self._allocations[at[0]]) if at else None
+
+    def cuPointerGetAttribute(self, value, which, address):  # noqa: N802
+        if (found := self._of(address.value)) is None:
+            return 1
+        base, nbytes, _, name = found
+        number = int(name.split("-")[1])
+        value._obj.value = {7: number, 20: number, 10: int(self._has_handles), 18: nbytes, 19: base}[which]
+        return 0
+
+    def cuMemGetAddressRange_v2(self, base, nbytes, address):  # noqa: N802
+        if (found := self._of(address.value)) is None:
+            return 1
+        base._obj.value, nbytes._obj.value = found[:2]
+        return 0
+
+    def cuIpcGetMemHandle(self, handle, base):  # noqa: N802
+        _, fd, name = self._allocations[base.value]
+        said = f"{os.getpid()}:{fd}:{name}".encode()
+        ctypes.memmove(ctypes.addressof(handle._obj), said, len(said))
+        return 0
+
+    def cuMemRetainAllocationHandle(self, handle, address):  # noqa: N802
+        handle._obj.value = os.dup(self._allocations[address.value][1])
+        return 0
+
+    def cuMemExportToShareableHandle(self, fd, handle, kind, flags):  # noqa: N802
+        fd._obj.value = os.dup(handle.value)
+        return 0
 
     def cuCtxGetDevice(self, device):  # noqa: N802
         return 0
@@ -126,10 +231,6 @@ class MemfdCuda:
         return 0
 
     def cuMemcpyDtoH_v2(self, target, source, nbytes):  # noqa: N802
-        ctypes.memmove(target.value, source.value, nbytes.value)
-        return 0
-
-    def cuMemcpyDtoDAsync_v2(self, target, source, nbytes, stream):  # noqa: N802
         ctypes.memmove(target.value, source.value, nbytes.value)
         return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from worker.gpu import adapters, backend, carrying, cublaslt, digests, driver, nccl
+from worker.gpu import adapters, backend, carrying, cublaslt, digests, driver, nccl, trainer_memory
 
 _FIRST = 1 << 33  # of addresses
 _ATTRIBUTES = {16: 132, 75: 9, 76: 0}  # an H200's
@@ -164,6 +164,6 @@ def install(patch: pytest.MonkeyPatch, recording: Recording) -> Recording:
     patch.setattr(driver.Module, "launch", launch)
     for module in (cublaslt, nccl):
         patch.setattr(module, "load", lambda *_: recording)
-    for module in (adapters, backend, carrying, digests):
+    for module in (adapters, backend, carrying, digests, trainer_memory):
         patch.setattr(module, "compiled", recording.compiled)
     return recording

@@ -228,7 +228,7 @@ class Coordinator:
         return self.session is not None and self.session.life.state is State.DOUBT
 
     def device_sockets(self) -> list[str]:
-        """Sockets of replicas that have memory on a GPU of this host to lend (rollout_client/device_slots.py)."""
+        """Sockets of replicas that can copy from a trainer's memory on a GPU (rollout_client/device_slots.py)."""
         paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.voters()))
         return [str(path) for path in paths if path.is_socket()]
 
@@ -238,13 +238,13 @@ class Coordinator:
         if self._devices is None or config.upstream is not None or config.relay_endpoint is not None:
             return "stores of other hosts take their bytes from the arena"
         if self.layout.tp > 1:
-            return "ranks that share a model lend no memory"
+            return "ranks that share a model are not filled from a trainer's GPU"
         if config.refuse_non_finite:
             return "refuse_non_finite looks for what is no number in the arena"
         if not self.replicas.voters():
             return "no replica serves yet"
         if len(self.device_sockets()) < len(self.replicas.voters()):
-            return "a replica has no device memory to lend"
+            return "a replica has no device memory of its own"
         return "" if self.following is None else "the version before is not in the arena yet"
 
     def check_root(self) -> None:

@@ -211,7 +211,7 @@ class DynamicWeightManager:
 
     @property
     def _keeps_former(self) -> bool:
-        """It costs no memory: not with copies of weights, nor of a device, whose memory is lent to the next push."""
+        """It costs no memory: not with copies of weights, nor of a device, whose memory the next push fills."""
         engine = self._engine
         return not (isinstance(engine, SupportsStage) or (isinstance(engine, SaysWhetherItCopies) and engine.copies))
 

@@ -437,7 +437,7 @@ class TrainerGroup:
         return staging.add(copies, names(), base)
 
     def _devices(self, begin: Begin) -> list[str]:
-        """Sockets of ranks that may lend device memory, to a trainer that writes the whole version on this host."""
+        """Sockets of ranks that may copy from the memory of a trainer that has the whole version on this host."""
         if not begin.devices or begin.transport != "shm" or begin.world > 1 or begin.base_version is not None:
             return []
         return self._coordinator.device_sockets()

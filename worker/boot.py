@@ -127,8 +127,8 @@ def build_loop(
     world = _join(config, replica, rank)
     lap("layout and ranks")
     try:
-        lends_at = socket_of(channel.run_dir, replica) if channel else None
-        engine, sampler = _engine(config, hf_config, layout, world, lends_at, lap)
+        takes_at = socket_of(channel.run_dir, replica) if channel else None
+        engine, sampler = _engine(config, hf_config, layout, world, takes_at, lap)
     except ValueError as error:  # what it does not serve, as its engine says it
         raise StartError(str(error)) from error
     engine.allocate_kv()
@@ -213,13 +213,13 @@ def _engine(
     hf_config: dict[str, Any],
     layout: Layout,
     world: _World,
-    lends_at: Path | None,
+    takes_at: Path | None,
     lap: Callable[[str], None],
 ) -> tuple[Engine, Sampler | None]:
     """The engine of one rank, and the sampler that draws from what it answers (None: the scheduler's own).
 
-    lends_at: the socket of a rank that lends device memory. lap: told of the engine's own stages. Raises ValueError for
-    what the engine does not serve.
+    takes_at: the socket of a rank that copies from the memory of trainers on GPUs. lap: told of the engine's own
+    stages. Raises ValueError for what the engine does not serve.
     """
     if config.engine != "paddle":
         return _made(config, hf_config, world.rank)
@@ -233,8 +233,8 @@ def _engine(
 
             meeting = Meeting(world.signals.gather, world.pids, config.connect_s)
         gpu = GpuEngine(config, layout, world.replica, world.rank, lap, meeting)
-        if lends_at is not None:
-            gpu.lend_at(lends_at)
+        if takes_at is not None:
+            gpu.take_at(takes_at)
         return gpu, None
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 

@@ -268,6 +268,7 @@ class Rollout:
                 logger.warning("version %d is pushed again: %s", version, error)
                 time.sleep(AGAIN_S)
             else:
+                self._publisher.unshare()  # verl gives the memory back next
                 logger.info("version %d is live after %.3f s", version, report.seconds.get("total", 0.0))
                 return
 

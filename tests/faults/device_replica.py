@@ -1,4 +1,4 @@
-"""Stands for rank 0 of a replica on a device: tests/faults/replica.py with the real lending over memory of a memfd."""
+"""Stands for rank 0 of a replica on a device: tests/faults/replica.py with the real filling over memory of a memfd."""
 
 from pathlib import Path
 from typing import Any
@@ -7,23 +7,33 @@ from rollout_client.device_slots import socket_of
 from tests.faults.replica import Replica
 from tests.faults.small_model import LAYOUT
 from tests.faults.store_process import Store
-from tests.memfd_device import HostDigests, MemfdDriver
+from tests.memfd_device import HostDigests, MemfdDriver, MemfdPuller
 from weight_manager import messages
 from weight_manager.arena import ArenaReader
 from weight_manager.layout import rank_views
 from weight_manager.messages import Live
-from worker.gpu.lending import Lending
+from worker.gpu.filling import Filling
 from worker.gpu.weights import DeviceSlots, Staged, placement
 
 
 class DeviceReplica(Replica):
-    """What it serves it reads from its own memory. driver, digests: of a real device, instead."""
+    """What it serves it reads from its own memory. driver, digests, puller: of a real device, instead."""
 
-    def __init__(self, store: Store, number: int = 0, *, driver: Any = None, digests: Any = None, **plan: Any) -> None:
-        self.slots = DeviceSlots(driver or MemfdDriver(), placement(LAYOUT, 0))
+    def __init__(
+        self,
+        store: Store,
+        number: int = 0,
+        *,
+        driver: Any = None,
+        digests: Any = None,
+        puller: Any = None,
+        **plan: Any,
+    ) -> None:
+        driver = driver or MemfdDriver()
+        self.slots = DeviceSlots(driver, placement(LAYOUT, 0))
         self.digests = digests or HostDigests(LAYOUT)
-        self.lending = Lending(self.slots, self.digests)
-        self.lending.listen(socket_of(store.run_dir, number))
+        self.filling = Filling(self.slots, self.digests, puller or MemfdPuller(driver))
+        self.filling.listen(socket_of(store.run_dir, number))
         self.bound: Staged | None = None
         self._next: Staged | None = None
         self._last: Staged | None = None
@@ -47,7 +57,7 @@ class DeviceReplica(Replica):
 
     def _let_go(self) -> None:
         self.slots.enter()
-        self.lending.withdraw()
+        self.filling.withdraw()
         self.bound = self._next = self._last = None
         self.slots.bind(None)  # before the arena, of which the driver has registered what it copies from
         for region in self.slots.regions:
@@ -59,7 +69,7 @@ class DeviceReplica(Replica):
         if self._reader is None or str(self._reader.path) != self.arena_path:
             self._reader = ArenaReader(self.arena_path)
         try:
-            self._next = self.lending.stage(live, rank_views(LAYOUT, 0, self._reader.slot(live.slot)))
+            self._next = self.filling.stage(live, rank_views(LAYOUT, 0, self._reader.slot(live.slot)))
         except ValueError as error:
             return str(error)
         return ""

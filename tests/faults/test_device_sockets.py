@@ -1,4 +1,4 @@
-"""Which trainers are told of ranks that have device memory to lend."""
+"""Which trainers are told of ranks that can copy from their memory."""
 
 import socket
 
@@ -11,7 +11,7 @@ from rollout_client.shm_transport import ShmTransport
 
 
 @pytest.fixture
-def lenders(store):
+def takers(store):
     """Sockets of replicas 0 and 7, of which only 0 is there."""
     sockets = []
     for replica in 0, 7:
@@ -22,11 +22,11 @@ def lenders(store):
         one.close()
 
 
-def test_a_trainer_that_asks_is_told_of_the_replicas_that_vote(lenders, replica, trainer, weights):
+def test_a_trainer_that_asks_is_told_of_the_replicas_that_vote(takers, replica, trainer, weights):
     replica(0)
     replica(1)  # on a CPU
     placement = trainer().begin(weights(1), 1, devices=True)
-    assert placement.devices == lenders
+    assert placement.devices == takers
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_trainer_that_asks_is_told_of_the_replicas_that_vote(lenders, replica,
     [{}, {"devices": True, "transport": "zmq"}, {"devices": True, "world": 2}, {"devices": True, "base_version": 0}],
     ids=["does not ask", "does not share memory", "has not all ranks' parts", "sends some tensors only"],
 )
-def test_any_other_is_not(lenders, replica, trainer, weights, fields):
+def test_any_other_is_not(takers, replica, trainer, weights, fields):
     replica(0)
     placement = trainer().begin(weights(1), 1, **fields)
     assert isinstance(placement, wire.Placement)

@@ -1,5 +1,6 @@
 """Versions that go live from device memory before the arena has them, and everybody's death in between."""
 
+import ctypes
 import os
 import signal
 import time
@@ -12,8 +13,9 @@ from rollout_client import protocol as wire
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
 from rollout_client.copying import source_view
-from rollout_client.device_slots import LentSlot
 from rollout_client.digest import digest_of as hashed
+from rollout_client.offers import Offers
+from rollout_client.own_memory import Run
 from tests.faults.device_replica import DeviceReplica
 from tests.faults.trainer import Trainer
 from tests.faults.waiting import until
@@ -34,16 +36,19 @@ class Pusher(Trainer):
         return placement
 
     def fill(self, pieces=None):
-        """Every rank's memory."""
+        """Have every rank copy from this process's memory."""
         with ArenaFile(self.welcome.arena_path) as arena:
             slot = arena.slot_at(self.placement.slot_offset)
-        for path in self.placement.devices:
-            lent = LentSlot(path, MemfdCuda())
-            lent.open(slot, self.placement.write_epoch)
-            for copy, piece in zip(self.placement.copies, pieces or self.pieces, strict=True):
-                lent.send(piece.ctypes.data, copy.dst_offset * 4, piece.nbytes, 0)
-            lent.filled()
-            lent.close()
+        cuda, runs = MemfdCuda(), []
+        for copy, piece in zip(self.placement.copies, pieces or self.pieces, strict=True):
+            runs.append(Run(copy.dst_offset * 4, cuda.allocate(piece.nbytes), piece.nbytes))
+            ctypes.memmove(runs[-1].address, piece.ctypes.data, piece.nbytes)
+        offers = Offers(cuda)
+        offers.begin(self.placement.devices, slot, self.placement.write_epoch)
+        offers.take(runs, last=True)
+        offers.taken()
+        assert offers.whole
+        offers.close()
 
     def ahead(self):
         self.fill()
@@ -385,7 +390,7 @@ def test_a_replica_without_device_memory_keeps_a_version_back(store, ranks, repl
     ranks()
     replica(1)
     placement = pusher().start(weights(1), 1)
-    assert (placement.ahead, placement.not_ahead) == (False, "a replica has no device memory to lend")
+    assert (placement.ahead, placement.not_ahead) == (False, "a replica has no device memory of its own")
 
 
 def test_replicas_that_were_not_filled_keep_it_back_later(store, ranks, pusher, weights, digest_of):

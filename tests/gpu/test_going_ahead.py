@@ -12,15 +12,31 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from rollout_client.publisher import WeightPublisher
 from tests.faults import small_model
 from tests.faults.device_replica import DeviceReplica
 from tests.faults.small_model import LAYOUT
 from tests.faults.store_process import Store
 from tests.faults.waiting import until
 from worker.gpu.digests import DeviceDigests
+from worker.gpu.trainer_memory import Puller
 from worker.gpu.weights import placement
 
+PUSHES = """
+import json, logging, sys
+import torch
+from rollout_client.publisher import WeightPublisher
+from tests.faults import small_model
+
+logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+endpoint, dtype, *versions = sys.argv[1:]
+with WeightPublisher(endpoint, run_id="run", transport="cuda_ipc", durability="device") as publisher:
+    for version in map(int, versions):
+        tensors = small_model.weights(version).items()
+        held = {name: torch.from_numpy(array).to("cuda", getattr(torch, dtype)) for name, array in tensors}
+        report = publisher.push(held, version)
+        ahead = 0 < report.live_s < report.seconds["total"]
+        print(json.dumps([report.version, report.digest, report.filled, report.safe, ahead]), flush=True)
+"""
 DIES = """
 import os, signal, sys
 import torch
@@ -53,36 +69,34 @@ def store(tmp_path, driver):
 @pytest.fixture
 def rank(store, driver):
     digests = DeviceDigests(driver, LAYOUT, placement(LAYOUT, 0))
-    rank = DeviceReplica(store, driver=driver, digests=digests)
+    rank = DeviceReplica(store, driver=driver, digests=digests, puller=Puller(driver))
     until(lambda: store.status().replicas.get("0", {}).get("ready"))
     yield rank
     rank.close()
 
 
-def on_device(seed, dtype=None):
-    torch = pytest.importorskip("torch")
-    return {name: torch.from_numpy(array).to("cuda", dtype) for name, array in small_model.weights(seed).items()}
+def pushed(store, dtype, *versions):
+    """What a trainer, a process of its own as its memory has to be another's, reports of each push."""
+    command = [sys.executable, "-c", PUSHES, store.endpoint, dtype, *map(str, versions)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "warning: " not in done.stderr, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_push_is_live_from_the_device_first(store, rank, device, caplog):
-    with WeightPublisher(store.endpoint, run_id="run", transport="cuda_ipc", durability="device") as publisher:
-        for version in 1, 2, 3:
-            wanted = small_model.digest_of(small_model.weights(version))
-            report = publisher.push(on_device(version), version)
-            assert (report.digest, report.filled, report.safe) == (wanted, 1, True)
-            assert 0 < report.live_s < report.seconds["total"]
-            assert rank.served() == store.serving() == (version, wanted)
+def test_a_push_is_live_from_the_device_first(store, rank, device):
+    wanted = {version: small_model.digest_of(small_model.weights(version)) for version in (1, 2, 3)}
+    assert pushed(store, "float32", 1, 2, 3) == [[v, digest, 1, True, True] for v, digest in wanted.items()]
+    assert rank.served() == store.serving() == (3, wanted[3])
     assert store.status().counters["commits_ahead"] == 3
-    assert not caplog.records
 
 
 def test_weights_of_another_dtype_are_cast_for_both(store, rank, device):
     import torch
 
-    held = on_device(1, torch.bfloat16)
-    wanted = small_model.digest_of({name: tensor.float().cpu().numpy() for name, tensor in held.items()})
-    with WeightPublisher(store.endpoint, run_id="run", transport="cuda_ipc", durability="device") as publisher:
-        assert publisher.push(held, 1).digest == wanted
+    held = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in small_model.weights(1).items()}
+    wanted = small_model.digest_of({name: tensor.float().numpy() for name, tensor in held.items()})
+    assert pushed(store, "bfloat16", 1) == [[1, wanted, 1, True, True]]
     assert rank.served() == store.serving() == (1, wanted)
     assert store.status().counters["commits_ahead"] == 1
 

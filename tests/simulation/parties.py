@@ -55,13 +55,13 @@ def digest_of_slot(content: bytes) -> str:
 class Ranks:
     """Stands for the ranks of a replica and their weights (worker/orders.py, dynamic_weight_manager.py).
 
-    On a device (worker/gpu/lending.py) they believe what they are told to be intact: what they copied then is not
-    compared with anything, as a real one is before its vote. So it had better be true. Where a trainer may write into
-    their memory they prove what is there, and lend it.
+    On a device (worker/gpu/filling.py) they believe what they are told to be intact: what they copied then is not
+    compared with anything, as a real one is before its vote. So it had better be true. Where they copy
+    from a trainer's memory they prove what they have, and let the store hold it.
     """
 
-    def __init__(self, *, copies_ahead: bool, adapters_ahead: bool, lends: bool) -> None:
-        self.copies_ahead, self.adapters_ahead, self.lends = copies_ahead, adapters_ahead, lends
+    def __init__(self, *, copies_ahead: bool, adapters_ahead: bool, takes: bool) -> None:
+        self.copies_ahead, self.adapters_ahead, self.takes = copies_ahead, adapters_ahead, takes
         self._filled: tuple[tuple[int, int], bytes] | None = None
         self._proved: tuple[tuple[int, int], bytes] | None = None
         self._ahead: tuple[Ahead, bytearray] | None = None
@@ -87,11 +87,11 @@ class Ranks:
                 if self.bound.memory.write_epoch(order.live.slot) != order.live.write_epoch:
                     return Verdict(False, 0, "the slot was given away")
                 own = self._copied(order.live, self.bound.memory)
-                if self.lends and own is not None:
+                if self.takes and own is not None:
                     if digest_of_slot(own) != order.live.digest:
                         return Verdict(False, 0, "the device does not hold the version")
                     self._proved = (order.live.slot, order.live.write_epoch), own
-                self._staged = Held(order.live, self.bound.memory, own, alone=self.lends)
+                self._staged = Held(order.live, self.bound.memory, own, alone=self.takes)
             case Phase.FLIP:
                 if self._staged is None:
                     return Verdict(False, 0, "nothing is prepared")
@@ -103,8 +103,8 @@ class Ranks:
         return Verdict(True)
 
     def fill(self, key: tuple[int, int], content: bytes) -> bool:
-        """A trainer writes into the slot that is not computed with; whether it may."""
-        free = self.lends and self.bound is not None and self._staged is None and not self._flipped
+        """The slot that is not computed with is filled from a trainer's memory; whether it may be."""
+        free = self.takes and self.bound is not None and self._staged is None and not self._flipped
         self._filled = (key, content) if free else None
         return free
 
@@ -160,7 +160,7 @@ class Ranks:
         if live.write_epoch and memory.write_epoch(live.slot) != live.write_epoch:
             return Verdict(False, 0, "the slot was given away")
         self._ahead = self._filled = None
-        held = Held(live, memory, self._copied(live, memory), alone=self.lends)
+        held = Held(live, memory, self._copied(live, memory), alone=self.takes)
         if held.own is not None:
             self._proved = (live.slot, live.write_epoch), held.own
         self.bound, self._staged, self._previous, self._flipped = held, None, None, False
@@ -303,9 +303,9 @@ class Replica:
         world = self.world
         self.pid, self.alive = world.number(), True
         world.pids.add(self.pid)
-        lends = self.host.on_devices
-        on_device = lends or bool((ord(self.host.name[0]) + self.number) % 2)
-        self.ranks = Ranks(copies_ahead=on_device, adapters_ahead=not on_device, lends=lends)
+        takes = self.host.on_devices
+        on_device = takes or bool((ord(self.host.name[0]) + self.number) % 2)
+        self.ranks = Ranks(copies_ahead=on_device, adapters_ahead=not on_device, takes=takes)
         self.versions, self.sequences = Versions(), Sequences()
         self.work: Order | None = None
         self.lifecycle = Lifecycle(lambda state, reason: None)

@@ -8,7 +8,8 @@ inputs      a step's numbers, in one copy                operations decoder.Ops 
 backend     a decoder on one device: steps and graphs    engine     worker.engine.base.Engine over it
 drawing     tokens drawn where the logits are            edits      penalties, masks and biases, told to the device
 self_test   refuses a device that computes wrong         reference  the same operations in numpy
-digests     of versions, computed where they lie         lending    a slot's memory, lent to trainers on this host
+digests     of versions, computed where they lie         filling    the spare slot, from the arena or a trainer's GPU
+trainer_memory  mapped to copy from it
 pinned      mappings that copy at the bus's speed        warming    a context, made while Python imports
 nccl        sums over the GPUs of a replica, bounded     ranks      what ranks that share a model do together
 """

@@ -116,6 +116,9 @@ class DeviceDigests:
         """The digests of the rank's regions in the slot that begins there, in layout order. early: as in `holds`."""
         self._driver.enter()
         known = early.done if early is not None and early is self._early and early.address == address else None
+        if known is not None and known.all():  # a launch less, which beside another process is a turn on the GPU less
+            self._driver.wait(self._stream)
+            return self._joined(self._early_out.tolist())
         sizes = np.where(self._starts % _WORD, 0, self._sizes)  # of 0 bytes nothing is read
         self._table[:, 0], self._table[:, 1] = self._starts + address, sizes if known is None else sizes * ~known
         buffers = self._table, self._out, self._tiny
@@ -127,6 +130,10 @@ class DeviceDigests:
             self._driver.to_host(fetched, address + int(self._starts[row]), self._stream)
             self._driver.wait(self._stream)
             pieces[row] = xxhash.xxh3_64_intdigest(fetched.data)
+        return self._joined(pieces)
+
+    def _joined(self, pieces: Sequence[int]) -> list[int]:
+        """The digests of regions, of those of their pieces."""
         regions = [pieces[row] for row in self._first]
         for region, start, stop in self._several:
             regions[region] = joined(pieces[start:stop])

@@ -31,6 +31,7 @@ _LESS_MEMORY = (
 )
 _SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_REACH_OTHERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -263,6 +264,19 @@ class Driver:
         """A captured graph is not needed any more."""
         self.call("cuGraphExecDestroy", graph)
 
+    def open_handle(self, handle: bytes) -> int:
+        """Map an allocation of another process, by what cuIpcGetMemHandle gave it there; its address here. Of another
+        GPU too, where this one can reach it.
+        """
+        address, raw = U64(), _IpcHandle()
+        ctypes.memmove(ctypes.byref(raw), handle, min(len(handle), ctypes.sizeof(raw)))
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, UInt(_REACH_OTHERS))
+        return address.value
+
+    def close_handle(self, address: int) -> None:
+        """Undo `open_handle`."""
+        self.call("cuIpcCloseMemHandle", U64(address))
+
     # Memory behind addresses that stay (memory.py).
 
     @property
@@ -289,6 +303,20 @@ class Driver:
         fd = Int()
         self.call("cuMemExportToShareableHandle", ctypes.byref(fd), U64(handle), _FILE_DESCRIPTOR, U64(0))
         return fd.value
+
+    def adopt(self, fd: int) -> int:
+        """The handle of memory that another process has exported; the descriptor stays the caller's."""
+        handle = U64()
+        self.call("cuMemImportFromShareableHandle", ctypes.byref(handle), Pointer(fd), _FILE_DESCRIPTOR)
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """Let go of memory that is mapped nowhere."""
+        self.call("cuMemRelease", U64(handle))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Give a range of addresses back that has no memory."""
+        self.call("cuMemAddressFree", U64(address), Size(nbytes))
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Put memory behind a reserved range, readable and writable."""
@@ -413,6 +441,12 @@ class _Placement(ctypes.Structure):
     @staticmethod
     def on(device: int, *, shared: bool = False) -> "_Placement":
         return _Placement(1, _FILE_DESCRIPTOR * shared, 1, device, None, 0, 0, 0)
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 class _Access(ctypes.Structure):

@@ -24,12 +24,13 @@ from worker.engine.sizes import engine_spec, that_fit
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import Driver
-from worker.gpu.lending import Lending
+from worker.gpu.filling import Filling
 from worker.gpu.nccl import NcclGroups
 from worker.gpu.operations import Heads
 from worker.gpu.ranks import Meeting, Ranks, SharedGroups, SharingDriver, least, same
 from worker.gpu.self_test import require_right, require_sums
 from worker.gpu.served import require_served
+from worker.gpu.trainer_memory import Puller
 from worker.gpu.weights import DeviceSlots, Staged, placement
 from worker.models.packed_adapter import sites_of
 from worker.models.shard import Shard, shard_of
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _KV_SHARE = 0.9
 """Share of the device memory that is free once both weight slots have theirs, at most, for the KV cache."""
-_NOT_LENT = "ranks that share a model lend no memory: each has a part of it"
+_NOT_FILLED = "ranks that share a model are not filled from a trainer's GPU: each has a part of it"
 
 
 class GpuEngine:
@@ -84,7 +85,7 @@ class GpuEngine:
         where = placement(layout, rank)
         self._slots = DeviceSlots(self._driver, where)
         digests = DeviceDigests(self._driver, layout, where, rank)
-        self._lending = Lending(self._slots, digests, _NOT_LENT if meeting is not None else "")
+        self._filling = Filling(self._slots, digests, Puller(self._driver), _NOT_FILLED if meeting is not None else "")
         heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
         spec = engine_spec(config, hf_config, model.max_positions)
         self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need
@@ -152,9 +153,9 @@ class GpuEngine:
         require_sums(self._driver, groups, rank, len(shards))
         return Ranks(shards, rank, groups)
 
-    def lend_at(self, socket: Path) -> None:
-        """Trainers on this host may fill the slot that is not bound."""
-        self._lending.listen(socket)
+    def take_at(self, socket: Path) -> None:
+        """Take versions from the memory of trainers on this host's GPUs, who ask for it there."""
+        self._filling.listen(socket)
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Copy these weights into the slot that is not bound. Raises ValueError naming what does not fit."""
@@ -164,11 +165,11 @@ class GpuEngine:
     def stage(self, live: Live, views: Mapping[str, npt.NDArray[Any]], regions: Sequence[int] = ()) -> object:
         """As `prepare`, and sure to be this version in the device's own memory; a trainer may have put it there."""
         self._check(views)
-        return self._lending.stage(live, views, regions)
+        return self._filling.stage(live, views, regions)
 
     def copy_ahead(self, key: tuple[int, int], memory: memoryview, spans: Spans) -> None:
         """Begin to copy a version that still arrives."""
-        self._lending.copy_ahead(key, memory, spans)
+        self._filling.copy_ahead(key, memory, spans)
 
     def read(self, handle: object, name: str) -> npt.NDArray[Any]:
         """A parameter's bytes as they lie on the device, of a version that was staged."""
@@ -186,7 +187,7 @@ class GpuEngine:
         assert prepared is None or isinstance(prepared, Staged)
         self._decoder.wait()  # for a step that was launched under the weights before
         if prepared is None:
-            self._lending.withdraw()
+            self._filling.withdraw()
         self._slots.bind(prepared)
 
     def free_memory(self) -> int:

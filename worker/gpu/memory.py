@@ -72,6 +72,6 @@ class Region:
             except DeviceMemoryError:
                 raise
             except CudaError as error:
-                log.info("device memory cannot be lent to trainers here: %s", error)
+                log.info("device memory cannot be shared with the store here: %s", error)
                 self._shared = False
         return self._driver.create(self.nbytes)

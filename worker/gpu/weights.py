@@ -7,7 +7,7 @@ it is whole. Both slots keep their addresses for as long as the process lives (m
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,16 @@ def joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def parts_of(runs: Sequence[Run], start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Of these bytes of the arena's slot, what runs have: (offset in a device slot, bytes of them before it, bytes)."""
+    at = max(bisect_right(runs, start, key=lambda run: run.source) - 1, 0)
+    while at < len(runs) and runs[at].source < start + nbytes:
+        run, at = runs[at], at + 1
+        low, high = max(start, run.source), min(start + nbytes, run.source + run.nbytes)
+        if low < high:
+            yield run.target + low - run.source, low - start, high - low
+
+
 class Ahead:
     """What of a version was copied before it was whole: into which slot, and which bytes of the arena's slot.
 
@@ -191,13 +201,8 @@ class DeviceSlots:
         runs, address = self._where.runs, self.regions[slot].address
         self.pinned.pin(base, -(-(runs[-1].source + runs[-1].nbytes) // PAGE) * PAGE)
         for start, nbytes in spans:
-            at = max(bisect_right(runs, start, key=lambda run: run.source) - 1, 0)
-            while at < len(runs) and runs[at].source < start + nbytes:
-                run, at = runs[at], at + 1
-                low, high = max(start, run.source), min(start + nbytes, run.source + run.nbytes)
-                if low < high:
-                    target = address + run.target + low - run.source
-                    self._driver.from_address(target, base + low, high - low, self.stream)
+            for target, skipped, size in parts_of(runs, start, nbytes):
+                self._driver.from_address(address + target, base + start + skipped, size, self.stream)
 
     def _claim(self) -> None:
         """Memory for both slots or for none that has none: a version is served only where the next one has room."""
@@ -227,6 +232,16 @@ class DeviceSlots:
     def runs(self) -> tuple[Run, ...]:
         """How the arena's slot lies in one of these."""
         return self._where.runs
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of all that is read of the arena's slot."""
+        return [(run.source, run.nbytes) for run in self._where.runs]
+
+    @property
+    def idle(self) -> bool:
+        """All that `stream` was given is through."""
+        return self._driver.happened(self.stream, event=False)
 
     @property
     def spare(self) -> int | None:

@@ -2,7 +2,6 @@
 happens when somebody waits for it."""
 
 import contextlib
-import time
 
 import numpy as np
 import pytest
@@ -59,6 +58,10 @@ class Torch:
         @staticmethod
         def current_stream(device):
             return None
+
+    @staticmethod
+    def no_grad():
+        return contextlib.nullcontext()
 
 
 class Tensor:
@@ -117,6 +120,8 @@ class Store:
     def go_ahead(self, digests):
         """Asked to make the version live."""
 
+    def pause_for_live(self, seconds): ...
+
     def moved(self, nbytes): ...
     def flush(self): ...
     def turn(self): ...
@@ -147,9 +152,9 @@ def pushed(monkeypatch):
     for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
         monkeypatch.setattr(cuda_copy, name, value)
 
-    def push(spans, together=1 << 30, most=None, *, swift=False, lent=None, first=None):
+    def push(spans, together=1 << 30, most=None, *, swift=False, ranks=None, ahead=False):
         """most: of copies that may be on their way, whose tensors are all cast; None = none is. swift: a copy is over
-        when the next one is queued. lent: memory of a rank. first: ranks' memory that is filled before.
+        when the next one is queued. ranks: that copy, too. ahead: the version may go live from their memory.
         """
         if most is not None:
             monkeypatch.setattr(cuda_copy, "MADE_BYTES", most * PART)
@@ -163,7 +168,6 @@ def pushed(monkeypatch):
         base = streams[0].memory.ctypes.data
         copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
         calls = {"cuMemcpyDtoHAsync_v2": lambda self, to, *rest: dma(to - base, *rest)}
-        calls |= dict.fromkeys(("cuCtxGetCurrent", "cuCtxSetCurrent"), lambda self, context: 0)
         copier._driver = type("Driver", (), calls)()
 
         def dma(to, source, nbytes, queue):
@@ -180,10 +184,10 @@ def pushed(monkeypatch):
             jobs.append((Source(Tensor(start, size)), copies))
         jobs.sort(key=lambda job: cuda_copy.turn(job[1]))
         known = None
-        if first is not None:
-            filled, known = copier._fill_ranks(0, jobs, store, first)
-            assert (filled, first.closed, streams[0].queued) == (first.takes, True, [])
-        copier._stage(memoryview(slot), 0, jobs, store, lent, known)
+        if ranks is not None:
+            known = copier._offer(0, jobs, store, ranks, ahead=ahead)
+            assert streams[0].queued == [], "what is copied to the host keeps nobody waiting"
+        copier._stage(memoryview(slot), 0, jobs, store, known)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
         assert most is None or max(store.on_their_way) <= most + 1
         push.launches = store.launches
@@ -229,104 +233,60 @@ def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
     assert len(hashed) == 8
 
 
-class Lent:
-    """A rank's memory. mapped: what has to be so before it is; the trainer waits for it in a thread."""
-
-    def __init__(self, mapped=lambda: None):
-        self._mapped, self.memory, self.opened, self.before = mapped, bytearray(TENSORS.nbytes), False, []
-
-    def open(self, driver):
-        self._mapped()
-        self.opened = True
-
-    def send(self, source, start, nbytes, stream):
-        assert self.opened
-        assert stream == Stream.cuda_stream
-        self.memory[start : start + nbytes] = TENSORS[source : source + nbytes].tobytes()
-
-
-SPANS = [(0, 3 * PART), *((n * PART, PART) for n in range(3, 20))]
-
-
-def _until(true):
-    end = time.monotonic() + 30.0
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def test_the_store_hears_of_all_there_is_while_a_ranks_memory_is_mapped(pushed):
-    """Which takes as long as half of a push, where it is another GPU's."""
-    lent = Lent(lambda: _until(lambda: sum(kind == "whole" for kind, *_ in pushed.store.heard) == len(SPANS)))
-    pushed(SPANS, lent=lent)
-    assert lent.memory == TENSORS[: 20 * PART].tobytes() + bytes(TENSORS.nbytes - 20 * PART)
-
-
-def test_what_had_to_be_made_is_kept_until_it_is_lent(pushed):
-    """Its memory would be another tensor's by then."""
-    heard = []
-
-    def mapped():
-        time.sleep(0.2)
-        heard.extend(pushed.store.heard)
-
-    lent = Lent(mapped)
-    pushed([(n * PART, PART) for n in range(20)], most=8, lent=lent)
-    assert lent.memory == TENSORS[: 20 * PART].tobytes() + bytes(TENSORS.nbytes - 20 * PART)
-    assert [kind for kind, *_ in heard if kind == "whole"] == []
-
-
-def test_memory_that_cannot_be_mapped_for_a_reason_that_nobody_knows_ends_the_push_with_it(pushed):
-    def broken():
-        raise OSError("no sockets are left")
-
-    with pytest.raises(OSError, match="no sockets are left"):
-        pushed(SPANS, lent=Lent(broken))
-
-
-def test_nobody_maps_memory_any_more_once_a_push_has_failed(pushed, monkeypatch):
-    lent = Lent(lambda: time.sleep(0.3))
-    monkeypatch.setattr(Digester, "start", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        pushed(SPANS, lent=lent)
-    assert lent.opened, "the thread is over, what it has mapped can be unmapped"
-
-
 class Ranks:
-    """Memory of two ranks, of which so many take what they are given."""
+    """Two ranks, of which so many copy what they are told of."""
 
     def __init__(self, takes):
-        self.takes, self.sent, self.opened, self.closed = takes, [], 0, False
+        self.takes, self.parts = takes, []
+        self.waits = 0  # parts that were waited for
 
-    def open(self, driver):
-        self.opened += 1
+    def take(self, runs, *, last):
+        assert self.waits == len(self.parts), "what was made for the part before is there until it is copied"
+        self.parts.append((runs, last))
 
-    def send(self, source, start, nbytes, stream):
-        assert self.opened == 1
-        self.sent.append((source, start, nbytes))
-
-    def filled(self):
+    def taken(self):
+        self.waits = len(self.parts)
         return self.takes
 
     @property
     def whole(self):
         return self.takes == 2
 
-    def close(self):
-        self.closed = True
+
+SPANS = [(n * PART, PART) for n in range(30)]
+RUNS = [(start, start, nbytes) for start, nbytes in SPANS]
+
+
+def test_ranks_copy_while_the_host_s_copies_are_under_way(pushed):
+    ranks = Ranks(2)
+    _, copies, hashed = pushed(SPANS, ranks=ranks)
+    assert ranks.parts == [(RUNS, True)]
+    assert ranks.waits == 0
+    assert len(copies) == 30
+    assert sorted(start for launch in hashed for start in launch) == [start for start, _ in SPANS]
+
+
+def test_what_has_to_be_made_for_a_push_is_made_in_parts_that_ranks_copy_one_by_one(pushed):
+    ranks = Ranks(2)
+    _, copies, hashed = pushed(SPANS, most=8, ranks=ranks)
+    assert [run for runs, _ in ranks.parts for run in runs] == RUNS
+    assert [last for _, last in ranks.parts] == [False, False, False, True]
+    assert ranks.waits == 4
+    assert sorted(start for launch in hashed for start in launch) == [start for start, _ in SPANS], "once"
+    assert len(copies) == 30
 
 
 @pytest.mark.parametrize("takes", [2, 1], ids=["all ranks take it", "one does not"])
 @pytest.mark.parametrize("most", [None, 8], ids=["as it is", "cast"])
-def test_ranks_are_filled_first_and_nothing_is_hashed_twice(pushed, takes, most, monkeypatch):
-    spans, ranks, asked = [(n * PART, PART) for n in range(30)], Ranks(takes), []
+def test_ranks_copy_first_where_a_version_may_go_live_from_them(pushed, takes, most, monkeypatch):
+    ranks, asked = Ranks(takes), []
     monkeypatch.setattr(Store, "go_ahead", lambda self, digests: asked.append(dict(digests)))
-    _, copies, hashed = pushed(spans, most=most, first=ranks)
-    assert ranks.sent == [(start, start, PART) for start, _ in spans]
-    assert len(copies) == len(spans)
-    assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
-    assert len(hashed) == (1 if most is None else 4)
-    assert asked == ([{number: start for number, (start, _) in enumerate(spans)}] if takes == 2 else [])
+    _, copies, hashed = pushed(SPANS, most=most, ranks=ranks, ahead=True)
+    assert [run for runs, _ in ranks.parts for run in runs] == RUNS
+    assert ranks.waits == len(ranks.parts) == (1 if most is None else 4)
+    assert len(copies) == 30
+    assert sorted(start for launch in hashed for start in launch) == [start for start, _ in SPANS]
+    assert asked == ([{number: start for number, (start, _) in enumerate(SPANS)}] if takes == 2 else [])
 
 
 def test_batches_become_small_towards_the_end(pushed):

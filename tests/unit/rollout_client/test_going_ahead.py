@@ -3,6 +3,7 @@
 Tensors lie on the CPU, so that only what is said is looked at: what GPUs do is in tests/gpu.
 """
 
+import threading
 import time
 
 import numpy as np
@@ -68,6 +69,27 @@ def test_an_offer_that_does_not_stand_any_more_is_said_once(ahead, push):
     report, warnings = push()
     assert report.live_s == report.seconds["total"]
     assert warnings == ["this version goes live by the arena: another replica came"]
+
+
+@pytest.mark.parametrize("waits_for_sequences", [False, True])
+def test_the_way_into_the_arena_waits_for_the_commit_a_moment_only(ahead, publisher, monkeypatch, waits_for_sequences):
+    went_on, knew = threading.Event(), []
+
+    def stage(self, placement, sources, reporter):
+        reporter.go_ahead([(0, 7)])
+        reporter.pause_for_live(0.05 if waits_for_sequences else 30.0)
+        knew.append(reporter.live_at is not None)
+        went_on.set()
+
+    def live(asked, _):
+        if waits_for_sequences:
+            assert went_on.wait(30)
+        return wire.IsLive(asked.session, 3, "0" * 16, 1)
+
+    monkeypatch.setattr(ShmTransport, "stage", stage)
+    ahead.on[wire.Ahead] = live
+    publisher(transport="cuda_ipc", durability="device").push({"a": A}, 3)
+    assert knew == [not waits_for_sequences]
 
 
 def test_a_store_that_does_not_offer_it_says_why(ahead, push):

@@ -349,7 +349,7 @@ def test_ranks_that_share_a_version_are_given_its_regions_digests_which_are_the_
 
 
 class OwnMemory(Engine):
-    """Its memory of a version is lent to the next push."""
+    """The next push is copied into its memory of a version."""
 
     def stage(self, live, views, regions):
         return self.prepare(views)

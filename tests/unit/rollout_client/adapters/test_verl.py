@@ -25,6 +25,9 @@ class Publisher:
         self.run_id = run_id
         self.restart()
 
+    def unshare(self):
+        self.unshared = len(self.made)
+
     def restart(self):
         """Of the whole service, which comes back with the checkpoint's weights."""
         self.live = {"": ("", 0)}
@@ -87,6 +90,7 @@ async def test_verl_wakes_its_servers_by_the_weights_that_they_have(ranks):
     await update(ranks, global_steps=4)
     made = [(name, version) for name, version, _ in ranks[0]._publisher.made]
     assert made == [("", 3), ("policy", 3), ("", 4)]
+    assert ranks[0]._publisher.unshared == 3, "verl gives the memory back after each"
 
 
 async def test_a_service_that_lost_what_was_live_gets_it_when_it_is_woken(ranks):

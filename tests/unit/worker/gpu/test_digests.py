@@ -116,6 +116,20 @@ def test_what_was_hashed_while_it_came_is_not_read_again(proof):
     assert seen + rest == sum(int(size) for size in proof._sizes[proof._starts % 8 == 0])
 
 
+def test_a_version_that_was_all_hashed_while_it_came_costs_no_launch(monkeypatch):
+    for name, value in (("Module", HostKernel), ("compiled", lambda *_: b""), ("_AT_ONCE", 1)):
+        monkeypatch.setattr(digests, name, value)
+    nothing_tiny = CONFIG | {"hidden_size": 640, "vocab_size": 1000}
+    layout = make_layout(manifest_for(nothing_tiny, "float32"), 1)
+    slot = np.random.default_rng(0).integers(0, 256, layout.slot_bytes, np.uint8)
+    proof = DeviceDigests(HostDriver(), layout, placement(layout, 0))
+    early = proof.begin(slot.ctypes.data)
+    proof.read_ahead(early, layout.ranges, None)
+    monkeypatch.setattr(HostKernel, "launch", None)
+    live = Live("run", 1, 0, 1, version_digest(layout, region_digests(layout, slot)))
+    assert proof.holds(slot.ctypes.data, live, (), early)
+
+
 def test_a_piece_that_comes_in_parts_is_read_once_it_is_there(proof):
     early, (start, nbytes) = proof.begin(proof.address), max(proof.layout.ranges, key=lambda one: one[1])
     proof.slot[start + nbytes - 1] ^= 1

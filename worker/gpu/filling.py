@@ -3,13 +3,12 @@
 It is filled in one of three ways, each for one thing: the `Prepare` of the very slot of the arena and write epoch that
 it was filled for.
 
-    lent      a trainer on this host writes into it (rollout_client/device_slots.py), one at a time
-    ahead     this rank copies from the arena's slot what has arrived there, while the rest does
+    taken     this rank copies from a trainer's memory on this host (rollout_client/device_slots.py), one trainer's
+    ahead     it copies from the arena's slot what has arrived there, while the rest does
     at last   it copies what is not there by then
 
-Whatever the way, what counts is the digest of the device's memory: it is the version's, or the rank votes no. Memory
-that a trainer has not said to be filled may still be written to, by a process that was stopped or is dying: it is let
-go of, and other memory comes behind the same addresses.
+Nobody else can write into it. Whatever the way, what counts is the digest of the device's memory: it is the version's,
+or the rank votes no.
 """
 
 import contextlib
@@ -26,28 +25,56 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rollout_client.device_slots import LONGEST, Ask, Filled, Grant, Keep, No, Taken, decode_request, encode
+from rollout_client.device_slots import (
+    LONGEST,
+    MOST_SEGMENTS,
+    Grant,
+    Hide,
+    Keep,
+    No,
+    Rows,
+    Show,
+    Take,
+    Taken,
+    decode_request,
+    encode,
+)
 from weight_manager.dynamic_weight_manager import Spans, Views
 from weight_manager.messages import Live
 from worker.gpu.digests import DeviceDigests, Early
 from worker.gpu.driver import CudaError
+from worker.gpu.trainer_memory import Puller, TrainerMemory
 from worker.gpu.weights import Ahead, DeviceSlots, Staged
 
 log = logging.getLogger(__name__)
 
 _ACCEPT_AGAIN_S = 0.1
+_LONGEST_COPY_S = 10.0
+"""A copy from a trainer's memory takes milliseconds; what it may do while that trainer dies is the driver's."""
+_LOOK_S = 0.0001
+"""A copy's end is looked for this often: a thread that waits in the driver could not give up."""
 
 Key = tuple[int, int]
 """A slot of the arena and its write epoch: one push session."""
 
 
-@dataclass(frozen=True)
-class _Loan:
-    """A slot that a trainer writes into, or has filled."""
+@dataclass
+class _Incoming:
+    """A slot that is filled from a trainer's memory. By whom, and what is hashed of it; whole: nothing is to come."""
 
     key: Key
     slot: int
+    trainer: "_Trainer"
+    early: Early
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """A connection, and what was shown over it."""
+
     connection: socket.socket
+    memory: TrainerMemory
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,7 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes that may be copied ahead. turn: of `Lending`, when they were told of."""
+    """Bytes that may be copied ahead. turn: of `Filling`, when they were told of."""
 
     turn: int
     key: Key
@@ -73,18 +100,19 @@ class _Part:
         return np.frombuffer(self.memory, np.uint8).ctypes.data
 
 
-class Lending:
+class Filling:
     """Stages versions. `stage`, `copy_ahead` and `withdraw` are the rank's; trainers have a thread each, and so have
     copies ahead that do not begin at once.
     """
 
-    def __init__(self, slots: DeviceSlots, digests: DeviceDigests, refusal: str = "") -> None:
-        """refusal: why trainers get nothing here, "" = they may."""
-        self._slots, self._digests, self._refusal = slots, digests, refusal
+    def __init__(self, slots: DeviceSlots, digests: DeviceDigests, puller: Puller, refusal: str = "") -> None:
+        """refusal: why nothing is taken from trainers here, "" = it is."""
+        self._slots, self._digests, self._puller, self._refusal = slots, digests, puller, refusal
         self._lock = threading.Lock()
         self._proven = threading.Condition(self._lock)
-        self._loan: _Loan | None = None
-        self._filled: _Loan | None = None
+        self._trainers: set[_Trainer] = set()
+        self._taken: _Incoming | None = None
+        self._endless = False  # a copy that was waited for too long may still write into the spare slot
         self._arriving: _Arriving | None = None
         self._proved: tuple[Key, int] | None = None  # the last version that was staged, and its slot
         self._turn = 0  # moves when parts told of before are of no use any more, and may not even be mapped
@@ -100,10 +128,10 @@ class Lending:
             path.chmod(0o600)
             listener.listen(8)
         except OSError as error:
-            log.warning("no trainer can fill this rank's memory: %s: %s", path, error)
+            log.warning("nothing is taken from trainers' GPUs: %s: %s", path, error)
             listener.close()
             return
-        threading.Thread(target=self._accept, args=(listener,), name="lending", daemon=True).start()
+        threading.Thread(target=self._accept, args=(listener,), name="trainers", daemon=True).start()
 
     def stage(self, live: Live, views: Views, regions: Sequence[int] = ()) -> Staged:
         """This version in a device slot, proved. views: of the arena's slot, as in DeviceSlots.stage. regions: as in
@@ -118,7 +146,7 @@ class Lending:
             return staged
 
     def copy_ahead(self, key: Key, memory: memoryview, spans: Spans) -> None:
-        """Begin to copy these bytes of the arena's slot, unless a trainer fills the device's; returns at once.
+        """Begin to copy these bytes of the arena's slot, unless they come from a trainer's; returns at once.
 
         Whatever takes long is a thread's: pinning, memory for the slot, waiting for whoever has the lock. Else they
         are begun here, in some ten microseconds: a thread would take Python's lock from the caller, who computes, a few
@@ -139,25 +167,29 @@ class Lending:
         self._parts.put(part)
 
     def withdraw(self) -> None:
-        """The rank gives its weights up: nothing that was lent or copied counts, and nothing reads the arena."""
+        """The rank gives its weights up: nothing that was copied counts, nothing reads the arena, and nothing of a
+        trainer's stays mapped.
+        """
         with self._lock:
             self._turn += 1
-            self._filled = self._proved = None
-            self._drop_ahead()
-            self._take_back()
+            self._proved = None
+            self._drop()
+            for trainer in self._trainers:
+                with contextlib.suppress(OSError):
+                    trainer.connection.shutdown(socket.SHUT_RDWR)  # its thread unmaps
 
     def _stage(self, live: Live, views: Views, regions: Sequence[int]) -> Staged:
         self._turn += 1
-        filled, self._filled = self._filled, None
+        self._require_end()
+        taken, self._taken = self._taken, None
         arriving, self._arriving = self._arriving, None
-        if filled is not None and self._is_for(filled, live):
-            staged = self._slots.hold(filled.slot)
-            if self._holds(staged, live, regions):
+        if taken is not None and self._is_for(taken, live):
+            staged = self._slots.hold(taken.slot)
+            if self._holds(staged, live, regions, taken.early):
                 log.debug("version %d came from the trainer's GPU", live.version)
                 return staged
-            log.warning("version %d as its trainer wrote it to the device is not itself: copied again", live.version)
+            log.warning("version %d as it came from its trainer's GPU is not itself: copied again", live.version)
             del staged
-        self._take_back()
         if arriving is not None and not self._goes_on(arriving.ahead, (live.slot, live.write_epoch)):
             arriving = None
         staged = self._slots.stage(views, None if arriving is None else arriving.ahead)
@@ -181,11 +213,11 @@ class Lending:
         except CudaError as error:  # `stage` meets it again, and answers for it
             log.warning("could not copy ahead: %s", error)
             with contextlib.suppress(CudaError):  # a device that is lost
-                self._drop_ahead()
+                self._drop()
 
     def _copy(self, part: _Part) -> None:
         slot = self._slots.spare
-        if part.turn != self._turn or self._loan is not None or self._filled is not None or slot is None:
+        if part.turn != self._turn or self._taken is not None or self._endless or slot is None:
             return
         arriving = self._arriving
         if arriving is None or not self._goes_on(arriving.ahead, part.key):
@@ -198,17 +230,17 @@ class Lending:
         """Whether it is of this version, and lies where nothing else does."""
         return (ahead.key, ahead.slot) == (key, self._slots.spare)
 
-    def _drop_ahead(self) -> None:
-        """What was copied ahead is of no use, and it is neither copied nor hashed any more: its memory may go, and who
-        reads memory that is gone loses the whole device.
+    def _drop(self) -> None:
+        """What was copied is of no use, and it is neither copied nor hashed any more: its memory may go, and who reads
+        memory that is gone loses the whole device.
         """
-        if self._arriving is not None:
-            self._arriving = None
+        if self._arriving is not None or self._taken is not None:
+            self._arriving = self._taken = None
             self._slots.settle()
             self._digests.settle()
 
-    def _is_for(self, filled: _Loan, live: Live) -> bool:
-        return filled.key == (live.slot, live.write_epoch) and self._slots.spare == filled.slot
+    def _is_for(self, taken: _Incoming, live: Live) -> bool:
+        return taken.whole and taken.key == (live.slot, live.write_epoch) and self._slots.spare == taken.slot
 
     def _holds(self, staged: Staged, live: Live, regions: Sequence[int], early: Early | None = None) -> bool:
         return self._digests.holds(self._slots.regions[staged.slot].address, live, regions, early)
@@ -221,50 +253,103 @@ class Lending:
                 log.warning("a trainer's connection could not be taken: %s", error)
                 time.sleep(_ACCEPT_AGAIN_S)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="lending", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="trainer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        trainer = _Trainer(connection, self._puller.memory(self._slots.runs))
         with connection:
             try:
-                while raw := connection.recv(LONGEST):
-                    match decode_request(raw):
-                        case Ask(slot, write_epoch):
-                            self._lend(connection, (slot, write_epoch))
-                        case Keep(slot, write_epoch, patience_s):
-                            self._share(connection, (slot, write_epoch), patience_s)
-                        case Filled():
-                            connection.send(encode(self._take(connection)))
-            except (OSError, msgspec.DecodeError) as error:
+                with self._lock:
+                    self._trainers.add(trainer)
+                self._slots.enter()
+                while self._hear(trainer):
+                    pass
+            except (OSError, msgspec.DecodeError, ValueError, CudaError) as error:
                 log.info("a trainer's connection ended: %s", error)
             finally:
-                with self._lock:
-                    if self._loan is not None and self._loan.connection is connection:
-                        self._take_back()
+                with self._lock:  # no copy is under way
+                    self._trainers.discard(trainer)
+                    if self._taken is not None and self._taken.trainer is trainer and not self._taken.whole:
+                        self._taken = None
+                    if not self._endless:
+                        trainer.memory.close()
 
-    def _lend(self, connection: socket.socket, key: Key) -> None:
+    def _hear(self, trainer: _Trainer) -> bool:
+        """The next message; False: there is none any more. Raises what ends the connection."""
+        connection = trainer.connection
+        raw, fds, _, _ = socket.recv_fds(connection, LONGEST, MOST_SEGMENTS)
+        try:
+            message = decode_request(raw) if raw else None
+            if isinstance(message, Show):
+                own, fds = fds, []
+                trainer.memory.show(message.segments, own)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        match message:
+            case Rows(table, rows, more):
+                trainer.memory.tell(table, rows, more=more)
+            case Hide(segments):
+                with self._lock:
+                    trainer.memory.hide(segments)
+            case Take():
+                connection.send(encode(self._take(trainer, message)))
+            case Keep(slot, write_epoch, patience_s):
+                self._share(connection, (slot, write_epoch), patience_s)
+        return message is not None
+
+    def _take(self, trainer: _Trainer, asked: Take) -> Taken | No:
+        """Copy from a trainer's memory, and wait until that is through."""
         if self._refusal:
-            connection.send(encode(No(self._refusal)))
-            return
-        with self._lock:
-            self._take_back()  # of a session that is over, as the store has one at a time
-            self._drop_ahead()
-            self._filled, slot = None, self._slots.spare
-            if slot is None:
-                idle = (
-                    "nothing is served yet" if self._slots.bound is None else "a commit may still go back to its spare"
-                )
-                connection.send(encode(No(idle)))
-                return
-            region = self._slots.regions[slot]
-            try:
-                self._slots.enter()
-                region.fill()
-                fd = region.lend()
-            except CudaError as error:
-                connection.send(encode(No(str(error))))
-                return
-            self._loan = _Loan(key, slot, connection)
-            self._grant(connection, slot, fd)
+            return No(self._refusal)
+        try:
+            pieces = trainer.memory.pieces(asked.table)  # the first time, this maps them
+            with self._lock:
+                taken = self._begun(trainer, asked)
+                if isinstance(taken, No):
+                    return taken
+                self._puller.start(pieces, self._slots.regions[taken.slot].address, self._slots.stream)
+                if not self._ends():
+                    return No(f"a copy from the trainer's memory did not end within {_LONGEST_COPY_S:g} s")
+                if asked.last:
+                    self._digests.read_ahead(taken.early, self._slots.spans, self._slots.stream)
+                    taken.whole = True
+                return Taken()
+        except (CudaError, ValueError) as error:
+            return No(str(error))
+
+    def _begun(self, trainer: _Trainer, asked: Take) -> _Incoming | No:
+        """The slot to fill."""
+        key, slot = (asked.slot, asked.write_epoch), self._slots.spare
+        taken = self._taken
+        if not asked.first:
+            goes_on = taken is not None and (taken.trainer, taken.key, taken.slot) == (trainer, key, slot)
+            return taken if goes_on and taken is not None and not taken.whole else No("another push has begun since")
+        self._require_end()
+        self._drop()  # of a session that is over, as the store has one at a time
+        if slot is None:
+            idle = "nothing is served yet" if self._slots.bound is None else "a commit may still go back to its spare"
+            return No(idle)
+        region = self._slots.regions[slot]
+        region.fill()
+        self._taken = _Incoming(key, slot, trainer, self._digests.begin(region.address))
+        return self._taken
+
+    def _ends(self) -> bool:
+        """Wait for the copy that was begun, for so long."""
+        end = time.monotonic() + _LONGEST_COPY_S
+        while not self._slots.idle:
+            if time.monotonic() >= end:
+                self._endless, self._taken = True, None
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _require_end(self) -> None:
+        """Raises ValueError while a copy may still write into the spare slot that nobody waits for any more."""
+        if self._endless and not self._slots.idle:
+            raise ValueError("a copy from a trainer's memory does not end")
+        self._endless = False
 
     def _share(self, connection: socket.socket, key: Key, patience_s: float) -> None:
         """Let the store hold the memory of a version that was proved there and that nothing is copied over; wait so
@@ -291,19 +376,3 @@ class Lending:
             socket.send_fds(connection, [encode(Grant(self._slots.regions[slot].nbytes, runs))], [fd])
         finally:
             os.close(fd)
-
-    def _take(self, connection: socket.socket) -> Taken | No:
-        with self._lock:
-            if self._loan is None or self._loan.connection is not connection:
-                return No("the memory was taken back")
-            self._filled, self._loan = self._loan, None
-            return Taken()
-
-    def _take_back(self) -> None:
-        """Whoever was lent a slot may write on, into memory that is nobody's."""
-        loan, self._loan = self._loan, None
-        if loan is not None:
-            with contextlib.suppress(OSError):
-                loan.connection.shutdown(socket.SHUT_RDWR)
-            self._slots.enter()
-            self._slots.regions[loan.slot].empty()

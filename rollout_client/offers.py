@@ -1,0 +1,211 @@
+"""The trainer's side of what device_slots.py says: memory of this process, offered to ranks that copy from it.
+
+Connections, what was shown over them, and so the ranks' mappings are kept from push to push: from the second one on a
+push is one message to each rank and its answer.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import socket
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_client.device_memory import CudaCallFailed
+from rollout_client.device_slots import (
+    LONGEST,
+    MOST_ROWS,
+    MOST_SEGMENTS,
+    ROW,
+    Hide,
+    No,
+    Rows,
+    Segment,
+    Show,
+    Take,
+    Taken,
+    decode_answer,
+    encode,
+)
+from rollout_client.own_memory import Allocation, OwnMemory, Run
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""Seconds that an answer of a rank is waited for, which may be copying another version, or map gigabytes for the first
+time.
+"""
+_ROW_BYTES = 8 * ROW
+
+
+class NotTaken(RuntimeError):
+    """A rank does not copy from here; why."""
+
+
+class Connection:
+    """With one rank."""
+
+    def __init__(self, path: str) -> None:
+        """Raises NotTaken."""
+        self.path = path
+        self._shown: set[int] = set()
+        self._tables: dict[int, bytes] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(PATIENCE_S)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise NotTaken(f"it cannot be reached: {error}") from error
+
+    @property
+    def alive(self) -> bool:
+        """The rank has not hung up, nor said anything that it was not asked for."""
+        said = select.poll()
+        said.register(self._socket, select.POLLIN)
+        return not said.poll(0)
+
+    def show(self, table: int, rows: bytes, named: Sequence[Allocation], memory: OwnMemory) -> None:
+        """Tell what of a table the rank does not know yet. Raises NotTaken."""
+        fresh = [one for one in named if one.id not in self._shown]
+        for first in range(0, len(fresh), MOST_SEGMENTS):
+            self._show(fresh[first : first + MOST_SEGMENTS], memory)
+        if self._tables.get(table) == rows:
+            return
+        self._tables.pop(table, None)
+        step = _ROW_BYTES * MOST_ROWS
+        for at in range(0, max(len(rows), 1), step):
+            self._send(encode(Rows(table, rows[at : at + step], more=at + step < len(rows))))
+        self._tables[table] = rows
+
+    def take(self, key: tuple[int, int], table: int, *, first: bool, last: bool) -> None:
+        """Ask the rank to copy; `taken` hears whether it has. Raises NotTaken."""
+        self._send(encode(Take(*key, table, first, last)))
+
+    def taken(self) -> None:
+        """Wait for its answer. Raises NotTaken."""
+        try:
+            answer = decode_answer(self._socket.recv(LONGEST))
+        except (OSError, msgspec.DecodeError) as error:
+            raise NotTaken(f"no answer: {error}") from error
+        if not isinstance(answer, Taken):
+            raise NotTaken(answer.why if isinstance(answer, No) else "an answer that was not asked for")
+
+    def keep_only(self, used: Collection[int]) -> None:
+        """Let the rank unmap all other allocations. Raises NotTaken."""
+        over = sorted(self._shown.difference(used))
+        if over:
+            self._shown.difference_update(over)
+            self._send(encode(Hide(over)))
+
+    def close(self, *, wait: bool = False) -> None:
+        """Hang up: the rank unmaps everything. wait: until it has. Idempotent."""
+        if wait:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+                while self._socket.recv(LONGEST):
+                    pass  # an answer that a push has not waited for
+        self._socket.close()
+
+    def _show(self, fresh: Sequence[Allocation], memory: OwnMemory) -> None:
+        fds: list[int] = []
+        try:
+            fds = memory.descriptors(fresh)
+            said = encode(Show([Segment(one.id, one.nbytes, one.handle) for one in fresh]))
+            socket.send_fds(self._socket, [said], fds)
+        except (OSError, CudaCallFailed) as error:
+            raise NotTaken(str(error)) from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._shown.update(one.id for one in fresh)
+
+    def _send(self, said: bytes) -> None:
+        try:
+            self._socket.send(said)
+        except OSError as error:
+            raise NotTaken(f"it does not listen: {error}") from error
+
+
+class Offers:
+    """Of one process and one of its GPUs, to ranks. For one push at a time: `begin`, `take` and `taken` as often as
+    needed, `end`. A rank that fails is left out until the next push, and told of.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        """cuda: NVIDIA's driver library. The GPU's context is current whenever this is used."""
+        self._memory = OwnMemory(cuda)
+        self._connections: dict[str, Connection] = {}
+        self._paths: Sequence[str] = ()
+        self._good: list[Connection] = []
+        self._key = 0, 0
+        self._tables = 0
+        self._used: set[int] = set()
+
+    def begin(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
+        """Arguments as `Placement` has them: sockets of ranks, the slot and its write epoch."""
+        self._paths, self._key, self._tables, self._good = paths, (slot, write_epoch), 0, []
+        self._used.clear()
+        for path in set(self._connections).difference(paths):
+            self._connections.pop(path).close()
+        self._memory.look_again()
+        for path in paths:
+            known = self._connections.pop(path, None)
+            if known is not None and not known.alive:
+                known.close()
+                known = None
+            try:
+                self._connections[path] = known or Connection(path)
+                self._good.append(self._connections[path])
+            except NotTaken as error:
+                log.warning("%s does not copy from here, but the arena's slot: %s", path, error)
+
+    def take(self, runs: Sequence[Run], *, last: bool) -> None:
+        """Ask all ranks to copy these, which stay as they are until `taken`. What makes them is through."""
+        first, table, self._tables = self._tables == 0, self._tables, self._tables + 1
+        try:
+            rows, named = self._memory.rows(runs)
+        except CudaCallFailed as error:
+            log.warning("no copies from GPU to GPU: no other process can map this trainer's memory: %s", error)
+            self._paths, self._good = (), []
+            return
+        self._used.update(one.id for one in named)
+
+        def ask(rank: Connection) -> None:
+            rank.show(table, rows, named, self._memory)
+            rank.take(self._key, table, first=first, last=last)
+
+        self._each(ask)
+
+    def taken(self) -> int:
+        """Wait until all have. Returns how many ranks have got everything so far."""
+        self._each(Connection.taken)
+        return len(self._good)
+
+    @property
+    def whole(self) -> bool:
+        """No rank was left out."""
+        return len(self._good) == len(self._paths) > 0
+
+    def end(self) -> None:
+        """The push is over, or another way is taken; ranks keep what it has named mapped, and nothing else."""
+        self._each(lambda rank: rank.keep_only(self._used))
+
+    def close(self, *, wait: bool = False) -> None:
+        """Hang up: ranks unmap everything. wait: until they have. Idempotent."""
+        for connection in self._connections.values():
+            connection.close(wait=wait)
+        self._connections.clear()
+        self._good = []
+
+    def _each(self, act: Any) -> None:
+        for rank in list(self._good):
+            try:
+                act(rank)
+            except NotTaken as error:
+                self._good.remove(rank)
+                self._connections.pop(rank.path).close()
+                log.warning("%s does not copy from here, but the arena's slot: %s", rank.path, error)
