@@ -9,7 +9,7 @@ import logging
 import os
 import select
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from rollout_client.device_slots import (
     MOST_ROWS,
     MOST_SEGMENTS,
     ROW,
+    Grant,
     Hide,
     No,
     Rows,
@@ -34,15 +35,19 @@ from rollout_client.own_memory import Allocation, OwnMemory, Run
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
-"""Seconds that an answer of a rank is waited for, which may be copying another version, or map gigabytes for the first
-time.
+PATIENCE_S = 2.0
+"""Seconds that an answer of a rank is waited for, which may be copying another version. One that takes longer, as it
+may to map memory for the first time, is asked again in the push after it has answered.
 """
 _ROW_BYTES = 8 * ROW
 
 
 class NotTaken(RuntimeError):
     """A rank does not copy from here; why."""
+
+
+class NotYet(NotTaken):
+    """Its answer takes too long for this push."""
 
 
 class Connection:
@@ -53,6 +58,7 @@ class Connection:
         self.path = path
         self._shown: set[int] = set()
         self._tables: dict[int, bytes] = {}
+        self._owed = 0  # answers that have not come
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(PATIENCE_S)
         try:
@@ -61,12 +67,15 @@ class Connection:
             self._socket.close()
             raise NotTaken(f"it cannot be reached: {error}") from error
 
-    @property
-    def alive(self) -> bool:
-        """The rank has not hung up, nor said anything that it was not asked for."""
+    def ready(self) -> bool:
+        """Whether the rank has answered everything; waits for nothing. Raises NotTaken where it has hung up."""
         said = select.poll()
         said.register(self._socket, select.POLLIN)
-        return not said.poll(0)
+        while said.poll(0):
+            if not self._owed:
+                raise NotTaken("it has hung up")
+            self._heard()
+        return self._owed == 0
 
     def show(self, table: int, rows: bytes, named: Sequence[Allocation], memory: OwnMemory) -> None:
         """Tell what of a table the rank does not know yet. Raises NotTaken."""
@@ -84,15 +93,23 @@ class Connection:
     def take(self, key: tuple[int, int], table: int, *, first: bool, last: bool) -> None:
         """Ask the rank to copy; `taken` hears whether it has. Raises NotTaken."""
         self._send(encode(Take(*key, table, first, last)))
+        self._owed += 1
 
     def taken(self) -> None:
         """Wait for its answer. Raises NotTaken."""
-        try:
-            answer = decode_answer(self._socket.recv(LONGEST))
-        except (OSError, msgspec.DecodeError) as error:
-            raise NotTaken(f"no answer: {error}") from error
+        answer = self._heard()
         if not isinstance(answer, Taken):
             raise NotTaken(answer.why if isinstance(answer, No) else "an answer that was not asked for")
+
+    def _heard(self) -> Grant | Taken | No:
+        try:
+            answer = decode_answer(self._socket.recv(LONGEST))
+        except TimeoutError as error:
+            raise NotYet(f"no answer within {PATIENCE_S:g} s") from error
+        except (OSError, msgspec.DecodeError) as error:
+            raise NotTaken(f"no answer: {error}") from error
+        self._owed -= 1
+        return answer
 
     def keep_only(self, used: Collection[int]) -> None:
         """Let the rank unmap all other allocations. Raises NotTaken."""
@@ -153,15 +170,26 @@ class Offers:
             self._connections.pop(path).close()
         self._memory.look_again()
         for path in paths:
-            known = self._connections.pop(path, None)
-            if known is not None and not known.alive:
-                known.close()
-                known = None
             try:
-                self._connections[path] = known or Connection(path)
-                self._good.append(self._connections[path])
+                if self._connect(path).ready():
+                    self._good.append(self._connections[path])
+                else:
+                    self._without(path, "it has not answered the push before yet")
             except NotTaken as error:
-                log.warning("%s does not copy from here, but the arena's slot: %s", path, error)
+                self._without(path, error)
+
+    def _connect(self, path: str) -> Connection:
+        """The connection of before, unless the rank has hung up."""
+        known = self._connections.get(path)
+        if known is not None:
+            try:
+                known.ready()
+            except NotTaken:
+                self._connections.pop(path).close()
+                known = None
+        if known is None:
+            known = self._connections[path] = Connection(path)
+        return known
 
     def take(self, runs: Sequence[Run], *, last: bool) -> None:
         """Ask all ranks to copy these, which stay as they are until `taken`. What makes them is through."""
@@ -201,11 +229,15 @@ class Offers:
         self._connections.clear()
         self._good = []
 
-    def _each(self, act: Any) -> None:
+    def _each(self, act: Callable[[Connection], None]) -> None:
         for rank in list(self._good):
             try:
                 act(rank)
             except NotTaken as error:
                 self._good.remove(rank)
-                self._connections.pop(rank.path).close()
-                log.warning("%s does not copy from here, but the arena's slot: %s", rank.path, error)
+                if not isinstance(error, NotYet):
+                    self._connections.pop(rank.path).close()
+                self._without(rank.path, error)
+
+    def _without(self, path: str, why: object) -> None:
+        log.warning("%s does not copy from here, but the arena's slot: %s", path, why)

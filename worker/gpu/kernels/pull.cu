@@ -18,7 +18,9 @@ template <typename Word> __device__ void words(const void *from, void *to, unsig
 }
 extern "C" __global__ void pull(const unsigned long long *table, unsigned long long slot) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const unsigned long long *row = table + 3 * blockIdx.x;
+  __shared__ unsigned long long row[3];  // one read over the bus, not one for each warp
+  if (threadIdx.x < 3) row[threadIdx.x] = table[3 * blockIdx.x + threadIdx.x];
+  __syncthreads();
   const unsigned long long source = row[0], target = slot + row[1], bytes = row[2], low = source | target | bytes;
   if (!(low & 15)) words<uint4>((const void *)source, (void *)target, bytes / 16);
   else if (!(low & 3)) words<unsigned>((const void *)source, (void *)target, bytes / 4);

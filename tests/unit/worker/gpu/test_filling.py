@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from rollout_client import offers
 from rollout_client.device_slots import Grant, Keep, No, Rows, Segment, Show, Take, decode_answer, encode
 from rollout_client.offers import Offers
 from rollout_client.own_memory import Run
@@ -340,6 +341,26 @@ def test_what_was_taken_for_one_push_is_not_for_another(rank, trainer, caplog):
     assert rank.driver.copied > before
 
 
+def test_a_rank_that_maps_for_longer_than_a_push_waits_is_asked_again_once_it_has(rank, trainer, monkeypatch, caplog):
+    monkeypatch.setattr(offers, "PATIENCE_S", 0.2)
+    two, pusher, go_on = Version(2), trainer(), threading.Event()
+    opened, open_one = [], rank.driver.open_handle
+    rank.driver.open_handle = lambda handle: opened.append(go_on.wait(30)) or open_one(handle)
+    assert pusher.push(two) == 0
+    assert "no answer within" in caplog.text
+    assert pusher.push(two) == 0
+    assert "has not answered the push before yet" in caplog.text
+    assert rank.holds(rank.filling.stage(two.live, two.views), two)
+    go_on.set()
+    _wait_until(pusher.offers._connections[str(rank.path)].ready)
+    three = Version(3)
+    assert pusher.push(three) == 1
+    assert opened == [True, True], "once"
+    before = rank.driver.copied
+    assert rank.holds(rank.filling.stage(three.live, three.views), three)
+    assert rank.driver.copied == before
+
+
 def test_memory_that_cannot_be_mapped_is_said_and_the_arena_taken(rank, trainer, caplog):
     two, pusher = Version(2), trainer()
 
@@ -453,7 +474,7 @@ def test_what_a_push_left_unheard_is_not_the_answer_to_the_next(rank, trainer):
     pusher.offers.begin(pusher.paths, 0, two.live.write_epoch)
     pusher.offers.take(pusher.runs(LAYOUT.regions[:2]), last=True)
     pusher.offers.end()  # the push has failed
-    _wait_until(lambda: not pusher.offers._connections[str(rank.path)].alive)
+    _wait_until(pusher.offers._connections[str(rank.path)].ready)
     three = Version(3)
     assert pusher.push(three) == 1
     before = rank.driver.copied
