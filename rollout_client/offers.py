@@ -96,10 +96,11 @@ class Connection:
         self._owed += 1
 
     def taken(self) -> None:
-        """Wait for its answer. Raises NotTaken."""
-        answer = self._heard()
-        if not isinstance(answer, Taken):
-            raise NotTaken(answer.why if isinstance(answer, No) else "an answer that was not asked for")
+        """Wait for its answers, as many as it owes. Raises NotTaken."""
+        while self._owed:
+            answer = self._heard()
+            if not isinstance(answer, Taken):
+                raise NotTaken(answer.why if isinstance(answer, No) else "an answer that was not asked for")
 
     def _heard(self) -> Grant | Taken | No:
         try:
@@ -209,7 +210,7 @@ class Offers:
         self._each(ask)
 
     def taken(self) -> int:
-        """Wait until all have. Returns how many ranks have got everything so far."""
+        """Wait until all have, if they have not by now. Returns how many ranks have got everything so far."""
         self._each(Connection.taken)
         return len(self._good)
 

@@ -277,6 +277,16 @@ def test_a_version_that_is_made_for_the_push_comes_in_several_parts(rank, traine
     assert len(rank.driver.opened) == 2
 
 
+def test_an_answer_is_waited_for_once(rank, trainer, monkeypatch):
+    monkeypatch.setattr(offers, "PATIENCE_S", 30.0)
+    two, pusher = Version(2), trainer()
+    pusher.push(two)
+    began = time.monotonic()
+    assert pusher.offers.taken() == 1, "as it was"
+    assert time.monotonic() - began < 20.0
+    assert pusher.push(two) == 1
+
+
 def test_another_push_between_two_parts_ends_the_first(rank, trainer, caplog):
     two, three, first = Version(2), Version(3, slot=1), trainer()
     first.has(two)
