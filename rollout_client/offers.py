@@ -104,7 +104,7 @@ class Connection:
 
     def _heard(self) -> Grant | Taken | No:
         try:
-            answer = decode_answer(self._socket.recv(LONGEST))
+            answer: Grant | Taken | No = decode_answer(self._socket.recv(LONGEST))
         except TimeoutError as error:
             raise NotYet(f"no answer within {PATIENCE_S:g} s") from error
         except (OSError, msgspec.DecodeError) as error:
