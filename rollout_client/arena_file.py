@@ -4,7 +4,7 @@
  byte 8    nonce, 16 bytes                    byte 72 + 64 i    1 = slot i has memory behind it
  byte 24   bytes in a slot
  byte 32   number of slots                    byte 4096         slot 0, slot 1, ...
- byte 40   lease, CLOCK_MONOTONIC nanoseconds; 0 = none is needed
+ byte 40   lease, CLOCK_BOOTTIME nanoseconds; 0 = none is needed
  byte 48, and bytes 1024 to 4095: nobody reads them; older trainers and replicas wrote hints to each other there
 
 A slot of 2 MiB or more starts at a multiple of 2 MiB, the first one at 2 MiB, so that huge pages fit.
@@ -87,7 +87,7 @@ class ArenaFile:
     def expired(self) -> bool:
         """Whether a lease is needed and has run out: nothing may be served."""
         lease = int(self._words[_LEASE])
-        return lease != 0 and time.monotonic_ns() > lease
+        return lease != 0 and time.clock_gettime_ns(time.CLOCK_BOOTTIME) > lease
 
     def backed(self, slot: int) -> bool:
         """Whether the slot has memory; reading one without would silently allocate it."""

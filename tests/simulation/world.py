@@ -77,6 +77,9 @@ class World:
         clock = SimpleNamespace(
             monotonic=lambda: self.now,
             monotonic_ns=lambda: int(self.now * 1e9),
+            clock_gettime=lambda clock: self.now,
+            clock_gettime_ns=lambda clock: int(self.now * 1e9),
+            CLOCK_BOOTTIME=time.CLOCK_BOOTTIME,
             time=lambda: 1.7e9 + self.now,
             thread_time=lambda: 0.0,  # no work takes any
         )

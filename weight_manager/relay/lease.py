@@ -6,8 +6,15 @@ from weight_manager.arena import Arena
 from weight_manager.relay.messages import Holdings
 
 
+def clock() -> float:
+    """Seconds that a lease is counted in. They go on while the machine sleeps, as those of the store above do, which
+    commits without this one once the lease is over: by CLOCK_MONOTONIC a machine that wakes up would serve on.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Lease:
-    """Fenced until the first one. Times are monotonic seconds."""
+    """Fenced until the first one. until: by `clock`."""
 
     def __init__(self, arena: Arena, seconds: float) -> None:
         """seconds: of a full lease. What the last life of this store was given still counts, for its ranks."""
@@ -22,15 +29,17 @@ class Lease:
     @property
     def closed(self) -> bool:
         """Whether the lease has run out, so that nothing may be served here."""
-        return time.monotonic() >= self.until
+        return clock() >= self.until
 
-    def left_s(self, now: float) -> float:
+    @property
+    def left_s(self) -> float:
         """Seconds of the lease that may be handed on to stores below."""
-        return max(0.0, self.until - now)
+        return max(0.0, self.until - clock())
 
-    def ask(self, now: float, holds: Holdings) -> int:
+    def ask(self, holds: Holdings) -> int:
         """The number of the next beat, which says what is held here."""
         self._seq += 1
+        now = clock()
         self._asked = {seq: asked for seq, asked in self._asked.items() if asked[0] > now - self._seconds}
         self._asked[self._seq] = now, holds
         return self._seq

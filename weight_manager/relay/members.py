@@ -251,7 +251,7 @@ class Members:
             return 0.0  # the commit that runs does not wait for a lease that is given now
         seconds = self._config.relay_lease_s
         if self._lease is not None:
-            seconds = max(0.0, min(seconds, self._lease.left_s(now) - 0.05))
+            seconds = max(0.0, min(seconds, self._lease.left_s - 0.05))
         store.serves_until = now + seconds if seconds else store.serves_until
         return seconds
 

@@ -114,7 +114,7 @@ class Upstream:
             "endpoint": self._endpoint,
             "joined": self._joined,
             "fenced": self.lease.closed,
-            "lease_s": round(self.lease.left_s(now), 3),
+            "lease_s": round(self.lease.left_s, 3),
             "in_doubt": self.in_doubt,
             "refusal": self.refusal,
         }
@@ -191,7 +191,7 @@ class Upstream:
         """When `tick` has something to do."""
         times = [self._next_beat, self._heard + self._config.relay_lease_s * 0.6] if self._joined else [self._next_join]
         if not self._was_closed:
-            times.append(self.lease.until)
+            times.append(time.monotonic() + self.lease.left_s)
         times += [self._ask_in_doubt, self._ask_again, *([self._try_again] if self.next else [])]
         return min([*times, *(relayed.lost_at for relayed in self.relayed.values())])
 
@@ -248,7 +248,7 @@ class Upstream:
     def _beat(self, now: float) -> None:
         self._next_beat = now + self._config.relay_lease_s / BEATS
         self._leaving, holds = self._lines.leaving, self._members.live()
-        self.send(wire.Beat(self.lease.ask(now, holds), holds, self._leaving))
+        self.send(wire.Beat(self.lease.ask(holds), holds, self._leaving))
 
     def _handle(self, message: wire.FromAbove, now: float) -> None:
         match message:

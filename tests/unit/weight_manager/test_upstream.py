@@ -111,11 +111,11 @@ def test_when_nobody_knows_what_is_live_the_store_ends(pair):
 
 def test_who_claims_to_be_fenced_takes_no_lease_that_was_on_its_way(pair):
     below, _ = pair
-    asked = below.lease.ask(time.monotonic(), Holdings())
+    asked = below.lease.ask(Holdings())
     below.over("s")
     below.lease.given(asked, 2.0, Holdings())
     assert below.lease.closed, "the commit above goes on without it"
-    below.lease.given(below.lease.ask(time.monotonic(), Holdings()), 2.0, Holdings())
+    below.lease.given(below.lease.ask(Holdings()), 2.0, Holdings())
     assert not below.lease.closed
 
 
@@ -158,8 +158,8 @@ MINE, ANOTHER = Live("run", 2, 5, 1, "d" * 16), Live("run", 1, 4, 0, "e" * 16)
 
 def in_doubt(below, line):
     """A store with a lease, in doubt of MINE. Returns a beat that was sent before, and what becomes of it."""
-    below.lease.given(below.lease.ask(time.monotonic(), Holdings()), 2.0, Holdings())
-    asked = below.lease.ask(time.monotonic(), Holdings())
+    below.lease.given(below.lease.ask(Holdings()), 2.0, Holdings())
+    asked = below.lease.ask(Holdings())
     did = []
     coordinator = SimpleNamespace(
         in_doubt=True,
