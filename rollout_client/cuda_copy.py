@@ -213,9 +213,12 @@ class CudaCopier:
             waiting: deque[_Batch] = deque()
             started: list[_Batch] = []  # and not hashed yet
             digested = 0  # batches that are
-            for batch in _batches(jobs):
-                started.append(_Batch(torch, place, batch))
-                waiting.append(started[-1])
+            coming, hashed = deque(_batches(jobs)), deque[_Batch]()  # hashed: are being, and not on their way yet
+            while coming or hashed:
+                batch = hashed.popleft() if hashed else _Batch(torch, copying, coming.popleft())
+                batch.send(place)
+                waiting.append(batch)
+                started += [] if batch.proven else [batch]
                 waiting[0].tell(reporter)  # ranks begin to copy: starting all of them takes milliseconds
                 if known is not None:
                     reporter.turn()  # the version may be live by now
@@ -225,6 +228,9 @@ class CudaCopier:
                     self._prove(started, summing, digester, known)
                     digested += len(started)
                     started.clear()
+                if digested and not started and not hashed and not batch.made and known is None:
+                    hashed += self._next(coming, copying)
+                    self._prove([one for one in hashed if not one.made], summing, digester, known)
                 while (len(waiting) > AHEAD and waiting[0].done()) or sum(one.made for one in waiting) > MADE_BYTES:
                     self._report(waiting, reporter)
             self._prove(started, summing, digester, known)
@@ -233,6 +239,15 @@ class CudaCopier:
         finally:
             copying.synchronize()
             summing.synchronize()
+
+    def _next(self, coming: "deque[list[Job]]", copying: Any) -> "list[_Batch]":
+        """Batches to be hashed in one launch before they are copied: beside a rank that computes, that waits for the
+        GPU's turns longer than copying takes. Up to the first of which something has to be made.
+        """
+        found: list[_Batch] = []
+        while coming and not (found and found[-1].made) and sum(one.nbytes for one in found) < TOGETHER_BYTES:
+            found.append(_Batch(self._torch, copying, coming.popleft()))
+        return found
 
     def _report(self, waiting: "deque[_Batch]", reporter: Reporter) -> None:
         """Wait for the first of these, and tell the store."""
@@ -397,32 +412,43 @@ class _Place:
 
 
 class _Batch:
-    """Some jobs that are under way; making one starts its copies to the host. What is read stays alive with it.
+    """Some jobs that are copied together; `send` starts that. What is read stays alive with it.
 
     tensors: what is copied, contiguous. ready: when those that had to be made are there; None: there are none such.
     """
 
-    def __init__(self, torch: Any, place: _Place, jobs: Sequence[Job]) -> None:
+    def __init__(self, torch: Any, copying: Any, jobs: Sequence[Job]) -> None:
+        """copying: the stream that makes what has to be made, and is to copy."""
         self._torch = torch
         self._digesting: Hashing | Summing | None = None
         self._known: list[int] | None = None
         self._numbers: list[tuple[int, int]] = []  # copy, bytes
         self._parts: deque[tuple[Any, int, int, int]] = deque()  # event, copy, offset in it, bytes: of large tensors
         self.tensors: list[Any] = []
-        places: list[Copy] = []
+        self._places: list[Copy] = []
+        self._events: list[Any] = []
         self.made = 0  # bytes of those that had to be made
-        with torch.cuda.stream(place.stream):
+        with torch.cuda.stream(copying):
             for source, copies in jobs:
                 for number, copy in copies:
                     piece, new = _dense(torch, source.on_gpu, copy)
                     self.made += new * _nbytes(copy)
                     self.tensors.append(piece)
-                    places.append(copy)
+                    self._places.append(copy)
                     self._numbers.append((number, _nbytes(copy)))
-            self.ready = place.stream.record_event() if self.made else None
-            for (number, nbytes), tensor, copy in zip(self._numbers, self.tensors, places, strict=True):
+            self.ready = copying.record_event() if self.made else None
+
+    def send(self, place: _Place) -> None:
+        """Start its copies to the host."""
+        with self._torch.cuda.stream(place.stream):
+            for (number, nbytes), tensor, copy in zip(self._numbers, self.tensors, self._places, strict=True):
                 self._send(place, number, tensor, copy, nbytes)
-            self._events = [place.stream.record_event()]
+            self._events.append(place.stream.record_event())
+
+    @property
+    def proven(self) -> bool:
+        """Its digests are known, or on their way."""
+        return self._digesting is not None or self._known is not None
 
     @property
     def nbytes(self) -> int:
@@ -440,8 +466,7 @@ class _Batch:
 
     def done(self) -> bool:
         """Whether everything of it has arrived."""
-        proven = self._digesting is not None or self._known is not None
-        return proven and all(event.query() for event in self._events)
+        return self.proven and all(event.query() for event in self._events)
 
     def tell(self, reporter: Reporter) -> None:
         """Tell the store which parts of large tensors have arrived since it was told last."""

@@ -163,6 +163,7 @@ def pushed(monkeypatch):
         slot = bytearray(TENSORS.nbytes)
         streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
         digester = Digester()
+        push.queued = lambda: len(streams[0].queued)
         store = push.store = Store(streams[0], digester)
         copier = CudaCopier.__new__(CudaCopier)
         base = streams[0].memory.ctypes.data
@@ -225,6 +226,22 @@ def test_many_batches_are_hashed_in_one_launch(pushed, together, launches):
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
     assert len(hashed) == launches
     assert len(hashed[0]) == min(2, together)
+
+
+def test_a_launch_does_not_wait_until_all_that_it_hashes_is_on_its_way(pushed, monkeypatch):
+    """Where a rank computes, digests take longer than the copies; they were asked for once the last copy was."""
+    on_their_way, start = [], Digester.start
+
+    def noted(self, tensors, stream):
+        on_their_way.append(pushed.queued())
+        return start(self, tensors, stream)
+
+    monkeypatch.setattr(Digester, "start", noted)
+    pushed(SPANS)
+    assert on_their_way == [2, 2]
+    on_their_way.clear()
+    pushed(SPANS, 12 * PART)
+    assert on_their_way == [2, 2, 14, 26]
 
 
 def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
