@@ -1,5 +1,5 @@
-"""Rank 0: reads the inbox in its one order, and owes everyone their answer. Which order the ranks get is decided by
-what is made here and lives in event_loop.py.
+"""Rank 0: reads the inbox in its one order, and owes everyone their answer. Which order the ranks get, and whether a
+step runs, is decided by what is made here and lives in deciding.py and stepping.py.
 """
 
 import logging
@@ -13,8 +13,8 @@ from worker.adapter_membership import AdapterMembership
 from worker.calls import Calls
 from worker.channel import Channel, Send
 from worker.config import WorkerConfig
+from worker.deciding import Asker, Deciding
 from worker.draining import Draining
-from worker.event_loop import Asker, Deciding, Stepping
 from worker.grammar import Grammars
 from worker.interrupting import Interrupting
 from worker.lifecycle import Event, Lifecycle, WorkerState
@@ -42,6 +42,7 @@ from worker.pausing import Pausing
 from worker.scheduler import Scheduler
 from worker.sequence import Line, Telling
 from worker.stats import Subscribers, memory_of, of_scheduler
+from worker.stepping import Stepping
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +353,7 @@ class Leader:
         else:
             self._admission.offer(origin, message, self._version)
 
-    # agree: event_loop.Deciding, with this
+    # agree: Deciding, with this
 
     def _advance(self) -> None:
         self.membership.advance()

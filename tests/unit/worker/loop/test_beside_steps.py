@@ -13,7 +13,7 @@ from tests.fake_engine import FakeEngine
 from tests.unit.worker.conftest import Ahead
 from tests.unit.worker.loop.test_adapter_commits import Adapter
 from weight_manager.messages import Finalize, Finalized, Flip, Flipped, InPlace, Prepare, Prepared, Rollback, RolledBack
-from worker import event_loop, membership
+from worker import membership, stepping
 
 PATIENCE_S = 30.0
 
@@ -218,8 +218,8 @@ def _voted_beside_the_last_step(busy, device):
 
 
 def test_a_flip_waits_for_no_step_but_the_one_under_way(busy, device, monkeypatch):
-    monkeypatch.setattr(event_loop, "_LEAD_S", -PATIENCE_S)  # the device is never about to stand idle
-    monkeypatch.setattr(event_loop, "_WORTH_S", 0.0)
+    monkeypatch.setattr(stepping, "_LEAD_S", -PATIENCE_S)  # the device is never about to stand idle
+    monkeypatch.setattr(stepping, "_WORTH_S", 0.0)
     behind = _voted_beside_the_last_step(busy, device)
     busy.store.send(Flip("s"))
     device.gate.let_go()
@@ -232,7 +232,7 @@ def test_a_flip_waits_for_no_step_but_the_one_under_way(busy, device, monkeypatc
 
 
 def test_a_device_is_not_left_idle_for_a_flip_that_is_not_said(busy, device, monkeypatch):
-    monkeypatch.setattr(event_loop, "_WORTH_S", 0.0)
+    monkeypatch.setattr(stepping, "_WORTH_S", 0.0)
     behind = _voted_beside_the_last_step(busy, device)
     _until(lambda: device.behind > behind)
     assert device.gate.held, "the step before is still under way"
@@ -244,8 +244,8 @@ def test_a_device_is_not_left_idle_for_a_flip_that_is_not_said(busy, device, mon
 
 
 def test_a_step_that_was_put_off_is_launched_once_the_commit_is_over(busy, device, monkeypatch):
-    monkeypatch.setattr(event_loop, "_LEAD_S", -PATIENCE_S)
-    monkeypatch.setattr(event_loop, "_WORTH_S", 0.0)
+    monkeypatch.setattr(stepping, "_LEAD_S", -PATIENCE_S)
+    monkeypatch.setattr(stepping, "_WORTH_S", 0.0)
     _voted_beside_the_last_step(busy, device)
     busy.store.send(Rollback("s", "no more"))
     device.gate.let_go()

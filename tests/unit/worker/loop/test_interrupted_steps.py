@@ -6,9 +6,9 @@ import pytest
 from weight_manager import messages as store_messages
 from weight_manager.life import State
 from weight_manager.messages import Live, Rollback, RolledBack
-from worker.event_loop import Stepping
 from worker.interrupting import Interrupting
 from worker.membership import Session
+from worker.stepping import Stepping
 
 STEP_S = 0.4
 
