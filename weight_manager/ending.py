@@ -31,7 +31,10 @@ class Ending:
     """
 
     def __init__(self, parent: int, *, orphaned_s: float = ORPHANED_S, asked_s: float = ASKED_S) -> None:
-        """parent: the process without which this one makes no sense."""
+        """parent: the process without which this one makes no sense.
+
+        arenas: files that must not outlive this one.
+        """
         self._limits = orphaned_s, asked_s
         self._heard, self._written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._parent: int | None = None
@@ -40,19 +43,21 @@ class Ending:
         self._asked = False
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
-        self._arenas: list[Path] = []
+        self.arenas: list[Path] = []
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)  # what matters is the byte in the pipe
         signal.set_wakeup_fd(self._written)
         threading.Thread(target=self._listen, name="ending", daemon=True).start()
 
     def made(self, arena: Path) -> None:
-        """Remember an arena's file: it must not outlive the process, nor must those that were told of before."""
-        self._arenas.append(arena)
+        """Remember an arena's file: it must not outlive the process, nor must those that were told of before. Those that
+        are gone are forgotten: adapters of other shapes come with arenas of their own, for weeks.
+        """
+        self.arenas = [*(path for path in self.arenas if path.exists()), arena]
 
     def spare(self) -> None:
         """Forget all files: whoever made them has removed them, or they are to stay for the next life of the store."""
-        self._arenas.clear()
+        self.arenas.clear()
 
     def tell(self, stop: Callable[[], None]) -> None:
         """Call `stop` from a thread when it is time; at once if it is time already."""
@@ -84,7 +89,7 @@ class Ending:
         orphaned = self._parent is not None and bool(select.select([self._parent], [], [], 0)[0])
         limit = self._limits[0] if orphaned else self._limits[1]
         time.sleep(limit)  # a daemon's: the process does not wait for this
-        for arena in list(self._arenas):
+        for arena in list(self.arenas):
             arena.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.write(2, f"the store did not end within {limit:g} s of being asked to; it ends now\n".encode())
