@@ -139,25 +139,23 @@ def adapter_tensors(
     tensors are left out. Raises ValueError naming what else is there, since it was trained and would be lost.
     """
     items = list(named.items() if isinstance(named, Mapping) else named)
-    found: list[tuple[str, str, T]] = []
-    others: list[str] = []
-    for name, tensor in items:
-        parsed = _parsed(name)
-        if parsed is None:
-            others.append(name)
-        else:
-            found.append((*parsed, tensor))
-    adapters = {of for of, _, _ in found}
-    if not found:
+    parsed = [_parsed(name) for name, _ in items]
+    adapters = {one[0] for one in parsed if one is not None}
+    if not adapters:
         raise ValueError("no LoRA tensors (….lora_A.weight and ….lora_B.weight) are in this state dict")
     if adapter is None and len(adapters) > 1:
         raise ValueError(f"several adapters are in this state dict, say which: {', '.join(sorted(adapters))}")
     if adapter is not None and "" not in adapters:
         if adapter not in adapters:
             raise ValueError(f"no adapter {adapter!r} is in this state dict, only {', '.join(sorted(adapters))}")
-        found = [item for item in found if item[0] == adapter]
+        adapters = {adapter}
+    others = [name for (name, _), one in zip(items, parsed, strict=True) if one is None]
     _check_others(others, whole_model=any(_BASE.fullmatch(name) for name in others))
-    return [(name, tensor) for _, name, tensor in found]
+    return [
+        (one[1], tensor)
+        for one, (_, tensor) in zip(parsed, items, strict=True)
+        if one is not None and one[0] in adapters
+    ]
 
 
 def check_name(name: str) -> None:

@@ -10,7 +10,7 @@ from rollout_client import copying
 from rollout_client.copying import WIRE_DTYPE, Alike, move, slot_view, source_view
 from rollout_client.digest import PIECE, digest_of
 from rollout_client.protocol import Copy, Part
-from rollout_client.tensors import Slice, sources
+from rollout_client.tensors import Slice, Source, sources
 
 SLOT = 1 << 16
 
@@ -39,7 +39,7 @@ def moved(alike, held, slot):
 
 def test_the_store_hears_of_each_share_while_the_next_is_moved(monkeypatch):
     monkeypatch.setattr(copying, "SHARE", 400)
-    tensors = [np.full(60, i, np.float32) for i in range(9)]
+    tensors = [np.full(60, i, ">f4") for i in range(9)]
     held = sources({str(i): t for i, t in enumerate(tensors)})
     alike = Alike.of([copy(i, 60, 0, 64 * i) for i in range(9)], [s.part for s in held], SLOT)
     slot, seen = memoryview(bytearray(SLOT)), []
@@ -52,6 +52,26 @@ def test_the_store_hears_of_each_share_while_the_next_is_moved(monkeypatch):
         assert not there[64 * (first + len(digests)) :].any(), "what follows is not moved yet"
         assert not any(source.located for source in held[first + len(digests) :]), "nor looked for"
     assert seen == list(range(9))
+
+
+def test_arrays_are_looked_up_together():
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    held = [whole, whole[1:3], whole.T, whole[:, :3], whole[0], np.empty((0, 3), np.float16), np.array(1, np.float32)]
+    for array in held:
+        array.flags.writeable = False
+    found = copying.ready().addresses(held).tolist()
+    assert found == [a.ctypes.data if a.flags.c_contiguous else 0 for a in held]
+    assert copying.ready().addresses([]).tolist() == []
+
+
+def test_arrays_that_were_looked_up_are_not_asked_one_by_one(monkeypatch):
+    tensors = [np.full(60, i, np.float32) for i in range(9)]
+    held = sources({str(i): t for i, t in enumerate(tensors)})
+    alike = Alike.of([copy(i, 60, 0, 64 * i) for i in range(9)], [s.part for s in held], SLOT)
+    monkeypatch.setattr(Source, "_address", lambda source: pytest.fail("this takes two microseconds each"))
+    slot = memoryview(bytearray(SLOT))
+    assert moved(alike, held, slot) == [digest_of(t.tobytes()) for t in tensors]
+    assert [np.frombuffer(slot, np.float32)[64 * i] for i in range(9)] == list(range(9))
 
 
 @pytest.mark.parametrize("dst", ["float32", "bfloat16"])
