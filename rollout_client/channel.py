@@ -12,6 +12,7 @@ import zmq.utils.monitor
 
 from rollout_client.curve import TrainerKeys
 from rollout_client.errors import RolloutError, StoreUnavailable, Unauthorized, from_wire
+from rollout_client.prompt_threads import possible, prompt_context
 from rollout_client.protocol import MAX_HEADER_BYTES, Error, Message, Reply, decode_reply, encode
 
 _FAILED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -73,7 +74,7 @@ class Channel:
         self.endpoint = endpoint
         self.data_port_closed = False  # the store offers one, and it cannot be reached from here
         self._keys = keys
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = prompt_context()
         self._closed = False
         self._opened = 0  # sockets so far
         try:
@@ -86,7 +87,8 @@ class Channel:
         """Queue a message; payload buffers are not copied and must stay as they are until the session is over.
 
         computing: this thread goes on with something else. What sends is a thread of ZMQ's, which the kernel often puts
-        where this one runs: it gets a turn now, and not after milliseconds, when this one waits for something.
+        where this one runs. If it is not prompt (prompt_threads.py), it gets a turn now, and not after milliseconds,
+        when this one waits for something; what else wants this core, too, gets one then.
         Raises StoreUnavailable when no store takes it in time, or it is gone before it has taken all of it.
         """
         end = time.monotonic() + timeout_s
@@ -100,7 +102,7 @@ class Channel:
             except zmq.Again:  # it had room, and the connection was gone before it was used
                 if time.monotonic() >= end:
                     self._refuse(message, timeout_s)
-        if computing:
+        if computing and not possible():
             os.sched_yield()
         try:
             for i, buffer in enumerate(payload, 1):

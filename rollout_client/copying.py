@@ -38,7 +38,9 @@ WIRE_DTYPE: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
 }
 SHARE = 6 << 20
-"""Bytes of a small push that are moved before the store hears of them, and checks them while the next are."""
+"""Bytes of a small push, or a little more, that are moved before the store hears of them, and checks them while the
+next are. All shares are as large: what is done for each besides takes as long for a small one.
+"""
 BLOCK = 64 << 10
 """Elements of a block: 256 KiB of float32, so that a block, its cast and what the cast needs stay in L2."""
 
@@ -90,8 +92,9 @@ class Alike:
         self._rows, self._fast = rows, fast
         self._part = np.array([copy.part for copy in copies], np.intp)
         ends = np.cumsum(rows[:, 2] * rows[:, 3])
-        shares = range(SHARE, int(ends[-1]) if len(ends) else 0, SHARE)
-        cuts = sorted({0, *np.searchsorted(ends, shares).tolist(), len(rows)})
+        total = int(ends[-1]) if len(ends) else 0
+        shares = max(round(total / SHARE), 1)
+        cuts = sorted({0, *np.searchsorted(ends, np.arange(1, shares) * total / shares).tolist(), len(rows)})
         self._runs = [(a, b, int((rows[a:b, 2] * rows[a:b, 3]).sum())) for a, b in pairwise(cuts)]
 
     @classmethod

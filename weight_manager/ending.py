@@ -50,8 +50,8 @@ class Ending:
         threading.Thread(target=self._listen, name="ending", daemon=True).start()
 
     def made(self, arena: Path) -> None:
-        """Remember an arena's file: it must not outlive the process, nor must those that were told of before. Those that
-        are gone are forgotten: adapters of other shapes come with arenas of their own, for weeks.
+        """Remember an arena's file: it must not outlive the process, nor must those that were told of before. What is
+        gone is forgotten: adapters of other shapes come with arenas of their own, for weeks.
         """
         self.arenas = [*(path for path in self.arenas if path.exists()), arena]
 

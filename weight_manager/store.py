@@ -19,6 +19,7 @@ import zmq
 
 from rollout_client import copying
 from rollout_client.curve import TrainerKeys
+from rollout_client.prompt_threads import prompt_context
 from rollout_client.protocol import MAX_HEADER_BYTES
 from weight_manager import messages
 from weight_manager.adapters.calls import AdapterCalls
@@ -90,7 +91,7 @@ class Store:
         self._adapters_at = config.state / ADAPTERS_FOLDER
         made(self._arena.path)
         self._pages = HugePages(self._arena, lambda: self._coordinator.filling)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = prompt_context()
         self._routers: list[Router] = []
         self._data_ports: list[DataPort] = []
         self._gate: Gate | None = None

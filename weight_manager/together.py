@@ -79,11 +79,13 @@ class Together:
         if wrong.any():
             what = f"copy {numbers[wrong][0]} is none of the {len(self.written)} placed"
             raise PushRefused("bad_message", what)
-        twice = self.written[numbers]
-        if twice.any() or len(np.unique(numbers)) < len(numbers):
+        written = self.written.copy()
+        written[numbers] = True
+        if np.count_nonzero(written) < np.count_nonzero(self.written) + len(numbers):
+            twice = self.written[numbers]
             name = self.laid.names[numbers[twice][0] if twice.any() else _repeated(numbers)]
             raise PushRefused("duplicate_tensor", f"{name} was reported complete twice", [name])
-        self.written[numbers] = True
+        self.written = written
         return numbers, np.array([digest for _, digest in held], np.uint64)
 
     def check(self, fast: Kernels, slot: memoryview, numbers: Int64, claimed: npt.NDArray[np.uint64]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from rollout_client.prompt_threads import prompt_context
 from weight_manager import messages as store_messages
 from weight_manager.curve import Gate, StoreKeys
 from weight_manager.errors import UNREADABLE
@@ -84,7 +85,7 @@ class Channel:
             raise ValueError(f"{listen} can be reached from other hosts: worker.curve_keys must be set")
         self.bad_messages = 0
         self._gone: list[bytes] = []
-        self._context = zmq.Context()
+        self._context = prompt_context()
         self.run_dir = run_dir
         self._path = run_dir / f"replica-{replica}.sock"
         self._path.unlink(missing_ok=True)  # left by a predecessor that was killed

@@ -260,7 +260,7 @@ def test_a_tensor_whose_place_cannot_be_told_undoes_the_session(store, publisher
     look_up(monkeypatch, lambda: 1 / 0)
     store.place(TWO)
     with pytest.raises(ZeroDivisionError):
-        publisher().push({"a": A, "b": B}, 1)
+        publisher().push({"a": A.astype(">f4"), "b": B}, 1)
     assert [message.session for message in store.of(wire.Abort)] == ["session"]
 
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -7,7 +5,7 @@ from rollout_client import copying, shm_transport
 from rollout_client.digest import PIECE, digest_of
 from rollout_client.protocol import Copy
 from rollout_client.shm_transport import TOGETHER_BYTES, Gathered, move_units, together, units
-from rollout_client.tensors import sources
+from rollout_client.tensors import Source, sources
 
 MIB = 1 << 20
 
@@ -111,10 +109,10 @@ def test_what_goes_together_is_moved_as_if_it_went_alone():
 def test_a_part_is_fetched_once_and_let_go_after_its_last_copy(monkeypatch):
     monkeypatch.setattr(shm_transport, "PIECE", 64)
     (source,) = sources({"w": content(256)})
-    fetched = []
+    fetched, load = [], Source.load
     slot = Slot(1024)
-    counted = replace(source, load=lambda: fetched.append(1) or source.load())
-    found = slot.units(counted, plain(40), plain(24, 100, src_offset=40))
+    monkeypatch.setattr(Source, "load", lambda source: fetched.append(1) or load(source))
+    found = slot.units(source, plain(40), plain(24, 100, src_offset=40))
     assert len(found) == 5
     for unit in found:
         assert unit.loaded.users > 0
