@@ -16,8 +16,9 @@ from fleet_ray import messages
 from fleet_ray.actors import Place
 from fleet_ray.apis import Apis
 from fleet_ray.config import FleetConfig
+from fleet_ray.errors import short
 from fleet_ray.kept_file import KeptFile
-from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Scale
+from fleet_ray.messages import Failed, FleetState, GetFleet, Reply, Request, Scale
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.shipment import KEYS, bracketed, pack
 from fleet_ray.stores import Stores
@@ -161,6 +162,13 @@ class Head:
             request = messages.decode_request(frame)
         except UNREADABLE as error:
             return Failed("", f"bad message: {error}")
+        try:
+            return self._do(request)
+        except Exception as error:  # or nobody would be answered any more
+            log.exception("%s could not be done", type(request).__name__)
+            return Failed(request.call, f"it could not be done: {short(error)}")
+
+    def _do(self, request: Request) -> Reply:
         match request:
             case Scale(replicas=wanted) if not 0 <= wanted <= MOST:
                 return Failed(request.call, f"{wanted} replicas: 0 to {MOST} are possible")

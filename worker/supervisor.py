@@ -173,7 +173,11 @@ class Supervisor:
         except UNREADABLE as error:
             reply: Reply = Failed("", f"bad message: {error}")
         else:
-            reply = await self._reply(request)
+            try:
+                reply = await self._reply(request)
+            except Exception as error:  # whoever asked waits for minutes
+                log.exception("%s could not be done", type(request).__name__)
+                reply = Failed(request.call, f"it could not be done: {error}")
         await socket.send_multipart([frames[0], encode(reply)])
 
     async def _reply(self, request: object) -> Reply:

@@ -19,7 +19,7 @@ from fleet_ray.apis import Apis
 from fleet_ray.config import FleetConfig
 from fleet_ray.head import Head
 from fleet_ray.kept_file import KeptFile
-from fleet_ray.messages import SOCKET, Failed, FleetState, GetFleet, decode_reply, encode
+from fleet_ray.messages import SOCKET, Failed, FleetState, GetFleet, Scale, decode_reply, encode
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.stores import Stores
 from tests.unit.fleet_ray.test_apis import NODE, Actor, Method, until
@@ -181,6 +181,20 @@ async def test_the_fleet_answers_after_bytes_that_cannot_be_read(short_dir, unre
         asker.connect(f"ipc://{short_dir / SOCKET}")
         for message, answer in ((unreadable, Failed), (encode(GetFleet("a")), FleetState)):
             await asker.send(message)
+            assert isinstance(decode_reply(await asyncio.wait_for(asker.recv(), 30)), answer)
+    control.cancel()
+    await asyncio.gather(control, return_exceptions=True)
+
+
+async def test_the_fleet_answers_after_a_scale_that_failed(short_dir, monkeypatch):
+    head = Head(FleetConfig(run_dir=short_dir), short_dir / "config.json")
+    monkeypatch.setattr(head, "_scale", failing_once(None))
+    control = asyncio.create_task(head._serve_control())
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(f"ipc://{short_dir / SOCKET}")
+        for message, answer in ((Scale("a", 2), Failed), (Scale("b", 2), FleetState)):
+            await asker.send(encode(message))
             assert isinstance(decode_reply(await asyncio.wait_for(asker.recv(), 30)), answer)
     control.cancel()
     await asyncio.gather(control, return_exceptions=True)

@@ -382,6 +382,24 @@ def test_status_bad_bytes_and_shutdown_over_the_socket(run_dir, lines):
     assert supervise([unit("store", "store", SLEEP)], run_dir, lines, script) == 0
 
 
+def test_a_restart_that_fails_in_a_way_nobody_thought_of_is_answered(run_dir, lines, monkeypatch):
+    """Whoever asked waits for minutes otherwise, and knows no more then."""
+
+    async def fails(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("worker.supervisor.restart_units", fails)
+
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        for call in ("c1", "c2"):
+            answer = await ask(run_dir, Restart(call, ["store"]))
+            assert isinstance(answer, Failed)
+            assert (answer.call, "Too many open files" in answer.message) == (call, True)
+
+    assert supervise([unit("store", "store", SLEEP)], run_dir, lines, script) == 0
+
+
 def test_restart_of_a_unit_is_not_counted_as_a_failure(run_dir, lines):
     async def script(supervisor):
         await until(lambda: all(pids(supervisor).values()))
