@@ -12,8 +12,8 @@ waits for every step that has been launched, so while one is near the next step 
 would stand idle, and not at all if the store has said to flip by then.
 
 Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
-take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token is drawn of that
-before they are final; after a rollback it is thrown away, and what it wrote is written anew (ADR 22).
+take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token of that leaves the
+device before they are final; after a rollback it is thrown away, and what it wrote is written anew (ADR 22).
 
 Of several ranks rank 0 alone draws, so it alone takes steps in; all launch each step, in one order. A tick with a step
 says to the others which it is, or that the one that was launched ahead is taken; then which goes behind it; and a flip
@@ -211,7 +211,7 @@ class EventLoop:
             self._leader.stepping.dropped()
         else:
             self._ahead, self._ventured = logits, True
-            self._leader.stepping.tidy()
+            self._leader.stepping.tidy(logits)
 
     def _taken(self) -> Logits | None:
         if self._ventured and self._leader and self._leader.membership.holding:

@@ -217,6 +217,13 @@ class Scheduler:
             self._begun = self._sampler.begin(logits, cohort.asked(sources) if len(cohort) else None, picks)
         return True
 
+    def draw_together(self, logits: Logits) -> None:
+        """Begin to draw the tokens of a step that may be thrown away. Only where a drawing leaves nothing behind that
+        one done again would find: of the cohort, whose logits nobody edits.
+        """
+        if self._step is not None and not self._step.rows:
+            self.draw(logits)
+
     def follow(self, logits: Logits) -> Logits | None:
         """Begin to draw the tokens of the step under way, and launch the step after it behind them, before they are
         known: a device goes on at once while the host takes them in. All tokens before them are, so that penalties and

@@ -211,8 +211,11 @@ class Stepping:
         """Throw away the step that was ventured."""
         self._scheduler.discard()
 
-    def tidy(self) -> None:
-        """While the device computes and the store decides: what else would be done once the weights are final."""
+    def tidy(self, logits: Logits) -> None:
+        """While the device computes what was ventured and the store decides: what else would be done once the weights
+        are final. The device draws the tokens, too; nobody hears of them before.
+        """
+        self._scheduler.draw_together(logits)
         self._scheduler.bring_up()
 
     def given_up(self) -> None:

@@ -130,6 +130,27 @@ def test_a_step_is_computed_while_the_store_decides_and_its_tokens_come_after(bu
     assert busy.api.stats().counters.get("discarded_steps", 0) == 0, "it counted"
 
 
+@pytest.mark.parametrize("ends", ["finalize", "rollback"])
+def test_tokens_are_drawn_on_the_device_meanwhile_and_fetched_once_the_version_is_live(busy, steps, monkeypatch, ends):
+    begun, fetched, begin, drawn = [], [], Ahead.begin, Ahead.drawn
+    monkeypatch.setattr(Ahead, "begin", lambda self, *given: begun.append(self) or begin(self, *given))
+    monkeypatch.setattr(Ahead, "drawn", lambda self: fetched.append(self) or drawn(self))
+    assert _flipped(busy, steps) == 1
+    assert begun[-1] not in fetched
+    assert begun[-2] in fetched
+    ventured, many = begun[-1], len(begun)
+    if ends == "finalize":
+        busy.store.send(Finalize("s"))
+        busy.store.expect(Finalized)
+    else:
+        busy.store.send(Rollback("s", "a replica said no"))
+        busy.store.expect(RolledBack)
+    assert _finish(busy) == [[0, 1] if ends == "finalize" else [0]] * len(NAMES)
+    assert len(begun) > many
+    assert (ventured in fetched) == (ends == "finalize")
+    assert begun.count(ventured) == 1
+
+
 def test_a_step_of_a_version_that_is_rolled_back_is_thrown_away(busy, steps):
     assert _flipped(busy, steps) == 1
     busy.store.send(Rollback("s", "a replica said no"))
