@@ -82,6 +82,7 @@ class Scheduler:
         self._version = 0
         self._step: Step | None = None
         self._begun: Begun | None = None  # its tokens, when a device draws them
+        self._begun_of = 0  # the cohort's `changes` then
         self._next: Step | None = None  # launched behind it
         self._outputs: dict[bytes, list[Chunk | Line]] = {}
         self._least = FEW  # sequences that are kept in arrays
@@ -215,6 +216,7 @@ class Scheduler:
                 return False
             sources = cohort.sources(step.together, step.changes)
             self._begun = self._sampler.begin(logits, cohort.asked(sources) if len(cohort) else None, picks)
+            self._begun_of = cohort.changes
         return True
 
     def draw_together(self, logits: Logits) -> None:
@@ -285,6 +287,7 @@ class Scheduler:
         step, self._step = self._step, self._next
         begun, self._begun, self._next = self._begun, None, None
         assert step is not None, "no step is under way"
+        assert begun is None or self._begun_of == self._cohort.changes, "whoever changes the cohort discards the step"
         step.took(seconds)
         self._kv.settle()
         self._least = FEW if isinstance(logits, np.ndarray) else 1
