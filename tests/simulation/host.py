@@ -44,7 +44,7 @@ class Memory:
     """An arena: shared memory that outlives processes. Owned by one store at a time."""
 
     made: ClassVar[dict[str, "Memory"]] = {}
-
+    digests: ClassVar[dict[tuple[str, bytes], str]] = {}  # by layout and bytes
     numbers: ClassVar[Iterator[int]]
 
     def __init__(self, path: str, slot_bytes: int, slots: int, spare: int) -> None:
@@ -61,6 +61,7 @@ class Memory:
     def reset(cls) -> None:
         """A new run."""
         cls.made.clear()
+        cls.digests.clear()
         cls.numbers = itertools.count()
 
     @classmethod
@@ -121,8 +122,11 @@ class Memory:
             self.unlink()
 
     def holds(self, slot: int, layout: Layout = LAYOUT) -> str:
-        """Digest of what lies there."""
-        return version_digest(layout, region_digests(layout, self.slot(slot)))
+        """Digest of what lies there: mostly what lay there at the step before."""
+        key = layout.digest, bytes(self.slot(slot))
+        if key not in self.digests:
+            self.digests[key] = version_digest(layout, region_digests(layout, self.slot(slot)))
+        return self.digests[key]
 
 
 class Disk:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -16,8 +17,8 @@ from tests.simulation.host import LAYOUT, Host, Memory, adapter_of, bytes_of
 from tests.simulation.network import Connection, Frames
 from tests.simulation.world import World
 from weight_manager import messages
-from weight_manager.adapters.plan import adapter_layout
-from weight_manager.layout import region_digests, version_digest
+from weight_manager.adapters.plan import AdapterShape, adapter_layout
+from weight_manager.layout import Layout, region_digests, version_digest
 from weight_manager.messages import Live, LiveAdapter
 from worker.adapter_membership import AdapterMembership
 from worker.gpu.weights import Ahead
@@ -167,6 +168,12 @@ class Ranks:
         return Verdict(True)
 
 
+@lru_cache(maxsize=64)
+def _layout_of(shape: AdapterShape) -> Layout:
+    """Asked for at every step of every replica."""
+    return adapter_layout(shape, LAYOUT)
+
+
 class Versions:
     """Stands for the adapters that the ranks of a replica hold (worker/adapter_views.py).
 
@@ -176,7 +183,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[LiveAdapter, Memory]] = {}
-        self._copies: dict[int, bytes] = {}  # by epoch
+        self._copies: dict[int, str] = {}  # by epoch: the digest of what was copied, which nobody writes to
         self._arriving: dict[str, tuple[tuple[str, int, int], dict[int, bytes]]] = {}
 
     def take_in(self, message: messages.InPlace) -> None:
@@ -209,7 +216,8 @@ class Versions:
         if key == (adapter.arena_path, live.slot, live.write_epoch):
             for start, taken in there.items():
                 copy[start : start + len(taken)] = taken
-        self._copies[live.epoch] = bytes(copy)
+        layout = _layout_of(adapter.shape)
+        self._copies[live.epoch] = version_digest(layout, region_digests(layout, memoryview(copy)))
         return Verdict(True)
 
     def overwritten(self) -> set[int]:
@@ -219,12 +227,10 @@ class Versions:
     def intact(self, epoch: int) -> bool:
         """Whether its bytes are those that its digest names."""
         adapter, memory = self.held[epoch]
-        layout = adapter_layout(adapter.shape, LAYOUT)
-        copied = version_digest(layout, region_digests(layout, memoryview(self._copies[epoch])))
-        return copied == adapter.live.digest and not self._differs(adapter, memory)
+        return self._copies[epoch] == adapter.live.digest and not self._differs(adapter, memory)
 
     def _differs(self, adapter: LiveAdapter, memory: Memory) -> bool:
-        live, layout = adapter.live, adapter_layout(adapter.shape, LAYOUT)
+        live, layout = adapter.live, _layout_of(adapter.shape)
         return memory.write_epoch(live.slot) != live.write_epoch or memory.holds(live.slot, layout) != live.digest
 
 
