@@ -29,11 +29,16 @@ class Pusher(Trainer):
     def start(self, tensors, version, **fields):
         placement = self.begin(tensors, version, devices=True, durability="device", **fields)
         assert isinstance(placement, wire.Placement), placement
+        self.prepare()
+        return placement
+
+    def prepare(self):
+        """What is sent for each copy of the placement."""
         self.pieces = [
-            np.ascontiguousarray(source_view(self.sources[copy.part].reshape(-1), copy)) for copy in placement.copies
+            np.ascontiguousarray(source_view(self.sources[copy.part].reshape(-1), copy))
+            for copy in self.placement.copies
         ]
         self.digests = [(number, hashed(piece.data)) for number, piece in enumerate(self.pieces)]
-        return placement
 
     def fill(self, pieces=None):
         """Have every rank copy from this process's memory."""

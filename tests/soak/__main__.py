@@ -28,7 +28,7 @@ from typing import Any
 from tests.chaos import service, text, trainer
 from tests.integration.live import SHM, LiveService
 from tests.reference.checkpoint import Checkpoint
-from tests.soak.account import Look, table, violations
+from tests.soak.account import Look, series, table, violations
 from tests.soak.load import Load, write_adapter
 
 SAID_EVERY_S = 60.0
@@ -42,13 +42,13 @@ TRAINERS = {
 class Soak:
     """One run. `go` is all of it."""
 
-    def __init__(self, live: LiveService, load: Load, seed: int, seconds: float, look_s: float) -> None:
-        """look_s: between two looks at what is held."""
+    def __init__(self, live: LiveService, load: Load, seed: int, seconds: float, push_s: float, look_s: float) -> None:
+        """push_s: between two pushes of a trainer. look_s: between two looks at what is held."""
         self.looks: list[Look] = []
         self.pushes: Counter[str] = Counter()
         self.ended: list[str] = []
         self._live, self._load, self._seed = live, load, seed
-        self._seconds, self._look_s = seconds, look_s
+        self._seconds, self._push_s, self._look_s = seconds, push_s, look_s
         self._trainers: dict[str, asyncio.subprocess.Process] = {}
 
     async def go(self) -> None:
@@ -76,7 +76,7 @@ class Soak:
         command = (sys.executable, "-m", *words, "--endpoint", self._live.push_endpoint, "--seed", str(self._seed))
         first = () if "tasks" in words[0] else ("--first", "1")
         self._trainers[name] = process = await asyncio.create_subprocess_exec(
-            *(*command, *first),
+            *(*command, *first, "--every-s", str(self._push_s)),
             stdout=asyncio.subprocess.PIPE,
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
         )
@@ -112,7 +112,7 @@ class Soak:
         held = ", ".join(f"{n} {h.rss_mb:g} MB {h.fds} fds {h.threads} threads" for n, h in look.held.items())
         done = f"{sum(self._load.counts.values())} requests, {sum(self.pushes.values())} pushes"
         shared = f"{look.shared} files of {look.shared_mb:.1f} MB shared"
-        say(f"{at / 60:.0f} min: {done}, {sum(self._load.wrong.values())} wrong; {held}; {shared}")
+        say(f"{at / 60:.0f} min: {done}, wrong: {dict(self._load.wrong)}; {held}; {shared}")
 
 
 def main() -> int:
@@ -124,6 +124,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20), help="default: a new one")
     parser.add_argument("--clients", type=int, default=12, help="that ask all the time (%(default)s)")
     parser.add_argument("--think-s", type=float, default=0.5, help="between a client's requests (%(default)g)")
+    parser.add_argument("--push-s", type=float, default=1.0, help="between two pushes of a trainer (%(default)g)")
     parser.add_argument("--every-s", type=float, default=5.0, help="between what the operator does (%(default)g)")
     parser.add_argument("--look-s", type=float, default=5.0, help="between two looks at processes (%(default)g)")
     parser.add_argument("--limit-mb", type=float, default=8.0, help="by which a process may grow (%(default)g)")
@@ -134,8 +135,8 @@ def main() -> int:
     options = parser.parse_args()
     report = soak(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    say(json.dumps(report, indent=1))
+    options.out.write_text(json.dumps(report) + "\n")
+    say(json.dumps({name: value for name, value in report.items() if name != "series"}, indent=1))
     return 1 if report["violations"] else 0
 
 
@@ -151,7 +152,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     try:
         live.start().wait_for_all()
         load = Load(live.url, options.seed, options.clients, options.think_s, options.every_s, directory / "adapter")
-        run = Soak(live, load, options.seed, 60 * options.minutes, options.look_s)
+        run = Soak(live, load, options.seed, 60 * options.minutes, options.push_s, options.look_s)
         asyncio.run(run.go())
         wrong = [*run.ended, *(f"{count} times {what}" for what, count in load.wrong.items())]
         if status := live.stop():
@@ -171,6 +172,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "pushes": dict(run.pushes.most_common()),
         "held": table(run.looks, options.limit_mb),
         "violations": wrong + violations(run.looks, options.limit_mb),
+        "series": series(run.looks),
     }
 
 

@@ -1,7 +1,8 @@
 """What processes held over time, and what of it grew: growth is what a service that runs for weeks dies of.
 
 The first quarter of a run is left out, in which caches fill and allocators take what they will use. Of the rest the
-medians of its first and its last third are compared; a descriptor that is open for a moment is in neither.
+floors of its first and its last third are compared: what is held for a while and given back, as connections and
+versions of adapters are, goes up and down above them, and what is never given back raises them.
 """
 
 import statistics
@@ -14,7 +15,9 @@ from tests.chaos.service import Held
 WARM_UP = 0.25
 """Share of a run that is left out."""
 SLACK = 2.0
-"""Descriptors, threads and files of shared memory by which two medians may differ."""
+"""Descriptors, threads and files of shared memory by which two floors may differ."""
+FLOOR = 10
+"""A tenth of the looks of a third are below its floor."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Growth:
-    """One figure of one process. start, end: medians. per_hour: the slope between pairs of looks, by median."""
+    """One figure of one process. start, end: floors. per_hour: the slope between pairs of looks, by median."""
 
     what: str
     start: float
@@ -42,7 +45,7 @@ class Growth:
 
 
 def growths(looks: Sequence[Look], limit_mb: float) -> list[Growth]:
-    """Of everything that is held all the time. limit_mb: of memory, by which two medians may differ."""
+    """Of everything that is held all the time. limit_mb: of memory, by which two floors may differ."""
     kept = [look for look in looks if look.at >= WARM_UP * looks[-1].at]
     names = set.intersection(*({*look.held} for look in kept))
     found = []
@@ -57,7 +60,7 @@ def growths(looks: Sequence[Look], limit_mb: float) -> list[Growth]:
 
 def _growth(what: str, points: Sequence[tuple[float, float]], limit: float) -> Growth:
     third = max(1, len(points) // 3)
-    start, end = (statistics.median(value for _, value in part) for part in (points[:third], points[-third:]))
+    start, end = (sorted(value for _, value in part)[third // FLOOR] for part in (points[:third], points[-third:]))
     slopes = [(v - u) / (t - s) for n, (s, u) in enumerate(points) for t, v in points[n + 1 :] if t > s]
     per_hour = 3600 * statistics.median(slopes) if slopes else 0.0
     return Growth(what, start, end, round(per_hour, 2), end - start > limit)
@@ -74,6 +77,15 @@ def violations(looks: Sequence[Look], limit_mb: float) -> list[str]:
         for growth in growths(looks, limit_mb)
         if growth.grown
     ]
+
+
+def series(looks: Sequence[Look]) -> dict[str, list[tuple[float, float, int, int]]]:
+    """For a plot: of each process seconds, MB, descriptors and threads at every look."""
+    found: dict[str, list[tuple[float, float, int, int]]] = {}
+    for look in looks:
+        for name, held in look.held.items():
+            found.setdefault(name, []).append((round(look.at, 1), held.rss_mb, held.fds, held.threads))
+    return found
 
 
 def table(looks: Sequence[Look], limit_mb: float) -> list[dict[str, Any]]:

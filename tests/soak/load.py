@@ -179,7 +179,11 @@ class Load:
         return self._answered(await http.post("/v1/rollout/generate", content=rng.choice(bodies), timeout=HANG_S))
 
     async def _look(self, _: AsyncRolloutClient, http: httpx.AsyncClient, rng: random.Random) -> str:
-        return self._answered(await http.get(rng.choice(PAGES), timeout=HANG_S))
+        page = rng.choice(PAGES)
+        reply = await http.get(page, timeout=HANG_S)
+        if page == "/ready" and reply.status_code == 503:  # the operator has released memory
+            return "not ready"
+        return self._answered(reply)
 
     def _answered(self, reply: httpx.Response) -> str:
         if not reply.is_success and reply.status_code not in REFUSALS:
