@@ -16,6 +16,7 @@ import pytest
 from rollout_client import protocol as wire
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
+from rollout_client.device_slots import NotLent
 from tests.faults.test_going_ahead import libcuda, pusher, ranks  # noqa: F401  fixtures
 from tests.faults.waiting import until
 
@@ -60,8 +61,7 @@ class Life:
                 if stage == "begun":
                     arena = self.begin(trainer, number)
                 elif stage == "ahead":
-                    answer = trainer.ahead() if trainer.placement.ahead else None
-                    if isinstance(answer, wire.IsLive):
+                    if self.is_live(trainer):
                         self.told[self.version] = self.digest_of(self.weights(number))
                 elif stage == "written":
                     trainer.say(wire.Written(trainer.placement.session, trainer.write()))
@@ -90,6 +90,13 @@ class Life:
         arena = ArenaFile(trainer.welcome.arena_path, write=True)
         assert slot_lock.lock_shared(arena.fd, placement.slot_offset, placement.slot_bytes)
         return arena
+
+    def is_live(self, trainer):
+        """Whether the version goes ahead; not where a rank died that was to lend its memory."""
+        try:
+            return trainer.placement.ahead and isinstance(trainer.ahead(), wire.IsLive)
+        except NotLent:
+            return False
 
     def befalls(self, event):
         """False where nobody is left who could answer the trainer."""
