@@ -237,7 +237,9 @@ class Ballot:
             if isinstance(self.life.cell(Event.LATE), Go):
                 why = f"did not answer to {verb} in time"
                 self._miss(store, why, PushRefused("deadline", f"store {store} {why}", rank=store), now)
-        if now < self._hard:  # it goes on without them, or everybody goes back: there is another deadline
+        # It goes on without them, or everybody goes back: there is another deadline, or none where this turn came so
+        # late that both were over, and nobody owes anything any more.
+        if now < self._hard or not self._owing:
             return
         silent = self._drop()
         names = [label(v) for v in silent]

@@ -472,6 +472,29 @@ def test_of_stores_that_are_late_together_none_is_left_behind_once_it_is_over():
     assert (ballot.life.state, ballot.lost) == (State.OVER, [])
 
 
+@pytest.mark.parametrize("role", [Role.ROOT, Role.RELAY])
+@pytest.mark.parametrize("flipping", [False, True])
+def test_a_turn_that_comes_so_late_that_all_time_is_over_goes_on_without_a_store_that_may_miss_it(role, flipping):
+    """As where the store itself had no processor, or its host slept: both deadlines are passed at once."""
+    ballot = ballot_of(0, "b", role=role, may_miss=frozenset("b"), serves_until=lambda store: 40.0)
+    ballot.prepared(0, Prepared("s"), 0.1)
+    if flipping:
+        ballot.store_voted("b", Prepared("s"), Tally(1, 1), "", 0.1)
+        ballot.flip(1.0, 0.2)
+        ballot.flipped_by(0, Flipped("s"), 0.2)
+    ballot.tick(30.0)
+    assert ballot.behind == {"b": f"did not answer to {'flip' if flipping else 'prepare'} in time"}
+    assert ballot.refusal is None
+    if not flipping:
+        assert ballot.life.state is (State.READY if role is Role.RELAY else State.FLIPPING)
+        ballot.flip(1.0, 30.0)
+        ballot.flipped_by(0, Flipped("s"), 30.1)
+    assert ballot.life.state is State.FENCING
+    ballot.tick(40.0)
+    ballot.recorded(40.0)
+    assert ballot.flipped == 1
+
+
 def test_nobody_waits_for_a_store_that_cannot_be_serving():
     ballot = ballot_of(0, "b", may_miss=frozenset("b"), serves_until=lambda store: 0.1)
     ballot.gone("b", "is lost", 0.2)

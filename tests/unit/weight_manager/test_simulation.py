@@ -40,6 +40,12 @@ def test_nothing_is_torn_lost_or_stuck(first):
         play(seed)
 
 
+# Each has broken something once: a store whose turn came after both deadlines of a flip.
+@pytest.mark.parametrize("seed", [400572])
+def test_what_was_broken_once_holds(seed):
+    play(seed)
+
+
 def test_a_seed_is_the_same_run_every_time():
     def trace():
         run = play(7)
