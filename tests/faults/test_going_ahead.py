@@ -41,7 +41,7 @@ class Pusher(Trainer):
         self.digests = [(number, hashed(piece.data)) for number, piece in enumerate(self.pieces)]
 
     def fill(self, pieces=None):
-        """Have every rank copy from this process's memory."""
+        """Have every rank copy from this process's memory; whether all have."""
         with ArenaFile(self.welcome.arena_path) as arena:
             slot = arena.slot_at(self.placement.slot_offset)
         cuda, runs = MemfdCuda(), []
@@ -52,11 +52,12 @@ class Pusher(Trainer):
         offers.begin(self.placement.devices, slot, self.placement.write_epoch)
         offers.take(runs, last=True)
         offers.taken()
-        assert offers.whole
+        whole = offers.whole
         offers.close()
+        return whole
 
     def ahead(self):
-        self.fill()
+        assert self.fill()
         return self.ask(wire.Ahead(self.placement.session, self.digests))
 
     def arena(self):

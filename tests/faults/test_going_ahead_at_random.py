@@ -16,7 +16,6 @@ import pytest
 from rollout_client import protocol as wire
 from rollout_client import slot_lock
 from rollout_client.arena_file import ArenaFile
-from rollout_client.device_slots import NotLent
 from tests.faults.test_going_ahead import libcuda, pusher, ranks  # noqa: F401  fixtures
 from tests.faults.waiting import until
 
@@ -35,17 +34,15 @@ class Life:
         self.weights, self.digest_of = weights, digest_of
         self.serving = [join(0)]
         self.numbers = 1
-        self.version, self.told, self.safe = (
-            0,
-            {},
-            0,
-        )  # told: digest by version that was said to be live; safe: committed
+        self.version = self.safe = 0  # safe: the last one that was committed
+        self.ahead = 0  # versions that went live before the arena had them
+        self.told = {}  # digest by version that was said to be live
         self.pushed = defaultdict(set, {0: {digest_of(weights(0))}})
         self.all_died = False
         self.said = []
 
-    def round(self):
-        """A push, which somebody dies in."""
+    def round(self, *, quiet=False):
+        """A push, which somebody dies in. quiet: nobody does."""
         rng = self.rng
         lost = self.store.status().lost
         if lost is not None and rng.random() < 0.5:
@@ -54,6 +51,8 @@ class Life:
             self.version += rng.randrange(1, 3)
         number = self.version if rng.random() < 0.8 else 100 + self.version
         dies, when, event = rng.choice((*STAGES, "", "")), rng.choice(STAGES), rng.choice(EVENTS)
+        if quiet:
+            dies, event = "", "nothing"
         self.said.append(f"version {self.version} of weights {number}: {event} when {when}; the trainer dies {dies}")
         trainer, arena = self.connect(), None
         try:
@@ -62,6 +61,7 @@ class Life:
                     arena = self.begin(trainer, number)
                 elif stage == "ahead":
                     if self.is_live(trainer):
+                        self.ahead += 1
                         self.told[self.version] = self.digest_of(self.weights(number))
                 elif stage == "written":
                     trainer.say(wire.Written(trainer.placement.session, trainer.write()))
@@ -92,11 +92,10 @@ class Life:
         return arena
 
     def is_live(self, trainer):
-        """Whether the version goes ahead; not where a rank died that was to lend its memory."""
-        try:
-            return trainer.placement.ahead and isinstance(trainer.ahead(), wire.IsLive)
-        except NotLent:
+        """Whether the version goes ahead; not where a rank died that was to copy it."""
+        if not trainer.placement.ahead or not trainer.fill():
             return False
+        return isinstance(trainer.ask(wire.Ahead(trainer.placement.session, trainer.digests)), wire.IsLive)
 
     def befalls(self, event):
         """False where nobody is left who could answer the trainer."""
@@ -151,6 +150,9 @@ def life(store, ranks, pusher, weights, digest_of):  # noqa: F811
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_is_torn_or_lost_but_with_everybody(life, seed):
     one = life(seed)
+    one.round(quiet=True)
+    assert one.ahead == 1
     for _ in range(ROUNDS):
-        one.round()
         one.settle()
+        one.round()
+    one.settle()
