@@ -120,6 +120,6 @@ decode_request = msgspec.msgpack.Decoder(Show | Rows | Take | Hide | Keep).decod
 decode_answer = msgspec.msgpack.Decoder(Grant | Taken | No).decode
 
 
-def socket_of(run_dir: Path, replica: int) -> Path:
-    """Where rank 0 of a replica listens, if it has device memory of its own."""
-    return run_dir / f"device-{replica}.sock"
+def socket_of(run_dir: Path, replica: int, rank: int = 0) -> Path:
+    """Where a rank of a replica listens, if it has device memory of its own."""
+    return run_dir / f"device-{replica}-{rank}.sock"

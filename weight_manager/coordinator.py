@@ -228,8 +228,9 @@ class Coordinator:
         return self.session is not None and self.session.life.state is State.DOUBT
 
     def device_sockets(self) -> list[str]:
-        """Sockets of replicas that can copy from a trainer's memory on a GPU (rollout_client/device_slots.py)."""
-        paths = (socket_of(self._config.run_dir, number) for number in sorted(self.replicas.voters()))
+        """Sockets of all ranks that can copy from a trainer's memory on a GPU (rollout_client/device_slots.py)."""
+        ranks = ((number, rank) for number in sorted(self.replicas.voters()) for rank in range(self.layout.tp))
+        paths = (socket_of(self._config.run_dir, number, rank) for number, rank in ranks)
         return [str(path) for path in paths if path.is_socket()]
 
     def why_not_ahead(self) -> str:
@@ -238,7 +239,7 @@ class Coordinator:
         if self._devices is None or config.upstream is not None or config.relay_endpoint is not None:
             return "stores of other hosts take their bytes from the arena"
         if self.layout.tp > 1:
-            return "ranks that share a model are not filled from a trainer's GPU"
+            return "ranks that share a model each have a part of it, and the store would have to hold all of them"
         if config.refuse_non_finite:
             return "refuse_non_finite looks for what is no number in the arena"
         if not self.replicas.voters():

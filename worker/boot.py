@@ -75,7 +75,8 @@ def run_rank(config_path: Path, replica: int, rank: int, began: float | None = N
     _claim_signals(channel)
     try:
         watchdog = Watchdog(config.hang_s)
-        loop = build_loop(config, channel, replica, rank, watchdog.moved, starting.lap)
+        takes_at = socket_of(config_path.parent, replica, rank)
+        loop = build_loop(config, channel, replica, rank, watchdog.moved, starting.lap, takes_at)
         starting.done()
         _claim_signals(channel)  # Paddle's import put a handler of its own on SIGTERM, which aborts the process,
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # so __main__ held that back
@@ -113,9 +114,10 @@ def build_loop(
     rank: int,
     moved: Callable[[], None],
     lap: Callable[[str], None] = lambda stage: None,
+    takes_at: Path | None = None,
 ) -> EventLoop:
     """The loop of one rank with everything it needs. moved: told of every turn and operation (see watchdog.py). lap:
-    told of every stage that is over.
+    told of every stage that is over. takes_at: where a rank on a GPU is asked to copy from a trainer's memory.
     """
     if config.engine == "paddle" and config.device == "cpu" and "paddle" not in sys.modules:  # a spare has done so
         tune(config.threads, config.ranks_on_host)  # before anything loads Paddle
@@ -127,7 +129,6 @@ def build_loop(
     world = _join(config, replica, rank)
     lap("layout and ranks")
     try:
-        takes_at = socket_of(channel.run_dir, replica) if channel else None
         engine, sampler = _engine(config, hf_config, layout, world, takes_at, lap)
     except ValueError as error:  # what it does not serve, as its engine says it
         raise StartError(str(error)) from error

@@ -8,18 +8,31 @@ from rollout_client import protocol as wire
 from rollout_client.device_slots import socket_of
 from rollout_client.publisher import WeightPublisher
 from rollout_client.shm_transport import ShmTransport
+from tests.faults.small_model import CONFIG
+from weight_manager.families import manifest_for
+from weight_manager.layout import make_layout
 
 
 @pytest.fixture
-def takers(store):
-    """Sockets of replicas 0 and 7, of which only 0 is there."""
+def listening(store):
+    """Binds the sockets of some (replica, rank), and gives their paths."""
     sockets = []
-    for replica in 0, 7:
-        sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        sockets[-1].bind(str(socket_of(store.run_dir, replica)))
-    yield [str(socket_of(store.run_dir, 0))]
+
+    def bind(*ranks):
+        for rank in ranks:
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sockets[-1].bind(str(socket_of(store.run_dir, *rank)))
+        return [str(socket_of(store.run_dir, *rank)) for rank in ranks]
+
+    yield bind
     for one in sockets:
         one.close()
+
+
+@pytest.fixture
+def takers(listening):
+    """Sockets of replicas 0 and 7, of which only 0 is there."""
+    return listening((0, 0), (7, 0))[:1]
 
 
 def test_a_trainer_that_asks_is_told_of_the_replicas_that_vote(takers, replica, trainer, weights):
@@ -27,6 +40,16 @@ def test_a_trainer_that_asks_is_told_of_the_replicas_that_vote(takers, replica, 
     replica(1)  # on a CPU
     placement = trainer().begin(weights(1), 1, devices=True)
     assert placement.devices == takers
+
+
+@pytest.mark.parametrize("store_config", [{"tp": 2}])
+def test_ranks_that_share_a_model_are_asked_each_by_itself(listening, replica, trainer, weights):
+    sockets = listening((0, 0), (0, 1), (1, 0), (0, 2))
+    replica(0, layout=make_layout(manifest_for(CONFIG, "float32"), 2).digest)
+    placement = trainer().begin(weights(1), 1, devices=True, durability="device")
+    assert placement.devices == sockets[:2]
+    assert not placement.ahead
+    assert "share a model" in placement.not_ahead
 
 
 @pytest.mark.parametrize(

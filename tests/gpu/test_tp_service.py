@@ -82,12 +82,11 @@ def greedy(service):
 
 
 def test_it_serves_is_pushed_to_sleeps_and_outlives_a_rank(service, push, push_adapter, greedy, pids):
-    report = push(1)
-    assert report.filled == 0, "ranks that share a model are not filled by a trainer"
+    assert push(1).filled == 0, "nothing is served yet"
     service.wait_ready()
     first, versions = greedy()
     assert versions == [1]
-    push(2)
+    assert push(2).filled == TP, "each rank has copied its part from the trainer's GPU"
     second, versions = greedy()
     assert (versions, second == first) == ([2], False)
     push_adapter(1)

@@ -467,7 +467,7 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         wake = store.wake if store is not None else lambda: host.store and host.store.wake()
         return Dealer(net, host.name, endpoint.removeprefix("ipc://"), wake)
 
-    def socket_of(run_dir: Path, number: int) -> DeviceSocket:
+    def socket_of(run_dir: Path, number: int, rank: int = 0) -> DeviceSocket:
         host = net.hosts[run_dir.name]
         return DeviceSocket(host.on_devices and number in host.replicas, f"{host.name}.{number}")
 

@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 _KV_SHARE = 0.9
 """Share of the device memory that is free once both weight slots have theirs, at most, for the KV cache."""
-_NOT_FILLED = "ranks that share a model are not filled from a trainer's GPU: each has a part of it"
 
 
 class GpuEngine:
@@ -85,7 +84,8 @@ class GpuEngine:
         where = placement(layout, rank)
         self._slots = DeviceSlots(self._driver, where)
         digests = DeviceDigests(self._driver, layout, where, rank)
-        self._filling = Filling(self._slots, digests, Puller(self._driver), _NOT_FILLED if meeting is not None else "")
+        puller = Puller(self._driver) if self._ranks is None else Puller(self._driver, self._ranks.groups.quiet)
+        self._filling = Filling(self._slots, digests, puller, whole=self._ranks is None)
         heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
         spec = engine_spec(config, hf_config, model.max_positions)
         self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need

@@ -45,6 +45,7 @@ from worker.gpu.digests import DeviceDigests, Early
 from worker.gpu.driver import CudaError
 from worker.gpu.trainer_memory import Puller, TrainerMemory
 from worker.gpu.weights import Ahead, DeviceSlots, Staged
+from worker.orders import GroupDead
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +106,9 @@ class Filling:
     copies ahead that do not begin at once.
     """
 
-    def __init__(self, slots: DeviceSlots, digests: DeviceDigests, puller: Puller, refusal: str = "") -> None:
-        """refusal: why nothing is taken from trainers here, "" = it is."""
-        self._slots, self._digests, self._puller, self._refusal = slots, digests, puller, refusal
+    def __init__(self, slots: DeviceSlots, digests: DeviceDigests, puller: Puller, *, whole: bool = True) -> None:
+        """whole: it is all of the model, and not what one of several ranks has of it."""
+        self._slots, self._digests, self._puller, self._whole = slots, digests, puller, whole
         self._lock = threading.Lock()
         self._proven = threading.Condition(self._lock)
         self._trainers: set[_Trainer] = set()
@@ -264,7 +265,7 @@ class Filling:
                 self._slots.enter()
                 while self._hear(trainer):
                     pass
-            except (OSError, msgspec.DecodeError, ValueError, CudaError) as error:
+            except (OSError, msgspec.DecodeError, ValueError, CudaError, GroupDead) as error:
                 log.info("a trainer's connection ended: %s", error)
             finally:
                 with self._lock:  # no copy is under way
@@ -272,7 +273,8 @@ class Filling:
                     if self._taken is not None and self._taken.trainer is trainer and not self._taken.whole:
                         self._taken = None
                     if not self._endless:
-                        trainer.memory.close()
+                        with contextlib.suppress(GroupDead):  # the process is about to end
+                            trainer.memory.close()
 
     def _hear(self, trainer: _Trainer) -> bool:
         """The next message; False: there is none any more. Raises what ends the connection."""
@@ -300,8 +302,6 @@ class Filling:
 
     def _take(self, trainer: _Trainer, asked: Take) -> Taken | No:
         """Copy from a trainer's memory, and wait until that is through."""
-        if self._refusal:
-            return No(self._refusal)
         try:
             pieces = trainer.memory.pieces(asked.table)  # the first time, this maps them
             with self._lock:
@@ -355,6 +355,9 @@ class Filling:
         """Let the store hold the memory of a version that was proved there and that nothing is copied over; wait so
         long for the proof.
         """
+        if not self._whole:
+            connection.send(encode(No("this rank has a part of the model")))
+            return
         with self._proven:
             self._proven.wait_for(lambda: self._proved is not None and self._proved[0] == key, patience_s)
             proved, slot = self._proved or (None, None)

@@ -5,13 +5,17 @@ there: nothing of the rank's is reachable by the trainer. What lies there may be
 copied; what counts is the digest of the copy.
 
 Who has memory mapped keeps it allocated: it outlives the trainer's free and the trainer's death, until it is unmapped.
+
+Ranks that share a model map and unmap only where no sum is under way on their device (`Quiet`): such a call may wait
+for all that a device does, and a sum waits for other ranks.
 """
 
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +27,9 @@ from worker.gpu.driver import U64, CudaError, Driver, Handle, Module, Pointer
 from worker.gpu.weights import Run, parts_of
 
 log = logging.getLogger(__name__)
+
+Quiet = Callable[[], AbstractContextManager[object]]
+"""Around calls of the driver that get or give back memory."""
 
 Pieces = npt.NDArray[np.uint64]
 """[pieces, 3]: address of what is copied, where it goes in a device slot, bytes."""
@@ -43,9 +50,9 @@ class _Mapped(NamedTuple):
 class TrainerMemory:
     """What one connection has shown, in the thread that serves it."""
 
-    def __init__(self, driver: Driver, runs: Sequence[Run]) -> None:
+    def __init__(self, driver: Driver, runs: Sequence[Run], quiet: Quiet = contextlib.nullcontext) -> None:
         """runs: how the arena's slot lies in a device slot of this rank."""
-        self._driver, self._runs = driver, runs
+        self._driver, self._runs, self._quiet = driver, runs, quiet
         self._shown: dict[int, tuple[Segment, int | None]] = {}  # not mapped yet; and its descriptor
         self._mapped: dict[int, _Mapped] = {}
         self._rows: dict[int, bytes] = {}
@@ -77,8 +84,10 @@ class TrainerMemory:
     def hide(self, segments: Iterable[int]) -> None:
         """Unmap these; no copy from there is under way."""
         self._pieces.clear()
-        for one in segments:
-            self._close(one)
+        over = list(segments)
+        with self._quiet() if self._mapped.keys() & over else contextlib.nullcontext():
+            for one in over:
+                self._close(one)
 
     def pieces(self, table: int) -> Pieces:
         """What this rank is to copy of a table, mapped. Raises ValueError for rows that name what was not shown,
@@ -91,7 +100,10 @@ class TrainerMemory:
             if len(raw) % (8 * ROW):
                 raise ValueError("half a row")
             began, known = time.monotonic(), len(self._mapped)
-            self._pieces[table] = self._cut(np.frombuffer(raw, "<i8").reshape(-1, ROW).tolist())
+            rows = np.frombuffer(raw, "<i8").reshape(-1, ROW).tolist()
+            all_mapped = all(segment in self._mapped for _, _, segment, _ in rows)
+            with contextlib.nullcontext() if all_mapped else self._quiet():
+                self._pieces[table] = self._cut(rows)
             if fresh := len(self._mapped) - known:
                 log.info("mapped %d allocations of a trainer in %.1f ms", fresh, 1e3 * (time.monotonic() - began))
         return self._pieces[table]
@@ -155,23 +167,24 @@ class TrainerMemory:
 class Puller:
     """Copies pieces by a kernel: hundreds of copies, each of which the host would have to ask for, in one launch."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, quiet: Quiet = contextlib.nullcontext) -> None:
         """Raises CudaError, OSError without NVRTC."""
-        self._driver = driver
+        self._driver, self._quiet = driver, quiet
         self._module = Module(driver, compiled(kernels("pull"), {}, driver.capability))
         self._module.load("pull")  # its first launch may be where nothing can be loaded
         self._table = driver.pinned((0, 3), np.uint64)
 
     def memory(self, runs: Sequence[Run]) -> TrainerMemory:
         """For a trainer that has connected. runs: how the arena's slot lies in a device slot of this rank."""
-        return TrainerMemory(self._driver, runs)
+        return TrainerMemory(self._driver, runs, self._quiet)
 
     def start(self, pieces: Pieces, slot: int, stream: Handle) -> None:
         """Begin to copy these into the slot that begins there; the last call's are through."""
         if not len(pieces):
             return
         if len(pieces) > len(self._table):
-            self._table = self._driver.pinned((2 * len(pieces), 3), np.uint64)
+            with self._quiet():
+                self._table = self._driver.pinned((2 * len(pieces), 3), np.uint64)
         self._table[: len(pieces)] = pieces
         arguments = Pointer(self._table.ctypes.data), U64(slot)
         self._module.launch("pull", (len(pieces),), _THREADS, stream, arguments)
