@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from worker.gpu import adapters, backend, carrying, cublaslt, digests, driver, nccl, trainer_memory
+from worker.gpu import adapters, backend, carrying, cublaslt, digests, driver, nccl, peers, trainer_memory
 
 _FIRST = 1 << 33  # of addresses
 _ATTRIBUTES = {16: 132, 75: 9, 76: 0}  # an H200's
@@ -46,6 +46,17 @@ class Recording:
     def of(self, *names: str) -> list[tuple[Any, ...]]:
         """The calls of these names."""
         return [call for call in self.calls if call[0] in names]
+
+    @property
+    def collectives(self) -> list[tuple[str, int, int]]:
+        """What ranks launch together, in order: name, count and NCCL's number of the type."""
+        found: list[tuple[str, int, int]] = []
+        for call in self.calls:
+            if call[0] in ("ncclAllReduce", "ncclAllGather", "ncclBroadcast"):
+                found.append((call[0], *call[3:5]))
+            elif call[:2] == ("kernel", "sum_ranks"):
+                found.append((call[1], call[5][6], nccl.FLOAT32))
+        return found
 
     def launch(self, name: str, grid: Any, threads: int, stream: Any, arguments: Any, *rest: Any) -> None:
         """In the place of `driver.Module.launch`, and before it."""
@@ -164,6 +175,6 @@ def install(patch: pytest.MonkeyPatch, recording: Recording) -> Recording:
     patch.setattr(driver.Module, "launch", launch)
     for module in (cublaslt, nccl):
         patch.setattr(module, "load", lambda *_: recording)
-    for module in (adapters, backend, carrying, digests, trainer_memory):
+    for module in (adapters, backend, carrying, digests, peers, trainer_memory):
         patch.setattr(module, "compiled", recording.compiled)
     return recording

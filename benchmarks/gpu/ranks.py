@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.ranks [--shape Qwen3-0.6B] [--tp 2] [--sequences 1,16,64,256] [--out OUT.json]
 
 Each rank is a process with the engine of a service, self-tests and all; they meet through this one. Random weights in
-bfloat16. A step is its graph, replayed; `sums` are as many all-reduces of the residual stream as a step has, in one.
+bfloat16. A step is its graph, replayed; `sums` are as many all-reduces of the residual stream as a step has, in one;
+`nccl` the same where all are NCCL's.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -87,15 +89,17 @@ def run_rank(rank: int, end: Connection, folder: str, tp: int, sequences: list[i
             count, sums = at * config["hidden_size"], 2 * config["num_hidden_layers"] + 1
             place = decoder._buffers.residual
 
-            def summed(ranks: Ranks = ranks, count: int = count, sums: int = sums, place: int = place) -> None:
-                for _ in range(sums):
-                    ranks.sum(place, count, stream)
+            for name, way in (("sums_ms", ranks), ("nccl_ms", replace(ranks, peers=None))):
 
-            driver.fill(place, 4 * count, 0, stream)  # or it grows without bounds
-            with ranks.groups.under_way():
-                graph = driver.captured(stream, summed)
-            row |= {"sums_ms": round(milliseconds(graph), 4), "sums": sums}
-            driver.drop(graph)
+                def summed(ranks: Ranks = way, count: int = count, sums: int = sums, place: int = place) -> None:
+                    for _ in range(sums):
+                        ranks.sum(place, count, stream)
+
+                driver.fill(place, 4 * count, 0, stream)  # or it grows without bounds
+                with ranks.groups.under_way():
+                    graph = driver.captured(stream, summed)
+                row |= {name: round(milliseconds(graph), 4), "sums": sums}
+                driver.drop(graph)
         rows.append(row)
     end.send({"rank": rank, "card": driver.name, "rows": rows})
 

@@ -264,6 +264,12 @@ class Driver:
         """A captured graph is not needed any more."""
         self.call("cuGraphExecDestroy", graph)
 
+    def handle_of(self, address: int) -> bytes:
+        """What `open_handle` of another process takes, of an allocation that begins there."""
+        raw = _IpcHandle()
+        self.call("cuIpcGetMemHandle", ctypes.byref(raw), U64(address))
+        return bytes(raw.reserved)
+
     def open_handle(self, handle: bytes) -> int:
         """Map an allocation of another process, by what cuIpcGetMemHandle gave it there; its address here. Of another
         GPU too, where this one can reach it.

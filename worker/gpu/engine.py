@@ -23,10 +23,11 @@ from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Kern
 from worker.engine.sizes import engine_spec, that_fit
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.digests import DeviceDigests
-from worker.gpu.driver import Driver
+from worker.gpu.driver import CudaError, Driver
 from worker.gpu.filling import Filling
 from worker.gpu.nccl import NcclGroups
 from worker.gpu.operations import Heads
+from worker.gpu.peers import PeerSums
 from worker.gpu.ranks import Meeting, Ranks, SharedGroups, SharingDriver, least, same
 from worker.gpu.self_test import require_right, require_sums
 from worker.gpu.served import require_served
@@ -150,8 +151,15 @@ class GpuEngine:
         )
         assert isinstance(self._driver, SharingDriver)
         self._driver.check = groups.check
-        require_sums(self._driver, groups, rank, len(shards))
-        return Ranks(shards, rank, groups)
+        peers = None
+        try:
+            peers = PeerSums(self._driver, rank, len(shards), meeting.gather)
+            groups.ends.append(peers.end)
+        except CudaError as error:
+            log.info("all sums over the ranks are NCCL's: %s", error)
+        ranks = Ranks(shards, rank, groups, peers)
+        require_sums(self._driver, ranks)
+        return ranks
 
     def take_at(self, socket: Path) -> None:
         """Take versions from the memory of trainers on this host's GPUs, who ask for it there."""

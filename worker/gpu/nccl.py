@@ -69,6 +69,7 @@ class NcclGroups:
         self._nccl = library or load("libnccl.so.2", "nvidia-nccl-cu13", "gpu-tp")
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         self._deadline_s = deadline_s
+        self.ends: list[Callable[[], None]] = []  # what else ends sums that will not end by themselves
         self._comm: Pointer | None = None
         self._dead = ""
         self._inside: float | None = None  # since when the host is in calls that may wait for other ranks
@@ -223,6 +224,8 @@ class NcclGroups:
         with self._lock:
             self._dead = why
             comm, self._comm = self._comm, None
+        for end in self.ends:
+            end()
         if comm is not None:
             log.error("ending the sums over the ranks: %s", why)
             self._driver.enter()

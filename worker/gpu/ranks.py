@@ -11,6 +11,7 @@ from typing import Any
 
 from worker.gpu.driver import Driver, Handle
 from worker.gpu.nccl import FLOAT32, INT32, NcclGroups
+from worker.gpu.peers import FEW, PeerSums
 from worker.models.shard import Shard
 from worker.orders import Groups
 
@@ -43,11 +44,12 @@ class SharingDriver(Driver):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank and the others. shards: of all, in rank order."""
+    """This rank and the others. shards: of all, in rank order. peers: sums of few numbers; None: NCCL has them too."""
 
     shards: tuple[Shard, ...]
     rank: int
     groups: NcclGroups
+    peers: PeerSums | None = None
 
     @property
     def first(self) -> bool:
@@ -66,7 +68,10 @@ class Ranks:
 
     def sum(self, address: int, count: int, stream: Handle) -> None:
         """Queue the sum of float32 numbers over the ranks, in place."""
-        self.groups.all_reduce(address, count, FLOAT32, stream)
+        if self.peers is not None and count <= FEW:
+            self.peers.sum(address, count, stream)
+        else:
+            self.groups.all_reduce(address, count, FLOAT32, stream)
 
     def gather(self, source: int, target: int, count: int, stream: Handle) -> None:
         """Queue all ranks' float32 numbers one after the other."""

@@ -20,7 +20,9 @@ from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32
 from worker.gpu.backend import GpuDecoder
 from worker.gpu.driver import CudaError, Driver
-from worker.gpu.nccl import FLOAT32, INT32, NcclGroups
+from worker.gpu.nccl import FLOAT32, INT32
+from worker.gpu.peers import FEW
+from worker.gpu.ranks import Ranks
 from worker.gpu.reference import ReferenceOps, ReferenceRanks, widened
 from worker.gpu.weights import Array, Tensor
 from worker.models.decoder import Weights, collect, hidden
@@ -33,7 +35,7 @@ _TOKENS = 8  # different ones in a decode step that is larger
 _POOL = 1_000_003  # made-up values; a prime, so that no two rows of a matrix are alike
 _CLOSE = {2: 0.03, 4: 1e-4}  # by bytes of an element: of the logits' norm
 _APART = 7919  # where another rank's made-up values begin
-_TRIED = 1 << 14  # numbers that are summed, gathered and told
+_TRIED, _TRIED_MANY = 1 << 14, FEW + 1000  # numbers that are summed, gathered and told; summed by NCCL in any case
 
 
 class ComputesWrong(CudaError):
@@ -72,32 +74,44 @@ def require_right(decoder: GpuDecoder) -> None:
     log.info("self-test: off by %.2g of the logits' size, in %.2f s", worst, time.monotonic() - began)
 
 
-def require_sums(driver: Driver, groups: NcclGroups, rank: int, size: int) -> None:
+def require_sums(driver: Driver, ranks: Ranks) -> None:
     """Raises ComputesWrong where known numbers are not summed, gathered and told right, at once and in a graph."""
     driver.enter()
+    groups, rank, size = ranks.groups, ranks.rank, len(ranks.shards)
     stream = driver.stream()
-    summed, own, told, gathered = (driver.allocate(4 * _TRIED * n, "sums that are tried") for n in (1, 1, 1, size))
-    numbers = [np.arange(_TRIED, dtype=np.float32) % 997 + 1000 * other for other in range(size)]
+    summed, many, own, told, gathered = (
+        driver.allocate(4 * n, "sums that are tried") for n in (_TRIED, _TRIED_MANY, _TRIED, _TRIED, _TRIED * size)
+    )
+    numbers = [np.arange(_TRIED_MANY, dtype=np.float32) % 997 + 1000 * other for other in range(size)]
 
     def launch() -> None:
-        groups.all_reduce(summed, _TRIED, FLOAT32, stream)
+        ranks.sum(summed, _TRIED, stream)
+        ranks.sum(many, _TRIED_MANY, stream)
         groups.all_gather(own, gathered, _TRIED, FLOAT32, stream)
+        ranks.sum(summed, _TRIED // 2, stream)
         groups.broadcast(told, _TRIED, INT32, stream)
 
     def right(run: Callable[[], None]) -> bool:
-        for address in (summed, own):
-            driver.to_device(address, numbers[rank], stream)
-        driver.to_device(told, numbers[rank].astype(np.int32), stream)
+        few = numbers[rank][:_TRIED]
+        for address, values in ((summed, few), (own, few), (many, numbers[rank])):
+            driver.to_device(address, values, stream)
+        driver.to_device(told, few.astype(np.int32), stream)
         with groups.under_way():
             run()
-        groups.launched(stream)
-        total, all_of_them = np.empty(_TRIED, np.float32), np.empty((size, _TRIED), np.float32)
-        first = np.empty(_TRIED, np.int32)
-        for found, address in ((total, summed), (all_of_them, gathered), (first, told)):
+            groups.launched(stream)
+        total, total_of_many = np.empty(_TRIED, np.float32), np.empty(_TRIED_MANY, np.float32)
+        all_of_them, first = np.empty((size, _TRIED), np.float32), np.empty(_TRIED, np.int32)
+        for found, address in ((total, summed), (total_of_many, many), (all_of_them, gathered), (first, told)):
             driver.to_host(found, address, stream)
         driver.wait(stream)
-        sums = np.array_equal(total, np.sum(numbers, axis=0))
-        return sums and np.array_equal(all_of_them, numbers) and np.array_equal(first, numbers[0].astype(np.int32))
+        expected = np.sum(numbers, axis=0)
+        total[: _TRIED // 2] /= size  # that half was summed twice
+        return bool(
+            np.array_equal(total, expected[:_TRIED])
+            and np.array_equal(total_of_many, expected)
+            and np.array_equal(all_of_them, np.stack(numbers)[:, :_TRIED])
+            and np.array_equal(first, numbers[0][:_TRIED].astype(np.int32))
+        )
 
     at_once = right(launch)
     with groups.under_way():

@@ -15,6 +15,8 @@ from weight_manager.layout import make_layout, rank_views
 from worker.config import WorkerConfig
 from worker.engine.base import Cuts, EngineSpec, ForwardBatch
 from worker.gpu import engine as gpu_engine
+from worker.gpu.driver import CudaError
+from worker.gpu.peers import FEW
 from worker.gpu.ranks import Meeting
 from worker.gpu.reference import ReferenceOps, ReferenceRanks, widened
 from worker.gpu.self_test import ComputesWrong
@@ -23,7 +25,6 @@ from worker.models.shard import shard_of
 from worker.orders import GroupDead
 
 SERVED = ["llama", "llama_tied_biased", "qwen2", "qwen3", "qwen3_moe", "ernie45_moe"]
-_COLLECTIVES = ("ncclAllReduce", "ncclAllGather", "ncclBroadcast")
 
 
 class InNumpy:
@@ -92,9 +93,7 @@ class Rank:
 
     @property
     def collectives(self):
-        """Name, count and kind of each, in order."""
-        at = {"ncclAllReduce": slice(2, 4), "ncclAllGather": slice(2, 4), "ncclBroadcast": slice(2, 4)}
-        return [(call[0], *call[1:][at[call[0]]]) for call in self.recording.of(*_COLLECTIVES)]
+        return self.recording.collectives
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +165,7 @@ def test_one_rank_keeps_the_stream_and_the_biases_and_all_sum_twice_a_layer(monk
         assert shares.calls.count("clear") == (2 * layers if rank else 0)
         assert (shares.calls.count("add_bias") > 0) == (bias and rank == 0)
         width = shares.hf["hidden_size"]
-        sums = [("ncclAllReduce", 14 * width, 7)] * (1 + 2 * layers)  # the embedding's is the first
+        sums = [("sum_ranks", 14 * width, 7)] * (1 + 2 * layers)  # the embedding's is the first
         columns = shares.hf["vocab_size"] // 2
         assert shares.collectives == [*sums, ("ncclAllGather", 2 * columns, 7)]
         assert "embed" not in shares.calls
@@ -177,11 +176,11 @@ def test_a_rank_stands_at_the_end_of_what_it_read_before_its_stream_is_cleared(m
     for family in ("qwen3", "ernie45_moe"):
         shares = Rank(monkeypatch, family, rank=1, dtype="float32").serve()
         shares.engine.forward(batch_of([5, 9]))
-        calls = [c for c in shares.calls if c in {"rms_norm", "clear", "ncclAllReduce", "add_experts"}]
+        calls = [c for c in shares.calls if c in {"rms_norm", "clear", "sum_ranks", "add_experts"}]
         assert "clear" in calls
         for at, call in enumerate(calls):
             if call == "clear":
-                until = calls.index("ncclAllReduce", at)
+                until = calls.index("sum_ranks", at)
                 assert "rms_norm" not in calls[at:until], family
 
 
@@ -213,7 +212,26 @@ def test_what_an_aborted_sum_left_behind_is_taken_for_nothing(monkeypatch):
         logits[:]
     with pytest.raises(GroupDead):
         rank.engine.forward(STEPS["prompts"])
-    assert rank.calls[-1] != "ncclAllReduce"
+    assert not rank.calls[-1].startswith("nccl")
+    assert rank.engine._ranks.peers._ended[0] == 1, "nor do our own sums wait for it"
+
+
+def test_many_numbers_are_nccls_to_sum_and_so_are_all_where_ranks_cannot_reach_each_other(monkeypatch):
+    rank = Rank(monkeypatch, max_batch=8).serve()
+    ranks = rank.engine._ranks
+    for one, few in ((ranks, "sum_ranks"), (replace(ranks, peers=None), "ncclAllReduce")):
+        rank.recording.calls.clear()
+        one.sum(1 << 34, FEW, None)
+        one.sum(1 << 34, FEW + 8, None)
+        assert rank.collectives == [(few, FEW, 7), ("ncclAllReduce", FEW + 8, 7)]
+    monkeypatch.setattr(gpu_engine, "PeerSums", _no_way)
+    rank = Rank(monkeypatch).serve()
+    rank.engine.forward(STEPS["prompts"])
+    assert {name for name, *_ in rank.collectives} == {"ncclAllReduce", "ncclAllGather"}
+
+
+def _no_way(*_):
+    raise CudaError("cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
 
 
 def test_tokens_that_are_drawn_go_to_the_other_devices_before_the_step_that_reads_them(monkeypatch):

@@ -50,7 +50,7 @@ def main() -> int:
         setattr(adapters.DeviceAdapters, proof, lambda *_: None)
     rank = sys.argv[sys.argv.index("--rank") + 1] if "--rank" in sys.argv else "0"
     status = started.main()
-    counted = [call[:1] + call[1:5] for call in recording.of("ncclAllReduce", "ncclAllGather", "ncclBroadcast")]
+    counted = recording.collectives
     graphs = len(recording.of("cuGraphLaunch"))
     lives = [call[0] for call in recording.of("ncclCommInitRank", "ncclCommDestroy", "ncclCommAbort")]
     Path(f"{os.environ['RECORDED']}.{rank}").write_text(json.dumps([counted, graphs, lives, threads]))
