@@ -1,9 +1,10 @@
 """Output constrained by a grammar: compiled on threads beside the loop, then followed by each sequence token by token.
 
 A grammar is what llguidance reads: JSON that holds Lark grammars, JSON schemas and regular expressions. The API writes
-it. Bounds on its size and on the work of a step keep what a request sends from standing in the way of others: the
-library lets go of Python's lock while it compiles, what a mask may take is counted in processor time, and a grammar
-over a bound ends its own requests and nothing else.
+it. Bounds on its size and on the work of a step keep what a request sends from standing in the way of others: it is
+compiled in a process first, which is killed where that has no end (grammar_trial.py), the library lets go of Python's
+lock while it compiles, what a mask may take is counted in processor time, and a grammar over a bound ends its own
+requests and nothing else.
 """
 
 import logging
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Float32
+from worker.grammar_child import STACK, Names, matcher_of
+from worker.grammar_trial import Trial
 from worker.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # 0.1 s, and only who sends a grammar needs it
@@ -31,14 +34,10 @@ _KEPT = 64
 """How many compiled grammars are remembered: a step of RL sends the same one thousands of times."""
 _THREADS = 2
 _POOLS = 3
-"""Of so many threads each. What is compiled for ever cannot be stopped: while all threads of one have such a grammar,
-those of the next take over.
-"""
-_STACK = 512 << 20
-"""Bytes of address space for each of them. The library follows rules and references by recursion, 3 kB for each that
-names the next: the largest grammar that may be sent needs 100 MB, and a stack that ends takes the process along.
-"""
-_COMPILE_S = 20.0
+"""Of so many threads each. While all threads of one have a grammar that is late, those of the next take over."""
+_TRIAL_S = 20.0
+"""Seconds for compiling a grammar in a process that can be killed. What is over by then takes as long again here."""
+_COMPILE_S = 45.0
 """Seconds from a grammar's arrival to its being compiled; beyond them its requests are refused."""
 _NO_END = "ff_tokens"
 """Where the library gave up looking ahead, as it does for as long as one text only can follow."""
@@ -191,6 +190,8 @@ class Grammars:
         # Without an end the library still wants an id for one; it is never open then.
         self._reserved = sorted({i for i in ends if 0 <= i < vocab_size}) or [vocab_size - 1]
         self._library: LLTokenizer | None = None
+        self._of_thread = threading.local()
+        self._trials: list[Trial] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._found: OrderedDict[str, _Begun] = OrderedDict()
 
@@ -248,16 +249,18 @@ class Grammars:
         return self._pools[-1]
 
     def _begin(self, grammar: str, pool: ThreadPoolExecutor) -> _Begun:
-        usual = threading.stack_size(_STACK)  # `submit` may start a thread
+        usual = threading.stack_size(STACK)  # `submit` may start a thread
         try:
             return _Begun(pool.submit(self._compile, grammar), time.monotonic(), pool)
         finally:
             threading.stack_size(usual)
 
     def close(self) -> None:
-        """Drop grammars that wait to be compiled; what is being compiled goes on until the process ends."""
+        """Drop grammars that wait to be compiled, and end the processes that they are tried in."""
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
 
     def _forget(self) -> None:
         done = [grammar for grammar, begun in self._found.items() if begun.future.done()]
@@ -265,17 +268,9 @@ class Grammars:
             del self._found[grammar]
 
     def _compile(self, grammar: str) -> Compiled | Refused:
-        from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
-
-        limits = LLParserLimits(
-            initial_lexer_fuel=500_000,  # at 50,000 a ms
-            step_lexer_fuel=100_000,  # at 14,000 a ms
-            step_max_items=25_000,  # at 20,000 a ms
-            max_lexer_states=50_000,  # of 2 kB
-            max_grammar_size=250_000,
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(self._of_library(), grammar, log_level=0, limits=limits)
+        if not self._trial().ends(grammar, _TRIAL_S):
+            return Refused(f"the grammar was not compiled within {_TRIAL_S:g} s: make it simpler")
+        matcher = matcher_of(self._of_library(), grammar)
         if matcher.is_error():
             return Refused(f"the grammar is not valid: {_first_line(matcher.get_error())}")
         reserved = np.array(self._reserved, np.int64)
@@ -286,6 +281,16 @@ class Grammars:
         if problem := first.restrict(row, row, FILL):
             return Refused(problem)
         return compiled if row.max() == 0 else Refused("the grammar cannot be followed: no token begins it")
+
+    def _trial(self) -> Trial:
+        """The process of this thread, in which grammars are compiled first."""
+        trial: Trial | None = getattr(self._of_thread, "trial", None)
+        if trial is None:
+            assert self._tokenizer is not None
+            special = {i: self._tokenizer.token_bytes(i) for i in self._tokenizer.special_ids if i < self._vocab}
+            trial = self._of_thread.trial = Trial(Names(self._vocab, special, self._reserved))
+            self._trials.append(trial)
+        return trial
 
     def _of_library(self) -> "LLTokenizer":
         """The vocabulary as llguidance wants it, made on first use. Two threads that come at the same time both make

@@ -1,12 +1,15 @@
 """Output that follows a grammar, whatever happens to the sequence on its way."""
 
+import contextlib
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +37,10 @@ AB = regex("(ab|cd){2,4}")
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(letters(), VOCAB, (END,))
+def grammars() -> Iterator[Grammars]:
+    own = Grammars(letters(), VOCAB, (END,))
+    yield own
+    own.close()
 
 
 def found(grammars: Grammars, grammar: str) -> Compiled | Refused:
@@ -445,10 +450,12 @@ HARMFUL = {
 
 
 @pytest.fixture(scope="module")
-def of_smollm2() -> Grammars:
+def of_smollm2() -> Iterator[Grammars]:
     if not SMOLLM2.is_dir():
         pytest.skip("models/SmolLM2-135M-Instruct is not there: run `make model`")
-    return Grammars(Tokenizer.load(SMOLLM2), 49152, (2,))
+    own = Grammars(Tokenizer.load(SMOLLM2), 49152, (2,))
+    yield own
+    own.close()
 
 
 @pytest.mark.parametrize("name", HARMFUL)
@@ -466,6 +473,54 @@ def test_harmful_grammars_take_little_of_the_loops_time(of_smollm2, name):
         matcher.record(token)
         tokens += 1
     assert time.thread_time() - began < 0.5, (tokens, problem)
+
+
+ENDLESS = json.dumps(
+    {"grammars": [{"lark_grammar": "start: T\nT: " + " & ".join(f"/.*{number}.*/" for number in range(300))}]}
+)
+"""Which the library does not come to an end with for minutes; of a size that may be sent."""
+
+
+def trying() -> set[str]:
+    """Processes of this one in which grammars are tried."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(os.getpid()) and b"worker.grammar_child" in (path / "cmdline").read_bytes():
+                found.add(path.name)
+    return found
+
+
+def test_a_grammar_without_an_end_is_refused_and_nobody_goes_on_compiling_it(monkeypatch):
+    monkeypatch.setattr("worker.grammar._TRIAL_S", 1.0)
+    others, own = trying(), Grammars(letters(), VOCAB, (END,))
+    made = found(own, ENDLESS)
+    assert isinstance(made, Refused)
+    assert "not compiled within" in made.why
+    assert trying() == others, "the process that tried it is gone"
+    assert isinstance(own.look_up(ENDLESS), Refused), "it is known, and not tried again"
+    assert own._found[ENDLESS].future.done(), "nor does a thread go on"
+    monkeypatch.undo()
+    compiled(own, AB)
+    assert len(trying() - others) == 1
+    own.close()
+    assert trying() == others
+
+
+def test_a_trial_that_cannot_be_started_refuses_its_grammar_and_is_tried_again(monkeypatch):
+    own = Grammars(letters(), VOCAB, (END,))
+
+    def refuse(*arguments, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        made = found(own, AB)
+    assert isinstance(made, Refused)
+    assert "Cannot allocate memory" in made.why
+    compiled(own, AB)
+    own.close()
 
 
 def test_a_loop_turns_while_a_harmful_grammar_is_compiled(of_smollm2):

@@ -1,0 +1,100 @@
+"""Grammars are compiled in a process first, which is killed when that takes too long: a thread cannot be stopped.
+
+What the process has come to its end with takes as long here, and no longer.
+"""
+
+import contextlib
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+import msgspec
+
+from worker.grammar_child import READY, Names
+
+START_S = 20.0
+
+
+class Trial:
+    """One such process, started when it is first needed and after each that was killed. One thread at a time."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._turn = threading.Lock()
+
+    def ends(self, grammar: str, within_s: float) -> bool:
+        """Whether compiling it comes to an end in so many seconds. Raises OSError without a process to try it in."""
+        with self._turn:
+            process = self._process or self._start()
+            try:
+                _send(process, grammar.encode())
+                if _receive(process, 4, within_s) == bytes(4):
+                    return True
+            except BrokenPipeError:
+                pass
+            self._end()  # it took too long, or more memory or stack than there is: the next one finds another process
+            return False
+
+    def close(self) -> None:
+        """End the process for good, if there is one. From any thread: whoever waits for its answer has it then."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._turn:
+            self._end()
+
+    def __del__(self) -> None:
+        self._end()  # of one that was made while the others were closed
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for end in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    _pipe(end).close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise OSError("no grammar is tried any more")
+        argv = (sys.executable, "-m", "worker.grammar_child")
+        pipe = subprocess.PIPE
+        process = self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        try:
+            _send(process, msgspec.msgpack.encode(self._names))
+            if _receive(process, len(READY), START_S) == READY:
+                return process
+        except BrokenPipeError:
+            pass
+        self._end()
+        raise OSError("the process to try grammars in did not start")
+
+
+def _pipe(end: IO[bytes] | None) -> IO[bytes]:
+    assert end is not None
+    return end
+
+
+def _send(process: subprocess.Popen[bytes], frame: bytes) -> None:
+    into = _pipe(process.stdin)
+    into.write(len(frame).to_bytes(4, "little") + frame)
+    into.flush()
+
+
+def _receive(process: subprocess.Popen[bytes], size: int, within_s: float) -> bytes:
+    """So many bytes, or fewer: what came in time, or before its end."""
+    out, until, found = _pipe(process.stdout), time.monotonic() + within_s, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(out, selectors.EVENT_READ)
+        while len(found) < size and selector.select(max(0.0, until - time.monotonic())):
+            piece = out.read1(size - len(found))  # type: ignore[attr-defined]
+            if not piece:
+                break
+            found += piece
+    return found
