@@ -162,12 +162,14 @@ def main() -> None:
         while any(len(way.pushes) < args.pushes for way in ways.values()):
             for name, way in ways.items():
                 a_round(service.url, trainer, name, way, args.sequences, args.pushes)
-    result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "sequences": args.sequences}
-    for name, way in ways.items():
-        result[name] = {"push_ms": round(statistics.median(way.totals), 1)} | judged(way.gaps, way.moves, way.pushes)
-    print(json.dumps(result, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "sequences": args.sequences}
+            for name, way in ways.items():
+                totals = {"push_ms": round(statistics.median(way.totals), 1)}
+                result[name] = totals | judged(way.gaps, way.moves, way.pushes)
+            text = json.dumps(result, indent=1)
+            if args.out is not None:  # each round, should it be cut short
+                args.out.write_text(text + "\n")
+    print(text)
 
 
 @dataclass
