@@ -233,6 +233,12 @@ class Coordinator:
         paths = (socket_of(self._config.run_dir, number, rank) for number, rank in ranks)
         return [str(path) for path in paths if path.is_socket()]
 
+    def call_devices(self) -> None:
+        """A version may go live from the memory of all replicas, which are asked for it soon."""
+        assert self._devices is not None
+        for number in sorted(self.replicas.voters()):
+            self._devices.call(number)
+
     def why_not_ahead(self) -> str:
         """Why nothing may go live here from device memory, before the arena has it; "" = it may."""
         config = self._config

@@ -49,6 +49,15 @@ class Devices:
 
     def __init__(self, run_dir: Path, watching: Watching) -> None:
         self._run_dir, self._watching = run_dir, watching
+        self._called: dict[int, socket.socket] = {}  # connections over which nothing has been asked
+
+    def call(self, replica: int) -> None:
+        """Connect with a rank that `hold` is going to ask: it begins a thread for that, and that takes a millisecond of
+        a commit. Who cannot be reached is found out then.
+        """
+        if replica not in self._called:
+            with contextlib.suppress(OSError):
+                self._called[replica] = self._connected(replica)
 
     def hold(
         self, replica: int, key: tuple[int, int], done: Callable[[Held | str], None], patience_s: float = 0.0
@@ -59,7 +68,6 @@ class Devices:
         done: called in the loop, with why not in words. Returns what ends the question: whoever takes it and never
         answers is left to the commit's deadline, and nothing of it is to stay here; `done` is not called then.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
 
         def answered() -> None:
             self._watching.unwatch(connection.fileno())
@@ -71,12 +79,10 @@ class Devices:
                 connection.close()
 
         try:
-            connection.connect(str(socket_of(self._run_dir, replica)))
-            connection.send(encode(Keep(*key, patience_s)))
+            connection = self._asked(replica, encode(Keep(*key, patience_s)))
         except OSError as error:
-            connection.close()
             done(f"replica {replica} cannot be asked for its device memory: {error.strerror}")
-            return cancel
+            return lambda: None
         self._watching.watch(connection.fileno(), answered)
         return cancel
 
@@ -131,6 +137,32 @@ class Devices:
         except subprocess.TimeoutExpired:
             process.kill()
         return _outcome(process)
+
+    def _asked(self, replica: int, question: bytes) -> socket.socket:
+        """A connection over which this was asked. Raises OSError."""
+        called = self._called.pop(replica, None)
+        if called is not None:
+            try:
+                called.send(question)
+                return called
+            except OSError:  # it was with a process that has ended, or that has hung up
+                called.close()
+        connection = self._connected(replica)
+        try:
+            connection.send(question)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _connected(self, replica: int) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(str(socket_of(self._run_dir, replica)))
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
     def let_go(self, held: Held) -> None:
         """The memory is the rank's alone again."""

@@ -407,6 +407,8 @@ class TrainerGroup:
         self._offered = self._devices(begin)
         asked = begin.durability == "device"
         why = self._why_not_ahead(begin) if asked else ""
+        if asked and not why:
+            self._coordinator.call_devices()
         return Placement(
             *(session.id, self._config.lease_s, offset, arena.slot_bytes, copies, session.write_epoch),
             delta=base is not None,

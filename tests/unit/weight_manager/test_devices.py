@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_client.device_slots import Grant, No, encode, socket_of
+from rollout_client.device_slots import Grant, Keep, No, decode_request, encode, socket_of
 from weight_manager import devices as module
 from weight_manager.devices import Devices, Held, Place
 from weight_manager.following import Following, Step, Way
@@ -207,3 +207,68 @@ def test_the_copy_that_runs_is_the_one_that_is_ended_where_one_before_could_not_
     assert (following.way, tried) == (Way.DEVICE, [0, 1])
     following.close()
     assert ended == [1]
+
+
+class Listening:
+    """A rank's socket, at which nobody answers by itself."""
+
+    def __init__(self, run_dir):
+        self.path = socket_of(run_dir, 0)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(self.path))
+        self.listener.listen(4)
+        self.listener.settimeout(30)
+        self.heard = []
+
+    def taken(self):
+        self.heard.append(self.listener.accept()[0])
+        return self.heard[-1]
+
+    def close(self):
+        for one in (*self.heard, self.listener):
+            one.close()
+        self.path.unlink()
+
+
+def test_a_rank_that_was_called_is_asked_over_that_connection(tmp_path):
+    rank, watching, said = Listening(tmp_path), Watching(), []
+    devices = Devices(tmp_path, watching)
+    devices.call(0)
+    devices.call(0)
+    connection = rank.taken()
+    cancel = devices.hold(0, (1, 2), said.append, 0.5)
+    connection.settimeout(30)
+    assert decode_request(connection.recv(1 << 16)) == Keep(1, 2, 0.5)
+    rank.listener.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        rank.taken()
+    connection.send(encode(No("not mine")))
+    watching.call(watching.wait(30_000))
+    assert said == ["not mine"]
+    cancel()
+    rank.close()
+
+
+@pytest.mark.parametrize("ends", ["hangs up", "is another one"])
+def test_a_rank_that_was_called_and_has_gone_is_called_anew(tmp_path, ends):
+    rank, watching = Listening(tmp_path), Watching()
+    devices = Devices(tmp_path, watching)
+    devices.call(0)
+    if ends == "hangs up":
+        rank.taken().close()
+    else:
+        rank.close()
+        rank = Listening(tmp_path)
+    cancel = devices.hold(0, (1, 2), lambda held: None)
+    connection = rank.taken()
+    connection.settimeout(30)
+    assert decode_request(connection.recv(1 << 16)) == Keep(1, 2)
+    cancel()
+    rank.close()
+
+
+def test_a_rank_that_cannot_be_called_is_found_out_when_it_is_asked(tmp_path):
+    devices, said = Devices(tmp_path, Watching()), []
+    devices.call(0)
+    devices.hold(0, (1, 2), said.append)()
+    assert said == ["replica 0 cannot be asked for its device memory: No such file or directory"]
