@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -174,6 +175,27 @@ class Line:
     def described(self, live: Live) -> LiveAdapter:
         """A version of it, as replicas are told of it."""
         return LiveAdapter(self.name, live, str(self.arena.path), self.shape)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """What the API shows of it."""
+        live, previous, coordinator = self.history.live, self.history.previous, self.coordinator
+        record = self.history.tail(1)
+        return {
+            "name": self.name,
+            "run_id": live.run_id if live else None,
+            "version": live.version if live else None,
+            "epoch": live.epoch if live else None,
+            "digest": live.digest if live else None,
+            "rank": self.shape.rank,
+            "modules": len(self.shape.modules),
+            "dtype": self.shape.dtype,
+            "bytes": self.layout.slot_bytes,
+            "shared_memory_bytes": self.reserved_bytes,
+            "previous": {"run_id": previous.run_id, "version": previous.version} if previous else None,
+            "session": coordinator.session.described(now) if coordinator.session else None,
+            "last_error": coordinator.last_error,
+            "last_push": record[0] if record else None,
+        }
 
     def close(self) -> None:
         """End the line: nothing of it stays on disk or in shared memory."""

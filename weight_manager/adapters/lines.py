@@ -10,18 +10,17 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout_client.errors import ArenaError
 from rollout_client.peft import AdapterConfig, check_name
 from rollout_client.protocol import AdapterPush, Part
+from weight_manager.adapters.leaving import Leaving
 from weight_manager.adapters.line import SNAPSHOT_SUFFIX, Line, LineHistory
 from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_layout
 from weight_manager.arena import Arena, sweep
 from weight_manager.background import Background
-from weight_manager.ballot import Voter, label
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
@@ -39,15 +38,6 @@ from weight_manager.slots import Slots
 from weight_manager.snapshot import read_adapter_head, read_snapshot
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Leaving:
-    """An adapter that was unloaded, while replicas may still begin sequences under its name."""
-
-    name: str
-    deadline: float
-    done: Callable[[PushRefused | None], None]
 
 
 class Lines:
@@ -86,7 +76,7 @@ class Lines:
         self._lines: dict[str, Line] = {}
         self._opened: list[Line] = []  # nothing of them is live yet
         self._retired: list[Line] = []
-        self._leaving: list[_Leaving] = []
+        self._leaving = Leaving(audience, members)
         self._shapes: dict[str, tuple[tuple[AdapterConfig, list[Part]], AdapterShape]] = {}
         """What the last push of a name was, and the shape that this is: pushes of nothing but other numbers keep it."""
         self._changes = 0  # of lines that are gone, too
@@ -156,7 +146,7 @@ class Lines:
         of another shape is pushed, which may take the name over.
         """
         line = self.find(name)
-        if any(opened.name == name for opened in self._opened):
+        if self._opened_as(name) is not None:
             raise _running(name)
         return line
 
@@ -164,8 +154,7 @@ class Lines:
         """The coordinator of the line of this name that something is pushed to, else of the live one. Raises
         PushRefused unknown_adapter.
         """
-        opened = next((line for line in self._opened if line.name == name), None)
-        return (opened or self.find(name)).coordinator
+        return (self._opened_as(name) or self.find(name)).coordinator
 
     def of_session(self, session: str) -> Line | None:
         """The line whose commit a replica speaks of."""
@@ -186,8 +175,7 @@ class Lines:
         and busy while one of another shape is pushed.
         """
         self._check(name)
-        opened = next((line for line in self._opened if line.name == name), None)
-        known = opened or self._lines.get(name)
+        known = self._opened_as(name) or self._lines.get(name)
         if known is not None and known.shape == shape:
             return known
         if known is not None and known.coordinator.session is not None:
@@ -213,8 +201,7 @@ class Lines:
             if before is not None:
                 self._retire(before)
             self._lines[line.name] = line
-        for number in late:
-            self._audience.send(number, Adapters(self.live))
+        self._tell(late)
 
     def unload(self, name: str, deadline: float, done: Callable[[PushRefused | None], None]) -> None:
         """The name stands for nothing any more. done: called once no replica begins anything under it, or with why that
@@ -227,10 +214,9 @@ class Lines:
         line.snapshots.remove()
         self._retire(line)
         log.info("adapter %s is unloaded", name, extra={"adapter": name})
-        for number in self._audience.numbers():
-            self._audience.send(number, Adapters(self.live))
+        self._tell(self._audience.numbers())
         self._members.unloaded(name)
-        self._leaving.append(_Leaving(name, deadline, done))
+        self._leaving.add(name, deadline, done)
 
     def keep(self, names: Sequence[str], deadline: float) -> None:
         """Unload what the store above has unloaded: all but these. What is pushed stays; it is said again then."""
@@ -243,12 +229,12 @@ class Lines:
     @property
     def leaving(self) -> list[str]:
         """Adapters that are unloaded, and under whose names sequences may still begin, here or below."""
-        return sorted({leaving.name for leaving in self._leaving})
+        return self._leaving.names
 
     def remind(self, number: int, adapters: dict[str, int]) -> None:
         """A replica that serves other versions than are live hears of them again. adapters: name -> epoch."""
         if adapters != {adapter.name: adapter.live.epoch for adapter in self.live}:
-            self._audience.send(number, Adapters(self.live))
+            self._tell({number})
 
     def tick(self, now: float) -> None:
         """Deadlines; and what nobody needs any more is removed."""
@@ -261,13 +247,11 @@ class Lines:
             self._retired.remove(line)
             self._changes += line.coordinator.changes + 1
             line.close()
-        for leaving in [leaving for leaving in self._leaving if self._has_left(leaving, now)]:
-            self._leaving.remove(leaving)
+        self._leaving.tick(self._lines, now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [line.coordinator.next_deadline() for line in self.all()]
-        times += [min([leaving.deadline, *self._until(leaving)]) for leaving in self._leaving]
+        times = [self._leaving.next_deadline(), *(line.coordinator.next_deadline() for line in self.all())]
         return min((t for t in times if t is not None), default=None)
 
     def replica_gone(self, number: int, why: str) -> None:
@@ -278,7 +262,7 @@ class Lines:
     def status(self, now: float) -> list[dict[str, Any]]:
         """What the API shows of each line, by name."""
         shown = [*self._lines.values(), *self._opened]
-        return [self._describe(line, now) for line in sorted(shown, key=lambda line: line.name)]
+        return [line.status(now) for line in sorted(shown, key=lambda line: line.name)]
 
     def stop(self) -> None:
         """The store stops: nothing more is pushed, and nothing stays in shared memory."""
@@ -310,41 +294,15 @@ class Lines:
     def _arena_name(self) -> str:
         return f"{self._config.name}-adapters"
 
-    def _has_left(self, leaving: "_Leaving", now: float) -> bool:
-        serving: list[Voter] = []
-        if leaving.name not in self._lines:
-            serving += sorted(self._audience.serving(leaving.name))
-            serving += sorted(self._members.beginning(leaving.name, now))
-        if serving and now < leaving.deadline:
-            return False
-        names = ", ".join(map(label, serving))
-        message = f"{names} did not say in time that {leaving.name} is served no more"
-        leaving.done(PushRefused("deadline", message) if serving else None)
-        return True
+    def _opened_as(self, name: str) -> Line | None:
+        """The line of this name of which nothing is live yet."""
+        return next((line for line in self._opened if line.name == name), None)
 
-    def _until(self, leaving: "_Leaving") -> Iterable[float]:
-        """When leases of stores end that may still serve it."""
-        return self._members.beginning(leaving.name, time.monotonic()).values()
-
-    def _describe(self, line: Line, now: float) -> dict[str, Any]:
-        live, previous, coordinator = line.history.live, line.history.previous, line.coordinator
-        record = line.history.tail(1)
-        return {
-            "name": line.name,
-            "run_id": live.run_id if live else None,
-            "version": live.version if live else None,
-            "epoch": live.epoch if live else None,
-            "digest": live.digest if live else None,
-            "rank": line.shape.rank,
-            "modules": len(line.shape.modules),
-            "dtype": line.shape.dtype,
-            "bytes": line.layout.slot_bytes,
-            "shared_memory_bytes": line.reserved_bytes,
-            "previous": {"run_id": previous.run_id, "version": previous.version} if previous else None,
-            "session": coordinator.session.described(now) if coordinator.session else None,
-            "last_error": coordinator.last_error,
-            "last_push": record[0] if record else None,
-        }
+    def _tell(self, numbers: Iterable[int]) -> None:
+        """Say to these replicas what is live."""
+        live = Adapters(self.live)
+        for number in numbers:
+            self._audience.send(number, live)
 
     def _open(self, name: str, shape: AdapterShape, records: list[Record]) -> Line:
         config = self._config
