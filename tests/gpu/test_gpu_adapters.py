@@ -9,6 +9,7 @@ from tests.gpu.test_engine import SHAPES
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
+from worker.gpu import adapters
 from worker.gpu.engine import GpuEngine
 from worker.gpu.reference import widened
 
@@ -157,6 +158,43 @@ def test_merged_weights_of_real_shapes(name):
         error = np.concatenate(errors)
         print(f"{name}, {count} rows: off by {error.max():.4f}, median {np.median(error):.4f}")
         assert (np.median(error) if moe else error.max()) < 0.05
+
+
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+WRONG = {
+    "shrink": ("square[h] += q[e] * q[e];", ""),
+    "expand": ("* scale[h] * by[0]", "* by[0]"),
+    "skinny": ("if (f) added.d[e][h] += s", "if (f) added.d[e][h] += 1.2f * s"),
+    "skinny_": ("if (f) added.d[e][h] += s", "if (f && !again) added.d[e][h] += s"),
+    "converted": ("for (u64 j = i; j < count; j++)", "for (u64 j = i; j < count - 1; j++)"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kernel", [None, *WRONG])
+def test_a_device_one_of_whose_kernels_computes_wrong_holds_no_adapters(monkeypatch, kernel):
+    """A sum of squares left out, a factor, ranks beyond sixteen left out, the last number."""
+    right, wrong = WRONG.get(kernel, ("", ""))
+    kernels = adapters.kernels
+    assert right in kernels(*adapters.SOURCES)
+    monkeypatch.setattr(adapters, "kernels", lambda *names: kernels(*names).replace(right, wrong))
+    device = gpu_engines.Device(SMALL, "bfloat16", gpu_engines.random_views(SMALL, "bfloat16"), sizes=(8,))
+    views, modules = made_up(SMALL, 1, 16)
+    if kernel is None:
+        hold_adapter(device, "a", 1, views, modules, "bfloat16")
+        return
+    with pytest.raises(ValueError, match=rf"can hold no adapters: .* computes wrong: .*{kernel.rstrip('_')}"):
+        hold_adapter(device, "a", 1, views, modules, "bfloat16")
 
 
 def test_versions_flip_between_steps_and_their_memory_is_given_back(monkeypatch):

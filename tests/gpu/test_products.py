@@ -1,5 +1,7 @@
 """Every way of every product against float64, at the numbers of rows where tiles begin and end."""
 
+from itertools import product as product_of_all
+
 import numpy as np
 import pytest
 
@@ -182,7 +184,9 @@ MEMBERS = {
 @pytest.mark.parametrize("apart", [False, True], ids=["itself", "apart"])
 @pytest.mark.parametrize("product", MEMBERS)
 def test_a_product_with_adapters(model, adapters, product, apart, monkeypatch):
-    """Rows of three adapters and of none. apart: A x and B (A x) are launches of their own, as beside many rows."""
+    """Rows of three adapters, or of one, and of none. apart: A x and B (A x) are launches of their own, as beside many
+    rows.
+    """
     one = Product(model, product)
     decoder, operations, changes = one.decoder, one.decoder.operations, one.decoder.operations.changes
     added, product_of = [], changes.product
@@ -192,9 +196,9 @@ def test_a_product_with_adapters(model, adapters, product, apart, monkeypatch):
         return added[-1]
 
     monkeypatch.setattr(changes, "product", adds)
-    for rows in ADAPTED_ROWS:
+    for rows, several in product_of_all(ADAPTED_ROWS, (True, False)):
         one.begin(rows)
-        epochs = np.array([(1, 0, 2, 3, 1, 1)[row % 6] for row in range(rows)], np.int32)
+        epochs = np.resize(np.array((1, 0, 2, 3, 1, 1) if several else (1, 1, 0), np.int32), rows)
         batch = one_token_each(epochs)
         step = decoder._inputs.decode(batch, rows, decoder._stream, decoder.adapters.lists(batch, rows))
         change = np.zeros((rows, one.shape.n * (1 + (one.kind == "GATE"))))
@@ -203,7 +207,7 @@ def test_a_product_with_adapters(model, adapters, product, apart, monkeypatch):
             parts = [scale * (one.read[mine] @ a.T) @ b.T for a, b, scale in map(of.__getitem__, MEMBERS[product])]
             change[mine] = np.concatenate(parts, axis=1)
         got = one.run(step, lambda weight, x, y: operations._changed(one.kind, weight, x, y))
-        assert _off(got, one.expected(change)) < 0.01, f"{rows} rows"
+        assert _off(got, one.expected(change)) < 0.01, f"{rows} rows, {several}"
         assert _off(got, one.expected()) > 0.05 or not epochs.any(), "adapters change something"
     assert any(added) is not apart
 

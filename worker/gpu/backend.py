@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32, Logits
-from worker.gpu.adapters import Changes, DeviceAdapters
+from worker.gpu import adapter_check
+from worker.gpu.adapters import DeviceAdapters
 from worker.gpu.carrying import Carrier
+from worker.gpu.changes import Changes
 from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
@@ -105,6 +107,7 @@ class GpuDecoder:
             fp32=fp32,
             stream=self._stream,
             settle=self.wait,
+            check=adapter_check.require_right,
             shared=ranks is not None,
         )
         addresses = {slots.tensors(slot)[site.name].address: at for slot in (0, 1) for at, site in enumerate(sites)}

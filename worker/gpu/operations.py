@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
-from worker.gpu.adapters import Changes
+from worker.gpu.changes import Changes
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
 from worker.gpu.inputs import StepInputs

@@ -48,7 +48,7 @@ class Skinny:
     part: int
     split: int
     most: int
-    changed: bool = False  # adapters are added: kernels/adapters.cu
+    changed: bool = False  # adapters are added: kernels/low_rank.cu
 
     @property
     def name(self) -> str:
@@ -65,7 +65,11 @@ class Skinny:
     @property
     def blocks(self) -> int:
         """Thread blocks of the grid."""
-        return -(-self.shape.n // (self.rows // 2 if self.shape.kind == "GATE" else self.rows)) * self.split
+        return self.blocks_of(self.shape.n)
+
+    def blocks_of(self, n: int) -> int:
+        """Those of the first n outputs."""
+        return -(-n // (self.rows // 2 if self.shape.kind == "GATE" else self.rows)) * self.split
 
     @property
     def line(self) -> str:

@@ -4,7 +4,7 @@
 // their sums in a fixed order: then each reads little of x, which every block needs and which comes from L2.
 #if !FP32
 
-// What is done to a product beside it: nothing. The other kind is in adapters.cu.
+// What is done to a product beside it: nothing. The other kind is in low_rank.cu.
 struct Unchanged {
   struct Added {
     __device__ __forceinline__ void to(float &, int, int) const {}

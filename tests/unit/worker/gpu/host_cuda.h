@@ -1,10 +1,13 @@
-// Stands for a CUDA device in tests of kernels/adapters.cu and skinny.cu: one block after the other, its threads as fibers
-// that change places where CUDA's threads would wait for each other. In place of base.cu, of which only what those need is
-// here. No clusters.
+// Stands for a CUDA device in tests of the kernels that add adapters, and of skinny.cu: one block after the other, its
+// threads as fibers that change places where CUDA's threads would wait for each other; the blocks of a cluster at once, each
+// by a thread of its own, to which shared memory belongs. In place of base.cu, of which only what those need is here.
+#include <barrier>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <ucontext.h>
+#include <vector>
 typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 struct uint2 { u32 x, y; }; struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; }; struct float4 { float x, y, z, w; };
@@ -12,10 +15,12 @@ static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 struct Place { u32 x, y, z; };
-static Place threadIdx, blockIdx, gridDim, blockDim;
+static thread_local Place threadIdx, blockIdx;
+static Place gridDim, blockDim;
 #define __device__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__ static thread_local
+#define MOST_THREADS 512
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __cvta_generic_to_shared(p) (p)
@@ -24,16 +29,16 @@ static Place threadIdx, blockIdx, gridDim, blockDim;
 #define ADD 1
 #define GATE 2
 
-static ucontext_t scheduler, fibers[256];
-static bool ended[256];
-static int current, waiting[9], round_[9];
-static void wait_for(int group, int size) {  // group: of a warp, or 8 = all; so 256 threads at most
+static thread_local ucontext_t scheduler, fibers[MOST_THREADS];
+static thread_local bool ended[MOST_THREADS];
+static thread_local int current, waiting[MOST_THREADS / 32 + 1], round_[MOST_THREADS / 32 + 1];
+static void wait_for(int group, int size) {  // group: of a warp, or the last = all
   const int mine = round_[group];
   if (++waiting[group] == size) { waiting[group] = 0; round_[group]++; return; }
   while (round_[group] == mine) swapcontext(&fibers[current], &scheduler);
 }
-static void __syncthreads() { wait_for(8, blockDim.x); }
-static float told[256];
+static void __syncthreads() { wait_for(MOST_THREADS / 32, blockDim.x); }
+static thread_local float told[MOST_THREADS];
 static float __shfl_xor_sync(u32, float v, int o) {
   const int warp = threadIdx.x / 32;
   told[threadIdx.x] = v;
@@ -59,6 +64,14 @@ static void ask_l2(const void *p, u32 bytes) { if ((u64)p % 16 || bytes % 16) ab
 template <class T> static T aligned(const void *p) { if ((u64)p % sizeof(T)) abort(); return *(const T *)p; }
 static uint4 stream16(const void *p) { return aligned<uint4>(p); }
 static float warp_sum(float v) { for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o); return v; }
+static float block_sum(float v, float *part) {
+  v = warp_sum(v);
+  if (!(threadIdx.x % 32)) part[threadIdx.x / 32] = v;
+  __syncthreads();
+  float s = 0;
+  for (u32 w = 0; w < (blockDim.x + 31) / 32; w++) s += part[w];
+  return s;
+}
 static void load8(const float *p, float *f) { if ((u64)p % 16) abort(); memcpy(f, p, 32); }
 static void store8(float *p, const float *f) { memcpy(p, f, 32); }
 static float value(float v) { return v; }
@@ -69,6 +82,15 @@ static void unpack8(uint4 v, float *f) {
 }
 static void load8(const u16 *p, float *f) { unpack8(aligned<uint4>(p), f); }
 static void store8(u16 *p, const float *f) { for (int i = 0; i < 8; i++) p[i] = rounded(f[i]); }
+alignas(128) thread_local uint4 operands[227 << 6];  // shared memory, whose addresses begin with 0
+static std::barrier<> *cluster;
+static char *shared_of[16];  // where each block's thread has its own
+static void cluster_sync() {  // the block's first thread waits for the other blocks, and all for it
+  __syncthreads();
+  if (!threadIdx.x) cluster->arrive_and_wait();
+  __syncthreads();
+}
+static float of_block(const float *p, int rank) { return *(const float *)(shared_of[rank] + ((char *)p - (char *)operands)); }
 #if FP32
 typedef float elt;
 static elt narrow(float v) { return v; }
@@ -78,7 +100,7 @@ typedef uint4 raw8;
 static raw8 fetch8(const elt *p) { return aligned<uint4>(p); }
 static void widen8(raw8 r, float *f) { unpack8(r, f); }
 static elt narrow(float v) { return rounded(v); }
-static u32 multiplied[256][6];
+static thread_local u32 multiplied[MOST_THREADS][6];
 static void multiply(float *d, const u32 *a, u32 b0, u32 b1) {  // as the PTX ISA lays m16n8k16 out
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   u32 *mine = multiplied[threadIdx.x];
@@ -94,7 +116,6 @@ static void multiply(float *d, const u32 *a, u32 b0, u32 b1) {  // as the PTX IS
   }
   wait_for(warp, 32);
 }
-alignas(128) uint4 operands[227 << 6];  // shared memory, whose addresses begin with 0
 static u32 shared_address(const void *p) { return (const char *)p - (const char *)operands; }
 static void copy16(u32 to, const void *from, int bytes = 16) {
   if ((u64)from % 16 || to % 16 || to + 16 > sizeof(operands)) abort();
@@ -102,10 +123,8 @@ static void copy16(u32 to, const void *from, int bytes = 16) {
 }
 static void group_copies() {}
 template <int LEFT> static void copies_left() {}
-static void cluster_sync() { abort(); }
-static float of_block(const float *, int) { abort(); }
 static void ldmatrix4(u32 at, u32 *r) {  // as the PTX ISA has it: of the i-th matrix, row lane / 4 and two columns
-  static u32 rows[256];
+  static thread_local u32 rows[MOST_THREADS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (at % 16 || at + 16 > sizeof(operands)) abort();
   rows[threadIdx.x] = at;
@@ -126,30 +145,46 @@ static u64 handed(const u64 *from) {
   return (u64)expected_tag << 32;
 }
 static void __trap() { abort(); }
-static void (*entered)();
+static thread_local void (*entered)();
 static void fiber() { entered(); ended[current] = true; swapcontext(&fibers[current], &scheduler); }
-template <class F> static F *call_of_block;
+template <class F> static thread_local F *call_of_block;
 template <class F> static void enter() { (*call_of_block<F>)(); }
-template <class F> static void launch(const int *grid, int threads, F call) {
-  static char *stacks = (char *)malloc(256u << 16);
+template <class F> static void run_block(Place block, F call) {
+  static thread_local std::vector<char> stacks((u64)MOST_THREADS << 16);
+  const int threads = blockDim.x;
   call_of_block<F> = &call;
   entered = enter<F>;
+  blockIdx = block;
+  for (int i = 0; i < threads; i++) {
+    getcontext(&fibers[i]);
+    fibers[i].uc_stack.ss_sp = stacks.data() + ((u64)i << 16); fibers[i].uc_stack.ss_size = 1 << 16; fibers[i].uc_link = 0;
+    makecontext(&fibers[i], fiber, 0);
+    ended[i] = false;
+  }
+  for (int left = threads; left;) {
+    left = 0;
+    for (current = 0; current < threads; current++) {
+      if (ended[current]) continue;
+      threadIdx = {(u32)current, 0, 0};
+      swapcontext(&scheduler, &fibers[current]);
+      left += !ended[current];
+    }
+  }
+}
+template <class F> static void launch(const int *grid, int threads, F call, int together = 1) {
   gridDim = {(u32)grid[0], (u32)grid[1], (u32)grid[2]}; blockDim = {(u32)threads, 1, 1};
-  for (u32 z = 0; z < gridDim.z; z++) for (u32 y = 0; y < gridDim.y; y++) for (u32 x = 0; x < gridDim.x; x++) {
-    for (int i = 0; i < threads; i++) {
-      getcontext(&fibers[i]);
-      fibers[i].uc_stack.ss_sp = stacks + ((u64)i << 16); fibers[i].uc_stack.ss_size = 1 << 16; fibers[i].uc_link = 0;
-      makecontext(&fibers[i], fiber, 0);
-      ended[i] = false;
-    }
-    for (int left = threads; left;) {
-      left = 0;
-      for (current = 0; current < threads; current++) {
-        if (ended[current]) continue;
-        threadIdx = {(u32)current, 0, 0}; blockIdx = {x, y, z};
-        swapcontext(&scheduler, &fibers[current]);
-        left += !ended[current];
-      }
-    }
+  for (u32 z = 0; z < gridDim.z; z++) for (u32 y = 0; y < gridDim.y; y++) for (u32 x = 0; x < gridDim.x; x += together) {
+    if (together == 1) { run_block({x, y, z}, call); continue; }
+    std::barrier<> all(together);
+    cluster = &all;
+    std::vector<std::thread> blocks;
+    for (int i = 0; i < together; i++)
+      blocks.emplace_back([=, &all] {
+        shared_of[i] = (char *)operands;
+        all.arrive_and_wait();
+        run_block({x + i, y, z}, call);
+        all.arrive_and_wait();  // a block's memory is there until nobody reads it
+      });
+    for (auto &block : blocks) block.join();
   }
 }

@@ -8,6 +8,7 @@ import pytest
 from tests.engine_cases import ADAPTERS, MODELS, Adapter, Checkpoint, in_one_array
 from tests.unit.worker.gpu.test_ranks import Rank, _as_if_right, batch_of  # noqa: F401
 from weight_manager.layout import rank_views
+from worker.gpu import adapter_check
 from worker.gpu.adapters import DeviceAdapters
 from worker.gpu.driver import CudaError, DeviceMemoryError
 
@@ -19,8 +20,8 @@ OF_ALL = [*OF_LAYER, "shrink_normed", "expand_GATE", "shrink_rows", "expand_ADD"
 @pytest.fixture
 def rank(monkeypatch):
     """A device without others, which serves. What is read from it is zeros, so nothing is ever what it should be."""
-    for proof in ("_prove", "_require_right"):
-        monkeypatch.setattr(DeviceAdapters, proof, lambda *_: None)
+    monkeypatch.setattr(DeviceAdapters, "_prove", lambda *_: None)
+    monkeypatch.setattr(adapter_check, "require_right", lambda _: None)
     return Rank(monkeypatch, "llama", tp=1, dtype="float32").serve()
 
 
@@ -98,8 +99,8 @@ def test_memory_of_a_version_goes_once_the_steps_are_through(rank):
 @pytest.fixture
 def ranks(monkeypatch):
     """Two that share a model, and serve."""
-    for proof in ("_prove", "_require_right"):
-        monkeypatch.setattr(DeviceAdapters, proof, lambda *_: None)
+    monkeypatch.setattr(DeviceAdapters, "_prove", lambda *_: None)
+    monkeypatch.setattr(adapter_check, "require_right", lambda _: None)
     return [Rank(monkeypatch, "llama", rank=number, dtype="float32").serve() for number in range(2)]
 
 

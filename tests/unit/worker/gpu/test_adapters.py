@@ -18,7 +18,10 @@ from weight_manager.adapters.plan import AdapterModule
 from worker.adapters import AdapterTable
 from worker.engine.base import ForwardBatch
 from worker.gpu import adapters
-from worker.gpu.adapters import MOST_RANKS, Changes, DeviceAdapters, words
+from worker.gpu import products as products_
+from worker.gpu.adapter_check import require_right
+from worker.gpu.adapters import MOST_RANKS, DeviceAdapters, words
+from worker.gpu.changes import Changes
 from worker.gpu.compiler import kernels
 from worker.gpu.driver import CudaError, DeviceMemoryError
 from worker.gpu.operations import Rows
@@ -34,7 +37,7 @@ SITES = (
     Site("down", ("down",), 1032, (72,)),
 )
 EVEN = (
-    Site("qkv", ("q", "k", "v"), 192, (64, 16, 16)),
+    Site("qkv", ("q", "k", "v"), 192, (56, 24, 16)),
     Site("o", ("o",), 64, (72,)),
     Site("gate_up", ("gate", "up"), 576, (136, 136)),
     Site("down", ("down",), 1088, (72,)),
@@ -116,7 +119,7 @@ class HostModule:
     def load(self, name): ...
 
     def launch(self, name, grid, threads, stream, arguments, shared=0, cluster=()):
-        grid = (_Int * 3)(*(*grid, 1, 1)[:3])
+        grid, together = (_Int * 3)(*(*grid, 1, 1)[:3]), _Int(cluster[0] if cluster else 1)
         if self.hashes:
             self._hash(grid[0], *(argument.value for argument in arguments))
         elif name.startswith("shrink"):
@@ -124,9 +127,10 @@ class HostModule:
         elif name.startswith("expand"):
             self.library.run_expand(grid, threads, _Int(["STORE", "ADD", "GATE"].index(name[7:])), *arguments)
         elif name.startswith("skinny"):
-            assert not cluster
             size = ctypes.c_uint64(4 * arguments[4].value * arguments[5].value)
-            self.library.run_product(grid, threads, size, _Pointer.in_dll(self.library, name + "_at"), *arguments)
+            self.library.run_product(
+                grid, threads, together, size, _Pointer.in_dll(self.library, name + "_at"), *arguments
+            )
         else:
             self.library.run_converted(grid, threads, *arguments)
 
@@ -143,14 +147,14 @@ class HostModule:
 
 def _library(folder, name, text, fp32):
     (folder / f"{name}.cpp").write_text(f'#include "{HERE}/host_cuda.h"\n{text}\n#include "{HERE}/host_adapters.h"\n')
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-DFP32={int(fp32)}"]
+    options = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-DFP32={int(fp32)}"]
     subprocess.run(["g++", *options, str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.so")], check=True)
     return ctypes.CDLL(str(folder / f"{name}.so"))
 
 
 def _text(products=()):
     """Of the kernels. A launch's shared memory is the stand-in's own."""
-    text = kernels("skinny", "adapters").replace("extern __shared__ __align__(128) uint4 operands[];", "")
+    text = kernels("skinny", "adapters", "low_rank").replace("extern __shared__ __align__(128) uint4 operands[];", "")
     some = "SKINNY_CHANGED(a_product, 8, 64, 1, 1, ADD, false)"
     addresses = [f'extern "C" void *const {kernel.name}_at = (void *){kernel.name};' for kernel in products]
     return "\n".join([text, "#if !FP32", some, "#endif", *(kernel.line for kernel in products), *addresses])
@@ -160,7 +164,9 @@ def _text(products=()):
 def libraries(tmp_path_factory):
     """The kernels for bfloat16 and for float32."""
     folder = tmp_path_factory.mktemp("kernels")
-    return [_library(folder, str(fp32), _text(), fp32) for fp32 in (False, True)]
+    held = DeviceAdapters(HostDriver(), SITES, 64, fp32=False, stream=None, settle=lambda: None, check=unchecked)
+    assert held._products()
+    return [_library(folder, "0", _text(held._products()), fp32=False), _library(folder, "1", _text(), fp32=True)]
 
 
 @pytest.fixture
@@ -169,12 +175,18 @@ def device(monkeypatch, libraries):
     monkeypatch.setattr(adapters, "Module", HostModule)
     monkeypatch.setattr(adapters, "compiled", lambda text, macros, capability: b"kernels" if macros else b"hashes")
 
-    def make(dtype, settle=lambda: None):
+    def make(dtype, settle=lambda: None, check=unchecked):
         monkeypatch.setattr(HostModule, "library", libraries[dtype == "float32"])
         driver = HostDriver()
-        return driver, DeviceAdapters(driver, SITES, 64, fp32=dtype == "float32", stream=None, settle=settle)
+        return driver, DeviceAdapters(
+            driver, SITES, 64, fp32=dtype == "float32", stream=None, settle=settle, check=check
+        )
 
     return make
+
+
+def unchecked(held):
+    """In the place of `require_right`, which takes seconds here."""
 
 
 class Version:
@@ -295,29 +307,63 @@ def test_every_product_of_a_mixed_step(device, dtype, site, ranks):
     assert np.linalg.norm(added[:count], axis=1).max() > 1
 
 
+DEVICES = {"many": (132, (1,)), "few": (2, (1,)), "clusters": (18, (3, 1))}
+"""Multiprocessors, and by how many blocks products' columns are shared where they can be: about one output a block, so
+that many make a part of A x each; many; and clusters, with outputs of two linears in a block.
+"""
+
+
+def _as_device(patch, name):
+    multiprocessors, splits = DEVICES[name]
+    patch.setattr(products_, "_SKINNY", dict.fromkeys((1, 16, 32), splits))
+    patch.setattr(products_, "SKINNY_ROWS", (1, 16, 32))
+    patch.setattr(adapters, "SKINNY_ROWS", (1, 16, 32))
+    return multiprocessors
+
+
 @pytest.fixture(scope="module")
 def products(tmp_path_factory):
-    """By multiprocessors of a device: the kernels of products that add adapters, of up to 16 rows."""
+    """By device: the kernels of products that add adapters."""
     found = {}
-    for count in (132, 2):
+    for name in DEVICES:
         driver = HostDriver()
-        driver.multiprocessors = count
-        held = DeviceAdapters(driver, EVEN, 64, fp32=False, stream=None, settle=lambda: None)
-        kernels_ = [kernel for kernel in held._products() if kernel.most <= 16]
+        with pytest.MonkeyPatch.context() as patch:
+            driver.multiprocessors = _as_device(patch, name)
+            held = DeviceAdapters(driver, EVEN, 64, fp32=False, stream=None, settle=lambda: None, check=unchecked)
+            kernels_ = held._products()
         assert len(kernels_) == 12
-        found[count] = _library(tmp_path_factory.mktemp("products"), str(count), _text(kernels_), fp32=False)
+        assert any(kernel.split > 1 for kernel in kernels_) == (name == "clusters")
+        found[name] = _library(tmp_path_factory.mktemp("products"), name, _text(kernels_), fp32=False)
     return found
 
 
-@pytest.mark.parametrize("multiprocessors", [132, 2])
+ROWS = {
+    "one row": [3],
+    "many ranks": [4, 0, 3, 9, 3, 0, 4],
+    "two": [3] * 9 + [0] + [9] * 4,
+    "sixteen": list(range(3, 19)),
+    "one adapter": [0, 6, 6, 0, *[6] * 7],
+    "one adapter, two tiles": [6] * 20 + [0] * 3,
+    "one adapter, one row": [6],
+}
+"""Versions of a step's rows."""
+
+
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("site", EVEN, ids=lambda site: site.name)
-@pytest.mark.parametrize("epochs", [[3], [4, 0, 3, 9, 3, 0, 4], [3] * 9 + [0] + [9] * 4, list(range(3, 19))], ids=len)
-def test_products_of_few_rows_add_adapters_themselves(device, products, monkeypatch, epochs, site, multiprocessors):
+@pytest.mark.parametrize("case", ROWS)
+def test_products_of_few_rows_add_adapters_themselves(device, products, monkeypatch, case, site, name):
     """One block makes all of A x, or many a part each; blocks with outputs of two parts; ranks that fill no tile."""
     _, held = device("bfloat16")
-    monkeypatch.setattr(HostModule, "library", products[multiprocessors])
-    held._sites, held.multiprocessors = EVEN, multiprocessors
-    ranks = {3: RANKS, 4: {"q": 1, "up": 2, "down": 7}, 9: {"v": 17, "o": 1}}
+    epochs = ROWS[case]
+    monkeypatch.setattr(HostModule, "library", products[name])
+    held.sites, held.multiprocessors = EVEN, _as_device(monkeypatch, name)
+    ranks = {
+        3: RANKS,
+        4: {"q": 1, "up": 2, "down": 7},
+        6: {"q": 5, "v": 16, "o": 16, "gate": 3, "up": 8, "down": 8},
+        9: {"v": 17, "o": 1},
+    }
     versions = {
         epoch: Version(epoch, ranks.get(epoch, dict.fromkeys(RANKS, 8)), "bfloat16", EVEN) for epoch in {*epochs} - {0}
     }
@@ -356,7 +402,7 @@ def test_products_of_few_rows_add_adapters_themselves(device, products, monkeypa
 
 def test_blocks_do_not_wait_for_each_other_where_another_process_may_have_their_places(monkeypatch):
     monkeypatch.setattr(HostDriver, "beside_others", True)
-    held = DeviceAdapters(HostDriver(), EVEN, 64, fp32=False, stream=None, settle=lambda: None)
+    held = DeviceAdapters(HostDriver(), EVEN, 64, fp32=False, stream=None, settle=lambda: None, check=unchecked)
     assert held._products() == []
     step, source = SimpleNamespace(rows=4), Rows(0, 64)
     assert not Changes(held, EVEN, {}, None, EPS).product("ADD", 1, Tensor(0, (72, 64)), source, step, 0)
@@ -367,7 +413,7 @@ def test_no_step_hands_over_under_a_tag_that_was_there_before(device):
     _, held = device("bfloat16")
     Version(1, {"o": 1}, "bfloat16").into(held, 1)
     there = (ctypes.c_ubyte * 4096).from_address(held.room.handed)
-    sites, seen = len(held._sites), []
+    sites, seen = len(held.sites), []
     held._steps = (1 << 32) // sites - 4
     for _ in range(6):
         there[:] = b"\xff" * len(there)
@@ -573,14 +619,33 @@ def test_blocks_share_columns_as_far_as_their_sums_have_room(device, rows, ranks
     assert found * rows * ranks <= held.rows * MOST_RANKS
 
 
-@pytest.mark.parametrize("kernel", ["shrink_rows", "expand_ADD"])
-def test_a_device_whose_kernels_do_nothing_holds_none(device, monkeypatch, kernel):
-    _, held = device("bfloat16")
+KERNELS = ["shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE", "converted"]
+OF_BFLOAT16 = [*(f"skinny_ADD_72_64_1_{most}_changed" for most in (1, 8, 16, 32))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [*(("float32", k) for k in KERNELS), *(("bfloat16", k) for k in [*KERNELS, *OF_BFLOAT16])]
+)
+def test_a_device_one_of_whose_kernels_does_nothing_holds_no_adapters(device, monkeypatch, dtype, kernel):
+    _, held = device(dtype, check=require_right)
+    held.sites = SITES[1:2]
     launch = HostModule.launch
-    monkeypatch.setattr(HostModule, "launch", lambda self, name, *a: None if name == kernel else launch(self, name, *a))
+    monkeypatch.setattr(
+        HostModule, "launch", lambda self, name, *a, **b: None if name == kernel else launch(self, name, *a, **b)
+    )
+    said = kernel if kernel in OF_BFLOAT16 or "shrink" not in kernel else "shrink or expand"
     for _ in range(2):
-        with pytest.raises(ValueError, match="this device can hold no adapters: a device computes wrong"):
-            Version(1, {"o": 4}, "bfloat16").into(held, 1)
+        with pytest.raises(ValueError, match=f"this device can hold no adapters: a device computes wrong: .*{said}"):
+            Version(1, {"o": 4}, "bfloat16", SITES[1:2]).into(held, 1, SITES[1:2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_device_that_computes_right_holds_adapters(device, dtype):
+    _, held = device(dtype, check=require_right)
+    held.sites = SITES[1:2]
+    Version(1, {"o": 4}, "bfloat16", SITES[1:2]).into(held, 1, SITES[1:2])
+    there = (ctypes.c_ubyte * 4096).from_address(held.room.handed)
+    assert not any(there), "no tag of a trial is left"
 
 
 def test_a_product_that_nothing_held_changes_has_no_launches(device):
