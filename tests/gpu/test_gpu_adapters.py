@@ -9,7 +9,7 @@ from tests.gpu.test_engine import SHAPES
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
-from worker.gpu import adapters
+from worker.gpu import adapter_check, adapters
 from worker.gpu.engine import GpuEngine
 from worker.gpu.reference import widened
 
@@ -188,6 +188,8 @@ def test_a_device_one_of_whose_kernels_computes_wrong_holds_no_adapters(monkeypa
     kernels = adapters.kernels
     assert right in kernels(*adapters.SOURCES)
     monkeypatch.setattr(adapters, "kernels", lambda *names: kernels(*names).replace(right, wrong))
+    for module in (adapters, adapter_check):  # each is compiled anew
+        monkeypatch.setattr(module, "SKINNY_ROWS", (8,))
     device = gpu_engines.Device(SMALL, "bfloat16", gpu_engines.random_views(SMALL, "bfloat16"), sizes=(8,))
     views, modules = made_up(SMALL, 1, 16)
     if kernel is None:
