@@ -54,6 +54,17 @@ def test_the_store_hears_of_each_share_while_the_next_is_moved(monkeypatch):
     assert seen == list(range(9))
 
 
+@pytest.mark.parametrize(("share", "count"), [(1 << 20, 1), (1000, 2), (400, 5)])
+def test_no_share_is_much_smaller_than_the_others(monkeypatch, share, count):
+    """A little that is left over would cost another message, and all that is done for each."""
+    monkeypatch.setattr(copying, "SHARE", share)
+    held = sources({str(i): np.full(60, i, np.float32) for i in range(9)})
+    alike = Alike.of([copy(i, 60, 0, 64 * i) for i in range(9)], [s.part for s in held], SLOT)
+    sizes = [nbytes for *_, nbytes in alike.move(held, memoryview(bytearray(SLOT)))]
+    assert (len(sizes), sum(sizes)) == (count, 9 * 240)
+    assert max(sizes) - min(sizes) <= 240, "by no more than one tensor"
+
+
 def test_arrays_are_looked_up_together():
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)
     held = [whole, whole[1:3], whole.T, whole[:, :3], whole[0], np.empty((0, 3), np.float16), np.array(1, np.float32)]
