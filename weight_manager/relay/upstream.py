@@ -98,6 +98,7 @@ class Upstream:
         self._was_closed = True
         self.next: dict[str, wire.Stage] = {}
         self.relayed: dict[str, Relayed] = {}
+        self._told: dict[str, str] = {}  # the session that was told last, by line; its bytes come once
         self.refusal = ""
         self._route = DataRoute(config.upstream)
         self.socket = self._connect()
@@ -232,16 +233,20 @@ class Upstream:
     def _forget_all(self, why: str, now: float) -> None:
         for line in sorted({*self.next, *self.relayed}):
             self._forget(line, why, now)
+        self._told.clear()
 
     def _forget(self, line: str, why: str, now: float) -> None:
         """End what the store above began, unless it may be committed there."""
         self.next.pop(line, None)
+        self._told.pop(line, None)
         relayed = self.relayed.get(line)
         if relayed is not None:
             relayed.end(why, now, Event.ABOVE_LOST)
 
     def _join(self, now: float) -> None:
         self._next_join, self._ask_again = now + JOIN_AGAIN_S, float("inf")
+        # The store above answers with what we do not take part in, and that may be a session that has failed here.
+        self._told = {line: told for line, told in self._told.items() if line in self.next or line in self.relayed}
         layout = self._coordinator.layout.digest
         self.send(wire.Join(self._store, self._name, layout, self._members.live(), self._config.token or ""))
 
@@ -261,9 +266,11 @@ class Upstream:
             case wire.Adapters():
                 self._lines.keep(message.names, now + self._config.max_deadline_s)
                 self.beat_soon()
+            case wire.Stage() if self._told.get(message.line) == message.session:
+                pass  # told twice: begun again it would lack what has come
             case wire.Stage():
                 self._forget(message.line, "the store above has begun another session", now)
-                self.next[message.line] = message
+                self.next[message.line], self._told[message.line] = message, message.session
             case wire.Rollback():
                 self._rollback(message, now)
             case wire.Claims() | wire.Seal() | wire.Prepare() | wire.Flip() | wire.Finalize():

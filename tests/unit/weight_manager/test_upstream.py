@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
@@ -151,6 +152,28 @@ def test_a_welcome_ends_the_session_that_it_does_not_name(pair, told, ends):
     below.relayed["policy-a"] = relayed(coordinator, wire.Stage("mine", "run", 1, adapter=mine))
     say(wire.Joined(Holdings(), 2.0, ["of another line", *filter(None, [told])]))
     assert ended == [Event.ABOVE_LOST] * ends
+
+
+def test_a_session_that_is_told_twice_goes_on_with_what_has_come(pair):
+    below, say = pair
+    ended = []
+    coordinator = SimpleNamespace(ballot=None, in_doubt=False)
+    coordinator.abort = lambda session, refusal, now, event: ended.append(event)
+    stage = wire.Stage("mine", "run", 1, adapter=wire.StagedAdapter("policy-a", AdapterShape("float32", ())))
+    say(stage)
+    del below.next["policy-a"]  # it was begun
+    below.relayed["policy-a"] = relayed(coordinator, stage)
+    below._handle(stage, time.monotonic())
+    assert (ended, below.next) == ([], {})
+    del below.relayed["policy-a"]  # it has ended
+    below._handle(stage, time.monotonic())
+    assert below.next == {}
+    below._join(time.monotonic())  # and the store above may take us into it anew
+    below._handle(stage, time.monotonic())
+    assert below.next == {"policy-a": stage}
+    below.relayed["policy-a"] = relayed(coordinator, stage)
+    below._handle(msgspec.structs.replace(stage, session="another"), time.monotonic())
+    assert (ended, below.next["policy-a"].session) == ([Event.ABOVE_LOST], "another")
 
 
 MINE, ANOTHER = Live("run", 2, 5, 1, "d" * 16), Live("run", 1, 4, 0, "e" * 16)
