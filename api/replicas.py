@@ -269,7 +269,6 @@ class Fleet:
         self.closing = False
         self.retried = 0
         self.on_stats: Callable[[Replica, Stats], None] = lambda replica, stats: None
-        self.on_landed: Callable[[Flight], None] = lambda flight: None
         self._came = asyncio.Event()
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
@@ -422,7 +421,6 @@ class Fleet:
         """A flight ended, however it did."""
         self.flights.discard(flight)
         self._count()
-        self.on_landed(flight)
 
     def pump(self) -> None:
         """Give every held flight that may run to a replica, in order."""
