@@ -100,8 +100,14 @@ async def test_sleep_pauses_and_wakeup_resumes(client, replicas):
 
 
 async def test_abort_requests(client):
-    assert (await client.post("/v1/abort_requests", json={"abort_all": True})).json()["result"] == {"aborted": 0}
-    assert (await client.post("/v1/abort_requests", json={"req_ids": ["x"]})).json()["result"] == {"aborted": 0}
+    assert (await client.post("/v1/abort_requests", json={"abort_all": True})).json()["result"] == {
+        "aborted": 0,
+        "unreached": [],
+    }
+    assert (await client.post("/v1/abort_requests", json={"req_ids": ["x"]})).json()["result"] == {
+        "aborted": 0,
+        "unreached": [],
+    }
     for body in (b"{}", b'{"req_ids": "x"}', b"\xff", b"{"):
         reply = await client.post("/v1/abort_requests", content=body)
         assert reply.status_code == 400

@@ -180,11 +180,14 @@ async def test_abort_by_id_gives_partials_and_counts(client, replicas, until):
     one = asyncio.create_task(client.post(URL, json=BODY | {"request_id": "one"}))
     two = asyncio.create_task(client.post(URL, json=BODY | {"request_id": "one-and-a-half"}))
     await until(lambda: len(busy(replicas)) == 2 and all(r.gate.locked() for r in replicas))
-    assert (await client.post("/v1/rollout/abort", json={"request_ids": ["one", "nobody"]})).json() == {"aborted": 1}
+    assert (await client.post("/v1/rollout/abort", json={"request_ids": ["one", "nobody"]})).json() == {
+        "aborted": 1,
+        "unreached": [],
+    }
     output = (await one).json()["outputs"][0]
     assert (output["finish_reason"], output["token_ids"], output["text"]) == ("abort", [66], "B")
     assert not two.done()
-    assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1}
+    assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1, "unreached": []}
     assert (await two).json()["outputs"][0]["finish_reason"] == "abort"
 
 
@@ -192,7 +195,7 @@ async def test_aborting_a_held_request_answers_it_with_no_tokens(client, until, 
     await client.post("/v1/rollout/pause")
     task = asyncio.create_task(client.post(URL, json=BODY | {"n": 2}))
     await until(lambda: service.fleet.held)
-    assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1}
+    assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1, "unreached": []}
     for output in (await task).json()["outputs"]:
         assert (output["token_ids"], output["finish_reason"]) == ([], "abort")
         assert output["spans"] == [{"version": 0, "start": 0, "end": 0, "recomputed": False}]
@@ -264,7 +267,7 @@ async def test_an_aborted_request_does_not_begin_again_when_its_replica_dies_bef
     aborted = asyncio.create_task(client.post("/v1/rollout/abort"))
     await until(lambda: [a for a in dying.got(Abort) if a.request_ids])
     await dying.die()
-    assert (await aborted).json() == {"aborted": 1}
+    assert (await aborted).json() == {"aborted": 1, "unreached": []}
     output = (await task).json()["outputs"][0]
     assert (output["finish_reason"], output["token_ids"]) == ("abort", [])
     assert output["spans"] == [{"version": 0, "start": 0, "end": 0, "recomputed": False}]

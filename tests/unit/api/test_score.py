@@ -146,7 +146,10 @@ async def test_an_aborted_score_has_no_logprobs(client, replicas, until):
         replica.scoring = asyncio.Event()
     task = asyncio.create_task(client.post(URL, json=PAIR | {"request_id": "mine"}))
     await until(lambda: sum(len(replica.running) for replica in replicas) == 2)
-    assert (await client.post("/v1/rollout/abort", json={"request_ids": ["mine"]})).json() == {"aborted": 1}
+    assert (await client.post("/v1/rollout/abort", json={"request_ids": ["mine"]})).json() == {
+        "aborted": 1,
+        "unreached": [],
+    }
     outputs = (await task).json()["outputs"]
     assert [(o["logprobs"], o["finish_reason"]) for o in outputs] == [(None, "abort")] * 2
 

@@ -81,8 +81,12 @@ async def test_bad_pause_mode_is_400(client):
 
 
 async def test_abort_requests(client):
-    assert await post(client, "/abort_requests") == {"status": "aborted", "aborted": 0}
-    assert await post(client, "/abort_requests", {"request_ids": []}) == {"status": "aborted", "aborted": 0}
+    assert await post(client, "/abort_requests") == {"status": "aborted", "aborted": 0, "unreached": []}
+    assert await post(client, "/abort_requests", {"request_ids": []}) == {
+        "status": "aborted",
+        "aborted": 0,
+        "unreached": [],
+    }
 
 
 async def test_four_phases(client, store, replicas):
@@ -215,10 +219,10 @@ async def test_a_client_ends_its_own_requests_by_their_ids(client, replicas, unt
     await until(lambda: any(r.running for r in replicas))
     path = "/inference/v1/abort_requests"
     await post(client, path, {}, status=400)
-    assert await post(client, path, {"request_ids": []}) == {"status": "aborted", "aborted": 0}
-    assert await post(client, path, {"request_ids": ["min"]}) == {"status": "aborted", "aborted": 0}
+    assert await post(client, path, {"request_ids": []}) == {"status": "aborted", "aborted": 0, "unreached": []}
+    assert await post(client, path, {"request_ids": ["min"]}) == {"status": "aborted", "aborted": 0, "unreached": []}
     assert (await client.get("/load")).json() == {"server_load": 1}
-    assert await post(client, path, {"request_ids": ["mine"]}) == {"status": "aborted", "aborted": 1}
+    assert await post(client, path, {"request_ids": ["mine"]}) == {"status": "aborted", "aborted": 1, "unreached": []}
     assert (await task).json()["choices"][0]["finish_reason"] == "abort"
 
 
