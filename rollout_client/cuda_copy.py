@@ -107,6 +107,8 @@ class CudaCopier:
         self._marks: dict[Any, _Marks] = {}
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
         self._offers: dict[Any, Offers] = {}  # by device
+        self._as_before: _AsTheyLie | None = None
+        self._foreseen: tuple[object, Hashing] | None = None  # of which push, and what was begun of it
         copy = self._driver.cuMemcpyDtoHAsync_v2
         copy.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -161,6 +163,20 @@ class CudaCopier:
                 mine = [job for job in jobs if job[0].on_gpu.device == device]
                 self._stage_from(device, slot, memory, writable, mine, reporter, known)
             return offers.taken() if offers is not None else 0
+
+    def foresee(self, jobs: Sequence[Job]) -> None:
+        """Begin to hash what is about to be staged for ranks, if it lies where it lay; the store looks for a place yet.
+        Raises RuntimeError from CUDA.
+        """
+        known, self._foreseen = self._as_before, None
+        if known is None or not known.holds(jobs):
+            return
+        device = jobs[0][0].on_gpu.device
+        digester, summing = self._digester(device), self._streams_of(device)[1]
+        if not isinstance(digester, CudaSums):
+            summing.wait_stream(self._torch.cuda.current_stream(device))
+            with self._torch.cuda.device(device), self._torch.cuda.stream(summing):
+                self._foreseen = jobs[0][0].part, digester.start_at(known.spans, summing)
 
     def unshare(self) -> None:
         """Have ranks unmap what they copy from, and wait until they have."""
@@ -265,27 +281,41 @@ class CudaCopier:
         _, summing, making = self._streams_of(device)
         for stream in summing, making:
             stream.wait_stream(torch.cuda.current_stream(device))
-        pieces = [(number, source, copy) for source, copies in jobs for number, copy in copies]
-        done = 0
+        known = self._as_before if self._as_before is not None and self._as_before.holds(jobs) else None
+        self._as_before, (whose, foreseen) = known, self._foreseen or (None, None)
+        self._foreseen = None
+        pieces = [] if known else [(number, source, copy) for source, copies in jobs for number, copy in copies]
+        done, last = 0, False
         try:
-            while done < len(pieces):
-                with torch.no_grad(), torch.cuda.stream(making):
-                    group, made = self._some(pieces[done:])
-                done += len(group)
-                last = done == len(pieces)
-                wait = ahead or made > 0 or not last or found
+            while not last:
+                if known is not None:  # as a rule: nothing is to be made, and all lies where it was
+                    numbers, runs, tensors, made, last = known.numbers, known.runs, [], 0, True
+                else:
+                    with torch.no_grad(), torch.cuda.stream(making):
+                        group, made = self._some(pieces[done:])
+                    numbers, tensors = [number for number, _, _ in group], [tensor for _, tensor, _ in group]
+                    runs = [_run(tensor, copy) for _, tensor, copy in group]
+                    last = done + len(group) == len(pieces)
+                    if not made and not done and last:
+                        self._as_before = _AsTheyLie.of(jobs, numbers, runs)
+                    done += len(group)
+                wait = ahead or made > 0 or not last or bool(found)
                 if wait and not digester.sums:
                     summing.wait_stream(making)  # for those that had to be made
                     with torch.cuda.stream(summing):
-                        digesting = digester.start([tensor for _, tensor, _ in group], summing)
+                        if known is None or isinstance(digester, CudaSums):
+                            digesting = digester.start(tensors, summing)
+                        elif foreseen is not None and whose is jobs[0][0].part:
+                            digesting = foreseen
+                        else:
+                            digesting = digester.start_at(known.spans, summing)
                 making.synchronize()
-                offers.take([_run(tensor, copy) for _, tensor, copy in group], last=last)
+                offers.take(runs, last=last, through=made > 0 or not last)
                 if not wait:
                     return None
                 summing.synchronize()
                 if not digester.sums:  # those of parameters are needed, and page sums are none
-                    digests = digesting.digests(0, len(group))
-                    found |= {number: digest for (number, _, _), digest in zip(group, digests, strict=True)}
+                    found |= dict(zip(numbers, digesting.digests(0, len(numbers)), strict=True))
                 offers.taken()
             if ahead and offers.whole and found:
                 reporter.go_ahead(list(found.items()))
@@ -372,6 +402,33 @@ class CudaCopier:
         """The runtime remembers a failed call and lets torch's next kernel raise it: let it be one of ours."""
         with contextlib.suppress(RuntimeError):
             self._torch.zeros(1, device=device)
+
+
+class _AsTheyLie:
+    """Where the tensors of a push lie of which nothing had to be made. It keeps none of them."""
+
+    def __init__(self, jobs: Sequence[Job], numbers: list[int], runs: list[Run]) -> None:
+        self.numbers, self.runs = numbers, runs
+        self.spans = tuple((run.address, run.nbytes) for run in runs)
+        self._copies = [copies for _, copies in jobs]
+        self._tensors = [_lies(source.on_gpu) for source, _ in jobs]
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], numbers: list[int], runs: list[Run]) -> "_AsTheyLie | None":
+        """None for what does not lie on a word's boundary, and is hashed elsewhere."""
+        return None if any(run.address % 8 for run in runs) else cls(jobs, numbers, runs)
+
+    def holds(self, jobs: Sequence[Job]) -> bool:
+        """Whether these are to be copied to the same places, and lie where those lay."""
+        return (
+            len(jobs) == len(self._copies)
+            and all(copies is known for (_, copies), known in zip(jobs, self._copies, strict=True))
+            and [_lies(source.on_gpu) for source, _ in jobs] == self._tensors
+        )
+
+
+def _lies(tensor: Any) -> tuple[int, Any, bool]:
+    return tensor.data_ptr(), tensor.dtype, tensor.is_contiguous()
 
 
 class _Marks:

@@ -150,7 +150,10 @@ class CudaHash:
         the digests are read before the same are hashed again.
         """
         kept = [t.clone() if t.data_ptr() % 8 else t for t in tensors]  # words must lie on their own boundary
-        spans = tuple((t.data_ptr(), t.numel() * t.element_size()) for t in kept)
+        return self.start_at(tuple((t.data_ptr(), t.numel() * t.element_size()) for t in kept), stream, kept)
+
+    def start_at(self, spans: tuple[tuple[int, int], ...], stream: Any, kept: Sequence[Any] = ()) -> "Hashing":
+        """The same for what lies there: (address, on a word's boundary, and bytes) of each. kept: is read meanwhile."""
         pieces = self._known.get(spans)  # from push to push they lie where they were
         if pieces is None:
             if len(self._known) >= _KNOWN:

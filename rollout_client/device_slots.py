@@ -8,8 +8,8 @@ A rank copies from the trainer's memory into its own, which no trainer can reach
               answered, nor said again while it holds.
  3. [TRAINER] `Take`: copy what you read of these rows, for that slot of the arena in that write epoch. Tensors that had
               to be made for the push (cast, or made dense) come in several of these, the `last` of which is said so.
- 4. [RANK]    maps what it has not mapped before, copies it into the slot that it does not compute with, and says
-              `Taken` once that is through; or `No`, and it copies the arena's slot as ever.
+ 4. [RANK]    maps what it has not mapped before, begins to copy it into the slot that it does not compute with, and
+              says `Taken`: at once, or once that is `through`; or `No`, and it copies the arena's slot as ever.
  5. [TRAINER] `Hide`: what it named before and does not any more. The rank unmaps it; and all of it when the connection
               ends, or when it gives its weights up and ends the connection itself.
  6. [RANK]    when the store asks it to prepare that very slot in that very epoch: compares the digest of its own
@@ -68,7 +68,8 @@ class Rows(msgspec.Struct, frozen=True, tag="rows"):
 class Take(msgspec.Struct, frozen=True, tag="take"):
     """[TRAINER] copy the rows of a table, which is part of what this slot of the arena is to hold in this epoch.
 
-    first: of it, in place of whatever was taken before. last: of it, nothing is to be added.
+    first: of it, in place of whatever was taken before. last: of it, nothing is to be added. through: answer once it is
+    copied, as the memory is another's then; else once that has begun.
     """
 
     slot: int
@@ -76,6 +77,7 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     table: int
     first: bool
     last: bool
+    through: bool = True
 
 
 class Hide(msgspec.Struct, frozen=True, tag="hide"):
@@ -106,7 +108,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """[RANK] it is copied."""
+    """[RANK] it is copied, or being copied."""
 
 
 class No(msgspec.Struct, frozen=True, tag="no"):

@@ -90,9 +90,9 @@ class Connection:
             self._send(encode(Rows(table, rows[at : at + step], more=at + step < len(rows))))
         self._tables[table] = rows
 
-    def take(self, key: tuple[int, int], table: int, *, first: bool, last: bool) -> None:
-        """Ask the rank to copy; `taken` hears whether it has. Raises NotTaken."""
-        self._send(encode(Take(*key, table, first, last)))
+    def take(self, key: tuple[int, int], table: int, *, first: bool, last: bool, through: bool) -> None:
+        """Ask the rank to copy; `taken` hears whether it does. Raises NotTaken."""
+        self._send(encode(Take(*key, table, first, last, through)))
         self._owed += 1
 
     def taken(self) -> None:
@@ -192,8 +192,10 @@ class Offers:
             known = self._connections[path] = Connection(path)
         return known
 
-    def take(self, runs: Sequence[Run], *, last: bool) -> None:
-        """Ask all ranks to copy these, which stay as they are until `taken`. What makes them is through."""
+    def take(self, runs: Sequence[Run], *, last: bool, through: bool = True) -> None:
+        """Ask all ranks to copy these. through: they stay as they are until `taken` only, else for as long as the push.
+        What makes them is done.
+        """
         first, table, self._tables = self._tables == 0, self._tables, self._tables + 1
         try:
             rows, named = self._memory.rows(runs)
@@ -205,7 +207,7 @@ class Offers:
 
         def ask(rank: Connection) -> None:
             rank.show(table, rows, named, self._memory)
-            rank.take(self._key, table, first=first, last=last)
+            rank.take(self._key, table, first=first, last=last, through=through)
 
         self._each(ask)
 

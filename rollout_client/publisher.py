@@ -614,7 +614,7 @@ class WeightPublisher:
             else:
                 message, plan = msgspec.structs.replace(begin, parts=parts), None
             try:
-                reply = self._ask(message, (Placement, Committed), deadline, partial(_locate, begin, held))
+                reply = self._ask(message, (Placement, Committed), deadline, partial(self._foresee, begin, held, plan))
                 assert isinstance(reply, Placement | Committed)
                 return self._planned(reply, whose, plan, parts), held
             except Busy as busy:
@@ -629,6 +629,20 @@ class WeightPublisher:
                 if error.code != "duplicate_tensor" or len(fewer) == len(held):
                     raise
                 held = fewer
+
+    def _foresee(self, begin: Begin, held: Sequence[Source], plan: _Plan | None) -> None:
+        """While the store looks for a place: where the tensors of a push lie that are copied from there, and their
+        digests where ranks' GPUs copy them first. plan: theirs, as the store is told.
+
+        What is raised here is raised again when they are copied, and the session undone that is opened meanwhile.
+        """
+        with contextlib.suppress(Exception):
+            if begin.transport == "shm":
+                for source in held:
+                    if source.on_gpu is None:
+                        source.address()
+            if begin.devices and begin.durability == "device" and plan is not None and self._shm is not None:
+                self._shm.foresee(plan.copies, held)
 
     def _planned(
         self, reply: Placement | Committed, whose: str, plan: _Plan | None, parts: list[Part]
@@ -682,18 +696,6 @@ class WeightPublisher:
 def _live(welcome: Welcome, whose: str) -> tuple[str, int | None]:
     """Run and version that is served: of an adapter, or of the model's weights, ""."""
     return welcome.adapters.get(whose, ("", None)) if whose else (welcome.live_run, welcome.live_version)
-
-
-def _locate(begin: Begin, held: Sequence[Source]) -> None:
-    """While the store looks for a place: where the tensors of a push lie that are copied from there.
-
-    What is raised here is raised again when they are copied, and the session undone that is opened meanwhile.
-    """
-    if begin.transport == "shm":
-        with contextlib.suppress(Exception):
-            for source in held:
-                if source.on_gpu is None:
-                    source.address()
 
 
 def _left(deadline: float) -> float:

@@ -254,6 +254,13 @@ class ShmTransport(Transport):
             slot_lock.unlock(self._arena.fd, *span)
         reporter.flush()
 
+    def foresee(self, copies: list[Copy], sources: Sequence[Source]) -> None:
+        """What can be done of a push that is to go live from ranks' GPUs while the store looks for its place. copies:
+        of its plan. Raises RuntimeError from CUDA.
+        """
+        if self._cuda is not None and self._turns is not None and self._turns[0] is copies:
+            self._cuda.foresee([(sources[part], numbered) for part, numbered, _ in self._turns[1]])
+
     def unshare(self) -> None:
         """Have ranks unmap this process's memory."""
         if self._cuda is not None:

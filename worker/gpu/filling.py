@@ -181,7 +181,8 @@ class Filling:
 
     def _stage(self, live: Live, views: Views, regions: Sequence[int]) -> Staged:
         self._turn += 1
-        self._require_end()
+        if self._taken is not None or self._endless:
+            self._end()
         taken, self._taken = self._taken, None
         arriving, self._arriving = self._arriving, None
         if taken is not None and self._is_for(taken, live):
@@ -233,8 +234,10 @@ class Filling:
 
     def _drop(self) -> None:
         """What was copied is of no use, and it is neither copied nor hashed any more: its memory may go, and who reads
-        memory that is gone loses the whole device.
+        memory that is gone loses the whole device. Raises ValueError as `_end`.
         """
+        if self._taken is not None or self._endless:
+            self._end()
         if self._arriving is not None or self._taken is not None:
             self._arriving = self._taken = None
             self._slots.settle()
@@ -268,13 +271,13 @@ class Filling:
             except (OSError, msgspec.DecodeError, ValueError, CudaError, GroupDead) as error:
                 log.info("a trainer's connection ended: %s", error)
             finally:
-                with self._lock:  # no copy is under way
+                with self._lock, contextlib.suppress(CudaError, ValueError, GroupDead):  # mapped while it is read
                     self._trainers.discard(trainer)
+                    if trainer.memory.mapped:
+                        self._end()
                     if self._taken is not None and self._taken.trainer is trainer and not self._taken.whole:
                         self._taken = None
-                    if not self._endless:
-                        with contextlib.suppress(GroupDead):  # the process is about to end
-                            trainer.memory.close()
+                    trainer.memory.close()
 
     def _hear(self, trainer: _Trainer) -> bool:
         """The next message; False: there is none any more. Raises what ends the connection."""
@@ -293,6 +296,7 @@ class Filling:
                 trainer.memory.tell(table, rows, more=more)
             case Hide(segments):
                 with self._lock:
+                    self._end()
                     trainer.memory.hide(segments)
             case Take():
                 connection.send(encode(self._take(trainer, message)))
@@ -301,7 +305,7 @@ class Filling:
         return message is not None
 
     def _take(self, trainer: _Trainer, asked: Take) -> Taken | No:
-        """Copy from a trainer's memory, and wait until that is through."""
+        """Copy from a trainer's memory. It is waited for here, or where the slot is used and memory unmapped."""
         try:
             pieces = trainer.memory.pieces(asked.table)  # the first time, this maps them
             with self._lock:
@@ -309,8 +313,8 @@ class Filling:
                 if isinstance(taken, No):
                     return taken
                 self._puller.start(pieces, self._slots.regions[taken.slot].address, self._slots.stream)
-                if not self._ends():
-                    return No(f"a copy from the trainer's memory did not end within {_LONGEST_COPY_S:g} s")
+                if asked.through:
+                    self._end()
                 if asked.last:
                     self._digests.read_ahead(taken.early, self._slots.spans, self._slots.stream)
                     taken.whole = True
@@ -325,7 +329,6 @@ class Filling:
         if not asked.first:
             goes_on = taken is not None and (taken.trainer, taken.key, taken.slot) == (trainer, key, slot)
             return taken if goes_on and taken is not None and not taken.whole else No("another push has begun since")
-        self._require_end()
         self._drop()  # of a session that is over, as the store has one at a time
         if slot is None:
             idle = "nothing is served yet" if self._slots.bound is None else "a commit may still go back to its spare"
@@ -335,20 +338,16 @@ class Filling:
         self._taken = _Incoming(key, slot, trainer, self._digests.begin(region.address))
         return self._taken
 
-    def _ends(self) -> bool:
-        """Wait for the copy that was begun, for so long."""
-        end = time.monotonic() + _LONGEST_COPY_S
+    def _end(self) -> None:
+        """Wait until no copy is under way. Raises ValueError where that takes too long: the spare slot may be written
+        to then, and a trainer's memory read, until it has ended after all.
+        """
+        end = time.monotonic() + (0.0 if self._endless else _LONGEST_COPY_S)
         while not self._slots.idle:
             if time.monotonic() >= end:
                 self._endless, self._taken = True, None
-                return False
+                raise ValueError(f"a copy from a trainer's memory did not end within {_LONGEST_COPY_S:g} s")
             time.sleep(_LOOK_S)
-        return True
-
-    def _require_end(self) -> None:
-        """Raises ValueError while a copy may still write into the spare slot that nobody waits for any more."""
-        if self._endless and not self._slots.idle:
-            raise ValueError("a copy from a trainer's memory does not end")
         self._endless = False
 
     def _share(self, connection: socket.socket, key: Key, patience_s: float) -> None:

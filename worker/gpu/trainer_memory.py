@@ -59,6 +59,11 @@ class TrainerMemory:
         self._whole: set[int] = set()  # tables of which no more rows are to come
         self._pieces: dict[int, Pieces] = {}
 
+    @property
+    def mapped(self) -> bool:
+        """Anything is."""
+        return bool(self._mapped)
+
     def show(self, segments: Iterable[Segment], fds: list[int]) -> None:
         """Of what may be named from now on. fds: become this object's. Raises ValueError for what is shown wrongly."""
         left = list(fds)

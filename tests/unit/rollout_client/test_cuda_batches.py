@@ -59,6 +59,10 @@ class Torch:
         def current_stream(device):
             return None
 
+        @staticmethod
+        def device(number):
+            return contextlib.nullcontext()
+
     @staticmethod
     def no_grad():
         return contextlib.nullcontext()
@@ -67,7 +71,7 @@ class Torch:
 class Tensor:
     """On the device: `nbytes` from `start` on of TENSORS."""
 
-    dtype = "bfloat16"
+    dtype, device = "bfloat16", 0
 
     def __init__(self, start, nbytes):
         self.start, self.nbytes = start, nbytes
@@ -84,7 +88,7 @@ class Tensor:
 
 class Source:
     def __init__(self, tensor):
-        self.on_gpu, self.nbytes = tensor, tensor.nbytes
+        self.on_gpu, self.nbytes, self.part = tensor, tensor.nbytes, object()
 
 
 class Digester:
@@ -97,6 +101,10 @@ class Digester:
 
     def start(self, tensors, stream):
         self.launches.append([tensor.start for tensor in tensors])
+        return Digesting(self.launches[-1])
+
+    def start_at(self, spans, stream):
+        self.launches.append([start for start, _ in spans])
         return Digesting(self.launches[-1])
 
 
@@ -168,6 +176,7 @@ def pushed(monkeypatch):
         copier = CudaCopier.__new__(CudaCopier)
         base = streams[0].memory.ctypes.data
         copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
+        copier._as_before = copier._foreseen = None
         calls = {"cuMemcpyDtoHAsync_v2": lambda self, to, *rest: dma(to - base, *rest)}
         copier._driver = type("Driver", (), calls)()
 
@@ -257,7 +266,8 @@ class Ranks:
         self.takes, self.parts = takes, []
         self.waits = 0  # parts that were waited for
 
-    def take(self, runs, *, last):
+    def take(self, runs, *, last, through):
+        self.through = through
         assert self.waits == len(self.parts), "what was made for the part before is there until it is copied"
         self.parts.append((runs, last))
 
@@ -278,7 +288,7 @@ def test_ranks_copy_while_the_host_s_copies_are_under_way(pushed):
     ranks = Ranks(2)
     _, copies, hashed = pushed(SPANS, ranks=ranks)
     assert ranks.parts == [(RUNS, True)]
-    assert ranks.waits == 0
+    assert (ranks.waits, ranks.through) == (0, False)
     assert len(copies) == 30
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in SPANS]
 
@@ -288,9 +298,49 @@ def test_what_has_to_be_made_for_a_push_is_made_in_parts_that_ranks_copy_one_by_
     _, copies, hashed = pushed(SPANS, most=8, ranks=ranks)
     assert [run for runs, _ in ranks.parts for run in runs] == RUNS
     assert [last for _, last in ranks.parts] == [False, False, False, True]
-    assert ranks.waits == 4
+    assert (ranks.waits, ranks.through) == (4, True)
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in SPANS], "once"
     assert len(copies) == 30
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """Offer tensors of these places, one push after the other; what was looked up anew, and the hash launches."""
+    streams, digester, looked = (Stream(), Stream(), Stream()), Digester(), []
+    monkeypatch.setattr(cuda_copy, "_dense", lambda torch, whole, copy: (looked.append(whole), (whole, False))[1])
+    copier = CudaCopier.__new__(CudaCopier)
+    copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
+    copier._as_before = copier._foreseen = None
+    copies = [[(n, Copy(n, (PART // 2,), 0, (1,), n * PART // 2, (1,), "bfloat16"))] for n in range(8)]
+
+    def offer(places, *, foresees=False, of_another=False):
+        ranks = Ranks(2)
+        jobs = [(Source(Tensor(place, PART)), mine) for place, mine in zip(places, copies, strict=True)]
+        if foresees:
+            copier.foresee(jobs)
+        if of_another:
+            jobs[0][0].part = object()
+        known = copier._offer(0, jobs, Store(Stream(np.zeros(1, np.uint8)), digester), ranks, ahead=True)
+        assert ranks.parts == [([(n * PART, place, PART) for n, place in enumerate(places)], True)]
+        assert known == dict(enumerate(places)), "of where they lie now"
+        return len(looked), len(digester.launches)
+
+    return offer
+
+
+def test_what_lies_where_it_lay_is_not_looked_up_again(offers):
+    places = [n * PART for n in range(8)]
+    assert offers(places) == (8, 1)
+    assert offers(places) == (8, 2)
+    assert offers([*places[:-1], 9 * PART]) == (16, 3)
+
+
+def test_what_lies_where_it_lay_is_hashed_while_the_store_looks_for_a_place(offers):
+    places = [n * PART for n in range(8)]
+    assert offers(places, foresees=True) == (8, 1), "nothing is known of it yet"
+    assert offers(places, foresees=True) == (8, 2)
+    assert offers(places, foresees=True, of_another=True) == (8, 4), "digests of another push are not this one's"
+    assert offers([*places[:-1], 9 * PART], foresees=True) == (16, 5)
 
 
 @pytest.mark.parametrize("takes", [2, 1], ids=["all ranks take it", "one does not"])

@@ -92,11 +92,11 @@ class Trainer:
             ctypes.memmove(base, version.bytes.ctypes.data, LAYOUT.slot_bytes)
         return version
 
-    def push(self, version, regions=LAYOUT.regions):
+    def push(self, version, regions=LAYOUT.regions, *, through=True):
         """How many ranks have taken it."""
         self.has(version)
         self.offers.begin(self.paths, version.live.slot, version.live.write_epoch)
-        self.offers.take(self.runs(regions), last=True)
+        self.offers.take(self.runs(regions), last=True, through=through)
         taken = self.offers.taken()
         self.offers.end()
         return taken
@@ -392,14 +392,31 @@ def test_a_copy_that_does_not_end_is_not_waited_for_and_its_slot_not_used(rank, 
     monkeypatch.setattr(filling, "_LONGEST_COPY_S", 0.05)
     two, pusher = Version(2), trainer()
     rank.driver.busy = True
-    assert pusher.push(two) == 0
+    assert pusher.push(two) == 0, "it was to be through"
     assert "did not end within" in caplog.text
-    with pytest.raises(ValueError, match="does not end"):
+    with pytest.raises(ValueError, match="did not end"):
         rank.filling.stage(two.live, two.views)
     assert pusher.push(two) == 0
+    with pytest.raises(ValueError, match="did not end"):
+        rank.filling.withdraw()
     copied = rank.driver.copied
     rank.filling.copy_ahead((0, 2), memoryview(two.bytes), _spans())
     assert rank.driver.copied == copied
+    rank.driver.busy = False
+    assert rank.holds(rank.filling.stage(two.live, two.views), two)
+
+
+def test_a_copy_that_was_only_begun_is_waited_for_where_its_slot_is_used(rank, trainer, monkeypatch):
+    monkeypatch.setattr(filling, "_LONGEST_COPY_S", 0.05)
+    two, pusher = Version(2), trainer()
+    rank.driver.busy = True
+    assert pusher.push(two, through=False) == 1
+    assert len(rank.driver.opened) == 2
+    pusher.offers.close()
+    with pytest.raises(ValueError, match="did not end"):
+        rank.filling.stage(two.live, two.views)
+    _wait_until(lambda: not rank.filling._trainers)
+    assert len(rank.driver.opened) == 2, "what is read stays mapped, though its trainer is gone"
     rank.driver.busy = False
     assert rank.holds(rank.filling.stage(two.live, two.views), two)
 
