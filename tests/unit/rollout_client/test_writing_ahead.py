@@ -67,18 +67,16 @@ def test_nothing_is_waited_for_before_the_bytes_are_there(store, ahead):
     assert store.heard.index(store.begun) < store.heard.index(store.of(wire.Written)[0])
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-def test_what_is_said_leaves_before_the_thread_that_says_it_goes_on_to_compute(store, ahead, monkeypatch, prompt):
-    """The thread that sends it may have been put on the same core. prompt: it takes that core by itself."""
+def test_what_is_said_leaves_before_the_thread_that_says_it_goes_on_to_compute(store, ahead, monkeypatch):
+    """The thread that sends it may have been put on the same core."""
     turns: list[int] = []
     sent: list[bytes] = []
-    monkeypatch.setattr("rollout_client.channel.possible", lambda: prompt)
     monkeypatch.setattr("rollout_client.channel.os.sched_yield", lambda: turns.append(len(sent)))
     monkeypatch.setattr(ahead._channel, "_socket", Noting(ahead._channel._socket, sent))
     store.on[wire.Begin] = lambda m, _: place(store, "second", 1)
     ahead.push_adapter("a", tensors(2), CONFIG, 2, timeout_s=30)
     said = [type(wire.decode_request(data)) for data in sent]
-    assert [said[count - 1] for count in turns] == ([] if prompt else [wire.Begin, wire.Written])
+    assert [said[count - 1] for count in turns] == [wire.Begin, wire.Written]
     assert said == [wire.Begin, wire.Written, wire.Seal]
 
 
