@@ -546,12 +546,16 @@ class WeightPublisher:
         return not why
 
     def _adapters_arena(self, name: str, placement: Placement) -> ShmTransport:
-        """The way into an adapter's own arena, kept from push to push."""
+        """The way into an adapter's own arena, kept from push to push. Raises SessionLost where that is gone with the
+        session, as with a trainer that was stopped for longer than its lease, and ArenaError.
+        """
         shm = self._adapter_shm.get(name)
         if shm is not None and not shm.serves(placement.arena_nonce):
             shm.close()
             shm = None
         shm = shm or ShmTransport.reach(placement.arena_path, placement.arena_nonce)
+        if shm is None and not Path(placement.arena_path).exists():
+            raise SessionLost("unknown_session", f"the store has removed the arena of {name}", retryable=True)
         if shm is None:
             raise ArenaError(f"{placement.arena_path} of adapter {name} cannot be written from here")
         self._adapter_shm[name] = shm

@@ -803,6 +803,27 @@ def test_memory_of_lines_that_are_gone_is_given_back(store, replica, publisher, 
     until(lambda: not removed_and_held())
 
 
+def test_a_trainer_whose_first_push_was_over_before_it_wrote_may_push_again(
+    store, replica, publisher, push_adapter, loaded, monkeypatch, until
+):
+    """As one that was stopped for longer than its lease: the adapter's arena is gone with the session."""
+    replica(0)
+    stage = publisher._stage
+
+    def late(begin, placement, *rest):
+        store.ask(messages.AbortSession("over", adapter="policy-a"))
+        until(lambda: not Path(placement.arena_path).exists())
+        stage(begin, placement, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher, "_stage", late)
+        with pytest.raises(errors.SessionLost, match="removed the arena of policy-a") as failed:
+            push_adapter(1, 1)
+    assert failed.value.retryable
+    assert push_adapter(1, 1).version == 1
+    assert loaded() == {"policy-a": (1, adapter_digest(adapter(1)))}
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_trainer_keeps_nothing_of_adapters_that_an_operator_unloaded(store, replica, run, transport):
     """One that trains an adapter for each of its tasks for weeks would map, and remember, all of them."""
