@@ -2,7 +2,7 @@ import json
 import logging
 import sys
 
-from weight_manager.logs import JsonFormatter
+from weight_manager.logs import JsonFormatter, setup
 
 
 def line(message, *args, error=None, **extra):
@@ -28,3 +28,13 @@ def test_a_traceback_stays_on_the_line():
         formatted = JsonFormatter("store").format(logging.makeLogRecord({"msg": "x", "exc_info": sys.exc_info()}))
     assert "\n" not in formatted
     assert "ValueError: no" in json.loads(formatted)["traceback"]
+
+
+def test_a_process_of_a_test_sets_its_logging_up():
+    setup("store")
+    assert any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def test_and_the_next_test_has_nothing_of_it():
+    """What it writes to is closed by now. Together with the test before."""
+    assert not any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
