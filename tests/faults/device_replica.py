@@ -57,9 +57,8 @@ class DeviceReplica(Replica):
 
     def _let_go(self) -> None:
         self.slots.enter()
-        self.filling.withdraw()
         self.bound = self._next = self._last = None
-        self.slots.bind(None)  # before the arena, of which the driver has registered what it copies from
+        self.filling.withdraw()  # before the arena, of which the driver has registered what it copies from
         for region in self.slots.regions:
             region.empty()
         if self._reader is not None:

@@ -196,7 +196,8 @@ class GpuEngine:
         self._decoder.wait()  # for a step that was launched under the weights before
         if prepared is None:
             self._filling.withdraw()
-        self._slots.bind(prepared)
+        else:
+            self._slots.bind(prepared)
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that nobody has, other processes' use counted."""

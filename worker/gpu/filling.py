@@ -114,6 +114,7 @@ class Filling:
         self._trainers: set[_Trainer] = set()
         self._taken: _Incoming | None = None
         self._endless = False  # a copy that was waited for too long may still write into the spare slot
+        self._left: list[TrainerMemory] = []  # by trainers that are gone; `_end` unmaps it
         self._arriving: _Arriving | None = None
         self._proved: tuple[Key, int] | None = None  # the last version that was staged, and its slot
         self._turn = 0  # moves when parts told of before are of no use any more, and may not even be mapped
@@ -168,13 +169,14 @@ class Filling:
         self._parts.put(part)
 
     def withdraw(self) -> None:
-        """The rank gives its weights up: nothing that was copied counts, nothing reads the arena, and nothing of a
-        trainer's stays mapped.
+        """The rank gives its weights up: nothing is bound and nothing that was copied counts, nothing reads the arena,
+        and nothing of a trainer's stays mapped. Raises ValueError as `_end`; all is as it was then.
         """
-        with self._lock:
+        with self._lock:  # also while the slots are emptied: a trainer that asks would have one filled meanwhile
             self._turn += 1
             self._proved = None
             self._drop()
+            self._slots.bind(None)
             for trainer in self._trainers:
                 with contextlib.suppress(OSError):
                     trainer.connection.shutdown(socket.SHUT_RDWR)  # its thread unmaps
@@ -271,13 +273,14 @@ class Filling:
             except (OSError, msgspec.DecodeError, ValueError, CudaError, GroupDead) as error:
                 log.info("a trainer's connection ended: %s", error)
             finally:
-                with self._lock, contextlib.suppress(CudaError, ValueError, GroupDead):  # mapped while it is read
+                with self._lock, contextlib.suppress(CudaError, ValueError, GroupDead):
                     self._trainers.discard(trainer)
-                    if trainer.memory.mapped:
+                    self._left.append(trainer.memory)
+                    if any(memory.mapped for memory in self._left):
                         self._end()
+                    self._unmap_left()
                     if self._taken is not None and self._taken.trainer is trainer and not self._taken.whole:
                         self._taken = None
-                    trainer.memory.close()
 
     def _hear(self, trainer: _Trainer) -> bool:
         """The next message; False: there is none any more. Raises what ends the connection."""
@@ -327,6 +330,7 @@ class Filling:
         key, slot = (asked.slot, asked.write_epoch), self._slots.spare
         taken = self._taken
         if not asked.first:
+            self._end()  # what is under way is read from the table that the next copies are written to
             goes_on = taken is not None and (taken.trainer, taken.key, taken.slot) == (trainer, key, slot)
             return taken if goes_on and taken is not None and not taken.whole else No("another push has begun since")
         self._drop()  # of a session that is over, as the store has one at a time
@@ -339,9 +343,10 @@ class Filling:
         return self._taken
 
     def _end(self) -> None:
-        """Wait until no copy is under way. Raises ValueError where that takes too long: the spare slot may be written
-        to then, and a trainer's memory read, until it has ended after all.
+        """Wait until no copy is under way, and unmap what was left to that. Raises ValueError where it takes too long:
+        the spare slot may be written to then, and a trainer's memory read, until it has ended after all.
         """
+        self._slots.enter()
         end = time.monotonic() + (0.0 if self._endless else _LONGEST_COPY_S)
         while not self._slots.idle:
             if time.monotonic() >= end:
@@ -349,6 +354,11 @@ class Filling:
                 raise ValueError(f"a copy from a trainer's memory did not end within {_LONGEST_COPY_S:g} s")
             time.sleep(_LOOK_S)
         self._endless = False
+        self._unmap_left()
+
+    def _unmap_left(self) -> None:
+        while self._left:
+            self._left.pop().close()
 
     def _share(self, connection: socket.socket, key: Key, patience_s: float) -> None:
         """Let the store hold the memory of a version that was proved there and that nothing is copied over; wait so

@@ -37,6 +37,8 @@ Pieces = npt.NDArray[np.uint64]
 _PIECE = 256 << 10
 """Bytes that one block of the kernel copies."""
 _THREADS = 256
+_ELEMENT = 2
+"""Bytes of the smallest number, on whose boundary everything lies."""
 
 
 class _Mapped(NamedTuple):
@@ -95,8 +97,8 @@ class TrainerMemory:
                 self._close(one)
 
     def pieces(self, table: int) -> Pieces:
-        """What this rank is to copy of a table, mapped. Raises ValueError for rows that name what was not shown,
-        CudaError where it cannot be mapped.
+        """What this rank is to copy of a table, mapped. Raises ValueError for rows that name what was not shown or are
+        not of whole elements, CudaError where it cannot be mapped.
         """
         if table not in self._whole:
             raise ValueError(f"table {table} was not told of")
@@ -120,6 +122,8 @@ class TrainerMemory:
     def _cut(self, rows: list[list[int]]) -> Pieces:
         found: list[tuple[int, int, int]] = []
         for start, nbytes, segment, offset in rows:
+            if (start | nbytes | offset) % _ELEMENT:  # a kernel that reads across a word's boundary loses the device
+                raise ValueError(f"{nbytes} bytes from {offset} to {start} are no whole elements")
             for target, skipped, size in parts_of(self._runs, start, nbytes):
                 mapped = self._open(segment)
                 if offset < 0 or nbytes <= 0 or offset + nbytes > mapped.nbytes:

@@ -246,9 +246,10 @@ class DeviceSlots:
     @property
     def spare(self) -> int | None:
         """The slot that nothing is computed with and nobody holds; None while no slot is bound."""
-        if self.bound is None:
+        bound = self.bound  # another thread may bind
+        if bound is None:
             return None
-        slot = 1 - self.bound
+        slot = 1 - bound
         held = self._held[slot]
         return slot if held is None or held() is None else None
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from weight_manager.messages import Live
 from worker.gpu import filling
 from worker.gpu.driver import CudaError, DeviceMemoryError
 from worker.gpu.filling import Filling
+from worker.gpu.trainer_memory import TrainerMemory
 from worker.gpu.weights import DeviceSlots, placement
 
 from .test_weights import CONFIG
@@ -419,6 +420,47 @@ def test_a_copy_that_was_only_begun_is_waited_for_where_its_slot_is_used(rank, t
     assert len(rank.driver.opened) == 2, "what is read stays mapped, though its trainer is gone"
     rank.driver.busy = False
     assert rank.holds(rank.filling.stage(two.live, two.views), two)
+    assert not rank.driver.opened, "and goes once nothing reads it"
+
+
+def test_a_rank_gives_its_weights_up_and_nothing_is_copied_between(rank, trainer, monkeypatch):
+    """A trainer asks, and a rank that has let go of its lock has its slots still: they are emptied under the copy."""
+    two, pusher, asked, goes = Version(2), trainer(), threading.Event(), threading.Event()
+    pieces, bind = TrainerMemory.pieces, rank.slots.bind
+
+    def late(memory, table):
+        found = pieces(memory, table)
+        asked.set()
+        assert goes.wait(30)
+        return found
+
+    def bind_late(staged):
+        goes.set()
+        wait([push], 0.3)
+        bind(staged)
+
+    monkeypatch.setattr(TrainerMemory, "pieces", late)
+    monkeypatch.setattr(rank.slots, "bind", bind_late)
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(pusher.push, two)
+        assert asked.wait(30)
+        rank.filling.withdraw()
+        assert push.result(30) == 0
+    assert rank.puller.pulled == 0
+
+
+def test_a_part_is_not_begun_while_another_is_read_from_the_table(rank, trainer, monkeypatch):
+    monkeypatch.setattr(filling, "_LONGEST_COPY_S", 0.05)
+    two, pusher = Version(2), trainer()
+    pusher.offers.begin(pusher.paths, 0, two.live.write_epoch)
+    rank.driver.busy = True
+    pusher.offers.take(pusher.runs(LAYOUT.regions[:2]), last=False, through=False)
+    assert pusher.offers.taken() == 1
+    pulled = rank.puller.pulled
+    pusher.offers.take(pusher.runs(LAYOUT.regions[2:]), last=True, through=False)
+    assert pusher.offers.taken() == 0
+    assert rank.puller.pulled == pulled
+    rank.driver.busy = False
 
 
 def test_a_copy_that_did_not_arrive_is_refused(rank):
@@ -434,7 +476,6 @@ def test_a_rank_that_gives_its_weights_up_has_nothing_of_a_trainer_s_mapped(rank
     pusher.push(two)
     rank.filling.withdraw()
     _wait_until(lambda: not rank.driver.opened)
-    rank.slots.bind(None)
     assert pusher.push(two) == 0
     rank.slots.bind(rank.filling.stage(two.live, two.views))  # it wakes
     assert pusher.push(Version(3)) == 1
@@ -454,7 +495,6 @@ def test_nothing_is_taken_while_nothing_is_served(rank, trainer, caplog):
     two, pusher = Version(2), trainer()
     pusher.push(two)
     rank.filling.withdraw()
-    rank.slots.bind(None)
     assert pusher.push(two) == 0
     assert "nothing is served yet" in caplog.text
     assert rank.holds(rank.filling.stage(two.live, two.views), two)  # woken, from the arena
@@ -464,7 +504,6 @@ def test_nothing_is_taken_while_nothing_is_served(rank, trainer, caplog):
 def test_a_rank_that_wakes_has_both_slots_again_or_neither(rank):
     two = Version(2)
     rank.filling.withdraw()
-    rank.slots.bind(None)
     create, left = rank.driver.create, [1]
 
     def one_only(nbytes, **how):
@@ -511,6 +550,7 @@ WRONG = {
     "a segment that was not shown": [Rows(0, np.array([0, 64, 7, 0], "<i8").tobytes())],
     "bytes beyond a segment": [Show([Segment(1, 64, b"h")]), Rows(0, np.array([0, 64, 1, 8], "<i8").tobytes())],
     "a negative offset": [Show([Segment(1, 64, b"h")]), Rows(0, np.array([0, 64, 1, -8], "<i8").tobytes())],
+    "half an element": [Show([Segment(1, 64, b"h")]), Rows(0, np.array([0, 8, 1, 1], "<i8").tobytes())],
     "half a row": [Rows(0, b"1234")],
     "rows that are not all there": [Rows(0, b"", more=True)],
     "a table that was not told of": [],
@@ -705,15 +745,16 @@ def test_a_trainer_may_have_the_slot_that_copying_ahead_has_begun_to_fill(rank, 
 
 def test_a_rank_that_gives_its_weights_up_does_not_copy_what_it_was_told_of_before(rank):
     two, filling = Version(2), rank.filling
-    before = rank.driver.copied
     rank.slots.pinned.let_go()
     filling._copying = threading.current_thread()  # one that does not come to it
     filling.copy_ahead((two.live.slot, two.live.write_epoch), memoryview(two.bytes), _spans())
     filling.withdraw()
     filling._copying = None
+    rank.serve(Version(3, slot=1))  # it wakes
+    served = rank.driver.copied
     copied, told = _arrive(rank, two, LAYOUT.regions[:1])
     assert copied == told
-    assert rank.driver.copied - before == told
+    assert rank.driver.copied - served == told
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a trainer's is taken", "a launch fails"])
@@ -739,7 +780,6 @@ def test_memory_is_not_given_back_while_what_arrived_is_still_hashed(rank, train
         rank.digests.read_ahead = failing
         _arrive(rank, two, LAYOUT.regions[2:])
     rank.filling.withdraw()
-    rank.slots.bind(None)
     assert unmapped == [False, False]
 
 
@@ -765,7 +805,6 @@ def test_what_was_proved_can_be_held_and_stays_when_the_rank_lets_go_of_it(rank,
     del staged
     assert isinstance(keep(two)[0], Grant)
     rank.filling.withdraw()
-    rank.slots.bind(None)
     assert isinstance(keep(two)[0], No)
     with mmap.mmap(fd, grant.nbytes) as memory:
         for start, at, nbytes in grant.runs:
