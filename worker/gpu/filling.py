@@ -170,7 +170,7 @@ class Filling:
 
     def withdraw(self) -> None:
         """The rank gives its weights up: nothing is bound and nothing that was copied counts, nothing reads the arena,
-        and nothing of a trainer's stays mapped. Raises ValueError as `_end`; all is as it was then.
+        and nothing of a trainer's stays mapped. Raises ValueError as `_end`; its slots are as they were then.
         """
         with self._lock:  # also while the slots are emptied: a trainer that asks would have one filled meanwhile
             self._turn += 1
