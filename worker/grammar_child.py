@@ -90,9 +90,10 @@ def _serve() -> None:
     replies.write(READY)
     replies.flush()
     while (grammar := frame()) is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit = int(used.ru_utime + used.ru_stime) + CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
         matcher_of(library, grammar.decode())
         replies.write(bytes(4))
         replies.flush()

@@ -28,16 +28,23 @@ class Trial:
         self._turn = threading.Lock()
 
     def ends(self, grammar: str, within_s: float) -> bool:
-        """Whether compiling it comes to an end in so many seconds. Raises OSError without a process to try it in."""
+        """Whether compiling it comes to an end in so many seconds.
+
+        Raises OSError without a process to try it in, and where that ended by itself: the grammar may need more memory
+        or stack than there is, or others took the memory. Then, as after a no, the next one finds another process.
+        """
         with self._turn:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # killed while it waited, which says nothing of this grammar
             process = self._process or self._start()
             try:
                 _send(process, grammar.encode())
                 if _receive(process, 4, within_s) == bytes(4):
                     return True
             except BrokenPipeError:
-                pass
-            self._end()  # it took too long, or more memory or stack than there is: the next one finds another process
+                self._end()
+                raise OSError("the process that it was tried in ended: memory or stack may be short") from None
+            self._end()
             return False
 
     def close(self) -> None:
@@ -66,6 +73,8 @@ class Trial:
         argv = (sys.executable, "-m", "worker.grammar_child")
         pipe = subprocess.PIPE
         process = self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        if self._closed:  # meanwhile: `close` may have found none to kill, and waits
+            process.kill()
         try:
             _send(process, msgspec.msgpack.encode(self._names))
             if _receive(process, len(READY), START_S) == READY:
@@ -88,13 +97,13 @@ def _send(process: subprocess.Popen[bytes], frame: bytes) -> None:
 
 
 def _receive(process: subprocess.Popen[bytes], size: int, within_s: float) -> bytes:
-    """So many bytes, or fewer: what came in time, or before its end."""
+    """So many bytes, or fewer: what came in time. Raises BrokenPipeError at the process's end."""
     out, until, found = _pipe(process.stdout), time.monotonic() + within_s, b""
     with selectors.DefaultSelector() as selector:
         selector.register(out, selectors.EVENT_READ)
         while len(found) < size and selector.select(max(0.0, until - time.monotonic())):
             piece = out.read1(size - len(found))  # type: ignore[attr-defined]
             if not piece:
-                break
+                raise BrokenPipeError
             found += piece
     return found

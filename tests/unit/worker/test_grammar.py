@@ -17,6 +17,8 @@ import pytest
 
 from tests.unit.worker.letters import END, OTHER_END, VOCAB, ids, letters, text
 from worker.grammar import FILL, Compiled, Grammars, Refused
+from worker.grammar_child import Names
+from worker.grammar_trial import Trial
 from worker.leader import Admission
 from worker.logit_edits import LogitEdits
 from worker.messages import Generate, SamplingParams
@@ -521,6 +523,56 @@ def test_a_trial_that_cannot_be_started_refuses_its_grammar_and_is_tried_again(m
     assert "Cannot allocate memory" in made.why
     compiled(own, AB)
     own.close()
+
+
+def test_a_trial_that_died_idle_is_no_word_on_the_grammar_that_comes_next():
+    """As where memory was short for a moment, and the system chose it."""
+    trial = Trial(Names(VOCAB, {}, [END]))
+    with contextlib.closing(trial):
+        assert trial.ends(AB, 20.0)
+        for _ in range(2):
+            assert trial._process is not None
+            trial._process.kill()
+            os.waitid(os.P_PID, trial._process.pid, os.WEXITED | os.WNOWAIT)
+            assert trial.ends(AB, 20.0)
+
+
+def test_a_trial_that_dies_over_a_grammar_is_no_lasting_word_on_it(monkeypatch):
+    """Its request is refused, and the next one with it is tried again."""
+    own = Grammars(letters(), VOCAB, (END,))
+    with contextlib.closing(own):
+        compiled(own, AB)
+        with monkeypatch.context() as patched:
+            patched.setattr("worker.grammar_trial._send", lambda process, frame: process.kill())
+            made = found(own, COUNTS)
+        assert isinstance(made, Refused)
+        compiled(own, COUNTS)
+
+
+def test_a_trial_that_is_closed_while_it_is_being_started_keeps_nobody(monkeypatch):
+    trial, start, began = Trial(Names(VOCAB, {}, [END])), subprocess.Popen, time.monotonic()
+
+    def closed_meanwhile(*args, **kwargs):
+        trial._closed = True  # `close` finds no process yet
+        return start(["sleep", "60"], **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", closed_meanwhile)
+    with pytest.raises(OSError, match="did not start"):
+        trial.ends(AB, 1.0)
+    assert time.monotonic() - began < 10
+
+
+def test_a_limit_of_processor_time_that_an_operator_has_set_is_left_as_it_is():
+    code = """if True:
+        import resource
+        from tests.unit.worker.test_grammar import AB, END, VOCAB, Names, Trial
+        resource.setrlimit(resource.RLIMIT_CPU, (1000, 1000))
+        trial = Trial(Names(VOCAB, {}, [END]))
+        print(trial.ends(AB, 20.0), trial.ends(AB, 20.0))
+        trial.close()
+    """
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)  # noqa: PLW1510  looked at below
+    assert done.stdout.split() == ["True", "True"], done.stderr[-1000:]
 
 
 def test_a_loop_turns_while_a_harmful_grammar_is_compiled(of_smollm2):
