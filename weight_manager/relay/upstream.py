@@ -265,6 +265,8 @@ class Upstream:
                 self.lease.given(message.seq, message.lease_s, self._members.live())
             case wire.Adapters():
                 self._lines.keep(message.names, now + self._config.max_deadline_s)
+                known = {"", *message.names, *self.next, *self.relayed}  # names come and go for weeks
+                self._told = {line: told for line, told in self._told.items() if line in known}
                 self.beat_soon()
             case wire.Stage() if self._told.get(message.line) == message.session:
                 pass  # told twice: begun again it would lack what has come

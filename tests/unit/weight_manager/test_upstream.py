@@ -176,6 +176,17 @@ def test_a_session_that_is_told_twice_goes_on_with_what_has_come(pair):
     assert (ended, below.next["policy-a"].session) == ([Event.ABOVE_LOST], "another")
 
 
+def test_of_adapters_that_are_unloaded_nothing_is_kept(pair):
+    below, _ = pair
+    below._lines.keep = lambda names, deadline: None
+    for name in ("gone", "kept", "begun"):
+        adapter = wire.StagedAdapter(name, AdapterShape("float32", ()))
+        below._handle(wire.Stage(f"session of {name}", "run", 1, adapter=adapter), time.monotonic())
+    del below.next["gone"], below.next["kept"]  # their sessions are over
+    below._handle(wire.Adapters(["kept"]), time.monotonic())
+    assert sorted(below._told) == ["begun", "kept"]
+
+
 MINE, ANOTHER = Live("run", 2, 5, 1, "d" * 16), Live("run", 1, 4, 0, "e" * 16)
 
 
