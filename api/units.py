@@ -3,11 +3,11 @@
 import secrets
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from api.errors import Conflict, TimedOut, Unavailable
+from weight_manager.errors import UNREADABLE
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
     Failed,
@@ -32,7 +32,7 @@ class Units:
         """Units that ended too often, or could not start, and wait until they are tried again."""
         try:
             return decode_given_up((self._run_dir / GIVEN_UP_FILE).read_bytes())
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             return {}
 
     def why_away(self, replica: int) -> str:

@@ -6,6 +6,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from api.units import Units
 from worker.run_dir import replace
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
@@ -69,3 +70,9 @@ async def test_what_was_given_up_is_in_health_and_in_metrics(client, run_dir, re
     assert body["replicas"][0]["reason"] == ""
     assert (await client.get("/v1/rollout/weights")).json()["replicas"][1]["reason"] == body["replicas"][1]["reason"]
     assert "rollout_units_given_up 1.0" in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"a": {"why": "\xff", "again_at": 1}}', b"[" * 100_000])
+def test_a_file_that_says_nothing_that_can_be_read_is_none(tmp_path, content):
+    (tmp_path / GIVEN_UP_FILE).write_bytes(content)
+    assert Units(tmp_path).given_up() == {}
