@@ -11,6 +11,7 @@ something grew, was answered otherwise than it may be, or was restarted. The rep
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -104,7 +105,10 @@ class Soak:
             if one := service.held_by(process.pid):
                 held[name], pids[name] = one, process.pid
         files = self._live.shared_memory()
-        blocks = sum((SHM / name).stat().st_blocks for name in files if (SHM / name).exists())
+        blocks = 0
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):  # an adapter's, which has gone meanwhile
+                blocks += (SHM / name).stat().st_blocks
         return Look(at, held, pids, len(files), blocks * 512 / 1e6)
 
     def _say(self, at: float) -> None:

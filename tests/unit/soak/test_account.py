@@ -10,7 +10,15 @@ from tests.soak.account import Look, series, table, violations
 LIMIT_MB = 4.0
 
 
-def looks(rss=lambda minute: 100.0, fds=lambda minute: 20, threads=lambda minute: 5, shared=lambda minute: 2, pid=None):
+def looks(
+    *,
+    minutes=120,
+    rss=lambda minute: 100.0,
+    fds=lambda minute: 20,
+    threads=lambda minute: 5,
+    shared=lambda minute: 2,
+    pid=None,
+):
     """One a minute for two hours, of a store."""
     return [
         Look(
@@ -20,7 +28,7 @@ def looks(rss=lambda minute: 100.0, fds=lambda minute: 20, threads=lambda minute
             shared(minute),
             8.0,
         )
-        for minute in range(120)
+        for minute in range(minutes)
     ]
 
 
@@ -63,6 +71,11 @@ def test_a_slow_leak_shows_in_a_run_that_is_long_enough_for_it():
     seen = looks(rss=lambda minute: 100 + minute / 60)
     assert violations(seen, LIMIT_MB) == []
     assert table(seen, LIMIT_MB)[0]["rss_mb_per_hour"] == 1.0
+
+
+def test_a_run_of_a_day_has_more_pairs_of_looks_than_can_be_compared():
+    seen = looks(minutes=20_000, rss=lambda minute: 100 + minute / 6000)
+    assert table(seen, LIMIT_MB)[0]["rss_mb_per_hour"] == 0.01
 
 
 def test_a_process_that_is_there_at_times_is_not_compared():
