@@ -14,29 +14,38 @@ SLOW = """
     import sys, time
     from weight_manager import __main__, history
 
-    write = history.write_atomically
+    write = history.write_beside
 
-    def slow(path, content, **options):
+    def slow(path, content):
         flag = path.parent / "slow"
         if path.name == "weights.json" and flag.exists():
-            flag.unlink()
-            time.sleep(2.5)
-        write(path, content, **options)
+            before = int(flag.read_text())
+            if before:
+                flag.write_text(str(before - 1))
+            else:
+                flag.unlink()
+                time.sleep(2.5)
+        write(path, content)
 
-    history.write_atomically = slow
+    history.write_beside = slow
     sys.exit(__main__.main())
 """
 
 
 @pytest.fixture
 def slow(store, monkeypatch):
-    """A store whose next commit of the model takes two and a half leases to be written, once there is a file `slow`."""
+    """A store of which one write of a commit of the model takes two and a half leases: the file `slow` says how many
+    come before it.
+    """
     restart_as(store, SLOW, monkeypatch)
     return store
 
 
-def test_who_speaks_while_a_commit_is_written_has_not_been_silent(slow, replica, trainer, push, weights):
-    """The model's commit is written when its last replica has flipped; an adapter is pushed beside it."""
+@pytest.mark.parametrize("before", [0, 1], ids=["epochs are reserved", "the record is written ahead"])
+def test_who_speaks_while_a_commit_is_written_has_not_been_silent(slow, replica, trainer, push, weights, before):
+    """The first commit of a store's life reserves epochs, and writes its record while its replica prepares; an adapter
+    is pushed beside it.
+    """
     replica()
     beside = trainer(run_id="beside")
     named = dict(adapter_tensors(adapter(1)))
@@ -53,7 +62,7 @@ def test_who_speaks_while_a_commit_is_written_has_not_been_silent(slow, replica,
     alive = threading.Thread(target=renew)
     alive.start()
     try:
-        (slow.run_dir / "slow").touch()
+        (slow.run_dir / "slow").write_text(str(before))
         assert push(weights(1), 1).version == 1
         assert not (slow.run_dir / "slow").exists(), "it was slow"
     finally:
