@@ -72,9 +72,8 @@ class PushSession:
     deadline: float | None = None  # for what it is doing now
     expected: str = ""  # digest that it must have
     quorum: bool = False  # stores below may miss it
-    is_live: Callable[[int], None] | None = (
-        None  # of one that goes live from device memory: told of it, and on how many
-    )
+    is_live: Callable[[int], None] | None = None
+    """Of one that goes live from device memory: told of it, and on how many."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

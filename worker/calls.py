@@ -33,10 +33,10 @@ class _Turn:
     message: Call
     phase: Phase = Phase.NONE
     data: dict[str, Any] = field(default_factory=dict)
-    failed: str = (
-        ""  # why the version could not be mapped, once; it is tried again when the store has said what is live
-    )
-    until: float = 0.0  # or that long
+    failed: str = ""
+    """Why the version could not be mapped, once: it is tried again when the store has said what is live ..."""
+    until: float = 0.0
+    """... which is waited for until then, by the clock."""
 
 
 class Calls:
