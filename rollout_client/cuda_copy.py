@@ -140,7 +140,8 @@ class CudaCopier:
         *,
         ahead: bool = False,
     ) -> int:
-        """Copy and report every job; returns how many ranks have copied it into their memory too.
+        """Copy and report every job; returns how many ranks have copied it into their memory too. What they have mapped
+        of a GPU is let go once a push comes from elsewhere, which one without jobs does.
 
         memory: of the slot. writable: makes it that for this process's CPUs as well, which a device writes without once
         the slot is registered. jobs: as `can_copy` accepts them, in the order of `turn`. ranks: their sockets, and the
@@ -150,6 +151,8 @@ class CudaCopier:
         """
         devices = dict.fromkeys(source.on_gpu.device for source, _ in jobs)
         offers, known = None, None
+        for other in self._offers if len(devices) != 1 else set(self._offers).difference(devices):
+            self._offers[other].close()  # nothing of this push can be copied from what is mapped of it
         if ranks[0] and len(devices) == 1:
             (device,) = devices
             offers = self._offers.setdefault(device, Offers(self._driver))

@@ -4,7 +4,6 @@ Connections, what was shown over them, and so the ranks' mappings are kept from 
 push is one message to each rank and its answer.
 """
 
-import contextlib
 import logging
 import os
 import select
@@ -120,12 +119,16 @@ class Connection:
             self._send(encode(Hide(over)))
 
     def close(self, *, wait: bool = False) -> None:
-        """Hang up: the rank unmaps everything. wait: until it has. Idempotent."""
+        """Hang up: the rank unmaps everything. wait: until it has; one that takes too long is told of. Idempotent."""
         if wait:
-            with contextlib.suppress(OSError):
+            try:
                 self._socket.shutdown(socket.SHUT_WR)
                 while self._socket.recv(LONGEST):
                     pass  # an answer that a push has not waited for
+            except TimeoutError:
+                log.warning("%s still has this trainer's memory mapped after %g s", self.path, PATIENCE_S)
+            except OSError:
+                pass  # it is gone, and so are its mappings
         self._socket.close()
 
     def _show(self, fresh: Sequence[Allocation], memory: OwnMemory) -> None:

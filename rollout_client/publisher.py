@@ -351,7 +351,8 @@ class WeightPublisher:
             self._forget(name)
 
     def unshare(self) -> None:
-        """Ranks unmap the tensors that they copied from GPU to GPU (`cuda_ipc`), and have done so when this returns.
+        """Ranks unmap the tensors that they copied from GPU to GPU (`cuda_ipc`), and have done so when this returns;
+        one that has not within seconds is a warning.
 
         For a trainer that gives their memory back to the device, as by offloading them: as long as a rank has it mapped
         it is not free. The next push shows it again, some milliseconds a gigabyte.

@@ -302,6 +302,7 @@ class ShmTransport(Transport):
         self.filled = 0
         if on_gpu:
             self._cuda = self._cuda or CudaCopier()
+        if self._cuda is not None:
             ranks = placement.devices if not others else [], placement.write_epoch
             memory, writable = self._arena.slot(number), partial(self._arena.staging, number)
             ahead = placement.ahead and not others

@@ -364,3 +364,40 @@ def test_batches_become_small_towards_the_end(pushed):
     assert [job for batch in batches for job in batch] == jobs
     assert sizes[:10] == [PART] * 10
     assert sizes[-4:] == [256, 128, 64, 64]
+
+
+class Shown:
+    """Offers of one GPU."""
+
+    def __init__(self):
+        self.closed = 0
+
+    def begin(self, paths, slot, write_epoch): ...
+    def end(self): ...
+    def taken(self):
+        return 1
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("of", [(1,), (0, 1), ()], ids=["another GPU", "several", "none"])
+def test_what_ranks_have_mapped_of_a_gpu_is_let_go_once_a_push_comes_from_elsewhere(monkeypatch, of):
+    """The weights have been moved: what they lay in is free on the first GPU only when no rank has it mapped."""
+    copier, first, second = CudaCopier.__new__(CudaCopier), Shown(), Shown()
+    copier._torch, copier._offers, copier._driver = Torch, {0: first, 1: second}, None
+    monkeypatch.setattr(CudaCopier, "_offer", lambda *_, **__: None)
+    monkeypatch.setattr(CudaCopier, "_stage_from", lambda *_: None)
+
+    def push(devices):
+        jobs = [(Source(Tensor(0, PART)), []) for _ in devices]
+        for (source, _), device in zip(jobs, devices, strict=True):
+            source.on_gpu.device = device
+        copier.stage(0, memoryview(b""), contextlib.nullcontext, jobs, None, (["socket"], 1))
+
+    push((0,))
+    assert first.closed == 0
+    second.closed = 0
+    push(of)
+    assert first.closed == 1
+    assert second.closed == (of != (1,))

@@ -243,6 +243,18 @@ def test_a_trainer_that_wants_its_memory_back_has_it(rank, trainer, monkeypatch)
     assert pusher.push(Version(3)) == 1
 
 
+def test_a_trainer_whose_memory_a_rank_does_not_let_go_in_time_is_told(rank, trainer, monkeypatch, caplog):
+    monkeypatch.setattr(offers, "PATIENCE_S", 0.05)
+    pusher, close, goes_on = trainer(), rank.driver.close_handle, threading.Event()
+    pusher.push(Version(2))
+    _wait_until(lambda: len(rank.driver.opened) == 2)
+    monkeypatch.setattr(rank.driver, "close_handle", lambda address: goes_on.wait(30) and close(address))
+    pusher.offers.close(wait=True)
+    assert "still has this trainer's memory mapped" in caplog.text
+    goes_on.set()
+    _wait_until(lambda: not rank.driver.opened)
+
+
 def test_memory_of_a_trainer_that_died_is_copied_and_found_to_be_what_it_is(rank, trainer):
     """What is mapped stays: of a process that is gone there is what it had."""
     two, pusher = Version(2), trainer()
