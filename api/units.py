@@ -19,7 +19,9 @@ from worker.supervisor_messages import (
 )
 
 _MARGIN_S = 30.0
-"""Beside the times in a `Restart`: until a replica that does not end is killed, and its ranks are gone."""
+"""Beside the times in a `Restart`: until a replica that does not end is killed, and its ranks are gone. One that hangs
+is given the time for its requests twice: when it is asked to drain, and when it is told to end.
+"""
 
 
 class Units:
@@ -55,7 +57,7 @@ class Units:
             socket.set(zmq.LINGER, 0)
             socket.connect(f"ipc://{path}")
             await socket.send(encode(request))
-            if not await socket.poll(int((drain_s + ready_s + _MARGIN_S) * 1000)):
+            if not await socket.poll(int((2 * drain_s + ready_s + _MARGIN_S) * 1000)):
                 raise TimedOut(f"the supervisor does not say whether {unit} is back")
             reply = decode_reply(await socket.recv())
         finally:

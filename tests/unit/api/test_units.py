@@ -1,6 +1,7 @@
 """What the supervisor has given up is said, and can be started again over HTTP."""
 
 import asyncio
+import inspect
 
 import pytest
 import zmq
@@ -34,7 +35,8 @@ async def supervisor(run_dir):
             who, data = await socket.recv_multipart()
             request = decode_request(data)
             asked.append(request)
-            await socket.send_multipart([who, encode(answers.pop(0)(request.call))])
+            answer = answers.pop(0)(request.call)
+            await socket.send_multipart([who, encode(await answer if inspect.isawaitable(answer) else answer)])
 
     serving = asyncio.create_task(serve())
     yield asked, answers
@@ -76,3 +78,16 @@ async def test_what_was_given_up_is_in_health_and_in_metrics(client, run_dir, re
 def test_a_file_that_says_nothing_that_can_be_read_is_none(tmp_path, content):
     (tmp_path / GIVEN_UP_FILE).write_bytes(content)
     assert Units(tmp_path).given_up() == {}
+
+
+async def test_a_replica_that_hangs_may_take_the_time_of_its_requests_twice(run_dir, supervisor, monkeypatch):
+    """As worker/rolling.py does: it does not answer the drain, and is drained again by SIGTERM before it is killed."""
+    _, answers = supervisor
+    monkeypatch.setattr("api.units._MARGIN_S", -30.0)
+
+    async def late(call):
+        await asyncio.sleep(1.0)
+        return Ok(call)
+
+    answers.append(late)
+    await Units(run_dir).restart("replica-1", drain_s=30.0, ready_s=0.5)
