@@ -47,7 +47,11 @@ class Growth:
 
 
 def growths(looks: Sequence[Look], limit_mb: float) -> list[Growth]:
-    """Of everything that is held all the time. limit_mb: of memory, by which two floors may differ."""
+    """Of everything that is held all the time; none where nobody looked. limit_mb: of memory, by which two floors may
+    differ.
+    """
+    if not looks:
+        return []
     kept = [look for look in looks if look.at >= WARM_UP * looks[-1].at]
     names = set.intersection(*({*look.held} for look in kept))
     found = []
@@ -71,6 +75,8 @@ def _growth(what: str, points: Sequence[tuple[float, float]], limit: float) -> G
 
 def violations(looks: Sequence[Look], limit_mb: float) -> list[str]:
     """What grew, and which processes are not those of the start."""
+    if not looks:
+        return ["it ended before anybody had looked at it"]
     first, last = looks[0].pids, looks[-1].pids
     changed = [
         f"{name} was process {pid} and is {last.get(name)}" for name, pid in first.items() if last.get(name) != pid

@@ -78,6 +78,11 @@ def test_a_run_of_a_day_has_more_pairs_of_looks_than_can_be_compared():
     assert table(seen, LIMIT_MB)[0]["rss_mb_per_hour"] == 0.01
 
 
+def test_a_run_that_ended_before_it_was_looked_at_has_a_report_that_says_so():
+    assert (table([], LIMIT_MB), series([])) == ([], {})
+    assert violations([], LIMIT_MB) == ["it ended before anybody had looked at it"]
+
+
 def test_a_process_that_is_there_at_times_is_not_compared():
     seen = looks()
     spare = Held(3, {}, 1, 50.0)
