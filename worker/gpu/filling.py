@@ -304,7 +304,12 @@ class Filling:
             case Take():
                 connection.send(encode(self._take(trainer, message)))
             case Keep(slot, write_epoch, patience_s):
-                self._share(connection, (slot, write_epoch), patience_s)
+                answer, own = self._share((slot, write_epoch), patience_s)
+                try:
+                    socket.send_fds(connection, [encode(answer)], own)
+                finally:
+                    for fd in own:
+                        os.close(fd)
         return message is not None
 
     def _take(self, trainer: _Trainer, asked: Take) -> Taken | No:
@@ -360,31 +365,21 @@ class Filling:
         while self._left:
             self._left.pop().close()
 
-    def _share(self, connection: socket.socket, key: Key, patience_s: float) -> None:
-        """Let the store hold the memory of a version that was proved there and that nothing is copied over; wait so
-        long for the proof.
+    def _share(self, key: Key, patience_s: float) -> tuple[Grant | No, list[int]]:
+        """What a store is answered that wants to hold the memory of a version which was proved there and over which
+        nothing is copied, and its descriptor, to be closed; waits so long for the proof.
         """
         if not self._whole:
-            connection.send(encode(No("this rank has a part of the model")))
-            return
+            return No("this rank has a part of the model"), []
         with self._proven:
             self._proven.wait_for(lambda: self._proved is not None and self._proved[0] == key, patience_s)
             proved, slot = self._proved or (None, None)
             if slot is None or proved != key or slot == self._slots.spare:
-                connection.send(encode(No("nothing is proved here of that slot and epoch")))
-                return
+                return No("nothing is proved here of that slot and epoch"), []
+            region = self._slots.regions[slot]
             try:
                 self._slots.enter()
-                fd = self._slots.regions[slot].lend()
+                fd = region.lend()
             except CudaError as error:
-                connection.send(encode(No(str(error))))
-                return
-            self._grant(connection, slot, fd)
-
-    def _grant(self, connection: socket.socket, slot: int, fd: int) -> None:
-        """fd: of the slot's memory; closed here."""
-        runs = [(run.source, run.target, run.nbytes) for run in self._slots.runs]
-        try:
-            socket.send_fds(connection, [encode(Grant(self._slots.regions[slot].nbytes, runs))], [fd])
-        finally:
-            os.close(fd)
+                return No(str(error)), []
+        return Grant(region.nbytes, [(run.source, run.target, run.nbytes) for run in self._slots.runs]), [fd]

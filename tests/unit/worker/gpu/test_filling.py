@@ -840,6 +840,33 @@ def test_the_store_may_ask_before_the_version_is_proved(rank, keep):
     del staged
 
 
+def test_a_store_that_does_not_take_its_answer_keeps_nobody_waiting(rank, monkeypatch):
+    sends, taken, send = threading.Event(), threading.Event(), socket.send_fds
+
+    def full(*answer):
+        sends.set()
+        assert taken.wait(30)
+        return send(*answer)
+
+    monkeypatch.setattr(socket, "send_fds", full)
+    two, three = Version(2), Version(3, slot=1)
+    staged = rank.filling.stage(two.live, two.views)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as store:
+        store.connect(str(rank.path))
+        store.send(encode(Keep(0, two.live.write_epoch)))
+        assert sends.wait(30)
+        rank.slots.bind(staged)
+        with ThreadPoolExecutor(1) as work:
+            staging = work.submit(rank.filling.stage, three.live, three.views)
+            wait([staging], 20)
+            done = staging.done()
+            taken.set()
+        raw, (fd,), _, _ = socket.recv_fds(store, 1 << 20, 1)
+    os.close(fd)
+    assert isinstance(decode_answer(raw), Grant)
+    assert done
+
+
 def test_a_proof_that_does_not_come_is_waited_for_no_longer_than_the_store_says(rank, keep):
     began = time.monotonic()
     assert isinstance(keep(Version(2), 0.05)[0], No)
