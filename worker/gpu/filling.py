@@ -164,8 +164,13 @@ class Filling:
             finally:
                 self._lock.release()
         if self._copying is None:
-            self._copying = threading.Thread(target=self._copy_parts, name="copying", daemon=True)
-            self._copying.start()
+            copying = threading.Thread(target=self._copy_parts, name="copying", daemon=True)
+            try:
+                copying.start()
+            except RuntimeError as error:
+                log.warning("could not copy ahead: %s", error)
+                return
+            self._copying = copying
         self._parts.put(part)
 
     def withdraw(self) -> None:
@@ -259,7 +264,11 @@ class Filling:
                 log.warning("a trainer's connection could not be taken: %s", error)
                 time.sleep(_ACCEPT_AGAIN_S)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="trainer", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="trainer", daemon=True).start()
+            except RuntimeError as error:  # no thread is left, which is not for ever either
+                log.warning("a trainer's connection could not be served: %s", error)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         trainer = _Trainer(connection, self._puller.memory(self._slots.runs))

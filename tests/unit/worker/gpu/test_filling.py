@@ -150,6 +150,45 @@ def test_a_rank_that_cannot_take_a_connection_for_a_moment_takes_the_next(tmp_pa
     trainer.offers.close()
 
 
+@pytest.fixture
+def no_thread(monkeypatch):
+    """The system has none more for a moment: not the next one of this name."""
+    start, refused = threading.Thread.start, []
+
+    def refuse(name):
+        def start_or_not(thread):
+            if thread.name == name and not refused:
+                refused.append(name)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_not)
+        return refused
+
+    return refuse
+
+
+def test_a_trainer_for_whom_there_is_no_thread_is_hung_up_on_and_the_next_is_served(rank, trainer, no_thread, caplog):
+    refused = no_thread("trainer")
+    assert trainer().push(Version(2)) == 0
+    assert refused
+    assert "can't start new thread" in caplog.text
+    assert trainer().push(Version(3)) == 1
+
+
+def test_where_there_is_no_thread_that_copies_ahead_the_version_is_copied_at_last(rank, no_thread, caplog):
+    two = Version(2)
+    key, memory = (two.live.slot, two.live.write_epoch), memoryview(two.bytes)
+    rank.slots.pinned.let_go()
+    refused = no_thread("copying")
+    rank.filling.copy_ahead(key, memory, _spans())
+    assert refused
+    assert "can't start new thread" in caplog.text
+    rank.filling.copy_ahead(key, memory, _spans())
+    _wait_until(lambda: rank.filling._arriving is not None)
+    assert rank.holds(rank.filling.stage(two.live, two.views), two)
+
+
 @pytest.mark.parametrize("has_handles", [True, False], ids=["handles", "descriptors"])
 def test_what_a_trainer_has_is_taken_and_nothing_is_copied_from_the_arena(rank, trainer, has_handles):
     pusher, before = trainer(cuda=MemfdCuda(has_handles=has_handles)), rank.driver.copied
