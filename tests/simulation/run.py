@@ -1,8 +1,9 @@
 """One run from a seed: a fleet of stores under faults, what must hold at every moment, and what must hold at the end.
 
-No torn: every step is computed with the bytes that its version had at the root when it was recorded, and one (run,
-version) is one set of bytes on every disk. No lost: what a trainer was told is committed stays recorded. No stuck: once
-faults end, everybody holds what the root holds, within the bounds of the waits, and a push goes through.
+No torn: every step is computed with the bytes that its version had at the root when it was recorded; one (run, version)
+is one set of bytes at the root, until a rollback goes below it; and every disk says what the root's has said, in the
+same order. No lost: what a trainer was told is committed stays recorded. No stuck: once faults end, everybody holds
+what the root holds, within the bounds of the waits, and a push goes through.
 """
 
 import logging
@@ -75,7 +76,8 @@ class Run:
         self.recorded: list[tuple[str, int, str]] = []  # at the root, in order
         self.ahead: list[tuple[int, str]] = []  # what trainers were told is live, before the arena had it
         self.on_devices = on_devices
-        self.names: dict[tuple[str, int], str] = {}
+        self.names: dict[tuple[str, int], str] = {}  # at the root: digest of each version that is not rolled back
+        self.reached: dict[str, int] = {}  # store below -> where in `recorded` its disk is, at least
         self.acknowledged: list[tuple[int, str]] = []
         self.adapters: dict[str, list[int]] = {name: [] for name in ADAPTERS}  # versions that trainers were told of
         self.adapter_names: dict[tuple[str, int], str] = {}  # recorded: name and version -> digest
@@ -155,31 +157,45 @@ class Run:
             self._adapter_written(host, saved, live)
             return
         key = live.run_id, live.version
-        if host is self.root and saved.records and saved.records[-1].source == "rollback":
+        name = (*key, live.digest)
+        if host is not self.root:
+            self._follows(host, name)
+            return
+        if saved.records and saved.records[-1].source == "rollback":
             self.names = {k: v for k, v in self.names.items() if k[1] <= live.version}  # the run goes on from here
         if self.names.setdefault(key, live.digest) != live.digest:
-            raise self.world.violated(f"torn: {host.name} records {key} as {live.digest}, others as {self.names[key]}")
-        name = (*key, live.digest)
-        if host is self.root and saved.lost is not None and saved.records[-1].source == "lost":
+            raise self.world.violated(f"torn: the root records {key} as {live.digest}, and did as {self.names[key]}")
+        if saved.lost is not None and saved.records[-1].source == "lost":
             if (saved.lost.version, saved.lost.digest) in self.acknowledged:
                 raise self.world.violated(f"lost: version {saved.lost.version} was committed, and is served no more")
             if self.recorded[-1] != name:
                 self.counts["lost"] = self.counts.get("lost", 0) + 1
-        if host is self.root:
-            if not self.recorded or self.recorded[-1] != name:
-                self.recorded.append(name)
-                held = host.store._devices.memory.values() if saved.ahead and host.store is not None else []  # type: ignore[attr-defined]
-                if saved.ahead and live.digest not in map(digest_of_slot, held):
-                    raise self.world.violated(f"lost: version {live.version} is live, and only ranks hold it")
-                self.world.say(host.name, f"records version {live.version}")
-                for replica in self.replicas:
-                    self._must_not_serve_another(replica)
-            known = [r.version for r in saved.records]
-            lost = [version for version, _ in self.acknowledged if version not in known]
-            if lost:
-                raise self.world.violated(f"lost: versions {lost} are not in the root's history any more")
-        elif name not in self.recorded:
-            raise self.world.violated(f"torn: {host.name} records version {live.version}, which the root has not")
+        if not self.recorded or self.recorded[-1] != name:
+            self.recorded.append(name)
+            held = host.store._devices.memory.values() if saved.ahead and host.store is not None else []  # type: ignore[attr-defined]
+            if saved.ahead and live.digest not in map(digest_of_slot, held):
+                raise self.world.violated(f"lost: version {live.version} is live, and only ranks hold it")
+            self.world.say(host.name, f"records version {live.version}")
+            for replica in self.replicas:
+                self._must_not_serve_another(replica)
+        known = [r.version for r in saved.records]
+        lost = [version for version, _ in self.acknowledged if version not in known]
+        if lost:
+            raise self.world.violated(f"lost: versions {lost} are not in the root's history any more")
+
+    def _follows(self, host: Host, name: tuple[str, int, str]) -> None:
+        """What a store below has on its disk the root has recorded, and not before what it had there last.
+
+        One that misses a rollback and the number's next push still has the old bytes on its disk, fenced. It may never
+        go back to them.
+        """
+        text = f"torn: {host.name} records version {name[1]} as {name[2]}, which the root"
+        if name not in self.recorded:
+            raise self.world.violated(f"{text} has not")
+        first = self.reached.get(host.name, 0)
+        if name not in self.recorded[first:]:
+            raise self.world.violated(f"{text} has not recorded again since {self.recorded[first]}, as it did")
+        self.reached[host.name] = self.recorded.index(name, first)
 
     def _served(self, replica: Replica, live: Live) -> None:
         name = (live.run_id, live.version, live.digest)

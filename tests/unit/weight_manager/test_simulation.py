@@ -4,6 +4,8 @@ A failure names its seed: `python -m tests.simulation --seeds 1 --from SEED` pla
 """
 
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,8 +13,8 @@ import pytest
 from tests.simulation import run
 from tests.simulation.devices import SimulatedDevices
 from tests.simulation.host import LAYOUT, Disk
-from tests.simulation.parties import Versions
-from tests.simulation.run import SHAPES, play
+from tests.simulation.parties import Operator, Trainer, Versions
+from tests.simulation.run import SHAPES, Run, play
 from tests.simulation.world import Violation, World
 from weight_manager import life, messages
 from weight_manager.adapters.line import Line
@@ -20,10 +22,11 @@ from weight_manager.adapters.lines import Lines
 from weight_manager.ballot import Ballot
 from weight_manager.coordinator import Coordinator
 from weight_manager.following import Following, Step
-from weight_manager.history import History, Intent
+from weight_manager.history import History, Intent, Record, Saved
 from weight_manager.life import Event, Go, Role, State
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
+from weight_manager.relay.messages import VersionName
 from weight_manager.replicas import Replicas
 from worker.adapter_membership import AdapterMembership
 
@@ -40,8 +43,9 @@ def test_nothing_is_torn_lost_or_stuck(first):
         play(seed)
 
 
-# Each has broken something once: a store whose turn came after both deadlines of a flip.
-@pytest.mark.parametrize("seed", [400572])
+# Each has broken something once: a store whose turn came after both deadlines of a flip; the check of a store that
+# missed a rollback, and the number's next push.
+@pytest.mark.parametrize("seed", [400572, 401279])
 def test_what_was_broken_once_holds(seed):
     play(seed)
 
@@ -123,6 +127,97 @@ def test_it_finds_a_record_that_does_not_reach_the_disk(monkeypatch):
     monkeypatch.setattr(History, "_write", write)
     monkeypatch.setattr(Disk, "put_in_place", lambda self, path: None)
     found("", faults=["kill_store"])
+
+
+class MissedRollback(Run):
+    """The root goes back while store b is away, and the number of what it went back from is pushed with other bytes."""
+
+    def _break_things(self):
+        world, root, below = self.world, self.root, self.hosts["b"]
+        for trainer in (*self.trainers, *self.adapter_trainers):
+            trainer.run(trainer.train(0, 0))
+        world.run(world.now + 10)
+        number = self._pushed(shade=10)
+        assert below.store._history.live.digest == root.store._history.live.digest
+        self.net.cut.add("b")
+        world.run(world.now + 6)
+        Operator(world, root).ask(messages.RollbackWeights("call", deadline_s=5.0), lambda answer: None)
+        world.run(world.now + 10)
+        self.counter[0] = root.store._history.live.version
+        while self._pushed(shade=11) < number:
+            pass
+        below.kill()
+        world.run(world.now + 3)
+        old, new = below.store._history.live, root.store._history.live
+        assert old.version == new.version == number
+        assert old.digest != new.digest
+        self.counts["missed"] = 1
+
+    def _pushed(self, shade):
+        trainer = Trainer(self.world, self.root, shade, self.counter, self._committed)
+        trainer.run(trainer.train(1, 0))
+        self.world.run(self.world.now + 15)
+        assert trainer.done == 1, trainer.last
+        return self.counter[0]
+
+
+def missed(seed):
+    return MissedRollback(seed, shapes=SHAPES[1:2]).go()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_that_missed_a_rollback_is_brought_to_the_bytes_that_its_version_has_now(seed):
+    assert missed(seed).counts["missed"]
+
+
+def test_it_finds_stores_that_tell_versions_apart_by_number_alone(monkeypatch):
+    def same(self, other):
+        return isinstance(other, VersionName) and (self.run_id, self.version) == (other.run_id, other.version)
+
+    monkeypatch.setattr(VersionName, "__eq__", same)
+    with pytest.raises(Violation, match=r"torn: b\.\d+ serves version"):
+        missed(0)
+
+
+A, B, C, D = (1, "a"), (2, "b"), (2, "c"), (3, "d")  # (version, digest)
+
+
+@pytest.mark.parametrize(
+    ("below", "why"),
+    [
+        ([A, B, A, C, D], ""),
+        ([B, B, D], ""),  # it missed the rollback and the next push
+        ([B, C], ""),
+        ([A, C], ""),
+        ([B, A, B], "has not recorded again"),
+        ([A, C, B], "has not recorded again"),
+        ([D, C], "has not recorded again"),
+        ([A, (2, "x")], r"has not\n"),
+        ([(4, "b")], r"has not\n"),
+    ],
+)
+def test_what_a_store_below_records_is_what_the_root_has_in_the_roots_order(below, why):
+    """The root goes back from B to A, and the number of B is pushed with other bytes."""
+    fleet = Run(0)
+    fleet.root, under = SimpleNamespace(name="a", store=None), SimpleNamespace(name="b", store=None)
+
+    def write(host, version, source="push"):
+        live = messages.Live("run", version[0], 1, 0, version[1], 1)
+        record = Record("run", version[0], 1, version[1], 0.0, source)
+        fleet._written(host, Saved(live=live, records=[record]))
+
+    for version in (A, B):
+        write(fleet.root, version)
+    with pytest.raises(Violation, match=r"torn: the root records \('run', 2\)"):
+        write(fleet.root, C)
+    write(fleet.root, A, "rollback")
+    for version in (C, D):
+        write(fleet.root, version)
+    *before, last = below
+    for version in before:
+        write(under, version)
+    with pytest.raises(Violation, match=why) if why else nullcontext():
+        write(under, last)
 
 
 def test_it_finds_an_adapter_that_is_served_before_it_is_recorded(monkeypatch):
