@@ -38,8 +38,8 @@ class PauseIntent:
 
     @property
     def age_s(self) -> float:
-        """How long the fleet has been paused."""
-        return time.monotonic() - self.began
+        """How long the fleet has been paused: to the end of the lease, whenever who looks finds that it is over."""
+        return min(time.monotonic(), self.lease_until) - self.began
 
     def going_on_from(self, before: "PauseIntent | None") -> "PauseIntent":
         """This pause in the place of one that is in force: the fleet has been paused since that began."""
@@ -101,9 +101,13 @@ class Intents:
         self.paused = None
         self._fleet.release_held()
 
-    def heed(self, paused: PauseIntent | None, cleared: set[Tag]) -> None:
-        """Take over what the lead says now."""
+    def heed(self, paused: PauseIntent | None, cleared: set[Tag], paused_before: float | None = None) -> None:
+        """Take over what the lead says now. paused_before: seconds of the pauses that are over; None = it says none."""
         over = self._paused is not None and paused is None
+        if paused_before is not None:
+            self._paused_before = paused_before
+        elif over:
+            self._paused_before = self.paused_seconds
         self._paused, self._cleared = paused, cleared
         if over:
             self._fleet.count_unready_from_now()
@@ -173,11 +177,12 @@ class Intents:
     def _see(self, states: set[str]) -> None:
         """The head of the fleet has paused or cleared all replicas, or has them go on: they say so themselves."""
         serving = "serving" in states
-        paused = PauseIntent("keep", adopted=True) if "paused" in states and not serving else None
+        stands = "paused" in states and not serving
+        paused = PauseIntent("keep", adopted=True).going_on_from(self._paused) if stands else None
         released: set[Tag] = {"weights", "kv_cache"} if "cleared" in states and not serving else set()
         if (paused is None, released) != (self._paused is None, self._cleared):
             self.heed(paused, released)
 
     def _say(self) -> None:
         if self._peers is not None and self._peers.leads:
-            self._peers.say(self._paused, self._cleared)
+            self._peers.say(self._paused, self._cleared, self._paused_before)

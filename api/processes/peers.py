@@ -22,19 +22,21 @@ LOADS_EVERY_S = 0.002
 
 
 class SaidPause(msgspec.Struct, frozen=True):
-    """A pause in force. lease_until: system's monotonic clock, None = without end; since: seconds since 1970."""
+    """A pause in force. lease_until, began: system's monotonic clock, None = without end; since: seconds since 1970."""
 
     mode: PauseMode
     clear_cache: bool
     lease_until: float | None
     since: float
+    began: float
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What the lead tells the others, on the board."""
+    """What the lead tells the others, on the board. paused_before: seconds of the pauses that are over."""
 
     paused: SaidPause | None = None
     cleared: tuple[Tag, ...] = ()
+    paused_before: float = 0.0
 
 
 class Peers:
@@ -62,13 +64,15 @@ class Peers:
         """Where a process takes requests of the others."""
         return self._run_dir / f"api-{index}.sock"
 
-    def say(self, paused: PauseIntent | None, cleared: Iterable[Tag]) -> None:
-        """[LEAD] This is asked of the fleet from now on; everybody who looks after this call sees it."""
+    def say(self, paused: PauseIntent | None, cleared: Iterable[Tag], paused_before: float) -> None:
+        """[LEAD] This is asked of the fleet from now on; everybody who looks after this call sees it. paused_before: as
+        `Said` has it.
+        """
         pause = None
         if paused is not None:
             until = None if paused.lease_until == float("inf") else paused.lease_until
-            pause = SaidPause(paused.mode, paused.clear_cache, until, paused.since)
-        self.board.tell(msgspec.json.encode(Said(pause, tuple(sorted(cleared)))))
+            pause = SaidPause(paused.mode, paused.clear_cache, until, paused.since, paused.began)
+        self.board.tell(msgspec.json.encode(Said(pause, tuple(sorted(cleared)), paused_before)))
 
     def look(self, intents: Intents) -> bool:
         """Take over what the lead has said since the last look. Returns whether there was anything; it costs nothing
@@ -81,8 +85,8 @@ class Peers:
         intent = None
         if pause is not None:
             until = float("inf") if pause.lease_until is None else pause.lease_until
-            intent = PauseIntent(pause.mode, pause.clear_cache, until, pause.since)
-        intents.heed(intent, set(said.cleared))
+            intent = PauseIntent(pause.mode, pause.clear_cache, until, pause.since, pause.began)
+        intents.heed(intent, set(said.cleared), said.paused_before)
         self.on_news()
         return True
 

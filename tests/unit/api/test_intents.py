@@ -122,7 +122,7 @@ async def test_a_pause_that_comes_late_treats_caches_as_it_was_asked_to(client, 
 
 
 @pytest.mark.parametrize("what", ["the clock is set back", "a second pause", "a second pause that fails", "a failure"])
-async def test_seconds_of_pauses_never_become_less(client, replicas, service, monkeypatch, what):
+async def test_seconds_of_pauses_never_become_less(client, replicas, service, until, monkeypatch, what):
     """For Prometheus a counter that falls has begun anew: all of it is added once more."""
     intents, pause = service.fleet.intents, "/v1/rollout/pause"
     done = asyncio.Event()
@@ -131,6 +131,7 @@ async def test_seconds_of_pauses_never_become_less(client, replicas, service, mo
         task = asyncio.create_task(client.post(pause, json={"mode": "keep"}))
     else:
         await client.post(pause, json={"mode": "keep"})
+    await until(lambda: intents.paused is not None)
     await asyncio.sleep(0.1)
     before = intents.paused_seconds
     assert before >= 0.05
@@ -148,6 +149,19 @@ async def test_seconds_of_pauses_never_become_less(client, replicas, service, mo
     assert before <= intents.paused_seconds < before + 20
     await client.post("/v1/rollout/resume")
     assert before <= intents.paused_seconds < before + 20
+
+
+def test_the_api_of_a_node_adds_up_the_pauses_that_its_replicas_show():
+    replica = SimpleNamespace(state="serving")
+    intents = Intents(SimpleNamespace(replicas=[replica], count_unready_from_now=lambda: None), None, of_node=True)
+    seen = [intents.paused_seconds]
+    for state in ("paused", "cleared", "paused", "serving", "paused"):
+        replica.state = state
+        intents.replicas_changed()
+        time.sleep(0.01)
+        seen.append(intents.paused_seconds)
+    assert seen == sorted(seen)
+    assert seen[-1] >= 0.03
 
 
 async def test_cleared_replicas_are_kept_cleared(client, replicas, service, until):

@@ -46,6 +46,25 @@ async def test_a_pause_holds_although_a_replica_serves(processes, replicas, unti
     assert (await task).status_code == 200
 
 
+async def test_both_say_alike_how_long_pauses_have_lasted(processes, replicas, until):
+    """Whichever is scraped: for Prometheus a counter that falls has begun anew, and all of it is added once more."""
+    lead, other = (process.service.fleet.intents for process in processes)
+    client = processes[0].client
+    await client.post("/v1/rollout/pause", json={"mode": "keep"})
+    await asyncio.sleep(0.2)
+    await client.post("/v1/rollout/pause", json={"mode": "abort"})  # in its place
+    await until(lambda: other.look() or other.paused is not None)
+    assert other.paused_seconds >= 0.2
+    await client.post("/v1/rollout/resume")
+    other.look()
+    assert other.paused_seconds == lead.paused_seconds >= 0.2
+    before = lead.paused_seconds
+    await client.post("/v1/rollout/pause", json={"mode": "keep", "lease_s": 0.2})
+    await until(lambda: lead.paused is None and other.paused is None)
+    other.look()
+    assert other.paused_seconds == lead.paused_seconds >= before + 0.15
+
+
 async def test_what_is_cleared_is_cleared_for_both_and_comes_back(processes, replicas, until):
     lead, other = processes
     await other.client.post("/sleep?level=1")
