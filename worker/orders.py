@@ -240,10 +240,18 @@ class Work:
             self.state = DONE
 
     def run_in_background(self, act: Callable[[], dict[str, object] | None], patience_s: float = 0.0) -> None:
-        """Do it in a thread, and wait so long for it: what is done by then is voted on as soon as can be."""
-        self._thread = threading.Thread(target=self.run, args=(act,), name="work", daemon=True)
-        self._thread.start()
-        self._thread.join(patience_s)
+        """Do it in a thread, and wait so long for it: what is done by then is voted on as soon as can be. Where the
+        system has no thread left, that is this rank's no.
+        """
+        thread = threading.Thread(target=self.run, args=(act,), name="work", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.error("%s %s failed: %s", self.order.signal.name, self.order.phase.name, error)
+            self.error, self.state = str(error), FAILED
+            return
+        self._thread = thread
+        thread.join(patience_s)
 
     def wait(self, patience_s: float) -> None:
         """Wait so long for its end, and leave Python's lock to whoever does it: one who asks again and again takes it

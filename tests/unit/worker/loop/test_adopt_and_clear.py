@@ -67,6 +67,23 @@ def test_an_arena_that_is_refused_again_and_again_is_let_go_each_time(rig, caplo
     other.close(unlink=True)
 
 
+def test_a_version_for_which_there_is_no_thread_is_refused_and_the_next_is_taken(busy, monkeypatch):
+    start, refused = threading.Thread.start, []
+
+    def start_or_not(thread):
+        if thread.name == "work" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    vote = busy.store.prepare("s", busy.store.write(1, 1))
+    assert not vote.ok
+    assert "can't start new thread" in vote.error
+    busy.store.push("t", busy.store.write(2, 1))
+    assert busy.error is None
+
+
 def test_a_commit_while_paused_is_taken(busy):
     busy.api.call(Pause, "keep", clear_cache=False)
     busy.store.push("s1", busy.store.write(1, 1))
