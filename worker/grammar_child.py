@@ -5,9 +5,11 @@ it. Then every frame is a grammar, answered by an empty frame once the library h
 that was, until stdin ends. CPU time is limited for each: the last word should its parent not be there to kill it.
 """
 
+import contextlib
 import resource
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -100,7 +102,9 @@ def _serve() -> None:
 
 
 def main() -> None:
-    """See module."""
+    """See module. Where memory is short the kernel is to end this process, and not the rank that it belongs to."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     threading.stack_size(STACK)
     serving = threading.Thread(target=_serve)
     serving.start()

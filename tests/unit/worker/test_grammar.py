@@ -562,6 +562,14 @@ def test_a_trial_that_is_closed_while_it_is_being_started_keeps_nobody(monkeypat
     assert time.monotonic() - began < 10
 
 
+def test_where_memory_is_short_a_trial_goes_first():
+    trial = Trial(Names(VOCAB, {}, [END]))
+    with contextlib.closing(trial):
+        assert trial.ends(AB, 20.0)
+        assert trial._process is not None
+        assert Path(f"/proc/{trial._process.pid}/oom_score_adj").read_text() == "1000\n"
+
+
 def test_a_limit_of_processor_time_that_an_operator_has_set_is_left_as_it_is():
     code = """if True:
         import resource
