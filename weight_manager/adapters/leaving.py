@@ -51,8 +51,8 @@ class Leaving:
                 continue
             names = ", ".join(map(label, serving))
             message = f"{names} did not say in time that {unload.name} is served no more"
-            unload.done(PushRefused("deadline", message) if serving else None)
             self._unloads.remove(unload)
+            unload.done(PushRefused("deadline", message) if serving else None)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do: a deadline, or the end of the lease of a store that may still serve one."""
