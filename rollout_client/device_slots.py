@@ -36,7 +36,7 @@ MOST_ROWS = LONGEST // 64
 MOST_SEGMENTS = 128
 """Segments in one message, and so descriptors with it."""
 ROW = 4
-"""Numbers in a row, int64, little-endian: start in the arena's slot, bytes, segment, offset in it."""
+"""Numbers in a row, int64, little-endian: start in the arena's slot, bytes, segment, offset in it; all even."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
