@@ -154,7 +154,7 @@ class GpuEngine:
         peers = None
         try:
             peers = PeerSums(self._driver, rank, len(shards), meeting.gather)
-            groups.ends.append(peers.end)
+            groups.also_end(peers.end)
         except CudaError as error:
             log.info("all sums over the ranks are NCCL's: %s", error)
         ranks = Ranks(shards, rank, groups, peers)

@@ -69,7 +69,7 @@ class NcclGroups:
         self._nccl = library or load("libnccl.so.2", "nvidia-nccl-cu13", "gpu-tp")
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         self._deadline_s = deadline_s
-        self.ends: list[Callable[[], None]] = []  # what else ends sums that will not end by themselves
+        self._ends: list[Callable[[], None]] = []  # what else ends sums that will not end by themselves
         self._comm: Pointer | None = None
         self._dead = ""
         self._inside: float | None = None  # since when the host is in calls that may wait for other ranks
@@ -120,6 +120,12 @@ class NcclGroups:
         """Queue the copy of rank 0's elements to all ranks, in place. Raises GroupDead, CudaError."""
         where = Pointer(address)
         self._call("ncclBroadcast", where, where, Size(count), dtype, 0, self._up(), stream)
+
+    def also_end(self, end: Callable[[], None]) -> None:
+        """Call this as well when sums will not end by themselves; at once if that has been found already."""
+        self._ends.append(end)
+        if self._dead:
+            end()
 
     def launched(self, stream: Handle) -> None:
         """A stream has been given sums, or graphs with them: they are looked after. Raises GroupDead, CudaError."""
@@ -224,7 +230,7 @@ class NcclGroups:
         with self._lock:
             self._dead = why
             comm, self._comm = self._comm, None
-        for end in self.ends:
+        for end in list(self._ends):
             end()
         if comm is not None:
             log.error("ending the sums over the ranks: %s", why)

@@ -287,6 +287,17 @@ def test_who_waits_for_quiet_does_not_wait_for_a_rank_that_was_killed(ranks):
     assert seconds < 10
 
 
+def test_what_else_sums_is_ended_with_them_also_when_that_is_said_too_late(ranks):
+    """Between its making and this a rank may have died: its kernel would wait for that rank for ever."""
+    r, ended = ranks(2, deadline_s=60), []
+    r.start()
+    r.groups[0].also_end(lambda: ended.append("before"))
+    (error,), _ = r.while_killed(1, r.launch, 0)
+    assert isinstance(error, GroupDead)
+    r.groups[0].also_end(lambda: ended.append("after"))
+    assert ended == ["before", "after"]
+
+
 def test_what_nccl_finds_wrong_by_itself_ends_the_sums(ranks):
     r = ranks(2, deadline_s=60)
     r.start()
