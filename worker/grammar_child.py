@@ -2,11 +2,13 @@
 
 Both ways a frame is its length in 4 bytes, little-endian, and bytes. The first on stdin is a `Names`, and READY answers
 it. Then every frame is a grammar, answered by an empty frame once the library has come to its end with it, whatever
-that was, until stdin ends. CPU time is limited for each: the last word should its parent not be there to kill it.
+that was, until stdin ends or nothing came for IDLE_S. CPU time is limited for each: the last word should its parent not
+be there to kill it.
 """
 
 import contextlib
 import resource
+import select
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 READY = b"ready"
 CPU_S = 60
+IDLE_S = 30.0
+"""Seconds without a grammar after which the process ends. It holds some 25 MB, and starting one takes 0.1 s."""
 STACK = 512 << 20
 """Bytes of address space for a thread that compiles. The library follows rules and references by recursion, 3 kB for
 each that names the next: the largest grammar that may be sent needs 100 MB, and a stack that ends takes the process
@@ -91,7 +95,8 @@ def _serve() -> None:
     library = LLTokenizer(TokenizerWrapper(_Vocabulary(names)), n_vocab=names.size, eos_token=names.ends)
     replies.write(READY)
     replies.flush()
-    while (grammar := frame()) is not None:
+    # Nothing lies in the buffer of stdin here: a grammar is sent only once the one before has its answer.
+    while select.select([requests], [], [], IDLE_S)[0] and (grammar := frame()) is not None:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit = int(used.ru_utime + used.ru_stime) + CPU_S

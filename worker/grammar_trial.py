@@ -19,7 +19,9 @@ START_S = 20.0
 
 
 class Trial:
-    """One such process, started when it is first needed and after each that was killed. One thread at a time."""
+    """One such process, started when it is needed and there is none: one that has had nothing to do for a while ends.
+    One thread at a time.
+    """
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -34,18 +36,24 @@ class Trial:
         or stack than there is, or others took the memory. Then, as after a no, the next one finds another process.
         """
         with self._turn:
-            if self._process is not None and self._process.poll() is not None:
-                self._end()  # killed while it waited, which says nothing of this grammar
-            process = self._process or self._start()
+            if (waiting := self._process) is not None:
+                try:
+                    return self._ends(waiting, grammar, within_s)
+                except BrokenPipeError:  # it may have ended of having had nothing to do, or been killed meanwhile
+                    self._end()
             try:
-                _send(process, grammar.encode())
-                if _receive(process, 4, within_s) == bytes(4):
-                    return True
+                return self._ends(self._start(), grammar, within_s)
             except BrokenPipeError:
                 self._end()
                 raise OSError("the process that it was tried in ended: memory or stack may be short") from None
-            self._end()
-            return False
+
+    def _ends(self, process: subprocess.Popen[bytes], grammar: str, within_s: float) -> bool:
+        """Raises BrokenPipeError where the process ended by itself."""
+        _send(process, grammar.encode())
+        if _receive(process, 4, within_s) == bytes(4):
+            return True
+        self._end()
+        return False
 
     def close(self) -> None:
         """End the process for good, if there is one. From any thread: whoever waits for its answer has it then."""

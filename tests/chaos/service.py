@@ -14,6 +14,8 @@ from tests.integration.live import LiveService
 from worker.service import free_ports
 
 SPARE = "spare"
+GRAMMARS = "grammars"
+"""A process in which rank 0 of a replica tries grammars, as long as some come: two at a time at most."""
 SUM_PARTS = 2
 """With which tp 1 and 2 have the same bits."""
 
@@ -39,6 +41,7 @@ class Hosts:
 
     def __init__(self, model: Path, stores: int, replicas: int, tp: int, api_workers: int = 1) -> None:
         """stores: hosts. Nothing is started yet."""
+        self.replicas = replicas
         self.services: list[LiveService] = []
         self._started: list[LiveService] = []
         self.networks: dict[int, Proxy] = {}  # above each host but the first
@@ -133,6 +136,8 @@ def _name(pid: int) -> str:
         return "store"
     if "api" in words:
         return f"api-{words[words.index('--index') + 1]}" if "--index" in words else "api"
+    if "worker.grammar_child" in words:
+        return GRAMMARS
     if "worker" not in words:
         return "supervisor"
     rank = re.fullmatch(r"replica-(\d+)\.(\d+)\n", Path(f"/proc/{pid}/comm").read_text())

@@ -18,7 +18,7 @@ import pytest
 from tests.unit.worker.letters import END, OTHER_END, VOCAB, ids, letters, text
 from worker.grammar import FILL, Compiled, Grammars, Refused
 from worker.grammar_child import Names
-from worker.grammar_trial import Trial
+from worker.grammar_trial import Trial, _send
 from worker.leader import Admission
 from worker.logit_edits import LogitEdits
 from worker.messages import Generate, SamplingParams
@@ -535,6 +535,32 @@ def test_a_trial_that_died_idle_is_no_word_on_the_grammar_that_comes_next():
             trial._process.kill()
             os.waitid(os.P_PID, trial._process.pid, os.WEXITED | os.WNOWAIT)
             assert trial.ends(AB, 20.0)
+
+
+def test_a_trial_ends_once_it_has_nothing_to_do_and_the_next_grammar_finds_another(monkeypatch):
+    trial, start = Trial(Names(VOCAB, {}, [END])), subprocess.Popen
+    soon = "from worker import grammar_child as child; child.IDLE_S = 0.2; child.main()"
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **kwargs: start([sys.executable, "-c", soon], **kwargs))
+    with contextlib.closing(trial):
+        for _ in range(2):
+            assert trial.ends(AB, 20.0)
+            assert trial._process is not None
+            assert trial._process.wait(20.0) == 0
+
+
+def test_a_trial_that_ends_just_as_a_grammar_is_sent_says_nothing_of_it(monkeypatch):
+    trial, sent = Trial(Names(VOCAB, {}, [END])), []
+
+    def too_late(process, frame):
+        if not sent:
+            process.kill()
+        sent.append(frame)
+        _send(process, frame)
+
+    with contextlib.closing(trial):
+        assert trial.ends(AB, 20.0)
+        monkeypatch.setattr("worker.grammar_trial._send", too_late)
+        assert trial.ends(COUNTS, 20.0)
 
 
 def test_a_trial_that_dies_over_a_grammar_is_no_lasting_word_on_it(monkeypatch):
