@@ -36,14 +36,19 @@ class Served:
 
 
 def served(service: LiveService) -> Served:
-    """What every replica serves now; sessions send the same prompts to both replicas."""
+    """What every replica serves now; sessions send the same prompts to both replicas.
+
+    The API hears of a commit from the store on a way of its own, and may do so a moment after the trainer.
+    """
     with service.client() as client:
-        live = client.weights().live
-        assert live is not None
         outputs = [
             client.generate(prompt_ids=PROMPTS, max_tokens=12, temperature=0.0, ignore_eos=True, session=s).outputs
             for s in ("a", "b", "c", "d")
         ]
+        until = time.monotonic() + 5
+        while (live := client.weights().live) is None or live.version != outputs[0][0].spans[-1].version:
+            assert time.monotonic() < until, f"tokens of {outputs[0][0].spans}, while {live} is said to be live"
+            time.sleep(0.01)
     checksums = httpx.post(f"{service.url}/v1/rollout/weights/verify").raise_for_status().json()["replicas"]
     assert all(output.spans[-1].version == live.version for some in outputs for output in some)
     tokens = [[output.token_ids for output in some] for some in outputs]
