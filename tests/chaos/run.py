@@ -21,7 +21,7 @@ from rollout_client.publisher import WeightPublisher
 from tests.chaos.breaking import Breaker
 from tests.chaos.clients import Clients, now_since
 from tests.chaos.plan import Fault
-from tests.chaos.service import GRAMMARS, SPARE, Hosts, by_name, of_host
+from tests.chaos.service import COME_AND_GO, GRAMMARS, SPARE, Hosts, by_name, of_host
 from tests.chaos.trainer import ADAPTERS, PUSH_S, RUN_ID, push
 from tests.integration.live import LiveService
 
@@ -266,7 +266,7 @@ class Run:
             grown = [
                 name
                 for name, was in self.before.items()
-                if not name.endswith((SPARE, GRAMMARS))
+                if not name.endswith(COME_AND_GO)
                 and (name not in after or after[name].fds > was.fds + room.get(name, _SLACK_FDS))
             ]
             if not grown:
@@ -283,7 +283,7 @@ class Run:
             for name, pids in everybody.items()
             if len(pids) > allowed.get(name, 1) and not name.endswith(SPARE)
         }
-        strange = doubled or {name for name in set(after) - set(self.before) if not name.endswith((SPARE, GRAMMARS))}
+        strange = doubled or {name for name in set(after) - set(self.before) if not name.endswith(COME_AND_GO)}
         if strange:
             self.violations.append(f"processes that were not there: {strange}")
         if len(self.hosts.shared_memory()) > len(shm):

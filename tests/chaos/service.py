@@ -16,6 +16,8 @@ from worker.service import free_ports
 SPARE = "spare"
 GRAMMARS = "grammars"
 """A process in which rank 0 of a replica tries grammars, as long as some come: two at a time at most."""
+COME_AND_GO = (SPARE, GRAMMARS)
+"""Processes whose end or beginning says nothing."""
 SUM_PARTS = 2
 """With which tp 1 and 2 have the same bits."""
 

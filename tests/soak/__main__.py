@@ -99,7 +99,7 @@ class Soak:
         held, pids = {}, {}
         for name, found in service.by_name(self._live).items():
             for pid in found:
-                if name != service.SPARE and (one := service.held_by(pid)):
+                if name not in service.COME_AND_GO and (one := service.held_by(pid)):
                     held[name], pids[name] = one, pid
         for name, process in self._trainers.items():
             if one := service.held_by(process.pid):
