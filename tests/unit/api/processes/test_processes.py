@@ -15,6 +15,12 @@ async def generate(process, **fields):
     return await process.client.post(GENERATE, json=PROMPT | fields)
 
 
+def hold(replicas):
+    """No request ends before the gates of its replica are opened."""
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+
+
 async def test_a_pause_asked_of_one_holds_requests_in_both(processes, replicas, until):
     lead, other = processes
     paused = await other.client.post("/v1/rollout/pause", json={"mode": "keep"})
@@ -108,8 +114,7 @@ async def test_a_score_is_answered_where_it_is_asked_and_aborted_from_elsewhere(
 
 async def test_an_abort_does_not_wait_for_a_process_that_is_not_there(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     task = asyncio.create_task(generate(lead, request_id="r"))
     await until(lambda: any(r.running for r in replicas))
     await other.die()
@@ -119,8 +124,7 @@ async def test_an_abort_does_not_wait_for_a_process_that_is_not_there(processes,
 
 async def test_an_abort_ends_what_it_reaches_and_names_a_process_that_does_not_answer(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     task = asyncio.create_task(generate(lead, request_id="r"))
     await until(lambda: any(r.running for r in replicas))
 
@@ -135,8 +139,7 @@ async def test_an_abort_ends_what_it_reaches_and_names_a_process_that_does_not_a
 
 async def test_a_repeated_id_joins_the_request_that_runs_elsewhere(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     first = asyncio.create_task(generate(other, request_id="same", stream=False))
     await until(lambda: any(r.running for r in replicas))
     second = asyncio.create_task(generate(lead, request_id="same"))
@@ -171,8 +174,7 @@ async def test_a_session_has_one_replica_whoever_takes_the_request(processes, re
 
 async def test_requests_go_to_the_replica_that_has_least_to_do_for_all_processes(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     tasks = [asyncio.create_task(generate(lead, n=4))]
     await until(lambda: any(r.running for r in replicas))
     await asyncio.sleep(0.02)
@@ -204,8 +206,7 @@ async def test_one_page_of_metrics_sums_over_both(processes, replicas, until):
 
 async def test_requests_of_the_other_process_are_counted(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     task = asyncio.create_task(generate(other))
     await until(lambda: any(r.running for r in replicas))
     assert "rollout_open_requests 1.0" in (await lead.client.get("/metrics")).text
@@ -223,8 +224,7 @@ async def test_requests_of_the_other_process_are_counted(processes, replicas, un
 
 async def test_the_limit_of_requests_is_of_both(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     for process in processes:
         process.service.generations._max_requests = 3
     tasks = [asyncio.create_task(generate(process)) for process in (lead, lead, other)]
@@ -260,8 +260,7 @@ async def test_a_request_waits_in_either_for_its_version(processes, replicas, st
 
 async def test_a_process_that_comes_back_ends_its_predecessors_requests_and_no_others(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     mine = asyncio.create_task(generate(lead))
     lost = asyncio.create_task(generate(other))
     await until(lambda: sum(len(r.running) for r in replicas) == 2)
@@ -280,8 +279,7 @@ async def test_a_process_that_comes_back_ends_its_predecessors_requests_and_no_o
 
 async def test_aborts_of_the_data_token_reach_the_other_too(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     task = asyncio.create_task(generate(other, request_id="mine"))
     await until(lambda: any(r.running for r in replicas))
     for process in (lead, other):
@@ -338,8 +336,7 @@ async def test_a_client_that_leaves_takes_its_forwarded_request_along(processes,
 
 async def test_the_prompts_of_a_batch_have_their_ids_in_every_process(processes, replicas, until):
     lead, other = processes
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
+    hold(replicas)
     sampling = {"max_new_tokens": 2, "temperature": 0.0}
     body = {"text": ["A", "B"], "rid": "b", "sampling_params": sampling}
     batch = asyncio.create_task(other.client.post("/generate", json=body))
