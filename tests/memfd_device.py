@@ -60,6 +60,9 @@ class MemfdDriver:
         self.opened[address] = nbytes
         return address
 
+    def room_at(self, address):
+        return self.opened[address]
+
     def close_handle(self, address):
         _LIBC.munmap(address, self.opened.pop(address))
 
@@ -86,6 +89,8 @@ class MemfdDriver:
         return os.dup(handle)
 
     def map(self, address, nbytes, handle):
+        if nbytes > os.fstat(handle).st_size:
+            raise CudaError("cuMemMap: CUDA_ERROR_INVALID_VALUE")
         _mmap(address, nbytes, handle)
 
     def unmap(self, address, nbytes, handle):

@@ -60,8 +60,11 @@ import ctypes, json, os, sys
 import numpy as np
 import torch
 from rollout_client.offers import Offers
-from rollout_client.own_memory import Run
+from rollout_client.own_memory import OwnMemory, Run
 torch.cuda.set_device(int(os.environ.get("TRAINER_GPU", "0")))
+if more := int(os.environ.get("SAYS_MORE", "0")):  # bytes of an allocation than there are
+    find = OwnMemory._find
+    OwnMemory._find = lambda self, address: (true := find(self, address))._replace(nbytes=true.nbytes + more)
 offers, held = Offers(ctypes.CDLL("libcuda.so.1")), {}
 torch.zeros(1, device="cuda")
 for line in sys.stdin:
@@ -225,6 +228,14 @@ def test_a_trainer_that_is_killed_while_a_rank_copies_costs_nothing(driver, rank
         one.kill()
         assert rank._digests.version(rank._slots.regions[rank._slots.bound].address) == Version(layout, 1).live.digest
         rank.stage(version.live, version.views)
+
+
+@pytest.mark.parametrize("how", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable segments"])
+def test_memory_of_which_there_is_less_than_its_trainer_says_is_not_read(rank, layout, trainer, how):
+    one, version = trainer(SAYS_MORE=str(64 << 20), **how), Version(layout, 2)
+    one.make(2)
+    assert one.push(version) == 0
+    rank.stage(version.live, version.views)
 
 
 def test_memory_that_a_trainer_frees_is_free_once_the_next_push_does_not_name_it(driver, rank, layout, trainer):

@@ -279,6 +279,12 @@ class Driver:
         self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, UInt(_REACH_OTHERS))
         return address.value
 
+    def room_at(self, address: int) -> int:
+        """Bytes from an address to the end of the allocation that it lies in, as the driver knows it."""
+        base, nbytes = U64(), Size()
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), U64(address))
+        return base.value + nbytes.value - address
+
     def close_handle(self, address: int) -> None:
         """Undo `open_handle`."""
         self.call("cuIpcCloseMemHandle", U64(address))

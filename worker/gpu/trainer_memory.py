@@ -139,8 +139,17 @@ class TrainerMemory:
             raise ValueError(f"segment {segment} was not shown")
         one, fd = self._shown[segment]
         if fd is None:
-            mapped = _Mapped(self._driver.open_handle(one.handle), one.nbytes, None)
-        else:
+            address = self._driver.open_handle(one.handle)
+            try:
+                # Not what the trainer says of it: a read beyond its end loses the device, and the weights that are served.
+                there = self._driver.room_at(address)
+                if there < one.nbytes:
+                    raise ValueError(f"segment {segment} has {there} bytes, and not {one.nbytes}")
+            except (CudaError, ValueError):
+                self._driver.close_handle(address)
+                raise
+            mapped = _Mapped(address, one.nbytes, None)
+        else:  # the driver maps no more than there is
             handle = self._driver.adopt(fd)
             try:
                 address = self._driver.reserve(one.nbytes)

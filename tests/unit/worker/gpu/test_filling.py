@@ -18,7 +18,7 @@ import pytest
 from rollout_client import offers
 from rollout_client.device_slots import Grant, Keep, No, Rows, Segment, Show, Take, decode_answer, encode
 from rollout_client.offers import Offers
-from rollout_client.own_memory import Run
+from rollout_client.own_memory import OwnMemory, Run
 from tests.memfd_device import HostDigests, MemfdCuda, MemfdDriver, MemfdPuller
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, rank_views, region_digests, version_digest
@@ -433,6 +433,20 @@ def test_memory_that_cannot_be_mapped_is_said_and_the_arena_taken(rank, trainer,
     assert rank.holds(rank.filling.stage(two.live, two.views), two)
 
 
+@pytest.mark.parametrize("has_handles", [True, False], ids=["handles", "descriptors"])
+def test_memory_of_which_there_is_less_than_its_trainer_says_is_not_read(
+    rank, trainer, monkeypatch, caplog, has_handles
+):
+    """Beyond its end there is nothing, or another's: on a GPU the read would lose the rank's own memory, too."""
+    find = OwnMemory._find
+    monkeypatch.setattr(OwnMemory, "_find", lambda *where: (true := find(*where))._replace(nbytes=true.nbytes + 4096))
+    two, pusher = Version(2), trainer(cuda=MemfdCuda(has_handles=has_handles))
+    assert pusher.push(two) == 0
+    assert ("bytes, and not" if has_handles else "CUDA_ERROR_INVALID_VALUE") in caplog.text
+    assert rank.driver.opened == {}, "nor is it kept"
+    assert rank.holds(rank.filling.stage(two.live, two.views), two)
+
+
 def test_memory_that_nobody_else_can_map_is_said_and_the_arena_taken(rank, trainer, caplog):
     pusher = trainer()
     pusher.cuda.cuIpcGetMemHandle = lambda *_: 801
@@ -611,6 +625,7 @@ WRONG = {
 @pytest.mark.parametrize("said", WRONG.values(), ids=WRONG.keys())
 def test_what_contradicts_itself_is_refused(rank, said, monkeypatch):
     monkeypatch.setattr(rank.driver, "open_handle", lambda handle: 1 << 40)
+    monkeypatch.setattr(rank.driver, "room_at", lambda address: 64)
     monkeypatch.setattr(rank.driver, "close_handle", lambda address: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(30)
