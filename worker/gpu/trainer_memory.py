@@ -141,7 +141,7 @@ class TrainerMemory:
         if fd is None:
             address = self._driver.open_handle(one.handle)
             try:
-                # Not what the trainer says of it: a read beyond its end loses the device, and the weights that are served.
+                # Not as the trainer says: a read beyond its end loses the device, and the weights that are served.
                 there = self._driver.room_at(address)
                 if there < one.nbytes:
                     raise ValueError(f"segment {segment} has {there} bytes, and not {one.nbytes}")

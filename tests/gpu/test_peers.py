@@ -1,0 +1,58 @@
+"""Sums by our own kernel over ranks, each a process: on GPUs of their own where there are as many, else some of them on
+the same one, whose kernels then come in turn while each waits for the others'."""
+
+import os
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu.ranks import meeting
+from worker.gpu.driver import Driver
+from worker.gpu.peers import ROOM, PeerSums
+
+pytestmark = [pytest.mark.timeout(240)]
+COUNTS = (1, 8, 255, 1024, 40_000, ROOM, 3)
+TURNS = int(os.environ.get("PEER_TURNS", "4"))
+"""Of each count, alone and in a graph."""
+
+
+def summed(rank, end, size):
+    """In a process of its own. Reports what was not the sum, by count; with the bits of every rank."""
+
+    def gather(mine):
+        end.send(mine)
+        return end.recv()
+
+    driver = Driver(rank)
+    peers, stream = PeerSums(driver, rank, size, gather), driver.stream()
+    place, wrong = driver.allocate(4 * max(COUNTS), "numbers"), []
+    for turn in range(TURNS):
+        for count in COUNTS:
+            numbers = [
+                np.random.default_rng([turn, count, other]).standard_normal(count, np.float32) for other in range(size)
+            ]
+            expected = numbers[0].copy()
+            for one in numbers[1:]:
+                expected += one
+            found = np.empty(count, np.float32)
+
+            def launch(count=count):
+                peers.sum(place, count, stream)
+
+            for graph in (None, driver.captured(stream, launch)):
+                driver.to_device(place, numbers[rank], stream)
+                driver.wait(stream)
+                if graph is None:
+                    launch()
+                else:
+                    driver.launch(graph, stream)
+                driver.to_host(found, place, stream)
+                driver.wait(stream)
+                if any(said != expected.tobytes() for said in gather(found.tobytes())):
+                    wrong.append((turn, count, graph is not None))
+    end.send({"wrong": wrong})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_have_the_sum_with_the_same_bits(driver, size):
+    assert meeting(size, summed, size) == {"wrong": []}
