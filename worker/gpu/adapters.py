@@ -56,7 +56,7 @@ SHARES = 4  # blocks that share the columns of x, at most
 _HANDED_BYTES = 8 * SKINNY_ROWS[-1] * 8 * MOST_RANKS  # 8: SHARES of kernels/adapters.cu, at most
 _FEW_ROWS = 512  # for which there is room at the most ranks and shares
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE", "converted")
-SOURCES = ("base", "one_row", "skinny", "adapters", "low_rank")
+SOURCES = ("follow", "base", "one_row", "skinny", "adapters", "low_rank")
 """Files of kernels/, in their order; instances of products follow."""
 _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
 

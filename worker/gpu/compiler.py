@@ -15,7 +15,7 @@ import xxhash
 from worker.gpu.driver import CudaError, Pointer, Size
 from worker.gpu.libraries import load
 
-_ORDER = ("base", "rows", "attention", "prefill", "one_row", "skinny", "experts", "sampling")
+_ORDER = ("follow", "base", "rows", "attention", "prefill", "one_row", "skinny", "experts", "sampling")
 _FOLDER = Path(__file__).parent / "kernels"
 
 

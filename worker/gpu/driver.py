@@ -366,7 +366,7 @@ class Module:
         """arguments: ctypes values in the kernel's order. shared: bytes beyond what the kernel declares itself.
         cluster: blocks that see each other's shared memory, as a part of the grid; of more than one block, if any.
 
-        The kernel may begin while the one before it ends: it waits itself (`follow` in kernels/base.cu).
+        The kernel may begin while the one before it ends: it waits itself (`follow` in kernels/follow.cu).
         """
         key = name, grid, threads, stream.value if stream else None, shared, cluster
         prepared = self._prepared.get(key)

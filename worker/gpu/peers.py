@@ -30,7 +30,7 @@ class PeerSums:
         self._driver, self._rank, self._size = driver, rank, size
         own, failure, stream = b"", "", driver.stream()
         try:
-            self._module = Module(driver, compiled(kernels("peers"), {"ROOM": ROOM}, driver.capability))
+            self._module = Module(driver, compiled(kernels("follow", "peers"), {"ROOM": ROOM}, driver.capability))
             self._module.load("sum_ranks")
             self._ended = driver.pinned(1, np.int32)
             self._ended[0] = 0

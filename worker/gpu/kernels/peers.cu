@@ -10,10 +10,6 @@ typedef unsigned int u32; typedef unsigned long long u64;
 #define REFRESHED 64  // cells beyond the count that get this turn's number: none keeps one until it comes again
 #define LOOK 1024     // tries between two looks at the host
 #ifndef ON_A_HOST  // where tests have words of C for these
-__device__ __forceinline__ void follow() {  // as in base.cu: what comes behind gets its place, the one before is through
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
 __device__ __forceinline__ void tell(u64 *cell, u32 turn, float v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(cell), "l"((u64)turn << 32 | __float_as_uint(v)) : "memory");
 }
