@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -116,9 +117,14 @@ def run_dir_on(node: str, name: str) -> Path:
 
 
 def sweep(shipment: Shipment) -> None:
-    """Remove what earlier nodes of this service left on this host: killed ones remove neither files nor their arena."""
-    pattern = run_dir_on("*", shipment.name)
+    """Remove what earlier nodes of this service left on this host: killed ones remove neither files nor their arena.
+
+    Not what a link leads to: anybody may write where these directories are.
+    """
+    pattern = run_dir_on("?" * 8, shipment.name)
     for run_dir in pattern.parent.glob(pattern.name):
+        if run_dir.lstat().st_uid != os.getuid() or run_dir.is_symlink():
+            continue
         if not any(_held(run_dir / lock) for lock in LOCKS):
             erase(shipment, run_dir, keep=())
 

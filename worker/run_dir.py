@@ -1,5 +1,6 @@
 """The directory of one running service: its sockets, its config, and the lock that says it runs."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -10,9 +11,13 @@ from worker.supervisor_messages import GIVEN_UP_FILE
 _LONGEST_NAME = len("/replica-999.sock")
 _SOCKET_PATH = 107
 """Longest path of a socket that Linux takes, in bytes."""
+_LOCK = "lock"
+_CONFIG = "config.json"
+_SHARED = "api"
+"""Name of the directory below it with what several API processes share."""
 _OURS = (
-    *("*.sock", "config.json", "http_url", "push_endpoint", "relay_endpoint"),
-    *("replicas.json", "apis.json", GIVEN_UP_FILE),
+    *("supervisor.sock", "store.sock", "fleet.sock", "replica-*.sock", "device-*.sock", "api-*.sock"),
+    *(_CONFIG, "http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json", GIVEN_UP_FILE),
 )
 
 
@@ -21,10 +26,6 @@ def replace(path: Path, content: bytes) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_bytes(content)
     os.replace(fresh, path)
-
-
-_SHARED = "api"
-"""Name of the directory below it with what several API processes share."""
 
 
 def _useless(path: Path, error: OSError) -> OSError:
@@ -36,7 +37,11 @@ class AlreadyRunning(RuntimeError):
 
 
 class RunDir:
-    """A claimed run directory (mode 0700). Whatever a predecessor that was killed left in it is removed."""
+    """A claimed run directory (mode 0700). Whatever a predecessor that was killed left in it is removed.
+
+    Such a one has left its lock. Without one, what bears the names that would be removed or written over is somebody
+    else's, of a checkpoint or a source tree for instance, and the directory is refused.
+    """
 
     def __init__(self, path: Path) -> None:
         """Claim `path`, making it when needed. Raises AlreadyRunning, or OSError when it cannot be used."""
@@ -45,17 +50,10 @@ class RunDir:
             raise OSError(f"{path} is too long for the sockets in it: choose a run directory of at most {most} bytes")
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owner = path.stat().st_uid
-        except OSError as error:
-            raise _useless(path, error) from None
-        if owner != os.getuid():
-            raise PermissionError(f"{path} belongs to another user; choose another run directory")
-        try:
-            self._fd = self._lock()
+            self._fd = self._claim()
             self._clean()
         except OSError as error:
-            raise _useless(path, error) from None
+            raise _useless(path, error) if error.errno else error from None
 
     @property
     def crashes(self) -> Path:
@@ -65,28 +63,54 @@ class RunDir:
     def close(self) -> None:
         """Remove what was ours, and the directory too when nothing is left (crash reports, the store's history)."""
         self._clean()
-        (self.path / "lock").unlink(missing_ok=True)
+        (self.path / _LOCK).unlink(missing_ok=True)
         os.close(self._fd)
-        if self.path.exists() and not any(self.path.iterdir()):  # somebody may have removed it under us
-            shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # something is left, or is another's by now, or it was removed under us
+            self.path.rmdir()
 
-    def _lock(self) -> int:
-        lock = self.path / "lock"
+    def _claim(self) -> int:
+        """The descriptor of the lock, held."""
         while True:
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
-                os.close(fd)
-                raise AlreadyRunning(
-                    f"a service already runs in {self.path} (pid {holder}); stop it, or choose another --name"
-                ) from None
-            if lock.exists() and os.fstat(fd).st_ino == lock.stat().st_ino:
+                self._check()
+                fd = self._lock()
+            except FileNotFoundError:  # its last holder has just removed the directory
+                continue
+            if fd is not None:
+                return fd
+
+    def _check(self) -> None:
+        """Raises PermissionError for what is not ours to write in."""
+        if {self.path.stat().st_uid, self.path.lstat().st_uid} != {os.getuid()}:  # a link to ours may be another's, too
+            raise PermissionError(f"{self.path} belongs to another user; choose another run directory")
+        found = [name for name in (_CONFIG, _SHARED) if (self.path / name).exists()]
+        if found and not (self.path / _LOCK).exists():
+            raise PermissionError(
+                f"{self.path} has a {' and a '.join(found)} that is no service's, and would be removed: choose a run "
+                "directory that holds nothing else (--run-dir)"
+            )
+
+    def _lock(self) -> int | None:
+        """None: its holder removed the lock between our open and our flock."""
+        lock = self.path / _LOCK
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == lock.stat().st_ino:
                 os.ftruncate(fd, 0)
                 os.write(fd, str(os.getpid()).encode())
                 return fd
-            os.close(fd)  # its holder removed it between our open and our lock
+        except BlockingIOError:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise AlreadyRunning(
+                f"a service already runs in {self.path} (pid {holder}); stop it, or choose another --name"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+        return None
 
     def _clean(self) -> None:
         for pattern in _OURS:

@@ -68,6 +68,20 @@ def test_what_a_killed_node_left_is_swept_and_what_lives_is_not(packed, tmp_path
         lock.close()
 
 
+def test_a_sweep_leaves_services_of_longer_names_and_what_links_lead_to(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    packed.store["arena_dir"] = str(tmp_path)
+    other = run_dir_on("dead0000", "svc-b")
+    home = tmp_path / "home"
+    for directory in (other, home):
+        directory.mkdir()
+        (directory / "config.json").touch()
+    run_dir_on("1234abcd", "svc").symlink_to(home)
+    sweep(packed)
+    assert (other / "config.json").exists()
+    assert (home / "config.json").exists()
+
+
 def test_crash_reports_stay(packed, tmp_path):
     packed.store["arena_dir"] = str(tmp_path)
     tmp_path = tmp_path / "node"

@@ -1,4 +1,6 @@
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,9 +48,71 @@ def test_what_a_killed_service_said_of_others_is_not_believed(tmp_path):
     """Nor does it keep the directory: who reads it would ask hosts that are gone."""
     said = ("http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json")
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("4711")
     for name in said:
         (tmp_path / "run" / name).write_text("of another life")
     run_dir = RunDir(tmp_path / "run")
     assert [path.name for path in run_dir.path.iterdir()] == ["lock"]
     run_dir.close()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "api/app.py"])
+def test_a_directory_of_something_else_is_refused_and_keeps_what_it_has(tmp_path, name):
+    """As `--run-dir .` in a source tree, or the directory of a checkpoint, which has a config.json of its own."""
+    theirs = tmp_path / "run" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("{}")
+    what = name.partition("/")[0]
+    with pytest.raises(PermissionError, match=rf"has a {what} that is no service's, and would be removed: choose"):
+        RunDir(tmp_path / "run")
+    assert theirs.read_text() == "{}"
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_sockets_of_others_in_the_directory_stay(tmp_path):
+    theirs = tmp_path / "run" / "database.sock"
+    theirs.parent.mkdir()
+    theirs.touch()
+    RunDir(tmp_path / "run").close()
+    assert theirs.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file to another user")
+def test_a_link_of_another_user_is_not_followed(tmp_path):
+    """Who may write where run directories are could point one at a directory of ours, to have it emptied."""
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (tmp_path / "run").symlink_to(ours)
+    RunDir(tmp_path / "run").close()
+    ours.mkdir(exist_ok=True)
+    os.lchown(tmp_path / "run", 12345, 12345)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        RunDir(tmp_path / "run")
+
+
+def test_a_directory_that_one_leaves_while_another_comes_has_one_holder_or_none(tmp_path):
+    held, wrong = threading.Lock(), []
+
+    def come_and_go():
+        for _ in range(400):
+            try:
+                run_dir = RunDir(tmp_path / "run")
+            except AlreadyRunning:
+                continue
+            except OSError as error:
+                wrong.append(error)
+                return
+            if not held.acquire(blocking=False):
+                wrong.append("two hold it")
+                return
+            os.sched_yield()
+            held.release()
+            run_dir.close()
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

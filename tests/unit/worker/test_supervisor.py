@@ -434,6 +434,7 @@ def test_a_second_service_of_the_same_name_is_told_so(run_dir):
 def test_a_run_directory_is_cleaned_when_claimed_and_when_left(tmp_path):
     path = tmp_path / "run"
     path.mkdir()
+    (path / "lock").touch()
     (path / "replica-3.sock").touch()
     claimed = RunDir(path)
     assert not (path / "replica-3.sock").exists()
