@@ -69,6 +69,7 @@ def create_app(service: Service) -> FastAPI:
         version="1",
         lifespan=lifespan,
         redirect_slashes=False,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
     )

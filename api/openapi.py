@@ -7,14 +7,16 @@ is described by `itemSchema`, as OpenAPI 3.2 has it and FastAPI writes it for st
 """
 
 import ast
+import asyncio
 import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.openapi.constants import REF_TEMPLATE
+from starlette.responses import JSONResponse
 
 from api.schemas.base import ERROR, Body, ErrorBody
 
@@ -63,8 +65,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 def install(app: FastAPI) -> None:
-    """Complete the document that the application gives at /openapi.json."""
-    plain = app.openapi
+    """Have the application give its document, completed, at /openapi.json."""
+    plain, one_at_a_time = app.openapi, asyncio.Lock()
 
     def complete() -> dict[str, Any]:
         if app.openapi_schema is not None:
@@ -81,7 +83,15 @@ def install(app: FastAPI) -> None:
                     _describe(operation["responses"]["200"]["content"], always=mark == ALWAYS[_MARK])
         return document
 
+    async def give(request: Request) -> JSONResponse:
+        """On a thread: the first time it is a second or two of computing, and streams go on meanwhile."""
+        async with one_at_a_time:
+            document = await asyncio.to_thread(app.openapi)
+        root = str(request.scope.get("root_path", "")).rstrip("/")
+        return JSONResponse(document | {"servers": [{"url": root}]} if root else document)
+
     app.openapi = complete  # type: ignore[method-assign]
+    app.add_route("/openapi.json", give, include_in_schema=False)
 
 
 def _explain(schemas: dict[str, Any]) -> None:

@@ -54,11 +54,15 @@ def panels() -> list[dict[str, Any]]:
     return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
 
 
+def alerts() -> list[str]:
+    """Of every rule."""
+    return [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
 def queries() -> list[str]:
     """Of every rule, panel, annotation and variable."""
     document = json.loads(DASHBOARD.read_text())
-    found = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    found += [target["expr"] for panel in panels() for target in panel["targets"]]
+    found = alerts() + [target["expr"] for panel in panels() for target in panel["targets"]]
     found += [annotation["expr"] for annotation in document["annotations"]["list"]]
     variables = document["templating"]["list"]
     return found + [one["query"]["query"] for one in variables if one["type"] == "query"]
@@ -91,6 +95,12 @@ def test_what_the_service_must_say_is_there(samples: dict[str, set[str]]) -> Non
         cache_config_info rl_weight_update_operation_duration_seconds_bucket"""
     assert {f"vllm:{name}" for name in aliases.split()} - samples.keys() == set()
     assert {"num_gpu_blocks", "block_size"} <= samples["vllm:cache_config_info"]
+
+
+def test_what_an_alert_looks_at_has_a_panel_too() -> None:
+    """Whoever is woken up sees when it began, and what else happened then."""
+    shown = {name for panel in panels() for target in panel["targets"] for name in NAME.findall(target["expr"])}
+    assert {name for query in alerts() for name in NAME.findall(query)} - shown == set()
 
 
 def test_panels_do_not_overlap_and_say_what_they_show() -> None:

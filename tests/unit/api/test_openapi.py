@@ -1,7 +1,13 @@
 """The page at /docs: every route is on it, with schemas for what goes in and what comes out."""
 
+import asyncio
 import json
 import re
+import threading
+
+import httpx
+
+from api.app import create_app
 
 LORA_OF_VLLM = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Answered with a line of text, as vLLM's clients expect it."""
@@ -35,6 +41,29 @@ async def test_fields_of_bodies_say_what_they_mean(client):
     schemas = document["components"]["schemas"]
     assert "More than fits is cut to it" in schemas["GenerateRequest"]["properties"]["max_tokens"]["description"]
     assert "More than fits is a 400" in schemas["ChatRequest"]["properties"]["max_tokens"]["description"]
+
+
+async def test_others_are_answered_while_the_document_is_made(service, monkeypatch, until):
+    """It takes a second or two of computing, in which every stream of the process would stand still."""
+    app = create_app(service)
+    making, go_on, made = threading.Event(), threading.Event(), []
+    whole = app.openapi
+
+    def slow():
+        making.set()
+        assert go_on.wait(10), "nobody was answered meanwhile"
+        made.append(whole())
+        return made[-1]
+
+    monkeypatch.setattr(app, "openapi", slow)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=30) as client:
+        asked = [asyncio.create_task(client.get("/openapi.json")) for _ in range(3)]
+        await until(making.is_set)
+        assert (await client.get("/live")).status_code == 200
+        go_on.set()
+        documents = [(await one).json() for one in asked]
+    assert all(document == json.loads(json.dumps(made[0])) for document in documents)
 
 
 async def test_streams_are_described_event_by_event(client):
