@@ -153,7 +153,7 @@ class Connection:
 
 class Offers:
     """Of one process and one of its GPUs, to ranks. For one push at a time: `begin`, `take` and `taken` as often as
-    needed, `end`. A rank that fails is left out until the next push, and told of.
+    needed, `end`. A rank that fails is left out until the next push, and told of, once as long as it fails alike.
     """
 
     def __init__(self, cuda: Any) -> None:
@@ -165,6 +165,7 @@ class Offers:
         self._key = 0, 0
         self._tables = 0
         self._used: set[int] = set()
+        self._said: dict[str, str] = {}  # why a rank does not copy, and why none can, "": as it was told of last
 
     def begin(self, paths: Sequence[str], slot: int, write_epoch: int) -> None:
         """Arguments as `Placement` has them: sockets of ranks, the slot and its write epoch."""
@@ -203,9 +204,11 @@ class Offers:
         try:
             rows, named = self._memory.rows(runs)
         except CudaCallFailed as error:
-            log.warning("no copies from GPU to GPU: no other process can map this trainer's memory: %s", error)
+            if self._says("", error):
+                log.warning("no copies from GPU to GPU: no other process can map this trainer's memory: %s", error)
             self._paths, self._good = (), []
             return
+        self._said.pop("", None)
         self._used.update(one.id for one in named)
 
         def ask(rank: Connection) -> None:
@@ -217,6 +220,8 @@ class Offers:
     def taken(self) -> int:
         """Wait until all have, if they have not by now. Returns how many ranks have got everything so far."""
         self._each(Connection.taken)
+        for rank in self._good:
+            self._said.pop(rank.path, None)
         return len(self._good)
 
     @property
@@ -246,4 +251,10 @@ class Offers:
                 self._without(rank.path, error)
 
     def _without(self, path: str, why: object) -> None:
-        log.warning("%s does not copy from here, but the arena's slot: %s", path, why)
+        if self._says(path, why):
+            log.warning("%s does not copy from here, but the arena's slot: %s", path, why)
+
+    def _says(self, what: str, why: object) -> bool:
+        """Whether this is not what was said of it last: it may be the same at every push."""
+        before, self._said[what] = self._said.get(what), str(why)
+        return before != str(why)

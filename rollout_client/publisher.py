@@ -636,8 +636,8 @@ class WeightPublisher:
                 held = fewer
 
     def _foresee(self, begin: Begin, held: Sequence[Source], plan: _Plan | None) -> None:
-        """While the store looks for a place: where the tensors of a push lie that are copied from there, and their
-        digests where ranks' GPUs copy them first. plan: theirs, as the store is told.
+        """While the store looks for a place: where the tensors of a push lie that are copied from there, and digests of
+        those that lie on a GPU where they lay. plan: theirs, as the store is told.
 
         What is raised here is raised again when they are copied, and the session undone that is opened meanwhile.
         """
@@ -646,8 +646,8 @@ class WeightPublisher:
                 for source in held:
                     if source.on_gpu is None:
                         source.address()
-            if begin.devices and begin.durability == "device" and plan is not None and self._shm is not None:
-                self._shm.foresee(plan.copies, held)
+                if plan is not None and self._shm is not None:
+                    self._shm.foresee(plan.copies, held)
 
     def _planned(
         self, reply: Placement | Committed, whose: str, plan: _Plan | None, parts: list[Part]

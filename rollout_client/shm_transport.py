@@ -29,7 +29,8 @@ from rollout_client import slot_lock
 from rollout_client.aligned_map import protect
 from rollout_client.arena_file import ArenaFile
 from rollout_client.copying import Alike, Array, move_all, slot_view, source_view
-from rollout_client.cuda_copy import CudaCopier, can_copy, turn
+from rollout_client.cuda_copy import CudaCopier
+from rollout_client.cuda_pieces import can_copy, in_order
 from rollout_client.digest import PIECE, joined
 from rollout_client.errors import ArenaError, SessionLost
 from rollout_client.protocol import Copy, Placement
@@ -255,10 +256,12 @@ class ShmTransport(Transport):
         reporter.flush()
 
     def foresee(self, copies: list[Copy], sources: Sequence[Source]) -> None:
-        """What can be done of a push that is to go live from ranks' GPUs while the store looks for its place. copies:
-        of its plan. Raises RuntimeError from CUDA.
+        """What can be done of a push from a GPU while the store looks for its place. copies: of its plan. Raises
+        RuntimeError from CUDA.
         """
-        if self._cuda is not None and self._turns is not None and self._turns[0] is copies:
+        if self._cuda is None or self._turns is None or self._turns[0] is not copies:
+            return
+        if all(source.on_gpu is not None for source in sources):
             self._cuda.foresee([(sources[part], numbered) for part, numbered, _ in self._turns[1]])
 
     def unshare(self) -> None:
@@ -283,6 +286,8 @@ class ShmTransport(Transport):
         if self._alike is None:
             return False
         self.filled = 0
+        if self._cuda is not None:
+            self._cuda.keep_only()
         with self._arena.staging(number) as slot:
             for first, digests, nbytes in self._alike.move(sources, slot):
                 reporter.run_written(first, digests, nbytes)
@@ -316,7 +321,7 @@ class ShmTransport(Transport):
         this is found out once.
         """
         if self._turns is None or self._turns[0] is not copies:
-            ordered = sorted(by_part(copies), key=lambda job: turn(job[1]))
+            ordered = in_order(list(by_part(copies)))
             self._turns = copies, [(part, numbered, can_copy(numbered)) for part, numbered in ordered]
         return self._turns[1]
 

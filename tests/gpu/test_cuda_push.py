@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_client import shm_transport
-from rollout_client.cuda_copy import CudaCopier
+from rollout_client.cuda_slots import PinnedSlots
 from rollout_client.errors import ChecksumMismatch
 from rollout_client.publisher import WeightPublisher
 from tests.faults import small_model
@@ -87,7 +87,7 @@ def test_without_the_probe_stale_memory_is_refused_and_nothing_changes(
     publisher.push(tensors, 2)
     before = served()
     (arena,) = store.arena_dir.glob("*.arena")
-    monkeypatch.setattr(CudaCopier, "_arrives", lambda *_: True)
+    monkeypatch.setattr(PinnedSlots, "_arrives", lambda *_: True)
     with arena.open("r+b") as file:
         size, first = publisher._shm._arena.slot_bytes, publisher._shm._arena.slot_offset(1 - store.status().live.slot)
         assert ctypes.CDLL(None).fallocate(file.fileno(), 3, ctypes.c_int64(first), ctypes.c_int64(size)) == 0
@@ -135,5 +135,5 @@ def test_closing_unpins_so_that_the_memory_can_be_pinned_again(store: Store, dev
     for version in 1, 2, 3:
         with WeightPublisher(store.endpoint, run_id="again", transport="shm") as publisher:
             publisher.push(on(device, version), version)
-            assert publisher._shm._cuda._pinned
+            assert publisher._shm._cuda._slots._pinned
         assert publisher._shm is None

@@ -6,8 +6,9 @@ import contextlib
 import numpy as np
 import pytest
 
-from rollout_client import cuda_copy
+from rollout_client import cuda_batch, cuda_copy, cuda_pieces
 from rollout_client.cuda_copy import CudaCopier
+from rollout_client.cuda_slots import Place
 from rollout_client.protocol import Copy
 
 PART = 1024
@@ -149,6 +150,21 @@ class Store:
         assert (self._slot[start : start + nbytes] == TENSORS[start : start + nbytes]).all(), "is not there"
 
 
+def copier_of(streams, digester, dma):
+    """Of a device whose slots are registered. dma: in the place of cuMemcpyDtoHAsync."""
+    copier = CudaCopier.__new__(CudaCopier)
+    copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
+    copier._offers, copier._before, copier._foreseen = {}, None, None
+    copier._driver = type("Driver", (), {"cuMemcpyDtoHAsync_v2": staticmethod(dma)})()
+
+    @contextlib.contextmanager
+    def place(slot, memory, writable, device, stream, first):
+        yield Place(memory, copier._driver, stream)
+
+    copier._slots = type("Slots", (), {"place": staticmethod(place)})()
+    return copier
+
+
 TENSORS = np.random.default_rng(0).integers(1, 256, 64 * PART, np.uint8)
 PLACES = {}
 """Of each tensor, on the device and in the slot."""
@@ -157,8 +173,11 @@ PLACES = {}
 @pytest.fixture
 def pushed(monkeypatch):
     """Push tensors of these places and sizes; what the store heard, the copies in their order, the hash launches."""
-    for name, value in (("PART_BYTES", PART), ("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("AHEAD", 2)):
-        monkeypatch.setattr(cuda_copy, name, value)
+    for name, value in (("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("TAIL_BYTES", 0)):
+        monkeypatch.setattr(cuda_pieces, name, value)
+    for module in cuda_pieces, cuda_batch:
+        monkeypatch.setattr(module, "PART_BYTES", PART)
+    monkeypatch.setattr(cuda_copy, "AHEAD", 2)
 
     def push(spans, together=1 << 30, most=None, *, swift=False, ranks=None, ahead=False):
         """most: of copies that may be on their way, whose tensors are all cast; None = none is. swift: a copy is over
@@ -166,38 +185,38 @@ def pushed(monkeypatch):
         """
         if most is not None:
             monkeypatch.setattr(cuda_copy, "MADE_BYTES", most * PART)
-            monkeypatch.setattr(cuda_copy, "_dense", lambda torch, whole, copy: (whole, True))
-        monkeypatch.setattr(cuda_copy, "TOGETHER_BYTES", together)
+            for module in cuda_pieces, cuda_batch, cuda_copy:
+                monkeypatch.setattr(module, "in_place", lambda torch, whole, copy: None)
+            for module in cuda_batch, cuda_copy:
+                monkeypatch.setattr(module, "made", lambda torch, whole, copy: whole)
+        for module in cuda_pieces, cuda_copy:
+            monkeypatch.setattr(module, "TOGETHER_BYTES", together)
         slot = bytearray(TENSORS.nbytes)
         streams = Stream(np.frombuffer(slot, np.uint8)), Stream(), Stream()
         digester = Digester()
         push.queued = lambda: len(streams[0].queued)
         store = push.store = Store(streams[0], digester)
-        copier = CudaCopier.__new__(CudaCopier)
         base = streams[0].memory.ctypes.data
-        copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
-        copier._as_before = copier._foreseen = None
-        calls = {"cuMemcpyDtoHAsync_v2": lambda self, to, *rest: dma(to - base, *rest)}
-        copier._driver = type("Driver", (), calls)()
 
         def dma(to, source, nbytes, queue):
-            streams[0].queued.append((to, source, nbytes))
+            streams[0].queued.append((to - base, source, nbytes))
             while swift and streams[0].done < len(streams[0].queued) - 1:
                 streams[0].run()
             return 0
 
+        copier = copier_of(streams, digester, dma)
+        monkeypatch.setattr(cuda_copy, "Offers", lambda driver: ranks)
+        if ranks is not None:
+            ranks.queued = push.queued
         PLACES.clear()
         jobs = []
         for number, (start, size) in enumerate(spans):
             PLACES[number] = start
             copies = [(number, Copy(number, (size // 2,), 0, (1,), start // 2, (1,), "bfloat16"))]
             jobs.append((Source(Tensor(start, size)), copies))
-        jobs.sort(key=lambda job: cuda_copy.turn(job[1]))
-        known = None
-        if ranks is not None:
-            known = copier._offer(0, jobs, store, ranks, ahead=ahead)
-            assert streams[0].queued == [], "what is copied to the host keeps nobody waiting"
-        copier._stage(memoryview(slot), 0, jobs, store, known)
+        jobs = [jobs[part] for part, _ in cuda_pieces.in_order([(n, copies) for n, (_, copies) in enumerate(jobs)])]
+        shown = ([], 0) if ranks is None else (["socket"], 7)
+        copier.stage(0, memoryview(slot), contextlib.nullcontext, jobs, store, shown, ahead=ahead)
         assert sum(kind == "whole" for kind, *_ in store.heard) == len(spans)
         assert most is None or max(store.on_their_way) <= most + 1
         push.launches = store.launches
@@ -213,11 +232,10 @@ def test_parts_of_a_large_tensor_are_told_of_before_it_is_whole(pushed):
     assert heard[4:] == [("whole", 0, 3 * PART + 100), ("whole", 1, 600)]
 
 
-def test_what_has_arrived_is_told_of_before_anything_else_is_started(pushed):
+def test_what_has_arrived_is_told_of_before_the_next_batch_is_started(pushed):
     """A rank that copies it goes on as long as the push: it begins as soon as it can."""
     heard, _, _ = pushed([(0, 4 * PART), (4 * PART, 600)], swift=True)
     assert heard[:3] == [("part", 0, n * PART, PART) for n in range(3)]
-    assert pushed.launches[:3] == [0, 0, 0]
 
 
 def test_tensors_go_as_they_lie_in_the_slot_but_for_large_ones_which_go_first(pushed):
@@ -227,18 +245,33 @@ def test_tensors_go_as_they_lie_in_the_slot_but_for_large_ones_which_go_first(pu
     assert [to for to, *_ in copies] == [source for _, source, _ in copies]
 
 
-@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 2), (12 * PART, 4), (1, 30)])
+@pytest.mark.parametrize(("together", "launches"), [(1 << 30, 1), (12 * PART, 3), (1, 30)])
 def test_many_batches_are_hashed_in_one_launch(pushed, together, launches):
-    """Each launch takes a turn on the GPU from a rank that computes there. The first batches' is not put off."""
+    """Each launch takes a turn on the GPU from a rank that computes there."""
     spans = [(n * PART, PART) for n in range(30)]
     _, _, hashed = pushed(spans, together)
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in spans]
     assert len(hashed) == launches
-    assert len(hashed[0]) == min(2, together)
 
 
-def test_a_launch_does_not_wait_until_all_that_it_hashes_is_on_its_way(pushed, monkeypatch):
+def test_the_first_copies_are_on_their_way_before_anything_is_hashed_and_all_is_hashed_then(pushed, monkeypatch):
     """Where a rank computes, digests take longer than the copies; they were asked for once the last copy was."""
+    on_their_way, start = [], Digester.start_at
+
+    def noted(self, spans, stream):
+        on_their_way.append(pushed.queued())
+        return start(self, spans, stream)
+
+    monkeypatch.setattr(Digester, "start_at", noted)
+    pushed(SPANS)
+    assert on_their_way == [1]
+    on_their_way.clear()
+    pushed(SPANS, 12 * PART)
+    assert on_their_way == [1, 1, 1]
+
+
+def test_what_has_to_be_made_is_hashed_before_all_of_it_is_on_its_way(pushed, monkeypatch):
+    """The store begins to check when it has the first digests."""
     on_their_way, start = [], Digester.start
 
     def noted(self, tensors, stream):
@@ -246,11 +279,8 @@ def test_a_launch_does_not_wait_until_all_that_it_hashes_is_on_its_way(pushed, m
         return start(self, tensors, stream)
 
     monkeypatch.setattr(Digester, "start", noted)
-    pushed(SPANS)
-    assert on_their_way == [2, 2]
-    on_their_way.clear()
-    pushed(SPANS, 12 * PART)
-    assert on_their_way == [2, 2, 14, 26]
+    pushed(SPANS, most=60)
+    assert on_their_way == [2, 30]
 
 
 def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
@@ -265,9 +295,15 @@ class Ranks:
     def __init__(self, takes):
         self.takes, self.parts = takes, []
         self.waits = 0  # parts that were waited for
+        self.begun = []  # copies to the host that were on their way when they were asked
+
+    def begin(self, paths, slot, write_epoch): ...
+    def end(self): ...
+    def close(self): ...
 
     def take(self, runs, *, last, through):
         self.through = through
+        self.begun.append(self.queued())
         assert self.waits == len(self.parts), "what was made for the part before is there until it is copied"
         self.parts.append((runs, last))
 
@@ -288,7 +324,8 @@ def test_ranks_copy_while_the_host_s_copies_are_under_way(pushed):
     ranks = Ranks(2)
     _, copies, hashed = pushed(SPANS, ranks=ranks)
     assert ranks.parts == [(RUNS, True)]
-    assert (ranks.waits, ranks.through) == (0, False)
+    assert ranks.begun == [1], "the first copies to the host do not wait for ranks to be told"
+    assert (ranks.waits, ranks.through) == (1, False)
     assert len(copies) == 30
     assert sorted(start for launch in hashed for start in launch) == [start for start, _ in SPANS]
 
@@ -303,44 +340,64 @@ def test_what_has_to_be_made_for_a_push_is_made_in_parts_that_ranks_copy_one_by_
     assert len(copies) == 30
 
 
-@pytest.fixture
-def offers(monkeypatch):
-    """Offer tensors of these places, one push after the other; what was looked up anew, and the hash launches."""
-    streams, digester, looked = (Stream(), Stream(), Stream()), Digester(), []
-    monkeypatch.setattr(cuda_copy, "_dense", lambda torch, whole, copy: (looked.append(whole), (whole, False))[1])
-    copier = CudaCopier.__new__(CudaCopier)
-    copier._torch, copier._streams, copier._digesters = Torch, {0: streams}, {0: digester}
-    copier._as_before = copier._foreseen = None
+class Told(dict):
+    """A store that keeps the digest of each copy, and hears whether the version may go live from ranks' memory."""
+
+    def go_ahead(self, digests):
+        self.ahead = dict(digests)
+
+    def pause_for_live(self, seconds): ...
+    def moved(self, nbytes): ...
+    def flush(self): ...
+    def turn(self): ...
+
+    def written(self, copy, digest, nbytes, *, sums):
+        self[copy] = digest
+
+
+@pytest.fixture(params=["device", "cuda_ipc", "shm"])
+def again(request, monkeypatch):
+    """Push tensors of these places, one push after the other; what was looked up anew, and the hash launches."""
+    digester, looked, look = Digester(), [], cuda_pieces.in_place
+    monkeypatch.setattr(cuda_pieces, "in_place", lambda *args: (looked.append(args), look(*args))[1])
+    streams = Stream(np.zeros(16 * PART, np.uint8)), Stream(), Stream()
+    copier = copier_of(streams, digester, lambda *_: 0)
     copies = [[(n, Copy(n, (PART // 2,), 0, (1,), n * PART // 2, (1,), "bfloat16"))] for n in range(8)]
 
-    def offer(places, *, foresees=False, of_another=False):
-        ranks = Ranks(2)
+    def push(places, *, foresees=False, of_another=False):
+        ranks, told = Ranks(2), Told()
+        ranks.queued = int
+        monkeypatch.setattr(copier, "_offers", {0: ranks})
         jobs = [(Source(Tensor(place, PART)), mine) for place, mine in zip(places, copies, strict=True)]
         if foresees:
             copier.foresee(jobs)
         if of_another:
             jobs[0][0].part = object()
-        known = copier._offer(0, jobs, Store(Stream(np.zeros(1, np.uint8)), digester), ranks, ahead=True)
-        assert ranks.parts == [([(n * PART, place, PART) for n, place in enumerate(places)], True)]
-        assert known == dict(enumerate(places)), "of where they lie now"
+        shown = ([], 0) if request.param == "shm" else (["socket"], 1)
+        memory = memoryview(bytearray(16 * PART))
+        copier.stage(0, memory, contextlib.nullcontext, jobs, told, shown, ahead=request.param == "device")
+        runs = [([(n * PART, place, PART) for n, place in enumerate(places)], True)]
+        assert ranks.parts == ([] if request.param == "shm" else runs)
+        assert told == dict(enumerate(places)), "digests of where they lie now"
+        assert request.param != "device" or told.ahead == told
         return len(looked), len(digester.launches)
 
-    return offer
+    return push
 
 
-def test_what_lies_where_it_lay_is_not_looked_up_again(offers):
+def test_what_lies_where_it_lay_is_not_looked_up_again(again):
     places = [n * PART for n in range(8)]
-    assert offers(places) == (8, 1)
-    assert offers(places) == (8, 2)
-    assert offers([*places[:-1], 9 * PART]) == (16, 3)
+    assert again(places) == (8, 1)
+    assert again(places) == (8, 2)
+    assert again([*places[:-1], 9 * PART]) == (16, 3)
 
 
-def test_what_lies_where_it_lay_is_hashed_while_the_store_looks_for_a_place(offers):
+def test_what_lies_where_it_lay_is_hashed_while_the_store_looks_for_a_place(again):
     places = [n * PART for n in range(8)]
-    assert offers(places, foresees=True) == (8, 1), "nothing is known of it yet"
-    assert offers(places, foresees=True) == (8, 2)
-    assert offers(places, foresees=True, of_another=True) == (8, 4), "digests of another push are not this one's"
-    assert offers([*places[:-1], 9 * PART], foresees=True) == (16, 5)
+    assert again(places, foresees=True) == (8, 1), "nothing is known of it yet"
+    assert again(places, foresees=True) == (8, 2)
+    assert again(places, foresees=True, of_another=True) == (8, 4), "digests of another push are not this one's"
+    assert again([*places[:-1], 9 * PART], foresees=True) == (16, 5)
 
 
 @pytest.mark.parametrize("takes", [2, 1], ids=["all ranks take it", "one does not"])
@@ -359,7 +416,7 @@ def test_ranks_copy_first_where_a_version_may_go_live_from_them(pushed, takes, m
 def test_batches_become_small_towards_the_end(pushed):
     """What is left to be checked, and copied by ranks, once all has arrived is the last one."""
     jobs = [(Source(Tensor(64 * n, 64)), []) for n in range(256)]
-    batches = list(cuda_copy._batches(jobs))
+    batches = list(cuda_pieces.batches(jobs))
     sizes = [64 * len(batch) for batch in batches]
     assert [job for batch in batches for job in batch] == jobs
     assert sizes[:10] == [PART] * 10
@@ -384,10 +441,9 @@ class Shown:
 @pytest.mark.parametrize("of", [(1,), (0, 1), ()], ids=["another GPU", "several", "none"])
 def test_what_ranks_have_mapped_of_a_gpu_is_let_go_once_a_push_comes_from_elsewhere(monkeypatch, of):
     """The weights have been moved: what they lay in is free on the first GPU only when no rank has it mapped."""
-    copier, first, second = CudaCopier.__new__(CudaCopier), Shown(), Shown()
-    copier._torch, copier._offers, copier._driver = Torch, {0: first, 1: second}, None
-    monkeypatch.setattr(CudaCopier, "_offer", lambda *_, **__: None)
-    monkeypatch.setattr(CudaCopier, "_stage_from", lambda *_: None)
+    copier, first, second = copier_of(None, None, None), Shown(), Shown()
+    copier._offers = {0: first, 1: second}
+    monkeypatch.setattr(CudaCopier, "_stage_from", lambda *_, **__: 0)
 
     def push(devices):
         jobs = [(Source(Tensor(0, PART)), []) for _ in devices]
@@ -401,3 +457,18 @@ def test_what_ranks_have_mapped_of_a_gpu_is_let_go_once_a_push_comes_from_elsewh
     push(of)
     assert first.closed == 1
     assert second.closed == (of != (1,))
+
+
+@pytest.mark.parametrize("sizes", [[8, 3, 3, 8, 3, 3, 8], [8, 8, 8]], ids=["some small ones", "none"])
+def test_some_small_tensors_are_last_and_all_others_lie_in_one_piece(monkeypatch, sizes):
+    """A thread hashes one for eight times as long as it takes to arrive: what is checked last is small."""
+    monkeypatch.setattr(cuda_pieces, "TAIL_BYTES", 9 * PART)
+    monkeypatch.setattr(cuda_pieces, "TAIL_SIZES", (2 * PART, 4 * PART))
+    starts = [sum(sizes[:n]) * PART for n in range(len(sizes))]
+    parts = [
+        (n, [(n, Copy(n, (size * PART // 2,), 0, (1,), start // 2, (1,), "bfloat16"))])
+        for n, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    found = [sizes[part] for part, _ in cuda_pieces.in_order(parts)]
+    assert found == ([8, 3, 8, 8, 3, 3, 3] if 3 in sizes else sizes)
+    assert [part for part, _ in cuda_pieces.in_order(parts)][-3:] == ([2, 4, 5] if 3 in sizes else [0, 1, 2])

@@ -450,8 +450,9 @@ def test_memory_of_which_there_is_less_than_its_trainer_says_is_not_read(
 def test_memory_that_nobody_else_can_map_is_said_and_the_arena_taken(rank, trainer, caplog):
     pusher = trainer()
     pusher.cuda.cuIpcGetMemHandle = lambda *_: 801
-    assert pusher.push(Version(2)) == 0
-    assert "no other process can map this trainer's memory" in caplog.text
+    for number in 2, 3:
+        assert pusher.push(Version(number)) == 0
+    assert caplog.text.count("no other process can map this trainer's memory") == 1
 
 
 def test_a_copy_that_does_not_end_is_not_waited_for_and_its_slot_not_used(rank, trainer, monkeypatch, caplog):
@@ -594,6 +595,22 @@ def test_ranks_that_cannot_copy_are_left_out_and_told_of(rank, tmp_path, caplog)
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "gone.sock does not copy from here" in record.getMessage()
     assert rank.holds(rank.filling.stage(two.live, two.views), two)
+    pusher.offers.close()
+
+
+def test_a_rank_that_cannot_copy_is_told_of_once_and_again_when_it_could_meanwhile(rank, tmp_path, caplog):
+    pusher = Trainer(tmp_path / "gone.sock", rank.path)
+    for number in 2, 3:
+        assert pusher.push(Version(number)) == 1
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+    pusher.paths = [str(rank.path), str(rank.path.with_name("late.sock"))]
+    rank.path.with_name("late.sock").symlink_to(rank.path)
+    assert pusher.push(Version(4)) == 2
+    rank.path.with_name("late.sock").unlink()
+    pusher.offers._connections.pop(pusher.paths[1]).close()
+    for number in 5, 6:
+        assert pusher.push(Version(number)) == 1
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 2
     pusher.offers.close()
 
 
