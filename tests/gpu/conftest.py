@@ -16,6 +16,7 @@ from weight_manager.arena import ArenaReader
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout, region_digests, version_digest
 from worker.gpu.driver import CudaError, Driver
+from worker.gpu.pinned import Pinned
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,24 @@ def driver() -> Driver:
         return Driver()
     except CudaError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _unpinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of a test are dropped as they are. What they have pinned, the driver would take for pinned still when the
+    next test's arrays lie there, and refuse to copy to an array of which it knows a part.
+    """
+    made: list[Pinned] = []
+    init = Pinned.__init__
+
+    def noted(self: Pinned, driver: Driver) -> None:
+        made.append(self)
+        init(self, driver)
+
+    monkeypatch.setattr(Pinned, "__init__", noted)
+    yield
+    for pinned in made:
+        pinned.let_go()
 
 
 @pytest.fixture(params=[("float32", 1), ("bfloat16", 1), ("float32", 2)], ids=lambda p: f"{p[0]}-tp{p[1]}")

@@ -5,10 +5,10 @@
 # name: racecheck then fails with "hardware exception".
 set -u; OUT=$1; MOST=${2:-120}; mkdir -p "$OUT"; SECONDS=0
 export OPENBLAS_NUM_THREADS=2 OMP_NUM_THREADS=2
-run() {  # run TOOL NAME TESTS...; OF=all: over the processes that a test starts, too
+run() {  # run TOOL NAME TESTS...; OF=application-only: not over the processes that a test starts
   local log=$OUT/$1_$2.log began=$SECONDS; local tool=$1 name=$2; shift 2
   timeout -k 5 "$MOST" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 30 --report-api-errors no \
-    --target-processes "${OF:-application-only}" \
+    --target-processes "${OF:-all}" \
     "${PYTHON:-python3}" -m pytest -c /dev/null --rootdir="$PWD" -q -x -p no:cacheprovider -p tests.gpu.bare "$@" > "$log" 2>&1
   echo "$tool $name: rc $?, $((SECONDS - began)) s; $(grep -ho 'ERROR SUMMARY.*\|RACECHECK SUMMARY.*\|Internal Sanitizer Error.*' "$log" | tail -1); $(grep -h 'passed\|failed\|error' "$log" | tail -1 | cut -c1-150)"
 }
@@ -21,8 +21,8 @@ if [ -z "${ONLY:-}" ] || [ "$ONLY" = memcheck ]; then
   run memcheck drawing tests/gpu/test_drawing.py -k "96 or small" &
   run memcheck hash tests/gpu/test_cuda_hash.py &
   run memcheck pulling tests/gpu/test_pulling.py &
-  run memcheck filling tests/gpu/test_filling.py -k "has_is_taken and same and bfloat16" &  # memory of another process
-  PEER_TURNS=1 OF=all run memcheck sums tests/gpu/test_peers.py &
+  OF=application-only run memcheck filling tests/gpu/test_filling.py -k "has_is_taken and same and bfloat16" &  # memory of another process
+  PEER_TURNS=1 run memcheck sums tests/gpu/test_peers.py &
 fi
 if [ -z "${ONLY:-}" ] || [ "$ONLY" = racecheck ]; then
   for product in STORE "ADD and out" GATE "ADD and down"; do
@@ -32,11 +32,11 @@ if [ -z "${ONLY:-}" ] || [ "$ONLY" = racecheck ]; then
   run racecheck families tests/gpu/test_gpu_engine.py -k "serves and (llama or ernie45_moe)" &
   run racecheck drawing tests/gpu/test_drawing.py -k "96-3" &
   run racecheck pulling tests/gpu/test_pulling.py &
-  PEER_TURNS=1 OF=all run racecheck sums tests/gpu/test_peers.py -k 2 &
+  PEER_TURNS=1 run racecheck sums tests/gpu/test_peers.py -k 2 &
 fi
 if [ -z "${ONLY:-}" ] || [ "$ONLY" = initcheck ]; then
   run initcheck pulling tests/gpu/test_pulling.py &
-  PEER_TURNS=1 OF=all run initcheck sums tests/gpu/test_peers.py -k 2 &
+  PEER_TURNS=1 run initcheck sums tests/gpu/test_peers.py -k 2 &
   run initcheck families tests/gpu/test_gpu_engine.py -k "serves and llama" &
 fi
 wait
