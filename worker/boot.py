@@ -26,7 +26,7 @@ from worker.config import WorkerConfig, read_worker_config
 from worker.cpu.tuning import load_paddle, tune
 from worker.device import select_cpu
 from worker.end_tokens import described, end_tokens
-from worker.engine.base import Engine, HasGroups
+from worker.engine.base import Engine, HasGroups, TakesFromTrainers
 from worker.event_loop import EventLoop
 from worker.gpu.driver import CudaError
 from worker.grammar import Grammars
@@ -129,7 +129,9 @@ def build_loop(
     world = _join(config, replica, rank)
     lap("layout and ranks")
     try:
-        engine, sampler = _engine(config, hf_config, layout, world, takes_at, lap)
+        engine, sampler = _engine(config, hf_config, layout, world, lap)
+        if takes_at is not None and isinstance(engine, TakesFromTrainers):
+            engine.take_at(takes_at)
     except ValueError as error:  # what it does not serve, as its engine says it
         raise StartError(str(error)) from error
     engine.allocate_kv()
@@ -214,13 +216,11 @@ def _engine(
     hf_config: dict[str, Any],
     layout: Layout,
     world: _World,
-    takes_at: Path | None,
     lap: Callable[[str], None],
 ) -> tuple[Engine, Sampler | None]:
     """The engine of one rank, and the sampler that draws from what it answers (None: the scheduler's own).
 
-    takes_at: the socket of a rank that copies from the memory of trainers on GPUs. lap: told of the engine's own
-    stages. Raises ValueError for what the engine does not serve.
+    lap: told of the engine's own stages. Raises ValueError for what the engine does not serve.
     """
     if config.engine != "paddle":
         return _made(config, hf_config, world.rank)
@@ -233,10 +233,7 @@ def _engine(
             from worker.gpu.ranks import Meeting  # noqa: PLC0415  as above
 
             meeting = Meeting(world.signals.gather, world.pids, config.connect_s)
-        gpu = GpuEngine(config, layout, world.replica, world.rank, lap, meeting)
-        if takes_at is not None:
-            gpu.take_at(takes_at)
-        return gpu, None
+        return GpuEngine(config, layout, world.replica, world.rank, lap, meeting), None
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
     return PaddleEngine(config, layout.manifest, world.tp_group, world.rank), None

@@ -4,7 +4,8 @@
 
 SIGKILL and SIGSTOP of any process, pauses, clears, and a push every second of the model and of two adapters, which are
 unloaded at times; some requests are held to a pattern. With several stores, each of a host below the one before it,
-networks between them are cut as well. What is broken when follows from the seed, which is printed.
+networks between them are cut as well. With --on-devices versions of the model are live from memory of devices before
+shared memory has them. What is broken when follows from the seed, which is printed.
 Ends with status 1 if anything was violated. The report is JSON.
 """
 
@@ -34,10 +35,13 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--api-workers", type=int, default=1, help="API processes, each of which may die too")
     parser.add_argument("--stores", type=int, default=1, help="hosts, each with a store, its own API and replicas")
+    parser.add_argument("--on-devices", action="store_true", help="weights in devices' memory, live from there first")
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
     parser.add_argument("--replay-later", action="store_true", help="keep the samples, for --replay")
     parser.add_argument("--replay", action="store_true", help="finish the report of a run with --replay-later")
     options = parser.parse_args()
+    if options.on_devices and (options.tp, options.stores) != (1, 1):
+        parser.error("with --on-devices there is one store, and tp is 1")
     kept = options.out.with_suffix(".samples.json")
     if options.replay:
         report = json.loads(options.out.read_text())

@@ -10,6 +10,7 @@ from typing import Any
 from rollout_client.http import AsyncRolloutClient
 from rollout_client.http_calls import RequestFailed, Unreachable
 from rollout_client.spans import Span
+from tests.chaos.crowd import Crowd
 from tests.chaos.trainer import ADAPTERS
 from tests.reference.checkpoint import CONFIG
 
@@ -52,36 +53,25 @@ class Ending:
     host: int = 0
 
 
-class Clients:
-    """`count` clients of the services at `urls`, each of one of them, until stopped."""
+class Clients(Crowd):
+    """Of the services at `urls`, each of one of them."""
 
     def __init__(self, urls: Sequence[str], seed: int, count: int, think_s: float, clock: Callable[[], float]) -> None:
         """think_s: between two requests of a client, on average."""
+        super().__init__(count)
         self.samples: list[Sample] = []
         self.endings: list[Ending] = []
         self.hung = 0
         self._urls = urls
         self._seed = seed
-        self._count = count
         self._think_s = think_s
         self.clock = clock
-        self._stop = asyncio.Event()
-
-    async def run(self) -> None:
-        """Until `stop`."""
-        async with asyncio.TaskGroup() as group:
-            for number in range(self._count):
-                group.create_task(self._client(number))
-
-    def stop(self) -> None:
-        """After the requests under way."""
-        self._stop.set()
 
     async def _client(self, number: int) -> None:
         rng = random.Random(f"{self._seed} client {number}")
         host = number % len(self._urls)
         async with AsyncRolloutClient(self._urls[host]) as client:
-            while not self._stop.is_set():
+            while not self._over.is_set():
                 began = self.clock()
                 adapter = rng.choice(("", "", *ADAPTERS))
                 how, detail = await self._request(client, rng, adapter, host)

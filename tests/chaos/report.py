@@ -38,11 +38,12 @@ def break_it(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[d
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
     Checkpoint.random(directory / "model", seed * 1_000_003)
     text.write_tokenizer(directory / "model")
-    load = os.getloadavg()[0]
-    hosts = service.Hosts(directory / "model", options.stores, *shape)
+    load_before = os.getloadavg()[0]
+    hosts = service.Hosts(directory / "model", options.stores, *shape, on_devices=options.on_devices)
     try:
         hosts.start()
-        run = Run(hosts, seed, faults, options.seconds, options.clients, options.think_s, say)
+        load = options.clients, options.think_s
+        run = Run(hosts, seed, faults, options.seconds, *load, say, on_devices=options.on_devices)
         asyncio.run(run.go())
         run.violations += hosts.stop()
     finally:
@@ -52,7 +53,7 @@ def break_it(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[d
                 shutil.copy(live.log, options.out.with_suffix(f".{host}.log" if host else ".log"))
         hosts.close()
         shutil.rmtree(directory)
-    return account(options, run) | {"load_before": load}, run.clients.samples
+    return account(options, run) | {"load_before": load_before}, run.clients.samples
 
 
 def replay(
@@ -90,11 +91,13 @@ def account(options: argparse.Namespace, run: Run) -> dict[str, Any]:
         "replicas": options.replicas,
         "tp": options.tp,
         "stores": options.stores,
+        "on_devices": options.on_devices,
         "faults": [asdict(fault) for fault in run.faults],
         "done": dict(sorted(run.breaker.done.items())),
         "requests": dict(Counter(ending.how for ending in run.clients.endings).most_common()),
         "longest_request_s": round(max((e.ended - e.began for e in run.clients.endings), default=0), 1),
         "pushes": dict(errors.most_common()),
+        "live_ahead": sum(push.ahead for push in run.pushes),
         "unloads": dict(run.unloads.most_common()),
         "seconds_back": back,
         "mended_s": round(run.mended_s, 2),

@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
-import json
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from rollout_client.http import AsyncRolloutClient
 from rollout_client.publisher import WeightPublisher
 from tests.chaos.breaking import Breaker
 from tests.chaos.clients import Clients, now_since
+from tests.chaos.crowd import said, start_trainer
 from tests.chaos.plan import Fault
 from tests.chaos.service import COME_AND_GO, GRAMMARS, SPARE, Hosts, by_name, of_host
 from tests.chaos.trainer import ADAPTERS, PUSH_S, RUN_ID, push
@@ -44,6 +42,7 @@ class Push:
     ended: float = 0.0
     error: str = "killed"
     adapter: str = ""
+    ahead: bool = False  # it was live before the arena had it
 
 
 @dataclass
@@ -66,7 +65,10 @@ class Run:
         clients: int,
         think_s: float,
         say: Callable[[str], None],
+        *,
+        on_devices: bool = False,
     ) -> None:
+        self._on_devices = on_devices
         self.hosts = hosts
         self.root = hosts.services[0]
         self.seed = seed
@@ -124,37 +126,33 @@ class Run:
     async def _train(self, name: str) -> None:
         """Start the trainer again whenever it was killed; note what it says. name: of its adapter, "" = the model."""
         while True:
-            words = (sys.executable, "-m", "tests.chaos.trainer", "--endpoint", self.root.push_endpoint)
-            self._trainers[name] = trainer = await asyncio.create_subprocess_exec(
-                *words,
-                *("--seed", str(self.seed), "--first", str(self._next_version(name)), "--adapter", name),
-                stdout=asyncio.subprocess.PIPE,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
-            )
-            assert trainer.stdout is not None
+            words = ["--endpoint", self.root.push_endpoint, "--seed", str(self.seed), "--adapter", name]
+            words += ["--first", str(self._next_version(name))]
+            words += ["--on-device"] if self._on_devices and not name else []
+            self._trainers[name] = trainer = await start_trainer("tests.chaos.trainer", *words)
             if self._over:
                 trainer.kill()
-            async for line in trainer.stdout:
-                self._note(name, json.loads(line))
+            async for line in said(trainer):
+                self._note(name, line)
             if await trainer.wait() != -signal.SIGKILL:
                 self.violations.append(f"the trainer of {name or 'the model'} ended with {trainer.returncode}")
                 return
             if self._over:
                 return
 
-    def _note(self, name: str, said: dict[str, Any]) -> None:
-        if said.get("seconds", 0) > PUSH_S + 10:
-            self.violations.append(f"a trainer of {name or 'the model'} hung for {said['seconds']:.1f} s: {said}")
-        if "unload" in said:
+    def _note(self, name: str, told: dict[str, Any]) -> None:
+        if told.get("seconds", 0) > PUSH_S + 10:
+            self.violations.append(f"a trainer of {name or 'the model'} hung for {told['seconds']:.1f} s: {told}")
+        if "unload" in told:
             self.absent[name].append(Absence(self.clock()))
-        if "unloaded" in said:
-            self.unloads[said["error"] or "done"] += 1
-        if "begin" in said:
-            self.pushes.append(Push(said["begin"], self.clock(), said["policy"], adapter=name))
-        if "end" not in said:
+        if "unloaded" in told:
+            self.unloads[told["error"] or "done"] += 1
+        if "begin" in told:
+            self.pushes.append(Push(told["begin"], self.clock(), told["policy"], adapter=name))
+        if "end" not in told:
             return
         push = next(push for push in reversed(self.pushes) if push.adapter == name)
-        push.ended, push.error = self.clock(), said["error"]
+        push.ended, push.error, push.ahead = self.clock(), told["error"], told.get("ahead", False)
         if not push.error:
             self._live(name, push.version)
             for absence in self.absent.get(name, ()):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos import devices
 from tests.faults.relay_fleet import Proxy
 from tests.integration.live import LiveService
 from worker.service import free_ports
@@ -41,8 +42,12 @@ class Hosts:
     below the one before it, with a network in between that can be cut.
     """
 
-    def __init__(self, model: Path, stores: int, replicas: int, tp: int, api_workers: int = 1) -> None:
-        """stores: hosts. Nothing is started yet."""
+    def __init__(
+        self, model: Path, stores: int, replicas: int, tp: int, api_workers: int = 1, *, on_devices: bool = False
+    ) -> None:
+        """stores: hosts. on_devices: replicas compute on devices, which is so on a host by itself. Nothing is started
+        yet.
+        """
         self.replicas = replicas
         self.services: list[LiveService] = []
         self._started: list[LiveService] = []
@@ -55,7 +60,7 @@ class Hosts:
                 settings += [f"store.relay_endpoint=tcp://127.0.0.1:{port}", f"store.relay_data_port={data}"]
             if host:
                 settings += [f"store.upstream=tcp://{Proxy.HOST}:{self._relays[host - 1][0]}"]
-            self.services.append(serve(model, replicas, tp, api_workers, settings))
+            self.services.append(serve(model, replicas, tp, api_workers, settings, on_devices=on_devices))
 
     def start(self) -> None:
         """From the root down."""
@@ -106,7 +111,15 @@ def of_host(host: int, name: str) -> str:
     return f"{host}:{name}" if host else name
 
 
-def serve(model: Path, replicas: int, tp: int, api_workers: int = 1, store: Sequence[str] = ()) -> LiveService:
+def serve(
+    model: Path,
+    replicas: int,
+    tp: int,
+    api_workers: int = 1,
+    store: Sequence[str] = (),
+    *,
+    on_devices: bool = False,
+) -> LiveService:
     """Not started yet. Its ports are fixed, so that what is restarted is found where it was. store: settings of it."""
     http, push = free_ports(2)
     # Few blocks, so that sequences are preempted, and short steps, so that a flip falls between two parts of a prompt
@@ -117,10 +130,12 @@ def serve(model: Path, replicas: int, tp: int, api_workers: int = 1, store: Sequ
         "worker.num_blocks=160",
         "worker.max_tokens_per_step=72",
         *store,
+        *((devices.ENGINE,) if on_devices else ()),
     )
     options = ("--replicas", str(replicas), "--tp", str(tp), *(word for one in small for word in ("--set", one)))
     options += ("--api-workers", str(api_workers))
-    return LiveService(model, *options, "--port", str(http), "--push-endpoint", f"tcp://127.0.0.1:{push}")
+    options += ("--port", str(http), "--push-endpoint", f"tcp://127.0.0.1:{push}")
+    return LiveService(model, *options, env=devices.environment() if on_devices else None)
 
 
 def by_name(live: LiveService) -> dict[str, list[int]]:

@@ -50,15 +50,18 @@ def adapted_weights(seed: int, version: int, name: str, adapter_version: int) ->
     return merged(weights_of(seed, version), adapter_of(seed, name, adapter_version))
 
 
-def push(publisher: WeightPublisher, seed: int, name: str, version: int, policy: Any) -> None:
-    """Of the adapter of this name; "" = of the model. Raises RolloutError."""
+def push(publisher: WeightPublisher, seed: int, name: str, version: int, policy: Any) -> bool:
+    """Of the adapter of this name; "" = of the model. Whether it was live before the arena had it. Raises
+    RolloutError.
+    """
     if name:
         config = adapter_config(rank_of(version))
         publisher.push_adapter(
             name, adapter_of(seed, name, version), config, version, in_flight=policy, timeout_s=PUSH_S
         )
-    else:
-        publisher.push(weights_of(seed, version), version, in_flight=policy, timeout_s=PUSH_S)
+        return False
+    report = publisher.push(weights_of(seed, version), version, in_flight=policy, timeout_s=PUSH_S)
+    return report.live_s < report.seconds["total"]
 
 
 def tell(**what: object) -> None:
@@ -66,14 +69,14 @@ def tell(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-def ended(work: Callable[[], object]) -> tuple[str, float]:
-    """What went wrong with it, by name, "" = nothing; and how long it took."""
-    began, error = time.monotonic(), ""
+def ended(work: Callable[[], object]) -> tuple[str, float, Any]:
+    """What went wrong with it, by name, "" = nothing; how long it took; what came of it."""
+    began, error, result = time.monotonic(), "", None
     try:
-        work()
+        result = work()
     except RolloutError as failure:
         error = failure.code if isinstance(failure, PushError) else type(failure).__name__
-    return error, time.monotonic() - began
+    return error, time.monotonic() - began, result
 
 
 def main() -> None:
@@ -84,20 +87,27 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--every-s", type=float, default=1.0)
     parser.add_argument("--adapter", choices=("", *ADAPTERS), default="")
+    parser.add_argument("--on-device", action="store_true", help="where its tensors lie, and ranks copy from")
     options = parser.parse_args()
+    way: dict[str, Any] = {}
+    if options.on_device:
+        from tests.chaos.devices import lie_on_device
+
+        lie_on_device()
+        way = {"transport": "cuda_ipc", "durability": "device"}
     version, name = options.first, options.adapter
-    with WeightPublisher(options.endpoint, run_id=RUN_ID, progress=False) as publisher:
+    with WeightPublisher(options.endpoint, run_id=RUN_ID, progress=False, **way) as publisher:
         while True:
             rng = random.Random(f"{options.seed} {name} {version}")
             policy = rng.choice((*POLICIES, "finish") if name else POLICIES)
             if name and rng.random() < _UNLOADED:
                 tell(unload=version)
-                error, seconds = ended(lambda: publisher.unload_adapter(name, timeout_s=PUSH_S))
+                error, seconds, _ = ended(lambda: publisher.unload_adapter(name, timeout_s=PUSH_S))
                 tell(unloaded=version, seconds=seconds, error=error)
             began = time.monotonic()
             tell(begin=version, policy=policy)
-            error, seconds = ended(partial(push, publisher, options.seed, name, version, policy))
-            tell(end=version, seconds=seconds, error=error)
+            error, seconds, ahead = ended(partial(push, publisher, options.seed, name, version, policy))
+            tell(end=version, seconds=seconds, error=error, ahead=bool(ahead))
             version += 1
             time.sleep(max(0.0, began + options.every_s - time.monotonic()))
 

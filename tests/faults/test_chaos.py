@@ -13,9 +13,11 @@ KINDS = {"kill", "stop", "pause", "clear"}
 @pytest.mark.slow
 @pytest.mark.timeout(180)  # alone it takes half a minute
 @pytest.mark.parametrize(
-    ("seed", "replicas", "stores", "kinds"), [(5, 2, 1, KINDS), (42, 1, 2, KINDS | {"cut"})], ids=["alone", "tree"]
+    ("seed", "replicas", "stores", "kinds", "on_devices"),
+    [(5, 2, 1, KINDS, False), (42, 1, 2, KINDS | {"cut"}, False), (54, 2, 1, KINDS, True)],
+    ids=["alone", "tree", "devices"],
 )
-def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path, seed, replicas, stores, kinds):
+def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path, seed, replicas, stores, kinds, on_devices):
     options = argparse.Namespace(
         seed=seed,
         seconds=SECONDS,
@@ -26,6 +28,7 @@ def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path, seed, replicas, stor
         tp=1,
         api_workers=1,
         stores=stores,
+        on_devices=on_devices,
         out=tmp_path / "chaos.json",
     )
     report = run_and_report(options, say=print)
@@ -37,3 +40,4 @@ def test_nothing_is_torn_lost_hung_or_left_behind(tmp_path, seed, replicas, stor
     assert min(report["samples_of_adapters"], report["samples_held_to_a_pattern"]) > 10
     assert {fault["what"] for fault in report["faults"]} == kinds
     assert (report["samples_of_hosts_below"] > 10) == (stores > 1)
+    assert (report["live_ahead"] > 0) == on_devices

@@ -28,7 +28,8 @@ SHM = Path("/dev/shm")
 class LiveService:
     """`start`, use `url` and `push_endpoint`, then `stop` and `assert_nothing_left`."""
 
-    def __init__(self, model: Path, *args: str):
+    def __init__(self, model: Path, *args: str, env: dict[str, str] | None = None):
+        """args: of `serve`. env: its environment, ours if there is none."""
         self.name = f"test-{uuid.uuid4().hex[:10]}"
         self.scratch = Path(tempfile.mkdtemp(prefix="pr-"))  # short: socket paths end at 107 bytes
         self.run_dir = self.scratch / "run"
@@ -36,6 +37,7 @@ class LiveService:
         self.url = self.push_endpoint = ""
         self.ready_s = self.ready_wait_s = 0.0
         self._seen: set[int] = set()
+        self._env = env
         self._command = [
             *(str(Path(sys.executable).with_name("paddle-rollout")), "serve", str(model)),
             *("--name", self.name, "--run-dir", str(self.run_dir)),
@@ -52,6 +54,7 @@ class LiveService:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=self._env,
                 preexec_fn=_ends_with_the_tests,  # noqa: PLW1509  one prctl, nothing that could deadlock
             )
         while time.monotonic() < started + READY_S:

@@ -12,7 +12,6 @@ something grew, was answered otherwise than it may be, or was restarted. The rep
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import service, text, trainer
+from tests.chaos.crowd import said, start_trainer
 from tests.integration.live import SHM, LiveService
 from tests.reference.checkpoint import Checkpoint
 from tests.soak.account import Look, series, table, violations
@@ -74,26 +74,21 @@ class Soak:
         await asyncio.gather(*work)
 
     async def _train(self, name: str, words: Sequence[str]) -> None:
-        command = (sys.executable, "-m", *words, "--endpoint", self._live.push_endpoint, "--seed", str(self._seed))
+        options = ("--endpoint", self._live.push_endpoint, "--seed", str(self._seed), "--every-s", str(self._push_s))
         first = () if "tasks" in words[0] else ("--first", "1")
-        self._trainers[name] = process = await asyncio.create_subprocess_exec(
-            *(*command, *first, "--every-s", str(self._push_s)),
-            stdout=asyncio.subprocess.PIPE,
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
-        )
-        assert process.stdout is not None
-        async for line in process.stdout:
-            self._note(name, json.loads(line))
+        self._trainers[name] = process = await start_trainer(*words, *options, *first)
+        async for line in said(process):
+            self._note(name, line)
         if (status := await process.wait()) != -signal.SIGKILL:
             self.ended.append(f"the {name} ended with {status}")
 
-    def _note(self, name: str, said: dict[str, Any]) -> None:
-        if "task" in said:
-            self.pushes.update(f"{name}: {error or 'done'}" for error in said["errors"])
-        elif "end" in said:
-            self.pushes[f"{name}: {said['error'] or 'done'}"] += 1
-        elif "unloaded" in said:
-            self.pushes[f"{name}, unloads: {said['error'] or 'done'}"] += 1
+    def _note(self, name: str, told: dict[str, Any]) -> None:
+        if "task" in told:
+            self.pushes.update(f"{name}: {error or 'done'}" for error in told["errors"])
+        elif "end" in told:
+            self.pushes[f"{name}: {told['error'] or 'done'}"] += 1
+        elif "unloaded" in told:
+            self.pushes[f"{name}, unloads: {told['error'] or 'done'}"] += 1
 
     def _look(self, at: float) -> Look:
         held, pids = {}, {}

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from rollout_client.http import AsyncRolloutClient
 from rollout_client.http_calls import RequestFailed, Unreachable
+from tests.chaos.crowd import Crowd
 from tests.chaos.trainer import ADAPTERS, weights_of
 from tests.reference.adapters import adapter, adapter_config
 from tests.reference.checkpoint import CONFIG
@@ -36,37 +37,30 @@ def write_adapter(directory: Path, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(adapter_config(RANK)))
 
 
-class Load:
-    """`count` clients and an operator, until stopped. counts: what was done and how it ended; wrong: what must not."""
+class Load(Crowd):
+    """Clients and an operator. counts: what was done and how it ended; wrong: what must not."""
 
     def __init__(self, url: str, seed: int, count: int, think_s: float, every_s: float, adapter: Path) -> None:
         """think_s: between two requests of a client, on average; every_s: between two things that the operator does.
         adapter: the directory of the one that the operator loads.
         """
+        super().__init__(count)
         self.counts: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
-        self._url, self._seed, self._count = url, seed, count
+        self._url, self._seed = url, seed
         self._think_s, self._every_s, self._adapter = think_s, every_s, adapter
-        self._stop = asyncio.Event()
 
     async def run(self) -> None:
         """Until `stop`."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._operate())
-            for number in range(self._count):
-                group.create_task(self._client(number))
-
-    def stop(self) -> None:
-        """After the requests under way."""
-        self._stop.set()
+        await asyncio.gather(super().run(), self._operate())
 
     async def _client(self, number: int) -> None:
         rng = random.Random(f"{self._seed} soak {number}")
         kinds = (self._whole, self._stream, self._hang_up, self._aborted, self._completion, self._score)
-        while not self._stop.is_set():
+        while not self._over.is_set():
             async with AsyncRolloutClient(self._url) as client, httpx.AsyncClient(base_url=self._url) as http:
                 for _ in range(rng.randrange(1, 20)):
-                    if self._stop.is_set():
+                    if self._over.is_set():
                         return
                     kind = rng.choice((*kinds, self._nonsense, self._look))
                     await self._do(kind.__name__.lstrip("_"), kind(client, http, rng))
@@ -79,7 +73,7 @@ class Load:
             for kind in itertools.cycle(kinds):
                 await self._do(kind.__name__.lstrip("_"), kind(client, http))
                 try:
-                    await asyncio.wait_for(self._stop.wait(), self._every_s)
+                    await asyncio.wait_for(self._over.wait(), self._every_s)
                 except TimeoutError:
                     continue
                 return

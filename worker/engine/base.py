@@ -8,6 +8,7 @@ others get None. An engine never sees versions, requests or sockets, so tests ru
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
@@ -289,6 +290,15 @@ class OnDevice(Protocol):
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that nobody has, as its driver says."""
+        ...
+
+
+@runtime_checkable
+class TakesFromTrainers(Protocol):
+    """An engine that copies versions from the memory of trainers on its host's devices."""
+
+    def take_at(self, socket: Path) -> None:
+        """Have trainers ask for it at this socket, from now on."""
         ...
 
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from tests.memfd_device import MemfdCuda
-
 
 class Opened(ctypes.CDLL):
     """What ctypes.CDLL gives, but for one library."""
 
     def __new__(cls, name, *arguments, **options):
-        return MemfdCuda() if name == "libcuda.so.1" else super().__new__(cls)
+        if name != "libcuda.so.1":
+            return super().__new__(cls)
+        from tests.memfd_device import MemfdCuda
+
+        return MemfdCuda()
 
 
 ctypes.CDLL = Opened
