@@ -49,6 +49,7 @@ def test_a_torch_that_compiles_nothing_pushes_with_page_sums(
     expected = publisher.push(tensors, 1).digest
     assert not caplog.records
     publisher._shm._cuda._digesters.clear()
+    publisher._shm._cuda._before = None
 
     def refuse(_: Any) -> None:
         raise RuntimeError("no compiler")
